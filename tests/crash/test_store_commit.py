@@ -23,6 +23,7 @@ from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.store.two_phase_commit import TwoPhaseCommit
+from tiered_zero.store.verify import verify_run
 from tiered_zero.system import descriptor
 
 PAGE = 4096
@@ -158,7 +159,8 @@ def check_every_crash(log: list[Operation], commits: list[Commit], where: Path, 
             assert store.step in allowed, f"after operation {length}: step {store.step}, expected one of {[*allowed]}"
             assert found == allowed[store.step].contents
             assert store.metadata == {"step": store.step}
-            assert store.verify() == []
+            verified = verify_run([Path(path) for path in store.paths])
+            assert verified is not None and verified.broken == []
             store.close()
             for commit in under_way:
                 if commit.prepared <= length:

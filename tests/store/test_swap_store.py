@@ -127,8 +127,6 @@ def test_a_flipped_bit_is_found_before_use(make: Callable[..., SwapStore], swap_
             transfer.wait()
     assert store.nbytes("read") == {}
     assert read(store, "state/w", MIB) == pattern(3 * MIB)[:MIB], "a sound chunk stays readable"
-    (broken,) = store.verify()
-    assert (broken.record, broken.offset, broken.nbytes) == ("state/w", PAGE + MIB, MIB)
 
 
 def test_never_written_bytes_cannot_be_read(make: Callable[..., SwapStore]) -> None:
@@ -348,7 +346,6 @@ def test_revert_returns_to_the_last_commit(make: Callable[..., SwapStore], swap_
     store.release(newer)
     assert free_nbytes(store) == before_nbytes
     store.write(a, pattern(2 * PAGE, seed=4)).wait()
-    assert not store.verify()
     store.commit(2, {})
     store.close(remove=False)
     (path,) = swap_path.iterdir()

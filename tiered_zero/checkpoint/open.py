@@ -20,7 +20,7 @@ from tiered_zero.store.descriptors import error_text, open_of_owner
 from tiered_zero.store.manifest import choose
 from tiered_zero.store.owner import OWNER_NAME, Owner, boot_id, start_ticks
 from tiered_zero.store.record_reader import RecordFiles, RecordReader
-from tiered_zero.store.stripes import DATA_NAME, DataFiles, Stripes
+from tiered_zero.store.stripes import DATA_NAME, Stripes, check_data_files
 
 
 def open_tag(
@@ -59,7 +59,7 @@ def find_damage(tag_dir: str | os.PathLike[str]) -> list[str]:
     """Read every byte of a tag and say what is wrong with it; empty: nothing."""
     try:
         with open_tag(tag_dir) as reader:
-            return reader.damage()
+            return [*map(str, reader.damage())]
     except (StoreError, OSError) as error:
         return [str(error)]
 
@@ -85,8 +85,7 @@ def open_stores(
         manifest, _ = choose(paths[0], step, {COMMIT_ID: commit.commit_id})
         if manifest.run_id != owner.run_id:
             raise StoreError(f"{paths[0]} belongs to another run than the commit of step {step}.")
-        with ExitStack() as looked_at:
-            DataFiles(paths, Stripes(manifest.weights), looked_at).check(manifest.capacity_nbytes)
+        check_data_files(paths, Stripes(manifest.weights), manifest.capacity_nbytes)
         found.append(RecordFiles(paths=[path / DATA_NAME for path in paths], contents=manifest.contents))
     return found
 

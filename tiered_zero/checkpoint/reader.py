@@ -20,7 +20,7 @@ import torch
 from tiered_zero.checkpoint.tag_manifest import SOURCE_ITEMSIZES, Part, TagManifest, TensorEntry
 from tiered_zero.checkpoint.tensors import copy_values, permuted, torch_dtype
 from tiered_zero.store.checked_json import MOST_INTEGER
-from tiered_zero.store.record_reader import Reading, RecordReader, Wanted
+from tiered_zero.store.record_reader import Broken, Reading, RecordReader, Wanted
 
 _STEP_NUMEL = 1 << 15
 """Elements that are added at once: temporaries stay small, and on the calling thread."""
@@ -97,8 +97,8 @@ class TensorReader:
             finish()
         reading.finishers.clear()
 
-    def damage(self) -> list[str]:
-        """Read every byte; return a line for each range that is not as written."""
+    def damage(self) -> list[Broken]:
+        """Read every byte; return the ranges that are not as written."""
         return self._records.damage()
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:

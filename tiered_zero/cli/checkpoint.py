@@ -117,11 +117,7 @@ def _problems_in_place(info: TagInfo) -> list[str]:
     commit = Commit.read(Path(swap["paths"][0]))
     state = commit.manifest.step, {COMMIT_ID: commit.commit_id}
     found = [verify_run([Path(path) for path in store["paths"]], *state) for store in commit.stores]
-    return [
-        f"{item.record}: {item.nbytes} bytes at offset {item.offset} of {item.path}: {item.reason}"
-        for verified in found
-        for item in (verified.broken if verified is not None else ())
-    ]
+    return [str(item) for verified in found for item in (verified.broken if verified is not None else ())]
 
 
 @checkpoint.command("export", short_help="Write the weights as safetensors.")

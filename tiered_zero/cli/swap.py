@@ -121,16 +121,13 @@ def _print_verified(results: dict[str, Verified | None], unread: dict[str, str])
             rows.append((run_id, "-", "-", "nothing committed"))
             continue
         found = f"{len(result.broken)} broken" if result.broken else "whole"
-        if result.nbytes_unverifiable:
-            found += f"; {format_nbytes(result.nbytes_unverifiable)} have no checksum"
         rows.append((run_id, str(result.step), format_nbytes(result.nbytes), found))
     print_table(("run", "step", "bytes read", "outcome"), rows)
     for run_id, text in unread.items():
         click.echo(printable(f"{run_id}: {text}"))
     for result in results.values():
         for item in result.broken if result else ():
-            text = f"{item.record}: {item.nbytes} bytes at offset {item.offset} of {item.path}: {item.reason}"
-            click.echo(printable(text))
+            click.echo(printable(str(item)))
 
 
 def _format_age(age_s: float) -> str:

@@ -25,10 +25,8 @@ from tiered_zero.store.manifest import Record
 from tiered_zero.store.runs import RunInfo, collect_garbage, list_runs
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.store.verify import Broken
 
 __all__ = [
-    "Broken",
     "Record",
     "RunInfo",
     "SwapDir",

@@ -64,11 +64,27 @@ class Reading:
     num_left: int = 0
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """`nbytes` of `record`, at `offset` of `path`, cannot be trusted. `reason`: what was found."""
+
+    record: str
+    path: str
+    offset: int
+    nbytes: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.record}: {self.nbytes} bytes at offset {self.offset} of {self.path} {self.reason}"
+
+
 class _Span(NamedTuple):
     """Bytes `[start, stop)` of a record, at `address` of the store number `store`. `checks`: (length, checksum) of the
     ranges that make them up."""
 
     store: int
+    record: str
     address: int
     start: int
     stop: int
@@ -144,23 +160,30 @@ class RecordReader:
         bytes that are not those written, and TransferError."""
         while reading.num_left:
             if problems := self._take_next():
-                raise CorruptionError(f"{problems[0]} Check the disk, and load another checkpoint, into a new engine.")
+                raise CorruptionError(f"{problems[0]}. Check the disk, and load another checkpoint, into a new engine.")
 
-    def damage(self) -> list[str]:
-        """Read all records; return a line for each range that is not as written, and for a file that cannot be read
-        on."""
-        found: list[str] = []
+    def damage(self) -> list[Broken]:
+        """Read all records; return the ranges that are not as written, and where a store cannot be read on."""
+        found: list[Broken] = []
         for number, store in enumerate(self._stores):
+            spans = [
+                span
+                for record in store.contents.records
+                for span in self._overlapping(number, record.name, 0, record.extent_nbytes)
+            ]
+            num_taken = 0
             try:
-                for record in store.contents.records:
-                    for span in self._overlapping(number, record.name, 0, record.extent_nbytes):
-                        self.submit([Wanted(number, record.name, span.start, span.stop, _drop)])
-                        while len(self._queued) + len(self._begun) >= NUM_BUFFERS:
-                            found += self._take_next()
+                for span in spans:
+                    self.submit([Wanted(number, span.record, span.start, span.stop, _drop)])
+                    while len(self._windows) >= NUM_BUFFERS:
+                        found += self._take_next()
+                        num_taken += 1
                 while self._windows:
                     found += self._take_next()
+                    num_taken += 1
             except OSError as error:
-                found.append(str(error))
+                span = spans[num_taken]
+                found.append(self._broken(span, span.start, span.stop - span.start, f"cannot be read: {error}"))
                 self.close()
         return found
 
@@ -205,10 +228,10 @@ class RecordReader:
             ):
                 spans[-1] = last._replace(stop=item.end, checks=(*last.checks, (nbytes, item.digest)))
             else:
-                spans.append(_Span(store, address, item.start, item.end, ((nbytes, item.digest),)))
+                spans.append(_Span(store, name, address, item.start, item.end, ((nbytes, item.digest),)))
         return spans, [span.start for span in spans], [span.stop for span in spans]
 
-    def _take_next(self) -> list[str]:
+    def _take_next(self) -> list[Broken]:
         """Hand out the bytes of the oldest window, unless something is wrong with them, which is returned."""
         window = self._begun[0]
         assert window.verified is not None and window.buffer is not None, "it is being read"
@@ -258,14 +281,15 @@ class RecordReader:
                 self._files[path] = self._engine.open(str(path), writable=False)
             parts.append(self._engine.read(self._files[path], offset, memory[at : at + nbytes]))
             at += nbytes
-        window.buffer, window.verified = buffer, _Verified(span, memory, parts, self._place)
+        window.buffer, window.verified = buffer, _Verified(span, memory, parts, self._broken)
         assert self._worker is not None, "made with the buffers"
         self._worker.submit(window.verified.run)
 
-    def _place(self, store: int, address: int) -> str:
-        """Describe the place of a byte, for messages."""
-        piece = next(self._stripes[store].pieces(address, 1))
-        return f"{self._stores[store].paths[piece.file_index]}: the bytes from offset {piece.file_offset} on"
+    def _broken(self, span: _Span, start: int, nbytes: int, reason: str) -> Broken:
+        """Say what was found of the bytes from `start` of the span's record on."""
+        piece = next(self._stripes[span.store].pieces(span.address + start - span.start, 1))
+        path = str(self._stores[span.store].paths[piece.file_index])
+        return Broken(record=span.record, path=path, offset=piece.file_offset, nbytes=nbytes, reason=reason)
 
 
 def _covers(spans: Sequence[_Span], start: int, stop: int) -> bool:
@@ -294,14 +318,18 @@ def _drop(at: int, memory: memoryview) -> None:
 class _Verified(Once):
     """A window that is being read and compared: on the worker, or by the first wait, should that come before it.
 
-    `problems`: ranges that are not as written, once it is done. `place(store, address)`: for messages."""
+    `problems`: ranges that are not as written, once it is done."""
 
     def __init__(
-        self, span: _Span, memory: memoryview, parts: Sequence[Transfer], place: Callable[[int, int], str]
+        self,
+        span: _Span,
+        memory: memoryview,
+        parts: Sequence[Transfer],
+        broken: Callable[[_Span, int, int, str], Broken],
     ) -> None:
         super().__init__(self._compare)
-        self.problems: list[str] = []
-        self._span, self._memory, self._parts, self._place = span, memory, parts, place
+        self.problems: list[Broken] = []
+        self._span, self._memory, self._parts, self._broken = span, memory, parts, broken
 
     def _compare(self) -> None:
         """Wait for the bytes, compare their checksums."""
@@ -309,9 +337,8 @@ class _Verified(Once):
         problems, at = [], 0
         for nbytes, expected in self._span.checks:
             if (found := digest(self._memory[at : at + nbytes])) != expected:
-                problems.append(
-                    f"{self._place(self._span.store, self._span.address + at)} ({nbytes}) are not those written (xxh3 "
-                    f"{'none' if expected is None else f'{expected:016x}'} expected, {found:016x} found)."
-                )
+                wanted = "none" if expected is None else f"{expected:016x}"
+                reason = f"are not those written (xxh3 {wanted} expected, {found:016x} found)"
+                problems.append(self._broken(self._span, self._span.start + at, nbytes, reason))
             at += nbytes
         self.problems = problems

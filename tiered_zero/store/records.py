@@ -252,14 +252,6 @@ class RecordTable:
                 self._states[state.record.name] = state
             self._retired.clear()
 
-    def at_rest(self) -> list[Written]:
-        """Everything that is written. Raises StoreError while a record is in use."""
-        with self._lock:
-            busy = [name for name, state in self._states.items() if state.in_flight]
-            if busy:
-                raise StoreError(f"Cannot verify while records are in use ({busy[:5]}); wait for their transfers.")
-            return [(state.record, list(state.written)) for state in self._states.values()]
-
     def _admit(self, record: Record, request: InFlight) -> _State:
         kind, start, end = request.kind, request.start, request.end
         state = self._find(record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -12,7 +12,7 @@ from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.io.disk_file import errno_text, free_text
 from tiered_zero.io.engine import File, IOEngine, IOTransfer
 from tiered_zero.layout.extents import STRIPE_NBYTES, file_nbytes, stripe_cycle
-from tiered_zero.sizes import MIB, format_nbytes
+from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.descriptors import error_text, open_of_owner
 from tiered_zero.store.durable import sync_directory
 
@@ -100,8 +100,7 @@ class StripedFiles:
     @classmethod
     def open(cls, engine: IOEngine, paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> StripedFiles:
         """Open existing files. Raises StoreError when one is missing or shorter than the store."""
-        with ExitStack() as looked_at:
-            DataFiles(paths, stripes, looked_at).check(capacity_nbytes)
+        check_data_files(paths, stripes, capacity_nbytes)
         opened = cls(engine, (), stripes)
         try:
             for path in paths:
@@ -145,56 +144,27 @@ class StripedFiles:
         self._files = ()
 
 
-@final
-class DataFiles:
-    """The data files of a run, read past every engine: from the disk, where the kernel lets go of their pages.
-
-    One that cannot be opened, or is not a file of its directory's owner, is an error of what reads it. `resources`
-    closes them.
-    """
-
-    def __init__(self, paths: Sequence[Path], stripes: Stripes, resources: ExitStack) -> None:
-        """Raises StoreError where there are more or fewer paths than stripes."""
-        if len(paths) != len(stripes.weights):
-            raise StoreError(f"{paths[0]}: the state is striped over {len(stripes.weights)} paths; found {len(paths)}.")
-        self._names = [path / DATA_NAME for path in paths]
-        self._stripes = stripes
-        self._files = [_open_data(name, resources) for name in self._names]
-
-    def check(self, capacity_nbytes: int) -> None:
-        """Raises StoreError where a file is missing or shorter than the store."""
-        for name, file, nbytes in zip(
-            self._names, self._files, self._stripes.file_nbytes(capacity_nbytes), strict=True
-        ):
-            fault = file if isinstance(file, str) else ""
-            if not isinstance(file, str) and (size := os.fstat(file).st_size) < nbytes:
-                fault = f"is cut off at {size} bytes"
-            if fault:
-                raise StoreError(f"The swap file {name} of {nbytes} bytes {fault}; its state cannot be recovered.")
-
-    def read(self, address: int, nbytes: int) -> Iterator[bytes]:
-        """The bytes from an address on, at most 1 MiB at a time. Raises OSError."""
-        for index, offset, length in self._stripes.pieces(address, nbytes):
-            file, end = self._files[index], offset + length
-            if isinstance(file, str):
-                raise OSError(f"its file {file}")
-            while offset < end:
-                data = os.pread(file, min(MIB, end - offset), offset)
-                if not data:
-                    raise OSError(f"the file ends at offset {offset}")
-                yield data
-                offset += len(data)
+def check_data_files(paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> None:
+    """Raise StoreError where a data file of a store is missing, shorter than its part, or not a file of the directory's
+    owner, and where there are more or fewer paths than stripes."""
+    if len(paths) != len(stripes.weights):
+        raise StoreError(f"{paths[0]}: the state is striped over {len(stripes.weights)} paths; found {len(paths)}.")
+    for path, nbytes in zip(paths, stripes.file_nbytes(capacity_nbytes), strict=True):
+        if fault := _fault(path / DATA_NAME, nbytes):
+            raise StoreError(
+                f"The swap file {path / DATA_NAME} of {nbytes} bytes {fault}; its state cannot be recovered."
+            )
 
 
-def _open_data(name: Path, resources: ExitStack) -> int | str:
-    """A descriptor of the file, or what is wrong with it."""
+def _fault(name: Path, nbytes: int) -> str:
+    """Say what is wrong with a data file of at least `nbytes`; empty: nothing."""
     try:
-        fd = open_of_owner(name)
+        with open_of_owner(name) as fd:
+            with suppress(OSError):  # what is read then is on the disk
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            size = os.fstat(fd).st_size
     except FileNotFoundError:
         return "is missing"
     except (OSError, StoreError) as error:
         return f"cannot be opened ({error_text(error)})"
-    resources.callback(fd.close)
-    with suppress(OSError):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    return fd
+    return f"is cut off at {size} bytes" if size < nbytes else ""

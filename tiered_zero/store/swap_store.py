@@ -24,7 +24,6 @@ from tiered_zero.store.stripes import PieceRequest, StripedFiles, Stripes
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.transfers import Once, StoreTransfer, Worker
 from tiered_zero.store.two_phase_commit import TwoPhaseCommit
-from tiered_zero.store.verify import Broken, find_broken
 from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.spans import Recorder
 
@@ -262,10 +261,6 @@ class SwapStore:
         """Return the committed records to the last commit, as `recover` would find them. Driver thread."""
         self._check()
         self._table.revert()
-
-    def verify(self) -> list[Broken]:
-        """Read everything that was written, past this store's engine, and name what is not as written."""
-        return find_broken(self._directory.paths, self._files.stripes, self._table.at_rest())
 
     def drain_all(self) -> None:
         """Wait for every request. No other thread uses the store at this time. Does not raise the error of a failed
