@@ -41,6 +41,7 @@ from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, FoundCheckpoi
 from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.concurrency.interrupts import shielded
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError, StoreError
@@ -278,8 +279,8 @@ class Checkpoints:
 
     def load(self, found: FoundCheckpoint, parts: LoadParts, *, strict: bool = True) -> dict[str, Any]:
         """Make the run what the checkpoint says, and return its client_state. Everything is checked, on every rank,
-        before the first weight changes; an error after that ends the engine's use. Raises ModelError, ConfigError,
-        StoreError, CorruptionError and TransferError."""
+        before the first weight changes; an error after that ends the engine's use, and an interrupt waits for the end.
+        Raises ModelError, ConfigError, StoreError, CorruptionError and TransferError."""
         with ExitStack() as opened:
             loads: list[_Load] = []
 
@@ -296,21 +297,26 @@ class Checkpoints:
                 self._policy.finish(before_write=True)
                 self._guard.invalidate_all()
 
-            def read() -> None:
-                load = loads[0]
-                self._driver.restore(load.driver, parts)
-                with torch.no_grad():
-                    StateLoader(self._state, load.reader, load.matched, self._policy.groups).load()
-
             check_together(self._ranks, check)
             load_together(self._ranks, prepare)
-            try:
-                load_together(self._ranks, read)
-                self._guard.end_update()
-            except BaseException as error:
-                self._policy.latch(f"Loading {found.path} ended in its middle, by {type(error).__name__}")
-                raise
+            self._overwrite(found.path, loads[0], parts)
             return dict(loads[0].driver["client_state"])
+
+    @shielded
+    def _overwrite(self, path: Path, load: _Load, parts: LoadParts) -> None:
+        """Replace the run's state by what was checked. Where this raises some values are new and some old."""
+
+        def read() -> None:
+            self._driver.restore(load.driver, parts)
+            with torch.no_grad():
+                StateLoader(self._state, load.reader, load.matched, self._policy.groups).load()
+
+        try:
+            load_together(self._ranks, read)
+            self._guard.end_update()
+        except BaseException as error:
+            self._policy.latch(f"Loading {path} ended in its middle, by {type(error).__name__}")
+            raise
 
     def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool = True) -> tuple[Matched, dict[str, Any]]:
         """Check all of a checkpoint but the values. Returns what goes where, and the driver's state."""

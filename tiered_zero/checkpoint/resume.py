@@ -1,7 +1,8 @@
-"""What `tiered_zero.checkpoint.resume` names: found, and where it is an in-place commit of the same layout, adopted.
+"""Find the checkpoint that a path names, for a load and for `tiered_zero.checkpoint.resume`, and adopt an in-place
+commit of the same layout.
 
-Adopted is what the run before has left: its directory and its records, without a copy. Everything else is loaded into
-the homes of a new run, as by `load_checkpoint`, and what it was read from stays as it is.
+A run that adopts a commit takes over the swap directory of the run before with its records, and copies nothing. Every
+other checkpoint is loaded into the homes of the new run, as by `load_checkpoint`, and its files stay as they are.
 """
 
 from __future__ import annotations

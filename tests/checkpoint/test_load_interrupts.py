@@ -1,0 +1,50 @@
+"""Ctrl-C in a load: which values it leaves, and whether training can go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.inspection import differences, everything
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import tiered
+from tiered_zero.checkpoint import checkpoints
+from tiered_zero.checkpoint.loading import StateLoader
+from tiered_zero.concurrency.interrupts import INTERRUPTS
+from tiered_zero.errors import EngineFailedError
+
+
+@pytest.mark.parametrize("at", ["check", "read"])
+def test_one_interrupt_of_a_load_leaves_the_old_values_or_all_new_ones(
+    at: str, swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first value is overwritten it ends the call; then it waits for the last. A second one latches."""
+    place = {"check": (checkpoints, "match"), "read": (StateLoader, "load")}[at]
+    original, num_signals = getattr(*place), 1
+
+    def interrupted(*args: Any) -> Any:
+        for _ in range(num_signals):
+            os.kill(os.getpid(), signal.SIGINT)
+        INTERRUPTS.check()
+        return original(*args)
+
+    with tiered(ParityGPT(num_blocks=1), swap_path) as engine:
+        saved = everything(engine)
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.backward(engine(*batch(0)))
+        engine.step()
+        before = everything(engine)
+        monkeypatch.setattr(*place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.load_checkpoint(tmp_path / "saved")
+        expected = before if at == "check" else saved
+        assert differences(expected, everything(engine)) == []
+        num_signals = 2
+        with pytest.raises(KeyboardInterrupt):
+            engine.load_checkpoint(tmp_path / "saved")
+        with pytest.raises(EngineFailedError, match=r"(broken off|ended) in its middle"):
+            engine.save_checkpoint(tmp_path / "other")
