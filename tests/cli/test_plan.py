@@ -230,7 +230,9 @@ def test_activations_of_a_long_sequence_are_estimated(tmp_path: Path) -> None:
     fit = (6 << 30) // found["boundary_nbytes"] * found["boundary_nbytes"]
     shown = CliRunner().invoke(main, ["plan", *options]).stdout
     assert f"Of the inputs {format_nbytes(fit)} fit the budget on nvme." in shown
-    assert "the plan leaves" in shown and "(--device-memory)" in shown
+    assert "the plan leaves" in shown and "(--device-memory)." in shown
+    small = CliRunner().invoke(main, ["plan", *options, "--device-memory", "24GiB"]).stdout
+    assert "(--device-memory); compute the logits and the loss of a part of the tokens at a time" in small
 
 
 def test_activations_of_an_unknown_model_are_not_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,18 +158,22 @@ def _estimate_lines(estimate: ActivationEstimate, plan: Plan) -> Iterator[str]:
     limit, source = plan.limits.get("device", (None, ""))
     if limit is not None:
         needed, room = kept + estimate.block_nbytes + estimate.logits_nbytes, limit - plan.nbytes("device")
-        way = (
-            ""
-            if needed <= room
-            else (
-                "; take a smaller micro-batch"
-                + ("" if offloaded else " or offload the inputs (tiered_zero.activations)")
-            )
-        )
+        way = "" if needed <= room else f"; {_way_to_fit(estimate, kept)}"
         yield (
             f"On the device they need {format_nbytes(needed)}; the plan leaves {format_nbytes(max(0, room))} ({source})"
             f"{way}."
         )
+
+
+def _way_to_fit(estimate: ActivationEstimate, kept_nbytes: int) -> str:
+    """Name what helps most against activations that do not fit. `kept_nbytes`: of the inputs, on the device."""
+    if estimate.logits_nbytes >= max(kept_nbytes, estimate.block_nbytes):
+        return "compute the logits and the loss of a part of the tokens at a time, or take fewer tokens a micro-batch"
+    if kept_nbytes >= estimate.block_nbytes:
+        return (
+            "offload the inputs (tiered_zero.activations, or a larger limit there), or take fewer tokens a micro-batch"
+        )
+    return "take fewer tokens a micro-batch"
 
 
 def _problems(plan: Plan, drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
