@@ -5,7 +5,8 @@ on a lane of their own; forward waits only where more is on its way than planned
 stays on the device. So what is resident does not grow with the depth of the model.
 Owner: `ActivationMover` the record of each storage that was moved, from the hook that saves it to the end of the step;
 `Extents` the budget; a `Place` the bytes there.
-Never: views of units (params/saved_views.py names these), what a checkpoint computes again in backward, collectives.
+Never: views of units (params/saved_views.py names these), what a checkpoint computes again in backward, collectives
+(`PartitionedInputs` gathers, around checkpoints that no engine sees).
 
 [Note: Saved storages]
 Whole storages move: nodes that save views of one share one record, found by live storage, version and version counter.

@@ -203,7 +203,8 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect("checkpoint.", _CHECKPOINT, parallel_write={}, checkpoint_serialization=True, writer={}),
     *_no_effect(
         "activation_checkpointing.",
-        "no module is split over ranks, so that no activation is held twice: DeepSpeed needs an mpu for it",
+        "the ranks of an engine hold other activations each; "
+        "tiered_zero.checkpointing splits inputs of checkpoints over the model-parallel group of an mpu",
         partition_activations=False,
     ),
     *_satisfied(

@@ -10,19 +10,21 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from tiered_zero.activations.checkpointing import RandomStates, run_checkpointed, seed_generators
+from tiered_zero.activations.partition import PartitionedInputs
 from tiered_zero.config.json_file import read_json
 from tiered_zero.config.section import Section
 from tiered_zero.config.values import switch
 from tiered_zero.deepspeed.accelerator import get_accelerator
 from tiered_zero.errors import ConfigError
+from tiered_zero.hardware.ranks.model_parallel import ModelParallelRanks, find_model_parallel_ranks
 from tiered_zero.params.saved_views import moves_saved_tensors
 
 logger = logging.getLogger("tiered_zero")
@@ -52,6 +54,11 @@ class _Settings:
     checkpoint_in_cpu: bool = False
     synchronize: bool = False
     profile: bool = False
+
+    @property
+    def ranks(self) -> ModelParallelRanks | None:
+        """Those over which inputs are split; None where each keeps them whole."""
+        return find_model_parallel_ranks(self.mpu) if self.partition_activations else None
 
 
 @final
@@ -86,8 +93,10 @@ def configure(
     """Set how `checkpoint` runs in this process. `deepspeed_config`: a path, an object, or the config of an engine.
 
     `checkpoint_in_cpu`: inputs of checkpoints rest in host memory, where no engine moves them already. `synchronize`:
-    wait for the device around each. `profile`: log the seconds of each. Partitions and contiguous buffers have no
-    effect, with a notice: no input is held twice here, and an engine's budget is one piece. Raises ConfigError.
+    wait for the device around each. `profile`: log the seconds of each. `partition_activations`: inputs of checkpoints,
+    which are equal on all ranks of the model-parallel group of `mpu_`, are split over it, and gathered in backward; not
+    inside of an engine, whose ranks hold other inputs each, and without such a group it has no effect, with a notice.
+    Contiguous buffers have none: an engine's budget is one piece. Raises ConfigError.
     """
     given = {
         "partition_activations": partition_activations,
@@ -147,7 +156,6 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], *, reentrant: bool) -> Any:
     settings = _Namespace.settings or _Settings()
-    in_cpu = settings.checkpoint_in_cpu and torch.is_grad_enabled() and not moves_saved_tensors()
     if settings.synchronize or settings.profile:
         inner = function
 
@@ -156,9 +164,20 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], *, reentrant: bool
             with _watched(settings, "recomputation" if is_again else "forward"):
                 return inner(*values)
 
-    with save_on_cpu() if in_cpu else nullcontext():
+    with _saving(settings):
         outputs = run_checkpointed(function, args, _Namespace.states, reentrant=reentrant)
     return outputs[0] if isinstance(outputs, tuple) and len(outputs) == 1 else outputs
+
+
+def _saving(settings: _Settings) -> AbstractContextManager[Any]:
+    """What becomes of the inputs that a checkpoint saves inside of the block."""
+    if not torch.is_grad_enabled():
+        return nullcontext()
+    ranks = settings.ranks
+    if ranks is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        inputs = PartitionedInputs(ranks=ranks, in_cpu=settings.checkpoint_in_cpu)
+        return saved_tensors_hooks(inputs.pack, inputs.unpack)
+    return save_on_cpu() if settings.checkpoint_in_cpu and not moves_saved_tensors() else nullcontext()
 
 
 @contextmanager
@@ -174,16 +193,17 @@ def _watched(settings: _Settings, what: str) -> Iterator[None]:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Accepted without effect, with a notice: see `configure`."""
+    """Split the inputs of checkpoints over the model-parallel group from now on, or no more: see `configure`."""
     _Namespace.settings = replace(_Namespace.settings or _Settings(), partition_activations=partition_activation)
     _notice_partitions()
 
 
 def _notice_partitions() -> None:
-    if _Namespace.settings is not None and _Namespace.settings.partition_activations:
+    settings = _Namespace.settings
+    if settings is not None and settings.partition_activations and settings.ranks is None:
         logger.warning(
-            "checkpointing: partition_activations has no effect: each rank keeps the whole inputs of its checkpoints, "
-            "since no module is split over ranks here"
+            "checkpointing: partition_activations has no effect: it splits what the ranks of a model-parallel group "
+            "hold twice, and no mpu with a group of several ranks was given to configure()"
         )
 
 

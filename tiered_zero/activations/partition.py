@@ -1,0 +1,68 @@
+"""Split what checkpoints save over the ranks of a model-parallel group, which all hold the same inputs (ZeRO-R)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from tiered_zero.errors import ModelError
+from tiered_zero.hardware.ranks.model_parallel import ModelParallelRanks
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the dtype that its bits are added in."""
+
+
+@final
+class _Part:
+    """This rank's part of a tensor, and the sum of the whole one. `size`, `stride`: of the whole."""
+
+    __slots__ = ("device", "memory", "numel", "size", "stride", "sum")
+
+    def __init__(self, tensor: torch.Tensor, memory: torch.Tensor, total: torch.Tensor) -> None:
+        self.memory, self.sum, self.device = memory, total, tensor.device
+        self.size, self.stride, self.numel = tensor.size(), tensor.stride(), tensor.numel()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PartitionedInputs:
+    """Hooks for `torch.autograd.graph.saved_tensors_hooks` around a checkpoint. `in_cpu`: parts rest in host memory."""
+
+    ranks: ModelParallelRanks
+    in_cpu: bool = False
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
+        """Keep this rank's part; parameters, and what is no plain memory or too small to split, stay whole."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.numel() < self.ranks.size:
+            return tensor
+        if tensor.itemsize not in _INTEGERS or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            return tensor
+        tensor = tensor.detach()
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        length = -(-flat.numel() // self.ranks.size)
+        part = flat[self.ranks.rank * length :][:length]
+        memory = torch.zeros(length, dtype=tensor.dtype, device="cpu" if self.in_cpu else tensor.device)
+        memory[: part.numel()].copy_(part)
+        return _Part(tensor, memory, _sum(flat))
+
+    def unpack(self, packed: torch.Tensor | _Part) -> torch.Tensor:
+        """Gather the whole. All ranks of the group run backward in the same order. Raises ModelError."""
+        if not isinstance(packed, _Part):
+            return packed
+        whole = self.ranks.gather(packed.memory.to(packed.device))[: packed.numel]
+        if not torch.equal(_sum(whole), packed.sum):
+            raise ModelError(
+                "checkpointing: partition_activations expected the inputs of a checkpoint to be equal on all ranks of "
+                f"the model-parallel group; found other values of one of shape {list(packed.size)}. Set "
+                "partition_activations to false, or give checkpoints inputs that are not split."
+            )
+        return whole.as_strided(packed.size, packed.stride)
+
+
+def _sum(flat: torch.Tensor) -> torch.Tensor:
+    """The sum of the elements' bits as integers, which does not depend on an order."""
+    return flat.view(_INTEGERS[flat.itemsize]).sum(dtype=torch.int64)

@@ -1,0 +1,33 @@
+"""The ranks that split modules among themselves, as the program around names them."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+
+@final
+class ModelParallelRanks:
+    """A process group of several ranks. Its collectives run where they are called, on torch's own thread."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the parts of all ranks in their order, [size * n]. `part`: [n], as long on each rank."""
+        whole = part.new_empty(len(part) * self.size)
+        # as bytes: not every backend has every dtype
+        dist.all_gather_into_tensor(whole.view(torch.uint8), part.view(torch.uint8), group=self._group)
+        return whole
+
+
+def find_model_parallel_ranks(mpu: Any) -> ModelParallelRanks | None:
+    """Ask DeepSpeed's or Megatron-LM's object for them. None without one, and for a group of one rank."""
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        if hasattr(mpu, name):
+            ranks = ModelParallelRanks(getattr(mpu, name)())
+            return ranks if ranks.size > 1 else None
+    return None
