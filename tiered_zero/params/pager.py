@@ -82,13 +82,12 @@ class Pager:
         `handler`: is called where a parameter is used while it is guarded.
         """
         place = None
-        is_resident = self._inventory.find(unit, "param") is None
-        if is_resident:
+        if (home := self._inventory.find(unit, "param")) is None:
             self._ledger.charge("device", "param", unit.nbytes)
         else:
             place = self._accelerator.reserve_place(unit.nbytes, self._limits.live_nbytes)
         storage = FlatStorage(unit, params, self._accelerator.device, handler, place)
-        self.units.add(unit, storage, params, is_resident)
+        self.units.add(unit, storage, params, None if home is None else home.elements(unit))
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
         """Write `flat` [P], on the CPU, as the first values of a unit: to its home, or to the device where it lives."""
