@@ -1,0 +1,133 @@
+"""Puts the lagging device in CUDA's place, for the rest of this process.
+
+A CPU build of torch has CUDA's dispatch key, Python module, autograd and autocast, but no kernels and no runtime. The
+library brings kernels, streams, events and memory; here are the few functions of `torch.cuda` that ask the runtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch._meta_registrations  # shapes of results, of operators that have them in Python
+
+NUM_DEVICES = 2
+
+
+class LaggingDevice:
+    """The settings and counts of the devices."""
+
+    def __init__(self, library: Path) -> None:
+        if torch.version.cuda is not None:
+            raise RuntimeError("the lagging device takes the place of CUDA: use a CPU build of torch")
+        torch.ops.load_library(library)
+        self._library = ctypes.CDLL(str(library))
+        self._library.lagging_set.argtypes = [ctypes.c_char_p, ctypes.c_double]
+        self._library.lagging_counts.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+        self._library.lagging_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self._library.lagging_unpin.argtypes = [ctypes.c_void_p]
+        self._library.lagging_resize_storage.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        _replace_functions(self._library)
+        self.reset()
+
+    def set(self, **settings: float) -> None:
+        """delay_seed, kernel_s, h2d_bytes_per_s, d2h_bytes_per_s, capacity_nbytes: see streams.h."""
+        for name, value in settings.items():
+            assert self._library.lagging_set(name.encode(), float(value)), f"there is no setting {name}"
+
+    def reset(self) -> None:
+        """As it is at first: no delays, 8 GiB."""
+        self.set(delay_seed=-1, kernel_s=0, h2d_bytes_per_s=0, d2h_bytes_per_s=0, capacity_nbytes=8 << 30)
+        self.take_counts()
+
+    def take_counts(self) -> dict[str, int]:
+        """Return what was counted since the last call: kernels, copies, events, and the host's waits by cause."""
+        text = ctypes.create_string_buffer(1 << 20)
+        assert self._library.lagging_counts(text, len(text))
+        return {name: int(count) for name, count in (line.split() for line in text.value.decode().splitlines())}
+
+
+class _Runtime:
+    """What `torch.cuda.cudart()` returns: host registration."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        return 0 if self._library.lagging_pin(address, nbytes) else 712  # already registered
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0 if self._library.lagging_unpin(address) else 713  # not registered
+
+
+def _replace_functions(library: ctypes.CDLL) -> None:
+    """Replace what the CPU build's torch.cuda has no runtime for."""
+    accelerator, cuda = torch.accelerator, torch.cuda
+    runtime = _Runtime(library)
+
+    def exchange_device(index: int) -> int:
+        before = accelerator.current_device_index()
+        if index >= 0:
+            accelerator.set_device_index(index)
+        return before
+
+    def properties(device: Any = None) -> SimpleNamespace:
+        _, total = accelerator.get_memory_info(device)
+        return SimpleNamespace(name="lagging device", total_memory=total, multi_processor_count=1, major=9, minor=0)
+
+    for name, value in {
+        "_cuda_getDeviceCount": lambda: NUM_DEVICES,
+        "_cuda_getDevice": accelerator.current_device_index,
+        "_cuda_setDevice": accelerator.set_device_index,
+        "_cuda_getCurrentRawStream": lambda index: accelerator.current_stream(index).stream_id,
+    }.items():  # which are not there
+        setattr(torch._C, name, value)
+    replaced: dict[str, Any] = {
+        "_initialized": True,
+        "_exchange_device": exchange_device,
+        "_maybe_exchange_device": exchange_device,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "synchronize": accelerator.synchronize,
+        "Stream": torch.Stream,
+        "Event": torch.Event,
+        "current_stream": accelerator.current_stream,
+        "default_stream": lambda device=None: torch.Stream(device=device, stream_id=0, device_type=1),
+        "set_stream": accelerator.set_stream,
+        "is_current_stream_capturing": lambda: False,
+        "stream": lambda stream: stream or contextlib.nullcontext(),
+        "empty_cache": accelerator.empty_cache,
+        "mem_get_info": accelerator.get_memory_info,
+        "memory_stats": accelerator.memory_stats,
+        "memory_allocated": accelerator.memory_allocated,
+        "max_memory_allocated": accelerator.max_memory_allocated,
+        "memory_reserved": accelerator.memory_reserved,
+        "max_memory_reserved": accelerator.max_memory_reserved,
+        "reset_peak_memory_stats": accelerator.reset_peak_memory_stats,
+        "cudart": lambda: runtime,
+        "CudaError": lambda code: RuntimeError(f"error {code} of the lagging device"),
+        "get_device_properties": properties,
+        "get_device_name": lambda device=None: properties(device).name,
+        "get_device_capability": lambda device=None: (9, 0),
+        "default_generators": tuple(torch.Generator(f"cuda:{index}") for index in range(NUM_DEVICES)),
+    }
+    for name, value in replaced.items():
+        setattr(cuda, name, value)
+    torch.UntypedStorage.resize_ = _resize_with(library, torch.UntypedStorage.resize_)
+
+
+def _resize_with(library: ctypes.CDLL, resize: Any) -> Any:
+    """`UntypedStorage.resize_` of the CPU build knows no CUDA."""
+
+    def resize_storage(self: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        if self.device.type != "cuda":
+            return resize(self, nbytes)
+        if not library.lagging_resize_storage(self._cdata, nbytes):
+            raise torch.OutOfMemoryError(f"CUDA out of memory (lagging device): tried to allocate {nbytes} bytes")
+        return self
+
+    return resize_storage

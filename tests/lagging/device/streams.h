@@ -1,0 +1,240 @@
+// Streams: worker threads that run what is queued on them, in order and late.
+//
+// A queue keeps nothing alive that its tasks use, and only those calls wait for a stream that do so on a GPU. They are
+// counted by cause.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace lagging {
+
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+constexpr int NUM_DEVICES = 2;
+constexpr int64_t NUM_POOLED_STREAMS = 32;  // as many as torch makes on a CUDA device; further ones share them
+
+// What a test sets by name.
+struct Settings {
+  std::atomic<double> delay_seed{-1};       // below 0: no random delays
+  std::atomic<double> kernel_s{0};          // least duration of a kernel
+  std::atomic<double> h2d_bytes_per_s{0};   // rates of copies; 0: as fast as they go
+  std::atomic<double> d2h_bytes_per_s{0};
+  std::atomic<double> capacity_nbytes{8.0 * (1 << 30)};  // of each device
+
+  std::atomic<double>* find(const std::string& name) {
+    if (name == "delay_seed") return &delay_seed;
+    if (name == "kernel_s") return &kernel_s;
+    if (name == "h2d_bytes_per_s") return &h2d_bytes_per_s;
+    if (name == "d2h_bytes_per_s") return &d2h_bytes_per_s;
+    if (name == "capacity_nbytes") return &capacity_nbytes;
+    return nullptr;
+  }
+};
+inline Settings settings;
+
+class Counts {
+ public:
+  void add(const std::string& what, int64_t count = 1) {
+    std::lock_guard<std::mutex> guard(lock_);
+    counts_[what] += count;
+  }
+  std::map<std::string, int64_t> take() {
+    std::lock_guard<std::mutex> guard(lock_);
+    return std::exchange(counts_, {});
+  }
+
+ private:
+  std::mutex lock_;
+  std::map<std::string, int64_t> counts_;
+};
+inline Counts& counts() {
+  static auto* found = new Counts();  // never destroyed, like all that worker threads use
+  return *found;
+}
+
+// The first error of a kernel; the next host wait raises it, as CUDA does.
+class DeviceError {
+ public:
+  void set(const std::string& text) {
+    std::lock_guard<std::mutex> guard(lock_);
+    if (text_.empty()) text_ = text;
+  }
+  void check() {
+    std::string text;
+    {
+      std::lock_guard<std::mutex> guard(lock_);
+      text = std::exchange(text_, {});
+    }
+    TORCH_CHECK(text.empty(), "lagging device: a kernel failed: ", text);
+  }
+
+ private:
+  std::mutex lock_;
+  std::string text_;
+};
+inline DeviceError& device_error() {
+  static auto* found = new DeviceError();
+  return *found;
+}
+
+class Stream {
+ public:
+  const int device;
+  const int64_t id;
+
+  Stream(int device, int64_t id) : device(device), id(id) {
+    std::thread([this] { run(); }).detach();
+  }
+
+  // Queue `work`, which takes `at_least_s` and touches memory at the end of that. Return its number. Notes are not
+  // delayed.
+  uint64_t launch(std::function<void()> work, double at_least_s = 0) {
+    return put({std::move(work), at_least_s, true});
+  }
+  uint64_t note(std::function<void()> work) { return put({std::move(work), 0, false}); }
+
+  uint64_t num_launched() {
+    std::lock_guard<std::mutex> guard(lock_);
+    return num_launched_;
+  }
+  bool is_done(uint64_t number) {
+    std::lock_guard<std::mutex> guard(lock_);
+    return num_done_ >= number;
+  }
+  void wait(uint64_t number) {
+    std::unique_lock<std::mutex> guard(lock_);
+    done_.wait(guard, [&] { return num_done_ >= number; });
+  }
+
+ private:
+  struct Task {
+    std::function<void()> work;
+    double at_least_s;
+    bool is_delayed;
+  };
+
+  uint64_t put(Task task) {
+    std::lock_guard<std::mutex> guard(lock_);
+    tasks_.push_back(std::move(task));
+    launched_.notify_one();
+    return ++num_launched_;
+  }
+
+  void run() {
+    for (;;) {
+      Task task;
+      {
+        std::unique_lock<std::mutex> guard(lock_);
+        launched_.wait(guard, [&] { return !tasks_.empty(); });
+        task = std::move(tasks_.front());
+        tasks_.pop_front();
+      }
+      const auto start = Clock::now();
+      if (task.is_delayed) delay();
+      if (task.at_least_s > 0) std::this_thread::sleep_until(start + Seconds(task.at_least_s));
+      try {
+        task.work();
+      } catch (const std::exception& error) {
+        device_error().set(error.what());
+      }
+      task.work = nullptr;
+      {
+        std::lock_guard<std::mutex> guard(lock_);
+        ++num_done_;
+        done_.notify_all();
+      }
+    }
+  }
+
+  // Nothing in 7 of 10 tasks, up to 300 us mostly, 1 to 4 ms in 3 of 100.
+  void delay() {
+    const auto seed = static_cast<int64_t>(settings.delay_seed.load());
+    if (seed < 0) return;
+    if (seed != seed_) random_.seed(7919 * seed + 101 * device + id), seed_ = seed;
+    std::uniform_real_distribution<> draw(0, 1);
+    const double kind = draw(random_), size = draw(random_);
+    if (kind >= 0.97) std::this_thread::sleep_for(Seconds(1e-3 + 3e-3 * size));
+    else if (kind >= 0.7) std::this_thread::sleep_for(Seconds(3e-4 * size));
+  }
+
+  std::mutex lock_;
+  std::condition_variable launched_, done_;
+  std::deque<Task> tasks_;
+  uint64_t num_launched_ = 0, num_done_ = 0;
+  int64_t seed_ = -1;
+  std::mt19937_64 random_;
+};
+
+class Streams {
+ public:
+  Stream& at(int device, int64_t id) {
+    std::lock_guard<std::mutex> guard(lock_);
+    auto& found = streams_[{device, id}];
+    if (!found) found = std::make_unique<Stream>(device, id);
+    return *found;
+  }
+  int64_t next_id() { return 1 + num_made_++ % NUM_POOLED_STREAMS; }  // 0: the default stream
+  void wait_all(int device) {
+    std::vector<Stream*> all;
+    {
+      std::lock_guard<std::mutex> guard(lock_);
+      for (auto& [key, stream] : streams_)
+        if (key.first == device) all.push_back(stream.get());
+    }
+    for (auto* stream : all) stream->wait(stream->num_launched());
+  }
+
+ private:
+  std::mutex lock_;
+  std::map<std::pair<int, int64_t>, std::unique_ptr<Stream>> streams_;
+  std::atomic<int64_t> num_made_{0};
+};
+inline Streams& streams() {
+  static auto* found = new Streams();
+  return *found;
+}
+
+// Of the calling thread, as in CUDA: its device, and its stream of each.
+inline thread_local int current_device = 0;
+inline thread_local int64_t current_ids[NUM_DEVICES] = {};
+
+inline Stream& current_stream(int device) { return streams().at(device, current_ids[device]); }
+
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device) : before_(std::exchange(current_device, device)) {}
+  ~DeviceScope() { current_device = before_; }
+
+ private:
+  int before_;
+};
+
+// The host's waits, by cause.
+inline void wait_for(Stream& stream, uint64_t number, const std::string& cause) {
+  counts().add("host_wait." + cause);
+  stream.wait(number);
+  device_error().check();
+}
+inline void wait_for_device(int device, const std::string& cause) {
+  counts().add("host_wait." + cause);
+  streams().wait_all(device);
+  device_error().check();
+}
+
+}  // namespace lagging
