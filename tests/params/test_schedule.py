@@ -12,11 +12,20 @@ from tiered_zero.params.schedule import Schedule, Use
 
 def observe(schedule: Schedule, phase: str, *units: int) -> None:
     for unit in units:
-        schedule.observe(phase, unit, 1)
+        if not schedule.observe(phase, unit, 1):
+            schedule.end_expected()
+
+
+def upcoming(schedule: Schedule, count: int | None = None) -> list[Use]:
+    """Expect as many uses as are known, and return the first ones."""
+    schedule.end_expected()
+    for _ in schedule.expect_next(current=-1):
+        pass
+    return list(islice(schedule._ahead, count))
 
 
 def expect(schedule: Schedule, count: int) -> list[int]:
-    return [unit for _, unit in islice(schedule.upcoming(), count)]
+    return [unit for _, unit in upcoming(schedule, count)]
 
 
 def train(schedule: Schedule, forward: list[int]) -> None:
@@ -38,7 +47,7 @@ def test_the_second_step_is_known_from_its_second_use_on() -> None:
     observe(schedule, "forward", 1)
     assert expect(schedule, 6) == [2, 3, 3, 2, 1, 0]
     observe(schedule, "forward", 2, 3)
-    assert list(islice(schedule.upcoming(), 2)) == [("backward", 3), ("backward", 2)]
+    assert upcoming(schedule, 2) == [("backward", 3), ("backward", 2)]
 
 
 def test_from_the_third_step_on_the_next_step_is_expected_at_the_end_of_the_last() -> None:
@@ -56,7 +65,7 @@ def test_a_tied_unit_is_distinguished_by_what_came_before() -> None:
     observe(schedule, "forward", 0)
     assert expect(schedule, 3) == [1, 2, 0]
     observe(schedule, "forward", 1, 2, 0)
-    assert list(islice(schedule.upcoming(), 3)) == [("backward", 0), ("backward", 2), ("backward", 1)]
+    assert upcoming(schedule, 3) == [("backward", 0), ("backward", 2), ("backward", 1)]
 
 
 def test_evaluation_in_between_costs_one_step_of_guesses_at_most() -> None:
@@ -96,7 +105,22 @@ def test_guessing_always_ends_and_remembers_no_more_than_pairs(uses: list[Use]) 
     schedule = Schedule()
     for phase, unit in uses:
         schedule.observe(phase, unit, 1)
-    assert len(list(schedule.upcoming())) <= len(schedule._next) <= len(set(zip([None, *uses], uses, strict=False))) + 1
+    assert len(upcoming(schedule)) <= len(schedule._next) <= len(set(zip([None, *uses], uses, strict=False))) + 1
+
+
+def test_only_units_that_are_not_expected_yet_are_to_be_provided_for() -> None:
+    schedule = Schedule()
+    for _ in range(2):
+        train(schedule, [0, 1, 2])
+    observe(schedule, "forward", 0)
+    ahead = schedule.expect_next(current=0, until="backward")
+    assert next(ahead) == 1 and next(ahead) == 2
+    ahead.close()
+    assert list(schedule._ahead) == [("forward", 1)], "2 was not provided for"
+    assert list(schedule.expect_next(current=0)) == [2]
+    assert set(schedule.expected) == {0, 1, 2} and schedule.expected_numel == 2, "0 is in use"
+    observe(schedule, "forward", 1, 2)
+    assert schedule.expected_numel == 2, "each is used again"
 
 
 @given(order=st.permutations(range(6)), repeats=st.integers(2, 4))
@@ -108,4 +132,4 @@ def test_any_cycle_is_known_after_two_rounds(order: list[int], repeats: int) -> 
     for position, (phase, unit) in enumerate(train_uses):
         schedule.observe(phase, unit, 1)
         rest = train_uses[position + 1 :]
-        assert list(islice(schedule.upcoming(), len(rest))) == rest
+        assert upcoming(schedule, len(rest)) == rest

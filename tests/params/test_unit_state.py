@@ -52,7 +52,9 @@ def make_paged(state: State) -> PagedUnit:
     unit = make_unit(0, [8, 8])
     storage = FlatStorage(unit, make_params(unit), torch.device("cpu"), None)  # type: ignore[arg-type]  # never asked
     storage.fill()
-    paged = PagedUnit(unit=unit, storage=storage, is_resident=False, params={}, state=state[0], weights=state[1])
+    paged = PagedUnit(
+        unit=unit, storage=storage, is_resident=False, own=slice(0, 8), params={}, state=state[0], weights=state[1]
+    )
     if state[0] is UnitState.IN_USE:
         storage.unguard()
     return paged
@@ -89,7 +91,7 @@ def test_abort_finds_a_way_back_from_every_state() -> None:
 def test_a_unit_that_lives_on_the_device_begins_as_cached() -> None:
     unit = make_unit(0, [8])
     storage = FlatStorage(unit, make_params(unit), torch.device("cpu"), None)  # type: ignore[arg-type]
-    paged = PagedUnit(unit=unit, storage=storage, is_resident=True, params={})
+    paged = PagedUnit(unit=unit, storage=storage, is_resident=True, own=slice(0, 8), params={})
     assert (paged.state, paged.weights) == (UnitState.CACHED, WeightState.CURRENT)
 
 

@@ -131,3 +131,46 @@ def test_a_change_between_steps_of_what_lives_on_the_device_is_refused(update, w
             (weight if way == "in place" else weight.data).clamp_(0.5, 0.9)
         with pytest.raises(tiered_zero.ModelError, match=r"norm\.weight were changed.*modify=True"):
             train(engine, batch, 1)
+
+
+class _HalvesInBackward(torch.autograd.Function):
+    """Changes the weight that forward has saved, in place."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.save_for_backward(weight)
+        return weight * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.saved_tensors[0].mul_(0.5)
+        return grad * 2
+
+
+@pytest.mark.parametrize("placement", [*FAR, ("none", "cpu")], ids="-".join)
+def test_a_change_of_what_forward_saved_is_refused_in_backward(placement, swap_path):
+    model = Changing()
+    model.norm.register_forward_hook(lambda norm, _, output: output * _HalvesInBackward.apply(norm.weight))
+    refused = pytest.raises(tiered_zero.ModelError, match=r"one of unit .*norm.* were changed.*modify=True")
+    with tiered(model, swap_path, placement, adamw) as engine, refused:
+        train(engine, batch, 1)
+
+
+def _merge(trainer):
+    """Change one parameter after the other by `.data`, as adapters are merged and weights are masked."""
+    seen = train(trainer, batch, 2)
+    for sign in (1, -1):
+        with tiered_zero.gathered(trainer.module, modify=True), torch.no_grad():
+            for param in trainer.module.parameters():
+                if param.dim() == 2 and param.is_floating_point():
+                    param.data += sign * 0.5
+                    param.data = param.data * 0.75
+        seen += train(trainer, batch, 1)
+    return seen
+
+
+@pytest.mark.parametrize("placement", [*FAR, ("none", "cpu")], ids="-".join)
+def test_parameters_of_many_units_may_change_through_data_inside_gathered(placement, swap_path):
+    expected = follow(_merge, Plain(Changing(), adamw))
+    with tiered(Changing(), swap_path, placement, adamw) as engine:
+        assert_same_bits(expected, follow(_merge, engine))

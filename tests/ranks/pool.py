@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
+import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch.distributed as dist
 
+from tests.ranks import worker
 from tiered_zero.hardware.ranks.collectives import Collectives, make_collectives
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 150.0
 """A case that takes longer is killed, and fails with what its ranks have written."""
 
@@ -41,49 +38,49 @@ class Outcome:
     traceback: str = ""
 
 
+def fork_context() -> ForkServerContext:
+    """Processes by fork of one that has imported torch and tiered_zero, which takes more than three seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.ranks.fork_server"])
+    return context
+
+
 class Rank:
-    """One process. It reads cases from its standard input and answers on a pipe."""
+    """One process. It gets cases and answers them through a pipe."""
 
     def __init__(self) -> None:
-        read, write = os.pipe()
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115
-        command = [sys.executable, "-m", "tests.ranks.worker", str(write)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=self.log, stderr=self.log, pass_fds=[write], cwd=ROOT,
-            env=environment,
-        )  # fmt: skip
-        os.close(write)
-        self._answers = os.fdopen(read, "rb")
+        context = fork_context()
+        self.log = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        self._cases, theirs = context.Pipe()
+        self.process = context.Process(target=worker.main, args=(theirs, self.log.name))
+        self.process.start()
+        theirs.close()
 
     @property
     def is_alive(self) -> bool:
-        return self.process.poll() is None
+        return self.process.is_alive()
 
     def start(self, case: tuple[Any, ...]) -> None:
-        assert self.process.stdin is not None
-        pickle.dump(case, self.process.stdin)
-        self.process.stdin.flush()
+        self._cases.send(case)
 
     def answer(self) -> Outcome:
         """Blocks. A process that ends without an answer is an error of its own."""
         try:
-            return Outcome(*pickle.load(self._answers))
-        except EOFError:
-            code = self.process.wait()
-            return Outcome(error="ProcessEnded", text=f"exit code {code}", traceback=self.output())
+            return Outcome(*self._cases.recv())
+        except (EOFError, ConnectionError):
+            self.process.join()
+            text = f"exit code {self.process.exitcode}"
+            return Outcome(error="ProcessEnded", text=text, traceback=self.output())
 
     def output(self) -> str:
         self.log.seek(0)
         return self.log.read().decode(errors="replace")[-6000:]
 
     def end(self) -> None:
-        if self.is_alive:
-            self.process.kill()
-        self.process.wait()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self._answers.close()
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self._cases.close()
         self.log.close()
 
 
@@ -135,9 +132,6 @@ class RankPool:
         failed = [f"rank {n}: {o.error}: {o.text}\n{o.traceback}" for n, o in enumerate(outcomes) if o.error]
         assert not failed, "\n".join(failed)
         return [outcome.value for outcome in outcomes]
-
-    def process_ids(self, world_size: int) -> Sequence[int]:
-        return [rank.process.pid for rank in self._ranks[:world_size]]
 
     def close(self) -> None:
         for rank in self._ranks:

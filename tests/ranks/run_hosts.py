@@ -21,6 +21,7 @@ import torch
 from tests.crash.run_commits import digest, take_step
 from tests.crash.run_rank_commits import end, fork, lines_of, start
 from tests.support.hosts import enter_host
+from tests.support.imports import freeze_imports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,7 @@ def answer(asked: Start) -> list[dict[str, Any]]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    freeze_imports()  # each rank would import them anew
     for line in sys.stdin:
         print(json.dumps(answer(Start(**json.loads(line)))), flush=True)
 

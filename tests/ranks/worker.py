@@ -6,15 +6,12 @@ import faulthandler
 import gc
 import importlib
 import os
-import pickle
-import sys
 import traceback
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from tests.support.imports import freeze_imports
 
 PROCESSORS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
@@ -35,22 +32,17 @@ def run(environment: dict[str, str], module: str, name: str, args: tuple[Any, ..
             dist.destroy_process_group()
 
 
-def main() -> None:
+def main(cases: Connection, log: str) -> None:
+    """`log`: the file of what this process and its libraries print."""
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     faulthandler.enable()
-    faulthandler.dump_traceback_later(120, exit=False)
     torch.set_num_threads(1)
-    freeze_imports()
-    with os.fdopen(int(sys.argv[1]), "wb") as answers:
-        while True:
-            try:
-                case = pickle.load(sys.stdin.buffer)
-            except EOFError:
-                return
-            faulthandler.dump_traceback_later(120, exit=False)
-            answer = run(*case)
-            pickle.dump(answer, answers)
-            answers.flush()
-
-
-if __name__ == "__main__":
-    main()
+    while True:
+        try:
+            case = cases.recv()
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(120, exit=False)
+        cases.send(run(*case))

@@ -23,9 +23,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from functools import wraps
+from functools import partial, wraps
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar, final
 from weakref import WeakSet
@@ -187,10 +188,29 @@ def shielded(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
     return _guarded(function, _Mark.SHIELDED)
 
 
-def _guarded(function: Callable[_Arguments, _Result], mark: _Mark) -> Callable[_Arguments, _Result]:
+def protected_in_context(
+    conditions: Sequence[Callable[[], Any]], context: Callable[[], AbstractContextManager[Any]]
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Return `protected`, which also runs the function inside of `context()` while any of `conditions` is true."""
+    return partial(_guarded, mark=_Mark.PROTECTED, conditions=tuple(conditions), context=context)
+
+
+def _guarded(
+    function: Callable[_Arguments, _Result],
+    mark: _Mark,
+    conditions: tuple[Callable[[], Any], ...] = (),
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Callable[_Arguments, _Result]:
+    """Make the one frame that defers interrupts around calls of `function`. For functions of modules and classes, each
+    once in a process: the frame has code of its own, which is kept."""
+
     @wraps(function)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         try:
+            for condition in conditions:
+                if condition():
+                    with context():
+                        return function(*args, **kwargs)
             return function(*args, **kwargs)
         except BaseException as error:
             INTERRUPTS.note(error)
@@ -209,8 +229,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def mark_protected(function: _Function) -> _Function:
-    """Protect the body of `function`, without a frame around it: of a hook, which calls `leave` by itself, or of a
-    generator inside of a `with` statement, whose block is not protected."""
+    """Protect the body of `function`, without a frame around it: of one that calls `leave` by itself, or of a generator
+    inside of a `with` statement, whose block is not protected."""
     _mark(function, _Mark.PROTECTED)
     return function
 

@@ -21,6 +21,7 @@ from tiered_zero.grads.check import GradCheck, check_gradients
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.driver_thread import CallPhase, Phase
+from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.plan.update_policy import UpdateChoice
 from tiered_zero.telemetry.report import StepMeter
 from tiered_zero.update.handle import TieredOptimizer
@@ -83,9 +84,12 @@ class TrainStep:
 
     # -- module hooks, on the driver thread or in a recomputation in backward ------------------------------------------
 
-    def pre_forward(self, module: nn.Module, units: Sequence[Unit], inputs: Sequence[Any] = ()) -> None:
-        """Open the module's frame and make `units` usable; begin a pass where the module is called directly. `inputs`:
-        the call's arguments."""
+    @runs_outside_modes
+    def pre_forward(
+        self, units: Sequence[Unit], module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Open the module's frame and make `units` usable; begin a pass if the module is called directly. `args`,
+        `kwargs`: of the call."""
         is_root = module is self.scope.model
         if is_root and self.scope.is_direct:  # it never runs inside itself: a forward that is open was interrupted
             self._end_interrupted_forward()
@@ -100,17 +104,18 @@ class TrainStep:
         if is_direct or is_root:
             self._records = torch.is_grad_enabled()
         self.pager.enter_frame(units)
-        if torch._C._current_graph_task_id() == -1:  # a recomputation runs where its forward ran
+        if torch._C._current_graph_task_id() == -1:  # a recomputation runs on the stream of its forward
             self.runtime.accelerator.check_compute()
             if self._reducer is not None and units and (self._records or torch.is_grad_enabled()):
-                self.arrivals.note_use(units, inputs)
+                self.arrivals.note_use(units, (*args, *kwargs.values()))
         if is_direct:
             self.scope.save_direct()
 
-    def post_forward(self) -> None:
-        """Close the module's frame: release what it used."""
-        self.pager.exit_frame()
-        if self.scope.is_direct and not self.pager.is_running():
+    @runs_outside_modes
+    def post_forward(self, *_: Any) -> None:
+        """Close the module's frame: release what it used. Nothing is done if the module was refused before it had one,
+        as on a second thread: torch calls the hook all the same."""
+        if self.pager.exit_frame() and self.scope.is_direct and not self.pager.frames:
             self.scope.end_direct()
             error = sys.exc_info()[1]
             if error is not None and id(error) != self._handled:
@@ -125,6 +130,7 @@ class TrainStep:
         self.scope.abort()
         self.pager.abort()
 
+    @runs_outside_modes
     def grad_ready(self, param: nn.Parameter) -> None:
         """Move `param.grad`, summed over all uses in this backward (of a tied weight too), home. Autograd's thread."""
         if not self._trains:

@@ -50,7 +50,7 @@ class FlatStorage:
         self._starts = [entry.start * unit.itemsize for entry in unit.entries]
         self._classes = tuple(type(param) for param in params)
         self._classes_in_use = tuple(map(class_in_use, self._classes))
-        self.watch = ParamWatch(self._params, self._place_of)
+        self.watch = ParamWatch(self._params, lambda: self.flat, self._place_of)
         for param in params:
             set_handler(param, handler)
         self._num_references = self._count_references()
@@ -161,15 +161,15 @@ class FlatStorage:
         self.watch.begin()
 
     def end_change(self) -> str | None:
-        """Return the name of a parameter that has changed since `unguard`: written to, or given other memory
-        (`param.data = ...`), which is dropped. [Note: Writes through .data]"""
+        """Return the name of a parameter that has changed since `unguard`, or of the unit where only that is known:
+        written to, or given other memory (`param.data = ...`), which is dropped. [Note: Writes through .data]"""
         changed = self.watch.find_change(self.key)
         if self.watch.values and not self.is_viewed:
             self.watch.values.clear()
         if changed is None:
             return None
         self.reattach(keep=False)
-        return self.unit.entries[changed].param.name
+        return self.unit.entries[changed].param.name if changed >= 0 else f"(one of unit {self.unit.name})"
 
     def check_converted(self) -> None:
         """Raise ModelError where the first parameter, in use, has another dtype or device than the flat: as

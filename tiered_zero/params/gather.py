@@ -114,7 +114,7 @@ def _paged(params: Iterable[nn.Parameter]) -> list[tuple[WeightAccess, PagedUnit
 @mark_protected
 def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool, modifier_rank: int) -> Iterator[None]:
     pager = access.pager
-    with pager.driver.entered("gathered"):
+    with pager.driver.entered("gathered"), pager.changes.allow(paged) if modify else nullcontext():
         access.before_weights_read()
         pager.begin_gather(paged)
         try:

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tiered_zero.concurrency.interrupts import INTERRUPTS, mark_protected
+from tiered_zero.concurrency.interrupts import protected
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.gather import gather
 from tiered_zero.params.guarded_parameter import OffloadedParameter
-from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
 from tiered_zero.params.saved_views import SAVED_TENSOR_HOOKS
@@ -32,10 +32,12 @@ class ForwardEvents(Protocol):
     pager: Pager
     scope: PassScope
 
-    def pre_forward(self, module: nn.Module, units: Sequence[Unit], inputs: Sequence[Any] = ...) -> None:
-        """The forward of `module` begins, with `inputs`: make `units` usable until `post_forward`."""
+    def pre_forward(
+        self, units: Sequence[Unit], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """The forward of `module` begins, with its arguments: make `units` usable until `post_forward`."""
 
-    def post_forward(self) -> None:
+    def post_forward(self, *_: Any) -> None:
         """The forward of the module that began last has ended, perhaps by an exception."""
 
     def grad_ready(self, param: nn.Parameter) -> None:
@@ -45,24 +47,9 @@ class ForwardEvents(Protocol):
         """The state_dict of a module begins."""
 
 
-class _Hook:
+class _Hook(partial[None]):
     """A hook of ours on a module. A copy or a pickle of the module has a callable in its place that does nothing, and
     needs nothing of this package."""
-
-    def __init__(self, owner: ModuleHooks, act: Callable[..., None]) -> None:
-        self.owner = owner
-        self._act = act
-
-    @mark_protected
-    def __call__(self, *args: Any) -> None:
-        try:
-            self._act(*args)
-        except BaseException as error:
-            INTERRUPTS.note(error)
-            raise
-        finally:
-            if INTERRUPTS.pending is not None:
-                INTERRUPTS.leave()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return nullcontext().__exit__  # takes any arguments, returns None, and pickles
@@ -81,7 +68,7 @@ class _ForwardHook(_Hook):
         )
 
 
-def _hide_from_compiler() -> None:
+def _hide_from_compiler(*functions: Any) -> None:
     """torch.compile neither compiles what runs between the graphs of a module, or while autograd saves for it, nor
     what that calls. Unlike torch.compiler.disable this costs nothing per call."""
     from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
@@ -89,7 +76,7 @@ def _hide_from_compiler() -> None:
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
 
     skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    for function in (_Hook.__call__, *SAVED_TENSOR_HOOKS, OffloadedParameter.__torch_function__):
+    for function in (*functions, *SAVED_TENSOR_HOOKS, OffloadedParameter.__torch_function__):
         for code in {function.__code__, inspect.unwrap(function).__code__}:
             set_code_exec_strategy(code, skip)
 
@@ -110,8 +97,13 @@ class ModuleHooks:
         """Of the forward hooks in the table of each module."""
         self._model = model
         self._units = units
-        self._take = runs_outside_modes(events.grad_ready)
-        _hide_from_compiler()
+        # a compiled module's graph ends before paging and goes on after it
+        self._before: Callable[..., None] = torch.compiler.disable(events.pre_forward)  # type: ignore[no-untyped-call]
+        self._after: Callable[..., None] = torch.compiler.disable(events.post_forward)  # type: ignore[no-untyped-call]
+        _hide_from_compiler(
+            ModuleHooks._before_direct, ModuleHooks._after_direct, ModuleHooks._before_save, ModuleHooks._after_save,
+            ModuleHooks._before_load, ModuleHooks._after_load, type(events).grad_ready,
+        )  # fmt: skip
 
     def install(self) -> None:
         modules = dict(self._model.named_modules())
@@ -121,14 +113,14 @@ class ModuleHooks:
         by_module[""] += []  # also a root without parameters of its own: functions that its forward calls fault them in
         for name, module in modules.items():
             if name in by_module:
-                self._watch_forward(module, tuple(by_module[name]))
+                self._register(module, _ForwardHook(self._before, tuple(by_module[name])), _ForwardHook(self._after))
             elif next(module.parameters(), None) is not None:
-                self._watch_direct_call(module)
+                self._register(module, _ForwardHook(self._before_direct), _ForwardHook(self._after_direct))
         for module in modules.values():
             self._watch_state_dict(module)
         for param in self._model.parameters():
             if param.requires_grad:
-                handle = param.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+                handle = param.register_post_accumulate_grad_hook(self._events.grad_ready)  # type: ignore[no-untyped-call]
                 hooks = param._post_accumulate_grad_hooks
                 assert hooks is not None, "one was just registered"
                 hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
@@ -139,42 +131,26 @@ class ModuleHooks:
             handle.remove()
         self._handles.clear()
 
-    def _watch_forward(self, module: nn.Module, units: tuple[Unit, ...]) -> None:
-        events, driver = self._events, self._events.pager.driver
-
-        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            events.pre_forward(module, units, (*args, *kwargs.values()))
-
-        def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-            if not driver.is_other():  # else this thread was refused, and its hook is called all the same
-                events.post_forward()
-
-        # a compiled module's graph ends before paging and goes on after it
-        self._register(module, torch.compiler.disable(before), torch.compiler.disable(after))  # type: ignore[no-untyped-call]
-
-    def _watch_direct_call(self, module: nn.Module) -> None:
+    @protected
+    def _before_direct(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See [Note: Frames of modules]."""
-        events = self._events
+        if not torch.compiler.is_compiling() and self._events.scope.enters_direct(module):
+            self._events.pre_forward((), module, args, kwargs)
 
-        def before(module: nn.Module, _args: Any, _kwargs: Any) -> None:
-            if not torch.compiler.is_compiling() and events.scope.enters_direct(module):
-                events.pre_forward(module, ())
+    @protected
+    def _after_direct(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._events.scope.leaves_direct(module):
+            self._events.post_forward()
 
-        def after(module: nn.Module, _args: Any, _output: Any) -> None:
-            if not torch.compiler.is_compiling() and events.scope.leaves_direct(module):
-                events.post_forward()
-
-        self._register(module, before, after)
-
-    def _register(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+    def _register(self, module: nn.Module, before: _ForwardHook, after: _ForwardHook) -> None:
         """First of all pre-hooks, so that others find the parameters, and one that raises leaves a frame behind for
         `after`, which is called all the same: a frame ends also when the module raises (or a recomputation stops
         early, which raises too)."""
-        handle = module.register_forward_pre_hook(_ForwardHook(self, before), prepend=True, with_kwargs=True)
+        handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         self._handles.append(handle)
         self._share_key(handle, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
         module._forward_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
-        handle = module.register_forward_hook(_ForwardHook(self, after), always_call=True)
+        handle = module.register_forward_hook(after, always_call=True)
         self._handles.append(handle)
         self._share_key(handle, module._forward_hooks, module._forward_hooks_always_called)
 
@@ -191,34 +167,49 @@ class ModuleHooks:
     def _watch_state_dict(self, module: nn.Module) -> None:
         """state_dict() gives CPU copies of real shape; load_state_dict() finds its parameters gathered, and writes
         them back."""
-        events, pager = self._events, self._events.pager
         params = {name: param for name, param in module._parameters.items() if param is not None}
-
-        def before_save(*_: Any) -> None:
-            if module is self._model or any(module._parameters.get(name) is not own for name, own in params.items()):
-                events.scope.check_parameters()
-            events.pre_state_dict(module)
-
-        def after_save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-            for name, param in params.items():
-                if prefix + name in state:
-                    state[prefix + name] = pager.copies.take(param)
-            pager.copies.stop()
-
-        def before_load(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-            if metadata.get("assign_to_params_buffers"):
-                raise ModelError(
-                    "load_state_dict(assign=True) would put other parameters in the place of those that the engine "
-                    "trains. Leave assign out: values are copied to the parameters' homes."
-                )
-            pager.loading.append(block := gather(params.values(), modify=True))
-            block.__enter__()
-
-        def after_load(*_: Any) -> None:
-            pager.loading.pop().__exit__(None, None, None)
-
-        self._handles.append(module.register_state_dict_pre_hook(_Hook(self, before_save)))  # type: ignore[no-untyped-call]
-        self._handles.append(module.register_state_dict_post_hook(_Hook(self, after_save)))  # type: ignore[no-untyped-call]
+        before_save, after_save = _Hook(self._before_save, params), _Hook(self._after_save, params)
+        self._handles.append(module.register_state_dict_pre_hook(before_save))  # type: ignore[no-untyped-call]
+        self._handles.append(module.register_state_dict_post_hook(after_save))  # type: ignore[no-untyped-call]
         if params:
-            self._handles.append(module.register_load_state_dict_pre_hook(_Hook(self, before_load)))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_post_hook(_Hook(self, after_load)))  # type: ignore[no-untyped-call]
+            before_load, after_load = _Hook(self._before_load, params.values()), _Hook(self._after_load)
+            self._handles.append(module.register_load_state_dict_pre_hook(before_load))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_post_hook(after_load))  # type: ignore[no-untyped-call]
+
+    @protected
+    def _before_save(self, params: dict[str, nn.Parameter], module: nn.Module, *_: Any) -> None:
+        if module is self._model or any(module._parameters.get(name) is not own for name, own in params.items()):
+            self._events.scope.check_parameters()
+        self._events.pre_state_dict(module)
+
+    @protected
+    def _after_save(
+        self, params: dict[str, nn.Parameter], _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+    ) -> None:
+        copies = self._events.pager.copies
+        for name, param in params.items():
+            if prefix + name in state:
+                state[prefix + name] = copies.take(param)
+        copies.stop()
+
+    @protected
+    def _before_load(
+        self,
+        params: Iterable[nn.Parameter],
+        _module: nn.Module,
+        _state: Any,
+        _prefix: str,
+        metadata: dict[str, Any],
+        *_: Any,
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise ModelError(
+                "load_state_dict(assign=True) would put other parameters in the place of those that the engine "
+                "trains. Leave assign out: values are copied to the parameters' homes."
+            )
+        self._events.pager.loading.append(block := gather(params, modify=True))
+        block.__enter__()
+
+    @protected
+    def _after_load(self, *_: Any) -> None:
+        self._events.pager.loading.pop().__exit__(None, None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import final
@@ -81,13 +82,12 @@ class Pager:
         `handler`: is called where a parameter is used while it is guarded.
         """
         place = None
-        is_resident = self._inventory.find(unit, "param") is None
-        if is_resident:
+        if (home := self._inventory.find(unit, "param")) is None:
             self._ledger.charge("device", "param", unit.nbytes)
         else:
             place = self._accelerator.reserve_place(unit.nbytes, self._limits.live_nbytes)
         storage = FlatStorage(unit, params, self._accelerator.device, handler, place)
-        self.units.add(unit, storage, params, is_resident)
+        self.units.add(unit, storage, params, None if home is None else home.elements(unit))
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
         """Write `flat` [P], on the CPU, as the first values of a unit: to its home, or to the device where it lives."""
@@ -173,35 +173,38 @@ class Pager:
         finally:
             self.exit_frame()
 
-    @runs_outside_modes
     def enter_frame(self, units: Sequence[Unit]) -> None:
         self.driver.check("A module's forward")
         self.num_uses += 1
         is_outermost = not self.frames
-        self.frames.append(frame := Frame())
+        self.frames.append(frame := Frame(thread=threading.get_ident()))
         if is_outermost:
             self.copies.end()  # of a state_dict that its own hooks broke off
             self.changes.refuse()
-        pass_name = self.phase.pass_name if units else ""
+        if units:
+            frame.pass_name = self.phase.pass_name
         for unit in units:
             paged = self.units.by_index[unit.index]
-            self._acquire(paged, pass_name)
+            self._acquire(paged, frame.pass_name)
             frame.held.append(paged)
         frame.is_in_checkpoint = self.saved_views.begin_module()
 
-    @runs_outside_modes
-    def exit_frame(self) -> None:
-        if not self.frames:  # its module was refused before it had one
-            return
+    def exit_frame(self) -> bool:
+        """Close the frame that this thread has opened last; False if it has none."""
+        if not self.frames or self.frames[-1].thread != threading.get_ident():
+            return False
         frame = self.frames.pop()
         if frame.is_in_checkpoint:
             self.saved_views.end_in_checkpoint()
-        if not (frame.held or frame.faulted):
-            return
-        pass_name = self.phase.pass_name
         for paged in frame.held:
-            self._release(paged, pass_name)
-        if pass_name != "backward":
+            self._release(paged, frame.pass_name)
+        if frame.faulted:
+            self._release_faulted(frame)
+        return True
+
+    @runs_outside_modes
+    def _release_faulted(self, frame: Frame) -> None:
+        if self.phase.pass_name != "backward":
             for paged in frame.faulted:
                 paged.storage.count_references(is_recomputed=False)
                 self._cache.retire(paged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import final
@@ -30,12 +31,14 @@ class ParamChanges:
         self._refusal: ModelError | None = None
         self._watched: set[PagedUnit] = set()
         """Units of which user code was given memory."""
+        self._allowed: Counter[PagedUnit] = Counter()
+        """Units that user code may change, and in how many blocks."""
 
     @runs_outside_modes
     def watch(self, param: nn.Parameter) -> None:
         """Copy the values of a parameter whose memory user code is about to get. What was watched before it is compared
         now, where no view of it is left."""
-        for paged in [other for other in self._watched if not other.storage.is_viewed]:
+        for paged in [other for other in self._watched if not (self._allowed[other] or other.storage.is_viewed)]:
             self.look(paged)
             self._watched.discard(paged)
         paged = self._units.by_param[param]
@@ -46,7 +49,9 @@ class ParamChanges:
     def look(self, paged: PagedUnit) -> None:
         """Mark a unit in use as stale where its parameters were changed: the change is lost, and the next `refuse`
         raises for it."""
-        if paged.state is UnitState.IN_USE and (name := paged.storage.end_change()) is not None:
+        if paged.state is not UnitState.IN_USE or self._allowed[paged]:
+            return
+        if (name := paged.storage.end_change()) is not None:
             self._refusal = _changed_past_home(name)
             paged.mark_stale()
 
@@ -64,6 +69,15 @@ class ParamChanges:
                 paged.storage.check_converted()
 
     # -- gathered --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def allow(self, paged: PagedUnit) -> Iterator[None]:
+        """Refuse no change of the unit until the block has written it to its home, or has failed."""
+        self._allowed[paged] += 1
+        try:
+            yield
+        finally:
+            self._allowed[paged] -= 1
 
     @contextmanager
     def changing(self, paged: PagedUnit) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """Notice changes of a unit's parameters that its home does not have.
 
 [Note: Writes through .data]
-A change in place moves the parameter's version counter. `param.data.mul_()` moves none, nor does a NumPy array over
+A change in place moves the parameter's version counter, or the flat's where a node of backward makes it in what forward
+saved. `param.data.mul_()` moves none, nor does a NumPy array over
 `param.detach()`. So where a parameter in use gives user code its memory (params/param_in_use.py), its values are copied
 first, and compared bit for bit where the use ends, or sooner, once nothing holds a view any more. What never asks for
 the memory costs nothing; what does, a copy and a comparison. A view that is kept longer is watched as long.
@@ -27,19 +28,25 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class ParamWatch:
     """The versions and values of one unit's parameters as a use began. Driver thread.
 
-    `values_of(index)`: the parameter's place in the flat, 1-D.
+    `flat`: returns the unit's flat. `values_of(index)`: the parameter's place in it, 1-D.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], values_of: Callable[[int], torch.Tensor]) -> None:
-        self._params = params
-        self._values_of = values_of
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        flat: Callable[[], torch.Tensor],
+        values_of: Callable[[int], torch.Tensor],
+    ) -> None:
+        self._params, self._flat, self._values_of = params, flat, values_of
         self._versions = [0] * len(params)
+        self._flat_version = 0
         self.values: dict[int, torch.Tensor] = {}
         """Of parameters whose memory user code was given, by index, until no view of it is left."""
 
     def begin(self) -> None:
         """Compare with the parameters of now from here on."""
         self._versions = list(map(_version_of, self._params))
+        self._flat_version = self._flat()._version
         if self.values:
             self.values = {index: self._words(index).clone() for index in self.values}
 
@@ -50,14 +57,14 @@ class ParamWatch:
 
     def find_change(self, key: int) -> int | None:
         """Return the index of a parameter that was changed since `begin`, or given other memory than that of the
-        storage `key`."""
+        storage `key`; -1 where only the unit is known."""
         for index, (param, version) in enumerate(zip(self._params, self._versions, strict=True)):
             if param._version != version or param.untyped_storage()._cdata != key:
                 return index
         for index, values in self.values.items():
             if not torch.equal(self._words(index), values):
                 return index
-        return None
+        return -1 if self._flat()._version != self._flat_version else None
 
     def _words(self, index: int) -> torch.Tensor:
         values = self._values_of(index)

@@ -21,9 +21,9 @@ class Schedule:
     A pair of uses distinguishes the visits of a tied unit (embedding, then head), keeps what it knows through
     evaluation or a branch, and follows a changed order after one pass. Memory: one entry per distinct pair.
 
-    [Note: Expected uses] `expect` notes a use as provided for: its unit was fetched ahead, or is on the device. The
-    expected uses are the next ones, in order; a use that is another than the first of them ends them all. So each use
-    of a step is looked at once ahead of time and once as it comes, however many units fit on the device.
+    [Note: Expected uses] A use is expected once its unit was fetched ahead, or is on the device. The expected uses are
+    the next ones, in order; a use that is another than the first of them ends them all. So each use of a step is looked
+    at once ahead of time and once as it comes, however many units fit on the device.
     """
 
     def __init__(self) -> None:
@@ -33,6 +33,7 @@ class Schedule:
         """Elements of all uses so far."""
         self._uses: dict[int, tuple[Pair, int]] = {}
         """Unit -> its last use, and the position after it."""
+        self._numel_of: dict[int, int] = {}
         self._distances: dict[Pair, int] = {}
         """Use -> elements of the uses between it and the next use of the same unit, when that came last."""
         self._ahead: deque[Use] = deque()
@@ -41,8 +42,8 @@ class Schedule:
         """The last expected use, or the last use."""
         self.expected: dict[int, int] = {}
         """Unit -> how many of the expected uses are of it; none without any."""
-        self._numels: dict[int, int] = {}
-        """Expected unit -> its part of `expected_numel`."""
+        self._counted: set[int] = set()
+        """Expected units that `expected_numel` counts: all but one that was in use as it became expected."""
         self.expected_numel = 0
         """Elements of the units of expected uses."""
 
@@ -57,6 +58,7 @@ class Schedule:
         if (earlier := self._uses.get(unit_index)) is not None:
             self._distances[earlier[0]] = self._position - earlier[1]
         self._position += numel
+        self._numel_of[unit_index] = numel
         self._uses[unit_index] = self._last, self._position
         if not self._ahead:
             self._tip = self._last
@@ -67,7 +69,9 @@ class Schedule:
         self.expected[unit_index] -= 1
         if not self.expected[unit_index]:
             del self.expected[unit_index]
-            self.expected_numel -= self._numels.pop(unit_index)
+            if unit_index in self._counted:
+                self._counted.discard(unit_index)
+                self.expected_numel -= numel
         return True
 
     def distance(self, unit_index: int) -> int | None:
@@ -80,22 +84,24 @@ class Schedule:
 
     # -- ahead -----------------------------------------------------------------------------------------------------
 
-    def upcoming(self) -> Iterator[Use]:
-        """Yield the uses that follow the expected ones; end where nothing is known or the chain closes on itself."""
-        pair, seen = self._tip, set()
-        while pair not in seen and len(self._ahead) < len(self._next) and (use := self._next.get(pair)) is not None:
+    def expect_next(self, current: int, until: str = "") -> Iterator[int]:
+        """Expect the uses that follow the expected ones, and yield each unit that the caller has to provide for first:
+        its use is expected when the caller asks for the next one. Unit `current`, which is in use, and units that are
+        expected already need nothing. Ends where nothing is known, where the chain closes on itself, and before the
+        phase `until`."""
+        seen = set()
+        while (pair := self._tip) not in seen and len(self._ahead) < len(self._next):
+            if (use := self._next.get(pair)) is None or use[0] == until:
+                return
             seen.add(pair)
-            yield use
-            pair = (pair[1], use)
-
-    def expect(self, use: Use, numel: int) -> None:
-        """Provide for `use`, which is what `upcoming` yields first. `numel`: of its unit, as far as that counts."""
-        self._ahead.append(use)
-        self._tip = (self._tip[1], use)
-        self.expected[use[1]] = self.expected.get(use[1], 0) + 1
-        if use[1] not in self._numels:
-            self._numels[use[1]] = numel
-            self.expected_numel += numel
+            index = use[1]
+            if index not in self.expected and index != current:
+                yield index
+                self._counted.add(index)
+                self.expected_numel += self._numel_of[index]
+            self._ahead.append(use)
+            self._tip = (pair[1], use)
+            self.expected[index] = self.expected.get(index, 0) + 1
 
     def end_expected(self) -> list[int]:
         """Expect nothing: another use came, or a unit is not on the device any more. Returns the units that were
@@ -103,7 +109,7 @@ class Schedule:
         units = self.expected_units()
         self._ahead.clear()
         self.expected.clear()
-        self._numels.clear()
+        self._counted.clear()
         self._tip = self._last
         self.expected_numel = 0
         return units

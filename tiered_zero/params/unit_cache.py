@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import final
 
@@ -45,8 +46,8 @@ class UnitCache:
         self._units = units
         self._changes = changes
         self.schedule = Schedule()
-        self._order: dict[int, PagedUnit] = {}
-        """Paged units that have memory and are not expected, the least recently used first."""
+        self._order: OrderedDict[int, PagedUnit] = OrderedDict()
+        """Paged units that have memory, the least recently used first."""
         self._live_nbytes = 0
         self._kept_nbytes = 0
         """Of units that are offloaded, whose memory a view keeps."""
@@ -59,18 +60,13 @@ class UnitCache:
         """Note that `paged`, which is no resident unit, is about to be used."""
         if not self.schedule.observe(pass_name, paged.unit.index, paged.unit.numel):
             self._end_expected()
-        self._touch(paged)
-
-    def _touch(self, paged: PagedUnit) -> None:
-        """Make a unit with memory the most recently used."""
-        index = paged.unit.index
-        self._order.pop(index, None)
-        if paged.storage.is_full and index not in self.schedule.expected:
-            self._order[index] = paged
+        if paged.storage.is_full:
+            self._order.move_to_end(paged.unit.index)
 
     def _end_expected(self) -> None:
         for index in self.schedule.end_expected():
-            self._touch(self._units.by_index[index])
+            if index in self._order:
+                self._order.move_to_end(index)
 
     def refuse_closed(self, paged: PagedUnit) -> None:
         """Raise ParameterOffloadedError: the engine is closed."""
@@ -79,8 +75,12 @@ class UnitCache:
     # -- fetch -----------------------------------------------------------------------------------------------------
 
     def fetch(self, paged: PagedUnit) -> None:
-        """Fetch a unit that is about to be used. Where the device has no memory for it, evict every idle unit, and try
+        """Fetch a unit that is about to be used. If the device has no memory for it, evict every idle unit, and try
         once more."""
+        if self.is_closed:
+            self.refuse_closed(paged)
+        if self._kept_nbytes or self._missing_nbytes(paged) > 0:
+            self._make_room(paged)
         try:
             self._fetch(paged)
         except torch.OutOfMemoryError:
@@ -90,11 +90,8 @@ class UnitCache:
             self._fetch(paged)
 
     def _fetch(self, paged: PagedUnit) -> None:
-        if self.is_closed:
-            self.refuse_closed(paged)
+        """Fetch a unit for which there is room."""
         unit, storage = paged.unit, paged.storage
-        if self._kept_nbytes or self._missing_nbytes(paged) > 0:
-            self._make_room(paged)
         if storage.is_full:  # it is offloaded, and a view keeps its memory
             self._kept_nbytes -= unit.nbytes
         else:
@@ -105,24 +102,24 @@ class UnitCache:
                 self._ledger.discharge("device", "param_window", unit.nbytes)
                 raise
             self._live_nbytes += unit.nbytes
-        self._touch(paged)
+        self._order[unit.index] = paged
+        self._order.move_to_end(unit.index)
         paged.begin_fetch()
         try:
             self._accelerator.prepare(storage.flat)
-            home = self._inventory.home(unit, "param")
-            own = home.elements(unit)
-            fetch = paged.fetch = home.tier.fetch(home.slot, storage.flat[own], self._inventory.last_update(unit))
-            if own.stop - own.start < unit.numel:
-                paged.fetch = self._gather(paged, own, fetch)
+            home, own = self._inventory.home(unit, "param"), storage.flat[paged.own]
+            fetch = paged.fetch = home.tier.fetch(home.slot, own, self._inventory.last_update(unit))
+            if own.numel() < unit.numel:
+                paged.fetch = self._gather(paged, fetch)
         except BaseException:  # the tier has waited for what it had begun; an interrupt comes as other ranks answer
             self.evict(paged)
             raise
 
-    def _gather(self, paged: PagedUnit, own: slice, fetch: Transfer) -> Transfer:
-        """Gather the other ranks' shards once `fetch` has brought this rank's, elements `own` of the flat."""
+    def _gather(self, paged: PagedUnit, fetch: Transfer) -> Transfer:
+        """Gather the other ranks' shards once `fetch` has brought this rank's."""
         name, flat = paged.unit.name, self._accelerator.alias(paged.storage.flat)
         order = f"{name}, change {paged.version}"
-        return self._collectives.all_gather(flat, flat[own], f"unit {name}", after=[fetch], order=order)
+        return self._collectives.all_gather(flat, flat[paged.own], f"unit {name}", after=[fetch], order=order)
 
     def prefetch(self, current: PagedUnit, phase: CallPhase) -> None:
         """Fetch what is expected after `current`, as far as the prefetch bucket and the free room go, and at least
@@ -132,21 +129,15 @@ class UnitCache:
         bucket_numel, schedule = self._limits.look_ahead.prefetch_numel, self.schedule
         if not bucket_numel:
             return
-        ends = self._shares_order and phase.step_follows and phase.now is Phase.BACKWARD
-        for use in schedule.upcoming():
-            pass_name, index = use
-            if ends and pass_name == "forward":
+        is_last_backward = self._shares_order and phase.step_follows and phase.now is Phase.BACKWARD
+        for index in schedule.expect_next(current.unit.index, until="forward" if is_last_backward else ""):
+            paged, expected_numel = self._units.by_index[index], schedule.expected_numel
+            if expected_numel and expected_numel + paged.unit.numel > bucket_numel:
                 return
-            paged, numel = self._units.by_index[index], 0
-            if index not in schedule.expected and paged is not current:
-                numel = paged.unit.numel
-                is_first = schedule.expected_numel == 0
-                if (schedule.expected_numel + numel > bucket_numel and not is_first) or not self._may_prefetch(paged):
-                    return
-                if paged.state is UnitState.OFFLOADED and not self._prefetch(paged, current):
-                    return
-            schedule.expect(use, numel)
-            self._order.pop(index, None)  # no victim now
+            if not self._may_prefetch(paged):
+                return
+            if paged.state is UnitState.OFFLOADED and not self._prefetch(paged, current):
+                return
 
     def _prefetch(self, paged: PagedUnit, current: PagedUnit) -> bool:
         """Fetch a unit ahead of its use, in the place of units that are neither expected nor `current`; False where
@@ -165,6 +156,8 @@ class UnitCache:
                 self.evict(victim)
             if self._missing_nbytes(paged) > 0:
                 return False  # a view keeps the memory of a unit that is evicted
+        if self._kept_nbytes:
+            self._make_room(paged)
         try:
             self._fetch(paged)
         except torch.OutOfMemoryError:
@@ -236,7 +229,8 @@ class UnitCache:
 
     def _idle(self) -> Iterator[PagedUnit]:
         """Yield the units that can be evicted and are not expected, the least recently used first."""
-        return (paged for paged in tuple(self._order.values()) if self._can_evict(paged))
+        expected = self.schedule.expected
+        return (each for index, each in tuple(self._order.items()) if index not in expected and self._can_evict(each))
 
     def _idle_ahead(self) -> Iterator[PagedUnit]:
         """Yield those that are expected, the farthest first."""
@@ -295,5 +289,5 @@ class UnitCache:
         self._kept_nbytes = sum(paged.unit.nbytes for paged in paged_units if paged.is_kept)
         self._ledger.correct("device", "param_window", self._live_nbytes)
         self.schedule.end_expected()
-        self._order = {paged.unit.index: paged for paged in paged_units if paged.storage.is_full}
+        self._order = OrderedDict((paged.unit.index, paged) for paged in paged_units if paged.storage.is_full)
         self._units.renew_storages()

@@ -91,7 +91,8 @@ LEGAL_CHANGES: dict[tuple[State, State], str] = {
 
 @dataclass(eq=False, kw_only=True)
 class PagedUnit:
-    """The pager's record of one unit. `is_resident`: it lives on the device. `params`: each one's index in the unit.
+    """The pager's record of one unit. `is_resident`: it lives on the device. `own`: elements of the flat that rest in
+    its home, all or this rank's shard. `params`: each one's index in the unit.
 
     `fetch`: the transfer that fills the storage, until compute has waited for it. `num_users`: running modules and
     blocks of `gathered` that use the unit, one more where it lives on the device; with none it may still be IN_USE,
@@ -102,6 +103,7 @@ class PagedUnit:
     unit: Unit
     storage: FlatStorage
     is_resident: bool
+    own: slice
     params: dict[nn.Parameter, int]
     fetch: Transfer | None = None
     num_users: int = 0
@@ -203,10 +205,13 @@ def _describe(state: State) -> str:
 
 @dataclass(kw_only=True)
 class Frame:
-    """A running module, or the engine's forward. `held`: units that stay for its whole length. `faulted`: units of
-    functions called in it; any of them is evicted when room is short and no view is held, and fetched again when the
-    next function is called with it. `is_in_checkpoint`: hooks for saved tensors were set as it began."""
+    """A running module, or the engine's forward, on `thread`. `held`: units that stay for its whole length, used by
+    the pass `pass_name`. `faulted`: units of functions called in it; any of them is evicted when room is short and no
+    view is held, and fetched again when the next function is called with it. `is_in_checkpoint`: hooks for saved
+    tensors were set as it began."""
 
+    thread: int
+    pass_name: str = ""
     held: list[PagedUnit] = field(default_factory=list)
     faulted: list[PagedUnit] = field(default_factory=list)
     is_in_checkpoint: bool = False
@@ -220,9 +225,11 @@ class UnitTable:
     by_param: dict[nn.Parameter, PagedUnit] = field(default_factory=dict)
     by_storage: dict[int, PagedUnit] = field(default_factory=dict)
 
-    def add(self, unit: Unit, storage: FlatStorage, params: Sequence[nn.Parameter], is_resident: bool) -> None:
+    def add(self, unit: Unit, storage: FlatStorage, params: Sequence[nn.Parameter], own: slice | None) -> None:
+        """`own`: None of a unit that lives on the device."""
         indices = {param: i for i, param in enumerate(params)}
-        paged = PagedUnit(unit=unit, storage=storage, is_resident=is_resident, params=indices)
+        is_resident, own = own is None, own or slice(0, unit.numel)
+        paged = PagedUnit(unit=unit, storage=storage, is_resident=is_resident, own=own, params=indices)
         self.by_index[unit.index] = paged
         self.by_storage[storage.key] = paged
         self.by_param.update(dict.fromkeys(params, paged))

@@ -73,7 +73,8 @@ class Recorder:
     def _reset(self) -> None:
         self._causes: defaultdict[str, float] = defaultdict(float)
         self._nbytes: defaultdict[str, int] = defaultdict(int)
-        self._worked: defaultdict[str, _Union] = defaultdict(_Union)
+        self._worked: defaultdict[str, list[float]] = defaultdict(list)
+        """Lane -> the intervals in which it worked, merged where they touch: start, end, start, end, ..., in order."""
         self._idle_s: defaultdict[str, float] = defaultdict(float)
 
     def span(self, lane: str, kind: str, name: str = "", nbytes: int = 0) -> _OpenSpan:
@@ -95,7 +96,8 @@ class Recorder:
     def take_totals(self) -> Totals:
         """Return the sums since the last call, and reset them."""
         with self._lock:
-            busy_s = {lane: max(0.0, union.seconds() - self._idle_s[lane]) for lane, union in self._worked.items()}
+            worked_s = {lane: math.fsum(map(operator.sub, at[1::2], at[::2])) for lane, at in self._worked.items()}
+            busy_s = {lane: max(0.0, seconds - self._idle_s[lane]) for lane, seconds in worked_s.items()}
             totals = Totals(causes=dict(self._causes), nbytes=dict(self._nbytes), busy_s=busy_s)
             self._reset()
         return totals
@@ -118,8 +120,11 @@ class Recorder:
         own_s = max(0.0, end_s - start_s - span.inner_s)
         if span.on_driver:
             self._causes[kind] += own_s
-        if not is_covered:
-            self._worked[lane].add(start_s, end_s)
+        if not is_covered:  # one that arrives late finds its place
+            bounds = self._worked[lane]
+            first, last = bisect_left(bounds, start_s), bisect_right(bounds, end_s)
+            # a bound whose place is odd lies inside an interval, or at its end
+            bounds[first:last] = [start_s] * (first % 2 == 0) + [end_s] * (last % 2 == 0)
         if kind.startswith(_WAIT):
             self._idle_s[lane] += own_s
         else:
@@ -164,19 +169,3 @@ class _OpenSpan:
         with recorder._lock:
             recorder._open.remove(self)
             recorder._count(self, end_s, self.nbytes if kind is None else 0)
-
-
-class _Union:
-    """Intervals, merged where they touch; kept sorted, start, end, start, end, ..., so that one that arrives late finds
-    its place."""
-
-    def __init__(self) -> None:
-        self._bounds: list[float] = []
-
-    def add(self, start_s: float, end_s: float) -> None:
-        first, last = bisect_left(self._bounds, start_s), bisect_right(self._bounds, end_s)
-        # a bound whose place is odd lies inside an interval, or at its end
-        self._bounds[first:last] = [start_s] * (first % 2 == 0) + [end_s] * (last % 2 == 0)
-
-    def seconds(self) -> float:
-        return math.fsum(map(operator.sub, self._bounds[1::2], self._bounds[::2]))
