@@ -101,6 +101,42 @@ def added(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
+class OnAccelerator(torch.Tensor):
+    """A tensor of the CPU that says it is none of it."""
+
+    is_cpu = False
+
+
+def test_norms_are_launched_where_gradients_are_computed_and_no_copy_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One wait of the host a step for all norms, and none for a gradient."""
+    world = World([make_unit(0, [5, 700, 3])])
+    events: list[str] = []
+    norm, copy = torch._foreach_norm, world.runtime.accelerator.copy
+    monkeypatch.setattr(torch, "_foreach_norm", lambda *args, **how: events.append("norms") or norm(*args, **how))
+
+    def record_copy(target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
+        events.append("copy and wait" if finish else "copy")
+        copy(target, source)
+
+    monkeypatch.setattr(world.runtime.accelerator, "copy", record_copy)
+    grads = [randn(param.numel()) for param in world.params[0]]
+    world.store.begin_backward(is_last=True)
+    for param, grad in zip(world.params[0], grads, strict=True):
+        world.give(param, grad.as_subclass(OnAccelerator))
+    world.store.wait_transfers()
+    assert events == ["norms", "copy", "copy", "copy"]
+    assert [found for _, found in world.store.norms()] == [torch.linalg.vector_norm(grad) for grad in grads]
+    # a second backward adds up in host memory, where its norms are taken; two parts may be on their way
+    world.store.end_backward()
+    world.give(world.params[0][1], grads[1].as_subclass(OnAccelerator))
+    world.store.wait_transfers()
+    [_, (_, found), _] = world.store.norms()
+    assert found == torch.linalg.vector_norm(grads[1] + grads[1]) and events[4:] == ["copy"]
+    world.runtime.accelerator.close()
+
+
 @settings(max_examples=20)
 @given(
     numels=st.lists(st.integers(0, 5000), min_size=1, max_size=4).filter(any),

@@ -108,8 +108,8 @@ def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums
             NUM_PARAM_STAGING * MIB
         )  # the largest unit, in whole chunks of the checksums
     if gradient_tier == "host":
-        expected["device", "gradient_in_flight"] = 2 * 10 * K
-        expected["host", "staging_gradient"] = 2 * 7 * K
+        expected["device", "gradient_in_flight"] = 2 * (10 + 6) * K  # of two units
+        expected["host", "staging_gradient"] = 2 * 2 * 7 * K
     in_place = "device" if optimizer_tier == "device" else "host"
     out = [11 * K * (param_tier != in_place), 9 * K * (param_tier != in_place) + 2 * K * (in_place != "device")]
     staged = [
@@ -358,7 +358,7 @@ def test_a_tier_too_small_by_one_byte_is_refused_with_the_table(tier: str) -> No
     free = make_plan(some_units(), SIZES, request("nvme", "nvme"))
     limit = free.nbytes(tier)
     if tier == "device":
-        limit -= window(free) - 2 * 10 * K  # to which the window shrinks first
+        limit -= window(free) - 2 * 10 * K + 2 * 6 * K  # to which the window and gradients in flight shrink first
     make_plan(some_units(), SIZES, request("nvme", "nvme", limits={tier: (limit, "the source")})).check()
     plan = make_plan(some_units(), SIZES, request("nvme", "nvme", limits={tier: (limit - 1, "the source")}))
     with pytest.raises(PlanError) as caught:
@@ -370,6 +370,16 @@ def test_a_tier_too_small_by_one_byte_is_refused_with_the_table(tier: str) -> No
     assert f"Largest: {largest.what} {format_nbytes(largest.nbytes)}" in text
     for row in plan.rows:
         assert f"{format_nbytes(row.nbytes):>10}  {row.what}" in text, "the whole table"
+
+
+def test_gradients_of_two_units_are_in_flight_where_an_accelerator_has_room() -> None:
+    def in_flight(**fields: Any) -> int:
+        return make_plan(some_units(), SIZES, replace(request("host", "host"), **fields)).gradients.in_flight_nbytes
+
+    device = make_plan(some_units(), SIZES, request("host", "host")).nbytes("device")
+    assert in_flight() == in_flight(limits={"device": (device, "")}) == 2 * (10 + 6) * K
+    assert in_flight(limits={"device": (device - 1, "")}) == 2 * 10 * K
+    assert in_flight(update=UpdateRequest(shares_cores=True)) == 2 * 10 * K
 
 
 def test_the_table_is_plain_values_and_sums_up() -> None:

@@ -20,6 +20,7 @@ from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
 from tiered_zero.layout.subgroups import MAX_SUB_GROUPS, cut_subgroups, sub_group_numel
 from tiered_zero.layout.units import find_units
+from tiered_zero.native.update import available_cpus
 from tiered_zero.params.aliases import check_memory
 from tiered_zero.params.guarded_parameter import ClosedEngine
 from tiered_zero.params.model_spec import list_params, module_tree, packed_nbytes, persistent_buffers
@@ -40,6 +41,9 @@ from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_formats import check_params, master_format
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import TIERS, format_nbytes
+
+NUM_FREE_CORES = 2
+"""Of an accelerator's run: the update's kernel leaves them to the driver, which launches compute, and to the lanes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,11 @@ def specify_run(
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    rule = make_rule(source, is_own=request.ranks.shards_params or settings.state_format != "fp32")
+    rule = make_rule(
+        source,
+        is_own=request.ranks.shards_params or settings.state_format != "fp32",
+        num_threads=None if on_cpu else max(1, available_cpus() - NUM_FREE_CORES),
+    )
     rule, masters = format_rule(settings.state_format, rule), master_format(settings.state_format)
     rules = unit_rules(effective, ranks.world_size, whole_params=not rule.elementwise)
     units = find_units(module_tree(model, specs), list(specs.values()), rules)

@@ -398,7 +398,8 @@ class TrainStep:
         """Check this rank's gradients, or reduce those of all ranks and check the averages."""
         loss_scale, counts = self.overflow.loss_scale, self.counts
         if self._reducer is None:
-            return check_gradients(self.gradients.norms(), loss_scale, self._clipping)
+            device = self.runtime.accelerator.device
+            return check_gradients(self.gradients.norms(), loss_scale, self._clipping, device)
         values = self._groups.values()
         return self._reducer.check(counts.micro_steps, counts.global_steps, loss_scale, self._clipping, values)
 

@@ -341,14 +341,20 @@ class GradientStore:
     def norms(self) -> Sequence[tuple[ParamSpec, Norm]]:
         """Parameters with a gradient and its norm, in the order of `model.parameters()`; those that were not taken when
         the gradient arrived are taken now."""
-        found: list[tuple[ParamSpec, Norm]] = []
-        for gradients, entry in self._found():
+        found = self._found()
+        missing: dict[int, torch.Tensor] = {}
+        on_device: dict[int, torch.Tensor] = {}
+        for gradients, entry in found:
             index = entry.param.index
-            norm = gradients.norms.get(index)
-            if norm is None or index in gradients.shown:  # a user may have changed the gradient
-                norm = self._norms.of(gradients.flat[entry.start : entry.stop])
-            found.append((entry.param, norm))
-        return found
+            if index not in gradients.norms or index in gradients.shown:  # a user may have changed the gradient
+                grad = gradients.flat[entry.start : entry.stop]
+                (missing if grad.is_cpu else on_device)[index] = grad
+        norms: dict[int, Norm] = {index: self._norms.of(grad) for index, grad in missing.items()}
+        norms.update(zip(on_device, self._norms.on_device(list(on_device.values())), strict=True))
+        return [
+            (entry.param, norms[index] if (index := entry.param.index) in norms else gradients.norms[index])
+            for gradients, entry in found
+        ]
 
     def _found(self) -> list[tuple[UnitGradients, FlatEntry]]:
         """List the gradients of the step, in the order of `model.parameters()`."""

@@ -11,6 +11,8 @@ import torch
 from tiered_zero.grads.norms import Norm
 from tiered_zero.layout.flat import ParamSpec
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class GradCheck:
@@ -23,24 +25,29 @@ class GradCheck:
     first_bad: str | None = None
 
 
-def check_gradients(norms: Sequence[tuple[ParamSpec, Norm]], loss_scale: float, max_norm: float) -> GradCheck:
+def check_gradients(
+    norms: Sequence[tuple[ParamSpec, Norm]],
+    loss_scale: float,
+    max_norm: float,
+    device: torch.device = CPU,
+) -> GradCheck:
     """The arithmetic of torch.nn.utils.clip_grad_norm_, from each parameter's norm on: the norm of the norms, in fp32.
 
     `norms`: of gradients scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not clip.
+    `device`: where compute runs, and adds up all norms whatever tier gradients rest on. One wait of the host.
     """
     on_host = torch.tensor([norm for _, norm in norms if isinstance(norm, float)], dtype=torch.float32, device="cpu")
-    numbers = iter(on_host.unbind())
-    values = [next(numbers) if isinstance(norm, float) else norm for _, norm in norms]
-    if len({norm.device for norm in values}) > 1:  # some gradients rest on the device: their norms come in one copy
-        come = iter(torch.stack([norm for norm in values if norm.device.type != "cpu"]).cpu())
-        values = [norm if norm.device.type == "cpu" else next(come) for norm in values]
-    total = torch.linalg.vector_norm(torch.stack(values), 2) if values else torch.zeros(())
+    numbers = iter(on_host.to(device).unbind())
+    values = [next(numbers) if isinstance(norm, float) else norm.to(device) for _, norm in norms]
+    stacked = torch.stack(values) if values else torch.zeros(0, device=device)
+    found = torch.cat([torch.linalg.vector_norm(stacked, 2).view(1), stacked]).cpu()
+    total, stacked = found[0], found[1:]
     if loss_scale != 1.0:
         total = total / loss_scale
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0).item() if max_norm > 0 else 1.0
     bad = None
     if not torch.isfinite(total):
-        named = (spec.name for (spec, _), norm in zip(norms, values, strict=True) if not torch.isfinite(norm))
+        named = (spec.name for (spec, _), norm in zip(norms, stacked.tolist(), strict=True) if not math.isfinite(norm))
         bad = next(named, norms[0][0].name)
     return GradCheck(finite=bad is None, norm=total.item(), grad_scale=scale / loss_scale, first_bad=bad)
 

@@ -12,7 +12,7 @@ import torch
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.grads.norms import GradCopy, GradNorm
 from tiered_zero.grads.unit_gradients import UnitGradients
-from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 
 SUM_CHUNK_NUMEL = 1 << 15
@@ -103,41 +103,74 @@ class InFlightGradients:
         if batch is None:
             return
         self._ledger.charge("device", "gradient_in_flight", batch.nbytes)
+        if batch.measures and not batch.copies[0].source.is_cpu:
+            self._measure_on_device(batch)
         after, holds = [self._accelerator.record_compute()], [copy.source for copy in batch.copies]
         lane = self._accelerator.lane("reduce")
         batch.job = lane.submit(partial(self._bring, batch), after=after, holds=holds, waits=False)
         self._batches.append(batch)
 
+    def _measure_on_device(self, batch: GradientBatch) -> None:
+        """Launch the norms of those whose targets will hold what was computed here. On the CPU they are taken in the
+        pass that copies."""
+        new = [copy for copy in batch.copies if not copy.adds]
+        norms = self._norms.on_device([copy.source for copy in new])
+        batch.gradients.norms.update((copy.index, norm) for copy, norm in zip(new, norms, strict=True))
+
     def _bring(self, batch: GradientBatch) -> None:
-        """On the reduce lane."""
+        """On the reduce lane: launch the copies; wait for none but those that are added up in host memory."""
         gradients, norms = batch.gradients, batch.gradients.norms
-        for copy in batch.copies:
-            norms.pop(copy.index, None)
+        on_device = not batch.copies[0].source.is_cpu
         with self._recorder.span("reduce", "reduce", gradients.unit.name, batch.nbytes):
-            if self._norms.fuses(batch.copies):
+            for copy in batch.copies:
+                if copy.adds or not on_device or not batch.measures:  # others have been measured
+                    norms.pop(copy.index, None)
+            if not on_device and self._norms.fuses(batch.copies):
                 measured = self._norms.copy(batch.copies)
                 if batch.measures:
                     norms.update({copy.index: norm for copy, norm in zip(batch.copies, measured, strict=True)})
                 return
             for copy in batch.copies:
                 if not copy.adds and copy.target.dtype == copy.source.dtype:
-                    self._accelerator.copy(copy.target, copy.source, finish=batch.measures)
+                    self._accelerator.copy(copy.target, copy.source)
                 else:
                     self._add(copy)
-                if batch.measures:
+                if batch.measures and (copy.adds or not on_device):
                     norms[copy.index] = self._norms.of(copy.target)
 
     def _add(self, copy: GradCopy) -> None:
-        """On the reduce lane: to host memory by way of a staging buffer, then into the fp32 sum."""
+        """On the reduce lane: to host memory by way of staging buffers, then into the fp32 sum. Where there are two
+        buffers one part is on its way while the one before is added."""
         assert self._staging is not None, "sums in host memory are planned with a staging buffer"
         source = copy.source
         step = self._staging.buffer_nbytes // source.element_size()
-        for start in range(0, source.numel(), step):
-            part = source[start : start + step]
-            with self._staging.lease(part.nbytes, "gradient", lane="reduce") as lease:
-                staged = lease.view(part.dtype, part.numel())
-                self._accelerator.copy(staged, part, finish=True)
-                land(staged, copy.target[start:], adds=copy.adds)
+        coming: deque[tuple[Lease, GradCopy, Transfer]] = deque()
+        try:
+            for start in range(0, source.numel(), step):
+                part = source[start : start + step]
+                if len(coming) == self._staging.count:
+                    self._add_oldest(coming)
+                lease = self._staging.lease(part.nbytes, "gradient", lane="reduce")
+                staged, target = lease.view(part.dtype, part.numel()), copy.target[start:][: part.numel()]
+                self._accelerator.copy(staged, part)
+                staged_copy = GradCopy(index=copy.index, target=target, source=staged, adds=copy.adds)
+                coming.append((lease, staged_copy, self._accelerator.record()))
+            while coming:
+                self._add_oldest(coming)
+        finally:
+            for lease, _, arrival in coming:
+                arrival.wait()
+                lease.release()
+
+    def _add_oldest(self, coming: deque[tuple[Lease, GradCopy, Transfer]]) -> None:
+        lease, staged, arrival = coming[0]
+        arrival.wait()
+        if self._norms.fuses([staged]):
+            self._norms.copy([staged])
+        else:
+            land(staged.source, staged.target, adds=staged.adds)
+        coming.popleft()
+        lease.release()
 
     def end_backward(self) -> None:
         """Wait until what is left is within the limit, and free the rest. Raises transfer errors."""

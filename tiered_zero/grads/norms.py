@@ -1,5 +1,5 @@
-"""The L2 norm of one gradient, with torch's bits, in the pass that brings it to its home where there is a kernel; and
-the sum of squares of those of a rank's shards."""
+"""The L2 norm of one gradient, with torch's bits: on the accelerator where it was computed there, else in the pass that
+brings it to its home where there is a kernel; and the sum of squares of those of a rank's shards."""
 
 from __future__ import annotations
 
@@ -54,10 +54,16 @@ class GradNorm:
 
     def of(self, grad: torch.Tensor) -> Norm:
         """`grad`: [n] contiguous."""
-        if self._kernel is None or not grad.is_cpu or grad.dtype not in _DTYPES:
-            norm: torch.Tensor = torch.linalg.vector_norm(grad, 2, dtype=torch.float32)
-            return norm.item() if norm.is_cpu else norm
+        if not grad.is_cpu:
+            return self.on_device([grad])[0]
+        if self._kernel is None or grad.dtype not in _DTYPES:
+            return float(torch.linalg.vector_norm(grad, 2, dtype=torch.float32).item())
         return self._kernel.copy_norms([_scan(grad)], fused_tail=self._fused_tail)[0]
+
+    def on_device(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Launch the norms of gradients [n] on an accelerator, 0-d each, by the call of `clip_grad_norm_` there: one
+        order of sums wherever the gradients go from here. Driver or autograd's thread."""
+        return torch._foreach_norm(list(grads), 2, dtype=torch.float32) if grads else []
 
     def fuses(self, copies: Sequence[GradCopy]) -> bool:
         """Whether `copy` takes these."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from tiered_zero.errors import PlanError
 from tiered_zero.layout.buckets import cut_buckets
@@ -185,7 +185,6 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
     }
     table: list[tuple[str, str, int, str]] = [
         ("device", "param", param_nbytes["device"], stay),
-        ("device", "gradient_in_flight", gradients.in_flight_nbytes, on_way),
         *((tier, "param", param_nbytes[tier], parameters) for tier in ("host", "nvme")),
         *((t, "param_back", nbytes_of("param_back", t), "parameters of the delayed update") for t in TIERS),
         *((tier, "gradient", gradient_nbytes[tier] * (2 if delayed else 1), of_step) for tier in TIERS),
@@ -207,9 +206,13 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
         ]
     room = request.limits.get("device", (NO_LIMIT, ""))[0] - sum(n for tier, _, n, _ in table if tier == "device")
     paged = [unit for unit in units if not tiers.is_resident(unit)]
-    pager_limits = _pager_limits(paged, request.params, room)
-    what = "paged parameters in use, fetched ahead or kept"
-    table.insert(1, ("device", "param_window", pager_limits.live_nbytes, what))
+    pager_limits = _pager_limits(paged, request.params, room - gradients.in_flight_nbytes)
+    second = _second_in_flight_nbytes(to_host, request, room - gradients.in_flight_nbytes - pager_limits.live_nbytes)
+    gradients = replace(gradients, in_flight_nbytes=gradients.in_flight_nbytes + second)
+    table[1:1] = [
+        ("device", "param_window", pager_limits.live_nbytes, "paged parameters in use, fetched ahead or kept"),
+        ("device", "gradient_in_flight", gradients.in_flight_nbytes, on_way),
+    ]
     return Plan(
         tiers=tiers,
         pager_limits=pager_limits,
@@ -225,6 +228,13 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
 def _gradient_text(gradients: GradientPlan) -> str:
     shards = "" if gradients.rank is None else f" of rank {gradients.rank}'s shards"
     return f"gradients{shards}" + (" (fp32 sums)" if gradients.sums else "")
+
+
+def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room_nbytes: int) -> int:
+    """Gradients of a second unit. On an accelerator they count from the launch of their computation: with those of one
+    unit only, backward would not be launched ahead of the device. Nothing where it has no room for them."""
+    second = sorted((unit.nbytes for unit in to_host), reverse=True)[1:2]
+    return 0 if request.update.shares_cores or sum(second) > room_nbytes else sum(second)
 
 
 def _waiting_nbytes(trainable: Sequence[Unit], ranks: RankRequest) -> int:

@@ -23,6 +23,9 @@ NUM_STATE_STAGING = 3
 AUTO_STATE_STAGING_NBYTES = 168 * MIB
 """Of state in flight, where the config counts no buffers: keeps the disk busy while an update or a wait takes long."""
 
+NUM_GRADIENT_STAGING = 2
+"""One is filled while the other is added up."""
+
 NUM_BUCKETS = 2
 """One is reduced while the other is filled."""
 
@@ -65,9 +68,17 @@ def size_staging(
     return Staging(
         params=_param_staging([unit for unit in units if tiers.params[unit.index] == "nvme"], tiers, request.params),
         state=_state_staging(units, subgroups, tiers, request),
-        gradients=StagingSize(nbytes=min(largest, MAX_AUTO_STAGING_NBYTES), count=1) if to_host else StagingSize(),
+        gradients=_gradient_staging(largest, request),
         buckets=_buckets([unit for unit in units if unit.trainable], request),
     )
+
+
+def _gradient_staging(largest_nbytes: int, request: PlanRequest) -> StagingSize:
+    """On an accelerator one buffer is filled while the other is added up. The CPU adds gradients where they are."""
+    if not largest_nbytes:
+        return StagingSize()
+    count = 1 if request.update.shares_cores else NUM_GRADIENT_STAGING
+    return StagingSize(nbytes=min(largest_nbytes, MAX_AUTO_STAGING_NBYTES), count=count)
 
 
 def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:

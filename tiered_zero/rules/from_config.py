@@ -133,11 +133,11 @@ def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> 
     return group_of
 
 
-def make_rule(source: Optimizer, *, is_own: bool = False) -> UpdateRule:
+def make_rule(source: Optimizer, *, is_own: bool = False, num_threads: int | None = None) -> UpdateRule:
     """Make the rule on the native kernel for what it covers (on a GPU it takes torch's code); else on torch's class.
 
     `is_own`: the project's own rule also where fused or foreach asks for torch's code, which takes neither parts of
-    parameters nor other formats of state.
+    parameters nor other formats of state. `num_threads`: of the kernel; None: all that this process may keep busy.
     """
     natives: dict[type, Callable[[UpdateKernel | None], UpdateRule]] = {
         torch.optim.AdamW: lambda kernel: AdamRule(decoupled=True, kernel=kernel),
@@ -154,7 +154,7 @@ def make_rule(source: Optimizer, *, is_own: bool = False) -> UpdateRule:
             "the step, and always corrects; found false. Leave one of the two out."
         )
     make = None if special else natives.get(type(source))
-    return TorchRule.from_optimizer(source) if make is None else make(open_kernel())
+    return TorchRule.from_optimizer(source) if make is None else make(open_kernel(num_threads=num_threads))
 
 
 def format_rule(name: str, rule: UpdateRule) -> UpdateRule:
