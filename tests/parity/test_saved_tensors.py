@@ -183,6 +183,13 @@ def differentiate_forward(net: Net, x: Tensor) -> Tensor:
 
 
 @forward
+def differentiate_a_product_forward(net: Net, x: Tensor) -> Tensor:
+    """Of the parameter there is no tangent: autograd saves a tensor of zeros without memory."""
+    tangents: Tensor = torch.func.jvp(lambda t: t * net.own, (net.a(x),), (x,))[1]
+    return tangents
+
+
+@forward
 def map_over_a_batch(net: Net, x: Tensor) -> Tensor:
     y: Tensor = torch.vmap(lambda row: (net.b.weight @ row).exp() * net.own)(x)
     return y

@@ -152,7 +152,7 @@ class ActivationMover:
         """Whether the tensor is most of its storage, and plain memory."""
         if nbytes > MAX_SHARE_OF_STORAGE * tensor.nbytes or nbytes % tensor.itemsize or tensor.is_quantized:
             return False
-        return not (tensor.is_conj() or tensor.is_neg() or 0 in tensor.stride())
+        return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or 0 in tensor.stride())
 
     def _find(self, key: tuple[int, int], tensor: torch.Tensor) -> _Reference | None:
         """The record of the storage with this identity, in this version, if both live. Another counter at the same
