@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -51,18 +52,44 @@ def levels(library: Path) -> list[str]:
     return UpdateKernel(library).supported_levels()
 
 
-def test_torchs_own_root_is_taken_where_there_is_one(library: Path, levels: list[str], nothing_known: None) -> None:
-    root = find_torch_root()
+def test_torchs_own_root_is_taken_where_no_other_has_its_bits(
+    library: Path, levels: list[str], monkeypatch: pytest.MonkeyPatch, nothing_known: None
+) -> None:
+    """Slower than the kernel's own by far, and so asked for last."""
+    own_bits = torch_bits._has_torch_bits
+    monkeypatch.setattr(torch_bits, "_has_torch_bits", lambda kernel, flag: flag in tried and own_bits(kernel, flag))
+    root, tried = find_torch_root(), [Flag.TORCH_ROOT]
     for level in levels:
-        assert choose_root(UpdateKernel(library, level, root=root)) == (Flag.TORCH_ROOT if root else Flag(0))
+        assert choose_root(UpdateKernel(library, level, root=root)) == (Flag.TORCH_ROOT if root else None)
+
+
+def test_the_roots_of_all_floats_are_torchs(library: Path, levels: list[str], nothing_known: None) -> None:
+    """Of every 97th; at every level the same root is taken, in the same order: the quickest first."""
+    values = numpy.arange(0, 0x7F800000, 97, dtype=numpy.int32)[: -(-0x7F800000 // 97) // 16 * 16].view(numpy.float32)
+    torchs = torch.from_numpy(values).sqrt()
+    kernels = [UpdateKernel(library, level, root=find_torch_root()) for level in levels]
+    taken = {choose_root(kernel) for kernel in kernels}
+    assert len(taken) == 1
+    if (flag := taken.pop()) is None:
+        return
+    for kernel in kernels:
+        roots = torch.empty(len(values))
+        kernel.square_roots(values.ctypes.data, roots.data_ptr(), len(values), flag)
+        assert torch.equal(roots, torchs), kernel.level
 
 
 @pytest.mark.parametrize(
     "wrong", [(0x7FFFFF, 1000, 7), (0xFFFFFFFF, 1 << 31, 0x40123457)], ids=["1 in 1000", "1 of all"]
 )
 def test_a_root_that_is_seldom_wrong_is_not_taken(
-    library: Path, levels: list[str], wrong_library: ctypes.CDLL, wrong: tuple[int, int, int], nothing_known: None
+    library: Path,
+    levels: list[str],
+    wrong_library: ctypes.CDLL,
+    wrong: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_known: None,
 ) -> None:
+    monkeypatch.setattr(torch_bits, "ROOTS", (Flag.TORCH_ROOT, Flag(0)))
     root = plant_root(wrong_library, *wrong)
     for level in levels:
         kernel = UpdateKernel(library, level, root=root)
@@ -73,9 +100,10 @@ def test_a_root_that_is_seldom_wrong_is_not_taken(
 
 
 def test_an_exact_root_is_taken_only_where_torchs_is_exact(
-    library: Path, levels: list[str], nothing_known: None
+    library: Path, levels: list[str], monkeypatch: pytest.MonkeyPatch, nothing_known: None
 ) -> None:
     """A kernel without MKL's root, on a torch that may have it."""
+    monkeypatch.setattr(torch_bits, "ROOTS", (Flag(0), Flag.TORCH_ROOT))
     values = torch.arange(1 << 24, dtype=torch.int32).add_(0x3F800000).view(torch.float32)
     exact = torch.equal(values.sqrt(), values.double().sqrt().float())
     for level in levels:

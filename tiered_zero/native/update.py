@@ -52,6 +52,8 @@ class Flag(enum.IntFlag):
     """The momentum buffer is empty: copy the gradient to it."""
     TORCH_ROOT = 64
     """Square roots by the kernel's `root`, not exact ones."""
+    NEWTON_ROOT = 128
+    """Square roots by the kernel's own instructions that round as MKL's generic code does, not exact ones."""
 
 
 class Hyper(ctypes.Structure):
@@ -159,8 +161,8 @@ class UpdateKernel:
 
         The memory must be valid, as in `update`.
         """
-        functions = self.root if self.root and flags & Flag.TORCH_ROOT else (None, None)
-        self._check(self._library.tz_square_roots(values, roots, numel, LEVELS[self.level], *functions))
+        functions = self.root or (None, None)
+        self._check(self._library.tz_square_roots(values, roots, numel, flags, LEVELS[self.level], *functions))
 
     def convert(self, moments: Moments) -> None:
         """Decode `values` from codes and scales, or encode them. The memory must be valid, as in `update`."""
@@ -194,7 +196,7 @@ def _bind(path: Path) -> ctypes.CDLL:
     declare(library.tz_pool_open, pointer, integer)
     declare(library.tz_pool_close, None, pointer)
     declare(library.tz_update_batch, integer, pointer, pointer, count, integer, pointer, pointer)
-    declare(library.tz_square_roots, integer, pointer, pointer, count, integer, pointer, pointer)
+    declare(library.tz_square_roots, integer, pointer, pointer, count, integer, integer, pointer, pointer)
     declare(library.tz_convert_moments, integer, pointer, pointer, integer)
     declare(library.tz_copy_norms, integer, pointer, count, integer, pointer, integer)
     return library

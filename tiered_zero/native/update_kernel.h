@@ -22,6 +22,8 @@
 #define choose NAME(choose)
 #define fma_ NAME(fma)
 #define root_ NAME(root)
+#define estimate NAME(estimate)
+#define newton_root NAME(newton_root)
 #define from_half NAME(from_half)
 #define to_half NAME(to_half)
 #define to_bf16 NAME(to_bf16)
@@ -40,7 +42,9 @@
 #define accumulate NAME(accumulate)
 #define divide NAME(divide)
 #define descend NAME(descend)
-#define take_roots NAME(take_roots)
+#define take_root NAME(take_root)
+#define prefetch NAME(prefetch)
+#define advance_blocks NAME(advance_blocks)
 #endif
 
 typedef float vf __attribute__((vector_size(LANES * 4)));
@@ -91,6 +95,34 @@ KERNEL vf root_(vf a) {
     vf result;
     for (int i = 0; i < LANES; i++) result[i] = sqrtf(a[i]);
     return result;
+#endif
+}
+
+#if defined(__x86_64__)
+KERNEL vf estimate(vf a) {
+#if defined(ISA_AVX512) /* twice the AVX instruction: that of AVX-512 has other bits */
+    __m256 low = _mm256_rsqrt_ps(_mm512_castps512_ps256((__m512)a));
+    __m256 high = _mm256_rsqrt_ps(_mm512_extractf32x8_ps((__m512)a, 1));
+    return (vf)_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+#elif defined(ISA_AVX2)
+    return (vf)_mm256_rsqrt_ps((__m256)a);
+#else
+    return (vf)_mm_rsqrt_ps((__m128)a);
+#endif
+}
+#endif
+
+/* A square root that is not always rounded correctly: Goldschmidt's step from the processor's estimate of 1/sqrt(a), and
+ * Newton's with its residual, nothing fused. Exact for denormals and the last floats, where a square would overflow. */
+KERNEL vf newton_root(vf a) {
+#if defined(__x86_64__)
+    vf y = estimate(a), s = a * y, h = y * 0.5f, r = 0.5f - h * s;
+    s = s + r * s;
+    h = h + r * h;
+    vs in_range = (a >= 0x1p-126f) & (a <= 0x1.ffep127f);
+    return (vf)choose(in_range, (vu)(s - (s * s - a) * h), (vu)root_(a));
+#else
+    return root_(a);
 #endif
 }
 
@@ -239,42 +271,35 @@ KERNEL vf lerp(vf from, vf to, float weight) {
 /* torch.maximum: a NaN on either side wins. */
 KERNEL vf larger(vf a, vf b) { return (vf)choose((a > b) | (a != a), (vu)a, (vu)b); }
 
-/* Adam and Adagrad divide by a root. First part of a block: the state advances; the dividend goes to `above`, and what
- * stands under the root to `under`. */
-KERNEL void accumulate(const struct tz_run *r, int64_t from, int64_t to, float *above, float *under) {
+/* Adam and Adagrad divide by a root. First the state advances: returns the dividend, and what stands under the root. */
+KERNEL vf accumulate(const struct tz_run *r, int64_t i, vf *under) {
     const struct tz_hyper *h = r->hyper;
-    for (int64_t i = from; i < to; i += LANES) {
-        __builtin_prefetch((const char *)r->master + i * (h->master_type == TZ_F32 ? 4 : 2), 1);
-        vf g = load_gradient(r, i), top = g, sum;
-        if (h->rule == TZ_ADAM) {
-            top = lerp(load(r->state[0], i, h->state_type), g, h->weight1);
-            vf square = load(r->state[1], i, h->state_type);
-            if (h->master_type == TZ_REMAINDER) square = (vf)((vu)square & 0x7fffffff);
-            vu mark = h->master_type == TZ_REMAINDER ? load_mark(r, i) : (vu){0};
-            sum = fma_(g * h->weight2, g, square * h->beta2);
-            store_state(r, 0, i, top);
-            store_state(r, 1, i, sum);
-            if (h->master_type == TZ_REMAINDER) store_mark(r, i, mark);
-            if (h->flags & TZ_AMSGRAD) {
-                sum = larger(load(r->state[2], i, h->state_type), sum);
-                store_state(r, 2, i, sum);
-            }
-        } else {
-            sum = fma_(g, g, load(r->state[0], i, h->state_type));
-            store_state(r, 0, i, sum);
+    vf g = load_gradient(r, i), top = g, sum;
+    if (h->rule == TZ_ADAM) {
+        top = lerp(load(r->state[0], i, h->state_type), g, h->weight1);
+        vf square = load(r->state[1], i, h->state_type);
+        if (h->master_type == TZ_REMAINDER) square = (vf)((vu)square & 0x7fffffff);
+        vu mark = h->master_type == TZ_REMAINDER ? load_mark(r, i) : (vu){0};
+        sum = fma_(g * h->weight2, g, square * h->beta2);
+        store_state(r, 0, i, top);
+        store_state(r, 1, i, sum);
+        if (h->master_type == TZ_REMAINDER) store_mark(r, i, mark);
+        if (h->flags & TZ_AMSGRAD) {
+            sum = larger(load(r->state[2], i, h->state_type), sum);
+            store_state(r, 2, i, sum);
         }
-        store(above, i - from, TZ_F32, top * h->rate);
-        store(under, i - from, TZ_F32, sum);
+    } else {
+        sum = fma_(g, g, load(r->state[0], i, h->state_type));
+        store_state(r, 0, i, sum);
     }
+    *under = sum;
+    return top * h->rate;
 }
 
-/* Last part: the master advances. */
-KERNEL void divide(const struct tz_run *r, int64_t from, int64_t to, const float *above, const float *root) {
+/* Then the master. */
+KERNEL void divide(const struct tz_run *r, int64_t i, vf above, vf root) {
     const struct tz_hyper *h = r->hyper;
-    for (int64_t i = from; i < to; i += LANES) {
-        vf step = load(above, i - from, TZ_F32) / (load(root, i - from, TZ_F32) / h->root2 + h->eps);
-        store_master(r, i, load_master(r, i) * h->decay + step);
-    }
+    store_master(r, i, load_master(r, i) * h->decay + above / (root / h->root2 + h->eps));
 }
 
 /* SGD and Lion need no root. */
@@ -298,21 +323,47 @@ KERNEL void descend(const struct tz_run *r, int64_t from, int64_t to) {
     }
 }
 
-/* The square roots of `under`, n of them, a multiple of TZ_GROUP and at most TZ_BLOCK: by `torch_root`, or exact ones. */
-KERNEL void take_roots(const float *under, float *root, int64_t n, tz_root *torch_root) {
-    if (torch_root) {
-        int32_t count = (int32_t)n;
-        int64_t mode = TZ_ROOT_MODE;
-        torch_root(&count, under, root, &mode);
-        return;
-    }
-    for (int64_t i = 0; i < n; i += LANES) store(root, i, TZ_F32, root_(load(under, i, TZ_F32)));
+KERNEL vf take_root(vf a, int flags) { return flags & TZ_NEWTON_ROOT ? newton_root(a) : root_(a); }
+
+static inline void NAME(call_root)(tz_root *torch_root, const float *values, float *roots, int64_t n) {
+    int32_t count = (int32_t)n;
+    int64_t mode = TZ_ROOT_MODE;
+    torch_root(&count, values, roots, &mode);
 }
 
-/* As many roots as one likes, in the blocks of an update. */
-TARGET static void NAME(extract)(const float *values, float *roots, int64_t numel, tz_root *torch_root) {
-    for (int64_t begin = 0; begin < numel; begin += TZ_BLOCK)
-        take_roots(values + begin, roots + begin, begin + TZ_BLOCK < numel ? TZ_BLOCK : numel - begin, torch_root);
+/* As many roots as one likes, as an update with these flags takes them. */
+TARGET static void NAME(extract)(const float *values, float *roots, int64_t numel, int flags, tz_root *torch_root) {
+    if (flags & TZ_TORCH_ROOT && torch_root)
+        for (int64_t begin = 0; begin < numel; begin += TZ_BLOCK)
+            NAME(call_root)(torch_root, values + begin, roots + begin, begin + TZ_BLOCK < numel ? TZ_BLOCK : numel - begin);
+    else
+        for (int64_t i = 0; i < numel; i += LANES) store(roots, i, TZ_F32, take_root(load(values, i, TZ_F32), flags));
+}
+
+/* By MKL's root, which takes arrays: a block at a time. */
+KERNEL void advance_blocks(const struct tz_run *r, int64_t from, int64_t to, tz_root *torch_root) {
+    __attribute__((aligned(64))) float above[TZ_BLOCK], under[TZ_BLOCK], root[TZ_BLOCK];
+    for (int64_t begin = from; begin < to; begin += TZ_BLOCK) {
+        int64_t end = begin + TZ_BLOCK < to ? begin + TZ_BLOCK : to;
+        for (int64_t i = begin; i < end; i += LANES) {
+            __builtin_prefetch((const char *)r->master + i * (r->hyper->master_type == TZ_F32 ? 4 : 2), 1);
+            vf sum, top = accumulate(r, i, &sum);
+            store(above, i - begin, TZ_F32, top);
+            store(under, i - begin, TZ_F32, sum);
+        }
+        NAME(call_root)(torch_root, under, root, end - begin);
+        for (int64_t i = begin; i < end; i += LANES)
+            divide(r, i, load(above, i - begin, TZ_F32), load(root, i - begin, TZ_F32));
+    }
+}
+
+/* Asks for what the loop reads next of each array, which a processor's own prefetcher finds anew at each page. */
+KERNEL void prefetch(const struct tz_run *r, int64_t i) {
+    const struct tz_hyper *h = r->hyper;
+    __builtin_prefetch(at(r->grad, i, h->grad_type), 0);
+    __builtin_prefetch(at(r->master, i, h->master_type), 1);
+    for (int k = 0; k < TZ_STATES; k++)
+        if (r->state[k]) __builtin_prefetch(at(r->state[k], i, h->state_type), 1);
 }
 
 /* Elements [from, to) of one run, a multiple of TZ_GROUP many. */
@@ -320,17 +371,18 @@ TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t
     const struct tz_hyper hyper = *run->hyper; /* copies that no store can alias: they stay in registers */
     struct tz_run local = *run, *const r = &local;
     local.hyper = &hyper;
-    if (hyper.rule == TZ_SGD || hyper.rule == TZ_LION) {
+    if (hyper.rule == TZ_SGD || hyper.rule == TZ_LION)
         descend(r, from, to);
-    } else {
-        __attribute__((aligned(64))) float above[TZ_BLOCK], under[TZ_BLOCK], root[TZ_BLOCK];
-        for (int64_t begin = from; begin < to; begin += TZ_BLOCK) {
-            int64_t end = begin + TZ_BLOCK < to ? begin + TZ_BLOCK : to;
-            accumulate(r, begin, end, above, under);
-            take_roots(under, root, end - begin, hyper.flags & TZ_TORCH_ROOT ? torch_root : NULL);
-            divide(r, begin, end, above, root);
+    else if (hyper.flags & TZ_TORCH_ROOT && torch_root)
+        advance_blocks(r, from, to, torch_root);
+    else
+        for (int64_t line = from; line < to; line += TZ_GROUP) {
+            prefetch(r, line + TZ_AHEAD);
+            for (int64_t i = line; i < line + TZ_GROUP; i += LANES) {
+                vf under, above = accumulate(r, i, &under);
+                divide(r, i, above, take_root(under, hyper.flags));
+            }
         }
-    }
 }
 
 /* Elements [from, to) of 8-bit moments, from a block's start, to or from floats: see rules/quantized.py. Plain loops over a

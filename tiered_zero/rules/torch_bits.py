@@ -4,15 +4,16 @@
 for-loop and foreach forms: the same operations in the same order, with fused multiply-add exactly where ATen's AVX2
 and AVX-512 code has it. All of them are IEEE operations but one: where torch was built with MKL, its fp32 square root
 is MKL's, which differs from the exact root by one unit in the last place, in 0 to 20% of all values, depending on the
-processor. So for fp32 gradients the kernel calls the same MKL function (VMSSQRT_, exported by libtorch_cpu). With
-16-bit gradients the kernel takes the exact root, which saves a third of the time where cores are few; torch's bits are
-not promised there, only equality between placements.
+processor. So for fp32 gradients the kernel takes the first of three that has torch's bits: the exact root; Newton's
+from the processor's estimate, unfused, which is what MKL's generic code gives (on AMD); or the same MKL function
+(VMSSQRT_, exported by libtorch_cpu), six times as long as the exact one and half of the update's time. With 16-bit
+gradients the kernel takes the exact root; torch's bits are not promised there, only equality between placements.
 
 Two questions are left to the machine, and each is answered before a rule uses the kernel for fp32 gradients. Does the
 candidate root equal torch's? All mantissas of two binades are compared, since an exponent that is larger by two only
-doubles a root. Are multiplications and additions fused where the kernel fuses them? NativeRule compares one step of
-each variant of its rule. Where either answer is no (ATen without FMA, another MKL), fp32 gradients take torch's own
-code, and the report says so.
+doubles a root, and the ends and samples of every binade, where code for special values would begin. Are multiplications
+and additions fused where the kernel fuses them? NativeRule compares one step of each variant of its rule. Where either
+answer is no (ATen without FMA, another MKL), fp32 gradients take torch's own code, and the report says so.
 """
 
 from __future__ import annotations
@@ -28,10 +29,15 @@ import torch
 
 from tiered_zero.native.update import Flag, MklRoot, UpdateKernel
 
+ROOTS = Flag(0), Flag.NEWTON_ROOT, Flag.TORCH_ROOT
+"""Square roots of the kernel, the quickest first."""
+
 _ONE = 0x3F800000
 _MANTISSAS = 1 << 23
 _CHUNK_NUMEL = 1 << 18
 _BINADE_SAMPLES = 1 << 9
+_END_SAMPLES = 1 << 6
+_LAST = 1 << 13
 _SPECIAL = (0.0, -0.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-45, 3.4028235e38)
 _found: dict[tuple[Path, str, MklRoot | None], Flag | None] = {}
 
@@ -50,11 +56,12 @@ def find_torch_root() -> MklRoot | None:
 
 
 def choose_root(kernel: UpdateKernel) -> Flag | None:
-    """Find the kernel's square root that has torch's bits, MKL's first: Flag.TORCH_ROOT, or Flag(0) for the exact one;
-    None if neither has. Compared once per process and kernel level, in about 30 ms."""
+    """Find the kernel's square root that has torch's bits, the quickest first: Flag(0) for the exact one,
+    Flag.NEWTON_ROOT, or Flag.TORCH_ROOT for MKL's; None if none has. Compared once per process and kernel level, in
+    about 30 ms."""
     key = kernel.path, kernel.level, kernel.root
     if key not in _found:
-        candidates = (Flag.TORCH_ROOT, Flag(0)) if kernel.root else (Flag(0),)
+        candidates = (flag for flag in ROOTS if kernel.root or flag is not Flag.TORCH_ROOT)
         _found[key] = next((flag for flag in candidates if _has_torch_bits(kernel, flag)), None)
     return _found[key]
 
@@ -70,9 +77,13 @@ def _has_torch_bits(kernel: UpdateKernel, flag: Flag) -> bool:
 
 
 def _root_arguments() -> Iterator[numpy.ndarray[Any, Any]]:
-    """Special values; samples of every binade, denormals included; all values from 1 to 4. In numpy, on this thread."""
+    """Special values; samples of every binade, denormals included, and its ends; the last values; all values from 1 to
+    4. In numpy, on this thread."""
     yield numpy.array(_SPECIAL * 2, numpy.float32)
     step = _MANTISSAS // _BINADE_SAMPLES
     yield numpy.arange(step // 2 + 1, 255 * _MANTISSAS, step, dtype=numpy.int32).view(numpy.float32)
+    ends = numpy.arange(1, 255)[:, None] * _MANTISSAS + numpy.arange(-_END_SAMPLES, _END_SAMPLES)
+    yield ends.ravel().astype(numpy.int32).view(numpy.float32)
+    yield numpy.arange(255 * _MANTISSAS - _LAST, 255 * _MANTISSAS, dtype=numpy.int32).view(numpy.float32)
     for start in range(_ONE, _ONE + 2 * _MANTISSAS, _CHUNK_NUMEL):
         yield numpy.arange(start, start + _CHUNK_NUMEL, dtype=numpy.int32).view(numpy.float32)
