@@ -176,6 +176,23 @@ def test_the_next_unit_is_prefetched_even_where_it_is_larger_than_the_bucket() -
     assert world.peak_pages == 9, "charged, within the window"
 
 
+def test_nothing_that_the_step_changes_is_fetched_ahead_across_it() -> None:
+    """Its home is about to be written: the bytes would be thrown away, and read while they change."""
+    ahead = {}
+    for step_follows in (False, True):
+        world = World([1, 1, 1, 1, 1], live=3, prefetch=9, frozen=[0])
+        world.pager.phase.step_follows = step_follows
+        for _ in range(2):
+            for phase, order in ((Phase.FORWARD, (0, 1, 2, 3, 4)), (Phase.BACKWARD, (1, 2, 3, 4))):
+                world.pager.phase.now = phase
+                before = len(world.fetches())
+                world.use(*order)
+                world.pager.end_pass()
+            ahead[step_follows] = world.fetches()[before:]
+            world.pager.updates.invalidate()
+    assert ahead == {False: [3, 4, 0, 1], True: [3, 4, 0]}
+
+
 def test_prefetching_evicts_only_what_is_used_later() -> None:
     world = World([1, 1, 1], live=2, prefetch=2, reuse=9)
     world.pager.phase.now = Phase.FORWARD

@@ -103,6 +103,11 @@ class Schedule:
             self._tip = (pair[1], use)
             self.expected[index] = self.expected.get(index, 0) + 1
 
+    @property
+    def next_phase(self) -> str:
+        """The phase of the use that `expect_next` asks to provide for."""
+        return self._next[self._tip][0]
+
     def end_expected(self) -> list[int]:
         """Expect nothing: another use came, or a unit is not on the device any more. Returns the units that were
         expected, the farthest first."""

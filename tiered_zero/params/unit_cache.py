@@ -124,14 +124,17 @@ class UnitCache:
     def prefetch(self, current: PagedUnit, phase: CallPhase) -> None:
         """Fetch what is expected after `current`, as far as the prefetch bucket and the free room go, and at least
         one unit where there is a bucket: a unit may be larger than it. Evicts only what is used later. Nothing is
-        gathered ahead across a step, which changes it. See [Note: Expected uses].
+        gathered or fetched ahead across a step that will change it. See [Note: Expected uses].
         """
         bucket_numel, schedule = self._limits.look_ahead.prefetch_numel, self.schedule
         if not bucket_numel:
             return
-        is_last_backward = self._shares_order and phase.step_follows and phase.now is Phase.BACKWARD
-        for index in schedule.expect_next(current.unit.index, until="forward" if is_last_backward else ""):
+        is_last_backward = phase.step_follows and phase.now is Phase.BACKWARD
+        until = "forward" if is_last_backward and self._shares_order else ""
+        for index in schedule.expect_next(current.unit.index, until=until):
             paged, expected_numel = self._units.by_index[index], schedule.expected_numel
+            if is_last_backward and paged.waits_for_step and schedule.next_phase == "forward":
+                return
             if expected_numel and expected_numel + paged.unit.numel > bucket_numel:
                 return
             if not self._may_prefetch(paged):

@@ -187,6 +187,11 @@ class PagedUnit:
         return not self.num_users and self.state is not UnitState.OFFLOADED
 
     @property
+    def waits_for_step(self) -> bool:
+        """Whether step() will change it: no update of it has begun in backward."""
+        return self.unit.trainable and self.weights is not WeightState.UPDATING
+
+    @property
     def is_kept(self) -> bool:
         """Whether it is offloaded, and a view keeps its memory."""
         return self.state is UnitState.OFFLOADED and self.storage.is_full
