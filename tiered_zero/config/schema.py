@@ -52,7 +52,11 @@ class OffloadOptimizerSection(_PlacedSection):
     """Where master weights and optimizer state rest. Honoured at every stage, nvme too."""
 
     buffer_count: Whole = Field(4, ge=1, description="staging buffers for sub-groups on their way from and to nvme")
-    pin_memory: bool = Field(True, description="host memory of master weights and state is pinned")
+    pin_memory: bool = Field(
+        True,
+        description="host memory of gradients and staging buffers is pinned; that of master weights and state, "
+        "which the CPU updates where they rest, is not",
+    )
     ratio: Number = Field(
         1.0,
         ge=0,

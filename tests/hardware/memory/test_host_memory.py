@@ -133,26 +133,35 @@ def test_big_sizes_take_at_most_2_percent_more(nbytes):
     accelerator, ledger = Pinning(1 << 40), Ledger()
     accelerator._poison = False  # untouched pages cost nothing
     arena = HostArena(nbytes, accelerator, pin=True, ledger=ledger)
-    assert list(accelerator.pinned.values()) == [arena.capacity_nbytes]
     assert arena.take(nbytes, "a").nbytes <= arena.capacity_nbytes <= 1.02 * nbytes
+    assert list(accelerator.pinned.values()) == [arena.pinned_nbytes] and nbytes <= arena.pinned_nbytes <= 1.02 * nbytes
     assert ledger.now("host") <= 1.02 * nbytes
     arena.close()
 
 
-def test_the_arena_is_pinned_as_one_block_and_unpinned_at_close(ledger):
-    accelerator = Pinning(64 * PAGE_NBYTES)
+def test_what_crosses_to_the_device_is_pinned_slot_by_slot(ledger):
+    """A slot that cannot be pinned leaves the others pinned; state stays where the CPU updates it."""
+    accelerator = Pinning(16 * PAGE_NBYTES)
     arena = HostArena(64 * PAGE_NBYTES, accelerator, pin=True, ledger=ledger)
-    assert arena.pinned and list(accelerator.pinned.values()) == [64 * PAGE_NBYTES]
+    kinds = ("param", "gradient", "state", "staging_state", "activation")
+    slots = {kind: arena.take(8 * PAGE_NBYTES, kind) for kind in kinds}
+    big = arena.take(17 * PAGE_NBYTES, "param")
+    assert accelerator.pinned == {
+        slot.tensor.data_ptr(): 8 * PAGE_NBYTES for kind, slot in slots.items() if kind != "state"
+    }
+    assert arena.pinned_nbytes == 4 * 8 * PAGE_NBYTES
+    for slot in (slots["param"], slots["state"], big):
+        slot.release()
+    assert len(accelerator.pinned) == 3
     arena.close()
-    assert not accelerator.pinned and not arena.pinned
+    assert not accelerator.pinned and not arena.pinned_nbytes
 
 
-@pytest.mark.parametrize(("pin", "capacity"), [(False, 64), (True, 65)])
-def test_not_asked_or_not_possible_is_pageable_and_works(ledger, pin, capacity):
+def test_not_asked_is_pageable_and_works(ledger):
     accelerator = Pinning(64 * PAGE_NBYTES)
-    arena = HostArena(capacity * PAGE_NBYTES, accelerator, pin=pin, ledger=ledger)
-    assert not arena.pinned and not accelerator.pinned
-    arena.take(capacity * PAGE_NBYTES, "a")
+    arena = HostArena(64 * PAGE_NBYTES, accelerator, pin=False, ledger=ledger)
+    arena.take(64 * PAGE_NBYTES, "param")
+    assert not arena.pinned_nbytes and not accelerator.pinned
     arena.close()
 
 

@@ -88,11 +88,17 @@ def typed_view(raw: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tenso
     return raw[:nbytes].view(dtype)
 
 
+UNPINNED_KINDS = frozenset({"state", "commit", "commit_param", "commit_copy", "bucket"})
+"""What never crosses to the device: the CPU updates state where it rests."""
+
+
 @final
 class HostArena:
-    """One anonymous, page-aligned mapping, pinned as a whole where that is asked for and possible. Any thread.
+    """One anonymous, page-aligned mapping, whose slots are pinned where that is asked for and possible. Any thread.
 
-    Torch's pinned allocator rounds every size up to a power of two; here a byte asked for is a byte taken.
+    Torch's pinned allocator rounds every size up to a power of two; here a byte asked for is a byte taken. A slot is
+    pinned by itself, so that one which cannot be leaves the others pinned; `UNPINNED_KINDS`, most of the
+    bytes, are not.
     """
 
     def __init__(self, capacity_nbytes: int, accelerator: Accelerator, pin: bool, ledger: Ledger) -> None:
@@ -107,8 +113,15 @@ class HostArena:
         # (open(2), O_DIRECT notes).
         mapping = map_memory(self.capacity_nbytes, "MADV_DONTFORK", "MADV_HUGEPAGE")
         self._memory, self._tensor = memoryview(mapping), torch.frombuffer(mapping, dtype=torch.uint8)
-        self.pinned = pin and accelerator.pin(self._tensor.data_ptr(), self.capacity_nbytes)
+        self._pin = pin
+        self._pinned: dict[int, int] = {}
+        """Offset -> bytes of each slot that is pinned."""
         self.poison(self._tensor)
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Bytes that the device copies directly."""
+        return sum(self._pinned.values())
 
     def take(self, nbytes: int, kind: str) -> HostSlot:
         """A slot of at least `nbytes` bytes, first fit. Its contents are undefined. Raises BudgetError."""
@@ -129,6 +142,8 @@ class HostArena:
             tensor, memory = self._tensor[offset:end], self._memory[offset:end]
             slot = HostSlot(offset=offset, nbytes=size, kind=kind, tensor=tensor, memory=memory, _arena=self)
             self._taken[offset] = slot
+            if self._pin and kind not in UNPINNED_KINDS and self._accelerator.pin(tensor.data_ptr(), size):
+                self._pinned[offset] = size
         return slot
 
     def _release(self, slot: HostSlot) -> None:
@@ -139,6 +154,8 @@ class HostArena:
                 raise RuntimeError(f"the {slot.kind} slot at offset {slot.offset} was released before")
             self.poison(slot.tensor)
             del self._taken[slot.offset]
+            if self._pinned.pop(slot.offset, 0):
+                self._accelerator.unpin(slot.tensor.data_ptr())
             self._extents.free(slot.offset, slot.nbytes)
             self._ledger.discharge("host", slot.kind, slot.nbytes)
 
@@ -156,7 +173,7 @@ class HostArena:
             for slot in self._taken.values():
                 self._ledger.discharge("host", slot.kind, slot.nbytes)
             self._taken.clear()
-            if self.pinned:
-                self._accelerator.unpin(self._tensor.data_ptr())
-                self.pinned = False
+            for offset in self._pinned:
+                self._accelerator.unpin(self._tensor[offset:].data_ptr())
+            self._pinned.clear()
             self._tensor, self._memory = torch.empty(0, dtype=torch.uint8), memoryview(b"")
