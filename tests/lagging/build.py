@@ -16,6 +16,9 @@ import torch
 
 SOURCES = Path(__file__).resolve().parent / "device"
 MAIN = SOURCES / "lagging_device.cpp"
+NUM_KEPT = 8
+"""Libraries in the cache, those used last: of several checkouts and environments."""
+
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-pthread")
 
 
@@ -43,9 +46,11 @@ def build() -> Path:
     with _locked(_cache()) as folder:
         library = folder / f"{_key()}.so"
         if not library.exists():
-            for outdated in folder.glob("*.so"):
-                outdated.unlink()
             _compile(library)
+        library.touch()
+        by_use = sorted(folder.glob("*.so"), key=lambda path: path.stat().st_mtime)
+        for outdated in by_use[:-NUM_KEPT]:
+            outdated.unlink()
         return library
 
 

@@ -93,6 +93,9 @@ class Child:
         )
         os.close(write)
         self._answers = os.fdopen(read, "rb")
+        if not self._answers.peek(1):  # it has ended, and its first answer never came
+            raise RuntimeError(f"the lagging device cannot be started:\n{self._end()}")
+        pickle.load(self._answers)
 
     def _end(self) -> str:
         """Forget the process, which has ended or is ending; return what it has written."""
@@ -137,6 +140,8 @@ def main(library: str, descriptor: str) -> None:
     device = LaggingDevice(Path(library))
     freeze_imports()
     with os.fdopen(int(descriptor), "wb") as answers:
+        pickle.dump("ready", answers)
+        answers.flush()
         while True:
             try:
                 module, name, arguments = pickle.load(sys.stdin.buffer)

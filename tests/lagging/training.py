@@ -70,15 +70,25 @@ OPTIMIZERS = {"fp32": adamw, "bf16": momentum}
 
 
 @functools.cache
-def reference(precision: str, accumulation: int, clipping: float) -> Record:
+def plain(precision: str, accumulation: int, clipping: float) -> Record:
     """Plain PyTorch on the CPU, whose attention is made of the operators that the device has."""
     dtype = torch.bfloat16 if precision == "bf16" else None
-    plain = Plain(build(), OPTIMIZERS[precision], accumulation, clipping, dtype=dtype)
+    trainer = Plain(build(), OPTIMIZERS[precision], accumulation, clipping, dtype=dtype)
     with sdpa_kernel(SDPBackend.MATH):
-        return follow(lambda own: train(own, data, NUM_STEPS, accumulation), plain)
+        return follow(lambda own: train(own, data, NUM_STEPS, accumulation), trainer)
+
+
+def reference(course: Course, swap_path: Path) -> Record:
+    """What plain PyTorch sees and leaves; of delayed updates, which it does not have, what the CPU does."""
+    if course.policy != "delayed":
+        return plain(course.precision, course.accumulation, course.clipping)
+    with sdpa_kernel(SDPBackend.MATH):
+        engine = engine_for(course, swap_path, device="cpu")
+        return follow(lambda own: train(own, data, NUM_STEPS, course.accumulation), engine)
 
 
 def engine_for(course: Course, swap_path: Path, **runtime: Any) -> Any:
+    """An engine on the lagging device, unless `runtime` names another."""
     return tiered(
         build(),
         swap_path,
@@ -87,7 +97,7 @@ def engine_for(course: Course, swap_path: Path, **runtime: Any) -> Any:
         course.accumulation,
         course.clipping,
         zero={"stage3_prefetch_bucket_size": course.prefetch},
-        runtime={"device": "cuda", "update": course.policy, "debug_poison": True, **runtime},
+        runtime={"device": "cuda", "update": course.policy, "delay_start_step": 1, "debug_poison": True, **runtime},
         bf16={"enabled": course.precision == "bf16"},
     )
 
@@ -102,4 +112,4 @@ def differences_of(course: Course, swap_path: Path) -> list[str]:
     """Train on the device; return what differs from plain PyTorch."""
     engine = engine_for(course, swap_path)
     found = follow(lambda own: train(own, data_on_device, NUM_STEPS, course.accumulation), engine)
-    return differences(reference(course.precision, course.accumulation, course.clipping), found)
+    return differences(reference(course, swap_path), found)

@@ -101,7 +101,8 @@ inline void copy_on_device(const Tensor& target, const Tensor& source) {
   if (&stream != &other) {  // between devices: after both, as CUDA does
     stream.note([&other, number = other.num_launched()] { other.wait(number); });
   }
-  const auto number = stream.launch([to = shadow(target), from = shadow(source)] { to.copy_(from); });
+  auto copy = [to = shadow(target), from = shadow(source)] { to.copy_(from); };
+  const auto number = stream.launch(copy, settings.kernel_s.load());
   if (&stream != &other) other.note([&stream, number] { stream.wait(number); });
 }
 
