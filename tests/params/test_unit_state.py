@@ -12,8 +12,10 @@ from tests.house import ROOT
 from tests.support.units import make_params, make_unit
 from tiered_zero.errors import InternalError
 from tiered_zero.params.flat_storage import FlatStorage
-from tiered_zero.params.guarded_parameter import OffloadedParameter
+from tiered_zero.params.guarded_parameter import ClosedEngine, OffloadedParameter
 from tiered_zero.params.unit_state import LEGAL_CHANGES, PagedUnit, State, UnitState, WeightState
+
+ENDED = ClosedEngine("u0")
 
 LETTERS = {"fetch": "F", "acquire": "A", "guard": "G", "evict": "E", "write": "W", "block": "B", "unblock": "U"}
 
@@ -50,10 +52,17 @@ def draw() -> str:
 
 def make_paged(state: State) -> PagedUnit:
     unit = make_unit(0, [8, 8])
-    storage = FlatStorage(unit, make_params(unit), torch.device("cpu"), None)  # type: ignore[arg-type]  # never asked
+    storage = FlatStorage(unit, make_params(unit), torch.device("cpu"), ENDED)
     storage.fill()
     paged = PagedUnit(
-        unit=unit, storage=storage, is_resident=False, own=slice(0, 8), params={}, state=state[0], weights=state[1]
+        unit=unit,
+        storage=storage,
+        is_resident=False,
+        own=slice(0, 8),
+        params={},
+        handler=ENDED,
+        state=state[0],
+        weights=state[1],
     )
     if state[0] is UnitState.IN_USE:
         storage.unguard()
@@ -90,8 +99,8 @@ def test_abort_finds_a_way_back_from_every_state() -> None:
 
 def test_a_unit_that_lives_on_the_device_begins_as_cached() -> None:
     unit = make_unit(0, [8])
-    storage = FlatStorage(unit, make_params(unit), torch.device("cpu"), None)  # type: ignore[arg-type]
-    paged = PagedUnit(unit=unit, storage=storage, is_resident=True, own=slice(0, 8), params={})
+    storage = FlatStorage(unit, make_params(unit), torch.device("cpu"), ENDED)
+    paged = PagedUnit(unit=unit, storage=storage, is_resident=True, own=slice(0, 8), params={}, handler=ENDED)
     assert (paged.state, paged.weights) == (UnitState.CACHED, WeightState.CURRENT)
 
 

@@ -111,15 +111,7 @@ def _make_step(
     cuts = masters.cuts if masters.need_params else None
     offloaded_params = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts, runtime.collectives)
     activations = make_activations(run_spec, tiers, runtime, resources)
-    pager = Pager(
-        runtime,
-        inventory,
-        offloaded_params,
-        plan.pager_limits,
-        CallPhase(),
-        lambda: step.arrivals.notice_backward(),
-        activations,
-    )
+    pager = Pager(runtime, inventory, offloaded_params, plan.pager_limits, CallPhase(), activations)
     resources.add("pager", pager.close)
     overflow = OverflowGuard.from_config(config)
     gradients, reducer = make_gradients(run_spec, tiers, inventory, runtime, overflow)

@@ -14,6 +14,7 @@ import torch
 from tiered_zero.activations.mover import ActivationMover
 from tiered_zero.concurrency.interrupts import INTERRUPTS, shielded
 from tiered_zero.engine.counts import StepCounts
+from tiered_zero.engine.own_backward import CAUGHT, OwnBackward
 from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.arrivals import GradientArrivals
@@ -27,8 +28,6 @@ from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.telemetry.report import StepMeter
 from tiered_zero.update.handle import ParamGroupWatch
 from tiered_zero.update.policy import UpdatePolicy
-
-CAUGHT = "an exception that its program has caught"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +60,11 @@ class StepRecovery:
         counts: StepCounts,
         overflow: OverflowGuard,
         arrivals: GradientArrivals,
+        own_backward: OwnBackward,
         meter: StepMeter,
     ) -> None:
         self._movers = movers
+        self._own_backward = own_backward
         self._counts, self._overflow, self._arrivals, self._meter = counts, overflow, arrivals, meter
         self._phase = movers.pager.phase
         self._ranks = movers.runtime.collectives
@@ -122,8 +123,8 @@ class StepRecovery:
         backward past the engine that has failed, which nothing of ours has seen."""
         if INTERRUPTS.num_broken != self._num_broken:
             self._latch_broken()
-        if self._phase.now is Phase.IDLE and (self._movers.pager.has_failed or self._arrivals.has_failed):
-            is_backward = self._phase.has_own_backward or self._arrivals.has_failed
+        is_backward = self._own_backward.has_failed
+        if self._phase.now is Phase.IDLE and (is_backward or self._movers.pager.frames):
             self._phase.now = Phase.BACKWARD if is_backward else Phase.FORWARD
             self.fail_ranks(_caught_in_backward() if is_backward else None)
             self._end_failed()
@@ -142,6 +143,7 @@ class StepRecovery:
         self._phase.now = Phase.IDLE
 
     def _end_forward(self) -> None:
+        self._phase.has_own_backward = False
         self._movers.pager.abort()
         self._movers.scope.abort()
         self._movers.visible_gradients.show()
@@ -160,6 +162,7 @@ class StepRecovery:
     def abort(self) -> None:
         """Drop the step: drain transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
         self._movers.policy.drop(self._movers.drain)
+        self._own_backward.abort()
         self._movers.pager.abort()
         self._movers.scope.abort()
         if self._movers.activations is not None:
@@ -205,25 +208,12 @@ class StepRecovery:
             self.latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
             self._movers.drain()
 
-    @property
-    def _others_wait(self) -> bool:
-        """Whether a forward or backward past the engine, if it ends early, has made other collectives than the other
-        ranks make."""
-        reducer = self._movers.reducer
-        return reducer is not None and (reducer.shards_params or reducer.is_open)
-
-    def own_backward_failed(self) -> None:
-        """A backward past the engine fails. The program may catch that, and never call the engine again: nothing is
-        known here of the error, which comes later. Any thread."""
-        if self._others_wait:
-            self._ranks.fail_unless_known(f"its backward past the engine was ended by {CAUGHT}")
-
     def fail_ranks(self, error: BaseException | None) -> None:
         """End the run on all ranks where a forward or backward past the engine has ended early on this one, between
         collectives of it: the others wait there, and this rank's program goes on. `error`: None where the program has
         handled it by now, so that it is not known."""
         name = self._phase.now.value
-        if not self._others_wait:
+        if not self._own_backward.others_wait:
             return
         text = CAUGHT if error is None else f"{type(error).__name__}: {error}"
         self._ranks.fail(f"its {name} past the engine was ended by {text}")

@@ -14,6 +14,7 @@ from torch import nn
 from tiered_zero.concurrency.interrupts import INTERRUPTS, call_open, call_shielded, shielded
 from tiered_zero.config.schema import Config
 from tiered_zero.engine.counts import StepCounts
+from tiered_zero.engine.own_backward import OwnBackward
 from tiered_zero.engine.recovery import Movers, StepRecovery
 from tiered_zero.errors import ModelError, NonFiniteError
 from tiered_zero.grads.arrivals import GradientArrivals
@@ -60,16 +61,14 @@ class TrainStep:
         self.counts = StepCounts(config.gradient_accumulation_steps, managed=config.managed_gradient_accumulation)
         self.is_closed = False
         self.failures = self.policy.failures
+        num_micro_batches, scales_loss = self.counts.num_micro_batches, overflow.scaler is not None
         self.arrivals = GradientArrivals(
-            self.gradients,
-            self.counts.num_micro_batches,
-            overflow.scaler is not None,
-            self.unit_grads_complete,
-            self.visible_gradients.show,
-            lambda: self.recovery.own_backward_failed(),
-            self._reducer,
+            self.gradients, num_micro_batches, scales_loss, self.unit_grads_complete, self._reducer
         )
-        self.recovery = StepRecovery(movers, self.counts, overflow, self.arrivals, self.meter)
+        self.own_backward = OwnBackward(
+            self.pager, self.arrivals, self.visible_gradients, self._reducer, self.runtime.collectives
+        )
+        self.recovery = StepRecovery(movers, self.counts, overflow, self.arrivals, self.own_backward, self.meter)
         self._groups = movers.groups
         self._activations = movers.activations
         self._trains = trains
@@ -94,6 +93,8 @@ class TrainStep:
         if is_root and self.scope.is_direct:  # it never runs inside itself: a forward that is open was interrupted
             self._end_interrupted_forward()
         is_direct = not self.pager.frames and self.pager.is_called_directly()
+        if not is_direct and not self.pager.frames:  # a recomputation
+            self.own_backward.notice()
         if is_direct:
             INTERRUPTS.install()
             self.recover()
@@ -104,7 +105,7 @@ class TrainStep:
         if is_direct or is_root:
             self._records = torch.is_grad_enabled()
         self.pager.enter_frame(units)
-        if torch._C._current_graph_task_id() == -1:  # a recomputation runs on the stream of its forward
+        if (units or is_direct) and torch._C._current_graph_task_id() == -1:  # autograd sets a recomputation's stream
             self.runtime.accelerator.check_compute()
             if self._reducer is not None and units and (self._records or torch.is_grad_enabled()):
                 self.arrivals.note_use(units, (*args, *kwargs.values()))
@@ -136,6 +137,8 @@ class TrainStep:
         if not self._trains:
             param.grad = None
             raise ModelError(NO_OPTIMIZER)
+        if self.phase.now is not Phase.BACKWARD:
+            self.own_backward.notice()
         self.arrivals.take(param)
 
     def unit_grads_complete(self, unit: Unit) -> None:
@@ -189,7 +192,13 @@ class TrainStep:
 
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
         """Make `params`, arguments of `function`, usable, or raise; the first is guarded."""
+        if not self.pager.frames:
+            self.own_backward.notice()
         self.pager.fault_in(params, function)
+
+    def notice_backward(self) -> None:
+        """A backward is about to need a parameter: follow one that the user has started past the engine."""
+        self.own_backward.notice()
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """Copy a guarded parameter to the CPU while a state_dict is taken; else return None."""
@@ -214,11 +223,11 @@ class TrainStep:
 
     def check(self, trains: bool = False) -> None:
         """Begin a call: clear up after an interrupted one. Raises EngineFailedError once an update has failed, and
-        ModelError where the engine is closed, `trains` without an optimizer, or where the param groups have other
+        ModelError if the engine is closed, if the call `trains` without an optimizer, or if the param groups have other
         parameters."""
-        self.recover()
         if self.is_closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
+        self.recovery.recover()
         try:
             self.policy.check()
             if trains:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from tiered_zero.concurrency.interrupts import protected
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.accumulator import GRAD_SLOT, GradientStore
 from tiered_zero.grads.reducer import GradientReducer
@@ -29,21 +26,17 @@ class GradientArrivals:
     in `param.grad` (with what earlier backwards of the step gave, as in plain PyTorch), and what they leave there goes
     to the store with the next gradient, or when the backward ends.
 
-    A backward that the engine did not start (`loss.backward()`) is noticed as it first needs a parameter, or brings a
-    gradient: reentrant checkpoints then run backwards inside of it, which are a part of it. Its gradients are divided
-    by `_num_micro_batches`, as DeepSpeed does; with `_scales_loss` (fp16) it is refused. A loss that `engine.scale`
-    made is taken as it is. Autograd's thread, while the driver waits.
+    Gradients of a backward that the engine did not start (`loss.backward()`) are divided by `_num_micro_batches`, as
+    DeepSpeed does; with `_scales_loss` (fp16) it is refused. A loss that `engine.scale` made is taken as it is.
+    Autograd's thread, while the driver waits.
 
     `_reducer`: of many ranks. `_on_unit_complete`: called once every gradient of a unit has come in a backward.
-    `_on_end`: called at the end of a backward that the engine did not start, `_on_failed` where it fails.
     """
 
     _store: GradientStore
     _num_micro_batches: int
     _scales_loss: bool
     _on_unit_complete: Callable[[Unit], None]
-    _on_end: Callable[[], None]
-    _on_failed: Callable[[], None]
     _reducer: GradientReducer | None
     _waiting: list[nn.Parameter] = field(default_factory=list, init=False)
     """Parameters whose users' hooks may still run."""
@@ -51,8 +44,6 @@ class GradientArrivals:
     _frees_graph: bool = field(default=False, init=False)
     """Whether the engine's own backward runs, and its graph cannot run again."""
     _is_scaled: bool = field(default=False, init=False)
-    _ending: weakref.ref[Callable[[], None]] | None = field(default=None, init=False)
-    """What autograd calls at the end of a backward that the engine did not start, and drops where it fails."""
     has_noticed: bool = field(default=False, init=False)
     """Whether a backward that the engine did not start has brought gradients since `reset`."""
 
@@ -75,7 +66,6 @@ class GradientArrivals:
         if self._waiting:
             self._take_waiting()
         if not self._is_engines:
-            self.notice_backward()
             self.has_noticed = True
             self._begin_reduction(is_last=False)
             self._scale(param)
@@ -101,16 +91,10 @@ class GradientArrivals:
         elif self._frees_graph:
             mark.is_met = True  # a later backward, which reduces, finds no gradient behind it
 
-    def notice_backward(self) -> None:
-        """Autograd runs a backward: follow it to its end, unless the engine has started it.
-
-        Where it gathers parameters, its reduction begins before the first gather, and not with the first gradient:
-        those of two ranks may be on two sides of a gather, and each rank would wait for the other."""
-        if self._is_engines or (self._ending is not None and self._ending() is not None):
-            return
-        end = partial(self._end)  # a new object, which nothing but autograd keeps
-        self._ending = weakref.ref(end, lambda _: self._on_failed())  # called before the program can catch anything
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+    def begin_own_backward(self) -> None:
+        """A backward runs that the engine did not start. If it gathers parameters, its reduction begins before the
+        first gather, and not with the first gradient: those of two ranks may be on two sides of a gather, and each rank
+        would wait for the other."""
         if self._reducer is not None and self._reducer.shards_params and self._brings_gradients():
             self._begin_reduction(is_last=False)
 
@@ -123,11 +107,6 @@ class GradientArrivals:
             return any(map(torch._C._will_engine_execute_node, self._store.accumulators()))
         except RuntimeError:  # torch.autograd.grad() of a parameter
             return False
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a backward that the engine did not start has failed."""
-        return self._ending is not None and self._ending() is None
 
     def expect(self, scaled: torch.Tensor) -> None:
         """Take the gradients of `scaled` as they are: `engine.scale` made this loss."""
@@ -143,7 +122,6 @@ class GradientArrivals:
         """No backward runs any more."""
         self.reset()
         self._is_engines = self._frees_graph = False
-        self._ending = None
 
     def _begin_scaled(self, _: torch.Tensor) -> None:
         if self._is_engines:
@@ -157,14 +135,12 @@ class GradientArrivals:
     def _end_scaled(self) -> None:
         self._is_scaled = False
 
-    @protected
-    def _end(self) -> None:
-        self._ending = None
+    def end_own_backward(self) -> None:
+        """A backward has ended that the engine did not start. Raises what failed on the gradients' way."""
         self._take_waiting()
         self._end_reduction()
         self._store.finish_transfers()
         self._store.end_backward()
-        self._on_end()
 
     def _scale(self, param: nn.Parameter) -> None:
         if self._is_scaled or not (self._scales_loss or self._num_micro_batches > 1):

@@ -35,8 +35,7 @@ class CallPhase:
     """The phase of the engine's call, and whether autograd runs a backward that the user started past the engine.
 
     `TrainStep` sets `now`, and `step_follows`: whether the backward that runs is of a micro-batch that ends its step.
-    The pager sets `has_own_backward`, when a backward first needs a parameter. Driver thread, or autograd's while the
-    driver waits in backward.
+    `OwnBackward` sets `has_own_backward`. Driver thread, or autograd's while the driver waits in backward.
     """
 
     def __init__(self) -> None:

@@ -61,6 +61,9 @@ class ClosedEngine:
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
         return None
 
+    def notice_backward(self) -> None:
+        """`fault_in` refuses what it needs."""
+
     def watch(self, param: nn.Parameter) -> None:
         """Nothing comes of a change."""
 

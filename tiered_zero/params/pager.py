@@ -10,12 +10,11 @@ from typing import final
 import torch
 from torch import nn
 
-from tiered_zero.concurrency.interrupts import INTERRUPTS, protected
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.driver_thread import CallPhase, DriverThread
+from tiered_zero.params.driver_thread import CallPhase, DriverThread, Phase
 from tiered_zero.params.flat_storage import FlatStorage
 from tiered_zero.params.guarded_parameter import offloaded_error
 from tiered_zero.params.offloaded_params import OffloadedParams
@@ -47,11 +46,9 @@ class Pager:
         offloaded_params: OffloadedParams,
         limits: PagerLimits,
         phase: CallPhase,
-        begin_own_backward: Callable[[], None] = lambda: None,
         mover: TensorMover | None = None,
     ) -> None:
-        """`begin_own_backward`: called as a backward that the user has started past the engine comes to its first
-        parameter, before that is fetched. `mover`: gets what autograd saves besides views of units."""
+        """`mover`: gets what autograd saves besides views of units."""
         self._accelerator = runtime.accelerator
         self._ledger = runtime.ledger
         self._recorder = runtime.recorder
@@ -72,7 +69,6 @@ class Pager:
         self.num_uses = 0
         """Frames, gathers and copies so far: whether weights were used since some moment."""
         self.phase = phase
-        self._begin_own_backward = begin_own_backward
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -87,7 +83,7 @@ class Pager:
         else:
             place = self._accelerator.reserve_place(unit.nbytes, self._limits.live_nbytes)
         storage = FlatStorage(unit, params, self._accelerator.device, handler, place)
-        self.units.add(unit, storage, params, None if home is None else home.elements(unit))
+        self.units.add(unit, storage, params, handler, None if home is None else home.elements(unit))
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
         """Write `flat` [P], on the CPU, as the first values of a unit: to its home, or to the device where it lives."""
@@ -217,7 +213,7 @@ class Pager:
 
     def is_called_directly(self) -> bool:
         """Whether the module whose forward begins is called by the user, past the engine (a direct call)."""
-        return not self.frames and not self._notice_backward() and self.phase.pass_name == "idle"
+        return not self.frames and self.phase.now is Phase.IDLE and torch._C._current_graph_task_id() == -1
 
     @runs_outside_modes
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
@@ -226,7 +222,7 @@ class Pager:
         Raises ParameterOffloadedError outside of forward and backward. See [Note: Entry points].
         """
         paged_units = [self.units.by_param[param] for param in params]
-        if not (self.frames and not self.driver.is_other()) and not self._notice_backward():
+        if not (self.frames and not self.driver.is_other()) and not self._is_in_backward():
             for param, paged in zip(params, paged_units, strict=True):
                 self._refuse_if_offloaded(param, paged, function)
         for paged in paged_units:  # none makes room for another
@@ -254,10 +250,10 @@ class Pager:
     def _fault_in_saved(self, unit_index: int, version: int | None) -> FlatStorage:
         """Bring a unit of which autograd unpacks a view that it saved at `version`. Raises ModelError where its weights
         have changed since."""
-        if (pass_name := self.phase.pass_name) == "idle":
-            self._notice_backward()
-            pass_name = self.phase.pass_name
         paged = self.units.by_index[unit_index]
+        if (pass_name := self.phase.pass_name) == "idle":
+            paged.handler.notice_backward()
+            pass_name = self.phase.pass_name
         if paged.weights is not WeightState.UPDATING and version not in (None, paged.version):
             raise ModelError(
                 f"Backward needs weights of {paged.unit.name} as its forward saw them, and they have changed since (by "
@@ -268,23 +264,9 @@ class Pager:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def _notice_backward(self) -> bool:
-        """Enter a backward that the user started past the engine, or leave one that failed. Returns whether autograd
-        runs, or the engine's backward is about to."""
-        runs = torch._C._current_graph_task_id() != -1
-        if runs and self.phase.pass_name == "idle":
-            self.phase.has_own_backward = True
-            INTERRUPTS.install()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_noticed_backward)
-            self._begin_own_backward()
-        elif not runs and self.phase.has_own_backward:  # it ended by an exception
-            self._end_noticed_backward()
-        return runs or self.phase.pass_name == "backward"
-
-    @protected
-    def _end_noticed_backward(self) -> None:
-        self.phase.has_own_backward = False
-        self.end_pass()
+    def _is_in_backward(self) -> bool:
+        """Whether autograd runs, or the engine's backward is about to."""
+        return self.phase.now is Phase.BACKWARD or torch._C._current_graph_task_id() != -1
 
     @runs_outside_modes
     def finish_gradients(self, unit: Unit) -> None:
@@ -301,18 +283,12 @@ class Pager:
 
     # -- failures and the end --------------------------------------------------------------------------------------
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a forward or backward past the engine has failed and left something. Between calls."""
-        return bool(self.frames) or (self.phase.has_own_backward and torch._C._current_graph_task_id() == -1)
-
     @runs_outside_modes
     def abort(self) -> None:
         """End every frame, evict units without users, and count anew: no module runs any more. What a transfer still
         fetches is left to it, as if it were prefetched."""
         self.frames.clear()
         self.loading.clear()
-        self.phase.has_own_backward = False
         self.copies.end()
         for paged in self.units:
             paged.reset_users(paged.num_gathers + paged.is_resident)
@@ -346,7 +322,7 @@ class Pager:
     def idle_copy(self, param: nn.Parameter, before_weights_read: Callable[[], None]) -> torch.Tensor | None:
         """Copy a parameter to the CPU for a copy of its module; return None where modules run, or the engine is
         closed."""
-        if self._cache.is_closed or self.frames or self._notice_backward():
+        if self._cache.is_closed or self.frames or self._is_in_backward():
             return None
         with self.driver.entered("A copy of a parameter"):
             before_weights_read()

@@ -23,6 +23,9 @@ class FaultHandler(Protocol):
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
         """Copy an offloaded parameter to the CPU, for a copy of its module; return None while modules run."""
 
+    def notice_backward(self) -> None:
+        """A backward is about to need the parameter: one that the user has started past the engine begins by that."""
+
     def watch(self, param: nn.Parameter) -> None:
         """User code is about to get the memory of a parameter in use. See [Note: Writes through .data]."""
 

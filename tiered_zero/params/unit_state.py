@@ -24,6 +24,7 @@ from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import InternalError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.flat_storage import FlatStorage
+from tiered_zero.params.param_handlers import FaultHandler
 
 
 class UnitState(Enum):
@@ -92,7 +93,8 @@ LEGAL_CHANGES: dict[tuple[State, State], str] = {
 @dataclass(eq=False, kw_only=True)
 class PagedUnit:
     """The pager's record of one unit. `is_resident`: it lives on the device. `own`: elements of the flat that rest in
-    its home, all or this rank's shard. `params`: each one's index in the unit.
+    its home, all or this rank's shard. `params`: each one's index in the unit. `handler`: is called where one is used
+    while it is guarded.
 
     `fetch`: the transfer that fills the storage, until compute has waited for it. `num_users`: running modules and
     blocks of `gathered` that use the unit, one more where it lives on the device; with none it may still be IN_USE,
@@ -105,6 +107,7 @@ class PagedUnit:
     is_resident: bool
     own: slice
     params: dict[nn.Parameter, int]
+    handler: FaultHandler
     fetch: Transfer | None = None
     num_users: int = 0
     version: int = 0
@@ -230,11 +233,24 @@ class UnitTable:
     by_param: dict[nn.Parameter, PagedUnit] = field(default_factory=dict)
     by_storage: dict[int, PagedUnit] = field(default_factory=dict)
 
-    def add(self, unit: Unit, storage: FlatStorage, params: Sequence[nn.Parameter], own: slice | None) -> None:
+    def add(
+        self,
+        unit: Unit,
+        storage: FlatStorage,
+        params: Sequence[nn.Parameter],
+        handler: FaultHandler,
+        own: slice | None,
+    ) -> None:
         """`own`: None of a unit that lives on the device."""
         indices = {param: i for i, param in enumerate(params)}
-        is_resident, own = own is None, own or slice(0, unit.numel)
-        paged = PagedUnit(unit=unit, storage=storage, is_resident=is_resident, own=own, params=indices)
+        paged = PagedUnit(
+            unit=unit,
+            storage=storage,
+            is_resident=own is None,
+            own=own or slice(0, unit.numel),
+            params=indices,
+            handler=handler,
+        )
         self.by_index[unit.index] = paged
         self.by_storage[storage.key] = paged
         self.by_param.update(dict.fromkeys(params, paged))

@@ -1,0 +1,91 @@
+"""Follow a backward that the user starts past the engine, as by `loss.backward()`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import final
+
+import torch
+
+from tiered_zero.concurrency.interrupts import INTERRUPTS, protected
+from tiered_zero.grads.arrivals import GradientArrivals
+from tiered_zero.grads.reducer import GradientReducer
+from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.params.driver_thread import Phase
+from tiered_zero.params.pager import Pager
+from tiered_zero.params.visible_gradients import VisibleGradients
+
+CAUGHT = "an exception that its program has caught"
+
+
+@final
+class OwnBackward:
+    """Notices a backward that the engine did not start, and follows it to its end.
+
+    Autograd keeps a callback of ours while the backward runs. It calls it at the end, or drops it when an exception
+    ends the backward. Backwards that reentrant checkpoints run inside of it are a part of it. Driver thread, or
+    autograd's while the driver waits.
+    """
+
+    def __init__(
+        self,
+        pager: Pager,
+        arrivals: GradientArrivals,
+        visible_gradients: VisibleGradients,
+        reducer: GradientReducer | None,
+        ranks: Collectives,
+    ) -> None:
+        self._pager, self._arrivals, self._visible_gradients = pager, arrivals, visible_gradients
+        self._reducer, self._ranks = reducer, ranks
+        self._phase = pager.phase
+        self._ending: weakref.ref[Callable[[], None]] | None = None
+        """What autograd calls at the end."""
+
+    def notice(self) -> None:
+        """Begin to follow the backward that runs, unless it is the engine's or is followed. Called before a parameter
+        is fetched and when a gradient comes."""
+        phase = self._phase
+        if torch._C._current_graph_task_id() == -1:
+            if phase.has_own_backward:  # an exception has ended it; the next call drops the step
+                phase.has_own_backward = False
+                self._pager.end_pass()
+            return
+        if phase.now is Phase.BACKWARD or (self._ending is not None and self._ending() is not None):
+            return
+        INTERRUPTS.install()
+        phase.has_own_backward = phase.pass_name == "idle"
+        end = partial(self._end)  # a new object, which nothing but autograd keeps
+        self._ending = weakref.ref(end, self._fail)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._arrivals.begin_own_backward()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an exception has ended the backward that was followed last. Between calls."""
+        return self._ending is not None and (self._ending() is None or torch._C._current_graph_task_id() == -1)
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether other ranks wait in collectives if a forward or backward past the engine ends early on this one."""
+        return self._reducer is not None and (self._reducer.shards_params or self._reducer.is_open)
+
+    def abort(self) -> None:
+        """No backward runs any more."""
+        self._ending = None
+        self._phase.has_own_backward = False
+
+    @protected
+    def _end(self) -> None:
+        """Release what the backward holds, and finish the transfers of its gradients. On the thread that waits."""
+        self.abort()
+        self._pager.end_pass()
+        self._arrivals.end_own_backward()
+        self._visible_gradients.show()
+
+    def _fail(self, _ending: object) -> None:
+        """An exception ends the backward. The program may catch it, and never call the engine again: nothing is known
+        here of the error, which comes later. Any thread."""
+        if self.others_wait:
+            self._ranks.fail_unless_known(f"its backward past the engine was ended by {CAUGHT}")
