@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,6 +20,7 @@ import tiered_zero
 from tests.support.faulty_runs import POLICIES, build, differing
 from tests.support.models import ParityGPT, batch, named_weights
 from tiered_zero.errors import ModelError
+from tiered_zero.grads.unit_gradients import UnitGradients
 
 NAME = "blocks.0.out.weight"
 PLACES = {
@@ -112,6 +115,31 @@ def test_a_call_inside_a_pass_is_refused_and_the_pass_goes_on(
 
     assert not differing(undisturbed(policy), run(policy, place, swap_path, call_all))
     assert len(names) >= 9 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_gradient_assigned_after_the_update_is_dropped_with_the_step(policy: str, swap_path: Path) -> None:
+    """While the parameter is guarded, and while it is not."""
+
+    def assign(engine: tiered_zero.Engine) -> None:
+        for param in filter(attrgetter("requires_grad"), engine.module.parameters()):
+            with suppress(ModelError):  # gradients are hidden where updates begin in backward
+                param.grad = torch.ones(param.shape)
+
+    assert not differing(
+        run(policy, "forward", swap_path / "none", lambda engine: None),
+        run(policy, "after the update", swap_path / "assigned", assign),
+    )
+
+
+def test_gradients_of_a_unit_are_cleared_once_a_step(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared, clear = [], UnitGradients.clear
+    with build(swap_path, "barrier", lambda: ParityGPT(num_blocks=1)) as engine:
+        units = len(engine._inspect().gradients._units)
+        engine.backward(engine(*batch(0)))
+        monkeypatch.setattr(UnitGradients, "clear", lambda unit: cleared.append(unit) or clear(unit))
+        engine.step()
+    assert units > 1 and len(cleared) == units
 
 
 @pytest.mark.parametrize("policy", POLICIES)

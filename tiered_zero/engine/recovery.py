@@ -182,12 +182,16 @@ class StepRecovery:
             if self._movers.reducer is not None:
                 self._movers.reducer.abort()
 
-    def drop_gradients(self) -> None:
-        visible = self._movers.visible_gradients
+    def drop_gradients(self, are_taken: bool = False) -> None:
+        """`are_taken`: the update has them; what is left are those that hooks of the optimizer have assigned since."""
+        visible, gradients = self._movers.visible_gradients, self._movers.gradients
         self._arrivals.reset()
         visible.hide()
         visible.set_hidden()
-        self._movers.gradients.discard()
+        if are_taken and not gradients.has_gradients:
+            gradients.drop_unstored()
+        else:
+            gradients.discard()
 
     # -- the end of the run ----------------------------------------------------------------------------------------
 

@@ -396,11 +396,11 @@ class TrainStep:
         else:
             self.policy.finish()  # an earlier one that is delayed becomes visible
             optimizer.overflow = True
-            self._end_step()
+            self._end_step(are_taken=False)
 
     @shielded
-    def _end_step(self) -> None:
-        self.recovery.drop_gradients()
+    def _end_step(self, are_taken: bool) -> None:
+        self.recovery.drop_gradients(are_taken)
         self.recovery.end_step()
 
     def _check_gradients(self) -> GradCheck:
@@ -430,7 +430,7 @@ class TrainStep:
                 self.recovery.end_step()
                 self.phase.now = Phase.IDLE
             raise
-        self._end_step()
+        self._end_step(are_taken=True)
 
     # -- the first acts of shutdown ------------------------------------------------------------------------------------
 

@@ -247,6 +247,10 @@ class GradientStore:
                 gradients.clear()
             self._take_unstored()
 
+    def drop_unstored(self) -> None:
+        """Drop the gradients that are in autograd's own attribute."""
+        self._take_unstored()
+
     def abort(self) -> None:
         """Free what a `discard` that failed has left. The lanes are idle."""
         self._in_flight.clear()
