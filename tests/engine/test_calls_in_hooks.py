@@ -18,6 +18,7 @@ from torch import Tensor
 
 import tiered_zero
 from tests.support.faulty_runs import POLICIES, build, differing
+from tests.support.inspection import units_with_gradients
 from tests.support.models import ParityGPT, batch, named_weights
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.unit_gradients import UnitGradients
@@ -135,7 +136,7 @@ def test_a_gradient_assigned_after_the_update_is_dropped_with_the_step(policy: s
 def test_gradients_of_a_unit_are_cleared_once_a_step(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cleared, clear = [], UnitGradients.clear
     with build(swap_path, "barrier", lambda: ParityGPT(num_blocks=1)) as engine:
-        units = len(engine._inspect().gradients._units)
+        units = len(units_with_gradients(engine))
         engine.backward(engine(*batch(0)))
         monkeypatch.setattr(UnitGradients, "clear", lambda unit: cleared.append(unit) or clear(unit))
         engine.step()

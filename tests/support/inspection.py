@@ -101,6 +101,10 @@ def fetched_nbytes(engine: tiered_zero.Engine) -> int:
     return sum(r.unit.nbytes for r in found if not pager(engine).is_resident(r.unit))
 
 
+def units_with_gradients(engine: tiered_zero.Engine) -> list[Unit]:
+    return [each.unit for each in engine._inspect().gradients._units.values()]
+
+
 def is_idle(engine: tiered_zero.Engine) -> bool:
     """Whether the pager is inside no module and no phase."""
     return not pager(engine).frames and engine._inspect().phase.pass_name == "idle"

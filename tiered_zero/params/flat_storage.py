@@ -50,7 +50,7 @@ class FlatStorage:
         self._starts = [entry.start * unit.itemsize for entry in unit.entries]
         self._classes = tuple(type(param) for param in params)
         self._classes_in_use = tuple(map(class_in_use, self._classes))
-        self.watch = ParamWatch(self._params, lambda: self.flat, self._place_of)
+        self.watch = ParamWatch(self._params, [slice(entry.start, entry.stop) for entry in unit.entries])
         for param in params:
             set_handler(param, handler)
         self._num_references = self._count_references()
@@ -65,6 +65,7 @@ class FlatStorage:
         if self._place is None:
             self._guarded_bytes.resize_(0)  # before the next one takes as much
         self.flat = self._new_flat(None if self._place is None else self._place.tensor)
+        self.watch.attach(self.flat)
         self._bytes = self.flat.untyped_storage()
         self.key = int(self._bytes._cdata)
         """The identity of the storage, the same for every view of it."""
@@ -85,10 +86,6 @@ class FlatStorage:
 
     def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [entry.param.view(flat[entry.start : entry.stop]) for entry in self.unit.entries]
-
-    def _place_of(self, index: int) -> torch.Tensor:
-        entry = self.unit.entries[index]
-        return self.flat[entry.start : entry.stop]
 
     @property
     def _num_uses(self) -> int:

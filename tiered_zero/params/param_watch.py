@@ -28,25 +28,25 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class ParamWatch:
     """The versions and values of one unit's parameters as a use began. Driver thread.
 
-    `flat`: returns the unit's flat. `values_of(index)`: the parameter's place in it, 1-D.
+    `places`: each parameter's elements of the flat.
     """
 
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        flat: Callable[[], torch.Tensor],
-        values_of: Callable[[int], torch.Tensor],
-    ) -> None:
-        self._params, self._flat, self._values_of = params, flat, values_of
+    def __init__(self, params: Sequence[nn.Parameter], places: Sequence[slice]) -> None:
+        self._params, self._places = params, places
+        self._flat = torch.empty(0)
         self._versions = [0] * len(params)
         self._flat_version = 0
         self.values: dict[int, torch.Tensor] = {}
         """Of parameters whose memory user code was given, by index, until no view of it is left."""
 
+    def attach(self, flat: torch.Tensor) -> None:
+        """Watch this flat, 1-D, in place of an earlier one. It is empty."""
+        self._flat = flat
+
     def begin(self) -> None:
         """Compare with the parameters of now from here on."""
         self._versions = list(map(_version_of, self._params))
-        self._flat_version = self._flat()._version
+        self._flat_version = self._flat._version
         if self.values:
             self.values = {index: self._words(index).clone() for index in self.values}
 
@@ -64,8 +64,8 @@ class ParamWatch:
         for index, values in self.values.items():
             if not torch.equal(self._words(index), values):
                 return index
-        return -1 if self._flat()._version != self._flat_version else None
+        return -1 if self._flat._version != self._flat_version else None
 
     def _words(self, index: int) -> torch.Tensor:
-        values = self._values_of(index)
+        values = self._flat[self._places[index]]
         return values.view(_WORDS.get(values.itemsize, torch.int64))
