@@ -42,12 +42,21 @@ def _dlpack(weight: nn.Parameter) -> None:
     torch.from_dlpack(weight.detach())[5] = 7.0
 
 
+def _part(weight: nn.Parameter) -> None:
+    weight[4:][1].data.fill_(100.0)
+
+
+def _numpy_part(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight[5:6].numpy()[0] = 7.0
+
+
 def _swapped_signs(weight: nn.Parameter) -> None:
     """Two changes that a sum of all values does not show."""
     weight.data[3:5] += torch.tensor([1.0, -1.0])
 
 
-CHANGES = [_in_place, _other_memory, _scaled_data, _one_element, _numpy, _dlpack, _swapped_signs]
+CHANGES = [_in_place, _other_memory, _scaled_data, _one_element, _numpy, _dlpack, _part, _numpy_part, _swapped_signs]
 by_name = {"ids": lambda change: change.__name__.strip("_")}
 
 
@@ -89,6 +98,8 @@ READS = {
     "same memory": lambda weight: setattr(weight, "data", weight.data),
     "copy": copy.deepcopy,
     "pickle": lambda weight: pickle.loads(pickle.dumps(weight)),
+    "part": lambda weight: weight[2:4].data.sum(),
+    "pickled part": lambda weight: pickle.loads(pickle.dumps(weight.detach()[2])) + weight[2],
 }
 
 

@@ -25,7 +25,7 @@ from tiered_zero.params.param_handlers import (
     require_handler,
     set_data,
 )
-from tiered_zero.params.param_in_use import WATCHED
+from tiered_zero.params.param_in_use import WATCHED, as_part
 
 
 class ClosedEngine:
@@ -131,7 +131,8 @@ class OffloadedParameter(nn.Parameter):
                 if param is first and _name_of(func) in _GIVES_MEMORY:
                     handler.watch(param)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **keywords)
+            found = func(*args, **keywords)
+        return as_part(found) if func is torch.Tensor.__getitem__ else found
 
     grad = property(
         lambda param: read_grad(param, True),

@@ -21,12 +21,30 @@ WATCHED = ("numpy", "__array__", "data_ptr", "__dlpack__")
 """Methods by which memory is written past the version counter, besides `data` and `detach`."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _read_data(param: nn.Parameter) -> torch.Tensor:
-    if (handler := handler_of(param)) is not None:
+def _watch(tensor: torch.Tensor) -> None:
+    """Let the engine of a parameter, or of the one that `tensor` is a part of, watch its values."""
+    param = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+    if isinstance(param, nn.Parameter) and (handler := handler_of(param)) is not None:
         handler.watch(param)
-    data: torch.Tensor = _DATA.__get__(param)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _read_data(tensor: torch.Tensor) -> torch.Tensor:
+    _watch(tensor)
+    data: torch.Tensor = _DATA.__get__(tensor)
     return data
+
+
+def as_part(found: torch.Tensor) -> torch.Tensor:
+    """Give what indexing a parameter in use has found the class of its parts, where it is a view."""
+    if type(found) is torch.Tensor and found._is_view():
+        found.__class__ = _PartInUse
+    return found
+
+
+def _index(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    found = torch.Tensor.__getitem__(tensor, index)
+    return found if torch.compiler.is_compiling() else as_part(found)
 
 
 def detach(param: nn.Parameter) -> torch.Tensor:
@@ -42,27 +60,44 @@ def detach(param: nn.Parameter) -> torch.Tensor:
 def _watched(name: str) -> Callable[..., Any]:
     method = getattr(torch.Tensor, name)
 
-    def call(param: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
-        if (handler := handler_of(param)) is not None:
-            handler.watch(param)
-        return method(param, *args, **kwargs)
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _watch(tensor)
+        return method(tensor, *args, **kwargs)
 
     call.__name__ = name
     return call
 
 
-def _as_own(own: type[nn.Parameter], name: str) -> Callable[..., Any]:
-    """A method that copies or pickles, which asks for its object's class."""
+def _as_own(own: type[torch.Tensor], name: str) -> Callable[..., Any]:
+    """A method that copies, pickles or prints, which asks for its object's class."""
 
-    def call(param: nn.Parameter, *args: Any) -> Any:
-        in_use = type(param)
-        param.__class__ = own
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        in_use = type(tensor)
+        tensor.__class__ = own
         try:
-            return getattr(param, name)(*args)
+            return getattr(tensor, name)(*args, **kwargs)
         finally:
-            param.__class__ = in_use
+            tensor.__class__ = in_use
 
     return call
+
+
+def _members(own: type[torch.Tensor]) -> dict[str, Any]:
+    """What a parameter in use and its parts do otherwise than tensors of class `own`."""
+    members: dict[str, Any] = {name: _watched(name) for name in WATCHED}
+    members |= {name: _as_own(own, name) for name in ("__deepcopy__", "__reduce_ex__", "__format__", "__repr__")}
+    return members | {"data": property(_read_data, set_data), "__getitem__": _index, "__module__": own.__module__}
+
+
+_PartInUse = type(
+    "Tensor",
+    (torch.Tensor,),
+    {
+        **_members(torch.Tensor),
+        "__torch_function__": torch._C._disabled_torch_function_impl,
+        "detach": _watched("detach"),
+    },
+)
 
 
 @cache
@@ -72,17 +107,14 @@ def class_in_use(own: type[nn.Parameter]) -> type[nn.Parameter]:
     def new(_: type, *args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs)  # a copy has no handler
 
-    members: dict[str, Any] = {name: _watched(name) for name in WATCHED}
-    members |= {name: _as_own(own, name) for name in ("__deepcopy__", "__reduce_ex__")}
-    members |= {
+    members = {
+        **_members(own),
         "__new__": new,
-        "__module__": own.__module__,
         "grad": property(
             lambda param: read_grad(param, False),
             lambda param, value: assign_grad(param, value, False),
             lambda param: assign_grad(param, None, False),
         ),
-        "data": property(_read_data, set_data),
         "detach": detach,
     }
     return type(own.__name__, (own,), members)
