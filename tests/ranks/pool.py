@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch.distributed as dist
 
 from tests.ranks import worker
+from tests.support.forked import fork_context
 from tiered_zero.hardware.ranks.collectives import Collectives, make_collectives
 
 DEADLINE_S = 150.0
@@ -36,13 +35,6 @@ class Outcome:
     error: str = ""
     text: str = ""
     traceback: str = ""
-
-
-def fork_context() -> ForkServerContext:
-    """Processes by fork of one that has imported torch and tiered_zero, which takes more than three seconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.ranks.fork_server"])
-    return context
 
 
 class Rank:
