@@ -7,13 +7,12 @@ The run that goes on begins with other weights and other random numbers, so that
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.forked import run_forked
 from tests.support.inspection import differences
 from tests.support.pairwise import Case, name_of, pairs_of, pairwise
 from tests.support.resumed_runs import NUM_STEPS, digests, engine_of, resumed, seen, train, undisturbed
@@ -73,8 +72,7 @@ def test_a_new_process_goes_on_with_the_same_bits(placement: Case, swap_path: Pa
     with engine_of(case, swap_path) as engine:
         train(engine, case, 0, NUM_STEPS)
         engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
-    program = [sys.executable, "-m", "tests.checkpoint.run_resumed", json.dumps(case), str(swap_path), str(tmp_path)]
-    child = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
+    child = run_forked("-m", "tests.checkpoint.run_resumed", json.dumps(case), swap_path, tmp_path)
     assert child.returncode == 0, child.stderr
     expected = digests(undisturbed(case, swap_path))
     found = json.loads(child.stdout)

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.cli.test_train import CONFIGS, SMALL, run, write_config  # noqa: F401  # `run` is a fixture
+from tests.support.forked import ForkedProgram
 from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.cli.main import main
@@ -42,13 +41,12 @@ class Process:
     """`tiered-zero train` in a process of its own."""
 
     def __init__(self, *arguments: object) -> None:
-        command = [sys.executable, "-m", "tiered_zero", "train", *map(str, arguments), "--json"]
-        self.process = subprocess.Popen(command, env=ENVIRONMENT, stdout=-1, stderr=-1, text=True)
+        self.process = ForkedProgram("-m", "tiered_zero", "train", *arguments, "--json", env=ENVIRONMENT)
 
     def wait(self) -> tuple[int, Any, str]:
         """(exit code, what it printed, its log)"""
-        out, err = self.process.communicate(timeout=300)
-        return self.process.returncode, json.loads(out) if out else None, err
+        done = self.process.end()
+        return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
 
     def signal_at(self, tag: Path, number: int) -> None:
         """Once a checkpoint is there."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.crash import run_commits, run_rank_commits
+from tests.support.forked import ForkedProgram, run_forked
 from tiered_zero.store.manifest import load
 from tiered_zero.store.runs import list_runs
 
@@ -139,28 +140,28 @@ def kill_command(directory: Path, swap_path: Path, num_kills: int, seed: int) ->
     config["tiered_zero"]["checkpoint"] = {"in_place": True}
     (directory / "config.json").write_text(json.dumps(config))
     num_steps = 20 * (num_kills + 1)
-    command = [sys.executable, "-m", "tiered_zero", "train", str(directory / "config.json"), "--json"]
+    command = ["-m", "tiered_zero", "train", str(directory / "config.json"), "--json"]
     command += ["--model", "gpt:layers=1,hidden=32,context=16", "--steps", str(num_steps)]
     saved = directory / "saved"
     saving = [*command, "--save", str(saved), "--save-every", "1", "--resume"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     chance = random.Random(seed)
-    undisturbed = subprocess.run(command, env=environment, capture_output=True, text=True)
+    undisturbed = run_forked(*command, env=environment)
     assert undisturbed.returncode == 0, undisturbed.stderr[-4000:]
     num_in_save, durable = 0, 0
     for kill in range(1, num_kills + 1):
         first = 20 * kill - chance.randrange(10)
-        with subprocess.Popen(saving, env=environment, stdout=-3, stderr=subprocess.PIPE, text=True) as process:
-            while process.poll() is None and latest_step(saved) < first:
-                time.sleep(0.001)
-            time.sleep(chance.uniform(0, 0.05))
-            process.kill()
-            _, log = process.communicate()
-        assert process.returncode == -signal.SIGKILL, f"it ended by itself, or failed: {log[-4000:]}"
+        process = ForkedProgram(*saving, env=environment)
+        while process.poll() is None and latest_step(saved) < first:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        killed = process.end()
+        assert killed.returncode == -signal.SIGKILL, f"it ended by itself, or failed: {killed.stderr[-4000:]}"
         assert latest_step(saved) >= durable, "a durable step was lost"
         durable = latest_step(saved)
         num_in_save += is_in_save(saved, swap_path)
-    last = subprocess.run(saving, env=environment, capture_output=True, text=True)
+    last = run_forked(*saving, env=environment)
     assert last.returncode == 0, last.stderr[-4000:]
     values, expected = json.loads(last.stdout), json.loads(undisturbed.stdout)
     assert values["resumed_step"] >= durable and values["steps"] == num_steps - values["resumed_step"]

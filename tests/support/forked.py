@@ -1,12 +1,25 @@
-"""Processes by fork of one that has imported what tests use, which takes four to seven seconds of the processor."""
+"""Processes by fork of one that has imported what tests use, which takes four to seven seconds of the processor.
+
+Programs whose start or end is what is tested, or that read a variable while they import, are started by subprocess.
+"""
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
-from collections.abc import Callable
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
+
+import torch
 
 IMPORTS = "tests.support.fork_server"
 
@@ -38,3 +51,57 @@ def call_in_fork(function: Callable[..., Any], *args: Any) -> Any:
 
 def _answer(answer: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     answer.send(function(*args))
+
+
+class ForkedProgram:
+    """A process that does what `python COMMAND...` does, but for its imports: a script, or -m and a module."""
+
+    def __init__(self, *command: object, env: Mapping[str, str] | None = None) -> None:
+        self._out, self._err = (tempfile.NamedTemporaryFile() for _ in range(2))  # noqa: SIM115
+        arguments = (list(map(str, command)), dict(os.environ if env is None else env), os.getcwd())
+        self._process = fork_context().Process(target=_run, args=(*arguments, self._out.name, self._err.name))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        """The exit code, as subprocess has it; None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            assert self._process.pid is not None
+            os.kill(self._process.pid, number)
+
+    def end(self, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+        """Wait for its end; return its exit code, and what it has printed. One that has not ended in time is killed."""
+        self._process.join(timeout_s)
+        self.send_signal(signal.SIGKILL)
+        self._process.join()
+        code = self._process.exitcode
+        assert code is not None
+        with self._out, self._err:
+            out, err = (Path(file.name).read_text() for file in (self._out, self._err))
+        return subprocess.CompletedProcess("", code, out, err)
+
+
+def run_forked(*command: object, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `python COMMAND...`, see `ForkedProgram`, to its end."""
+    return ForkedProgram(*command, env=env).end()
+
+
+def _run(command: list[str], environment: dict[str, str], directory: str, out: str, err: str) -> None:
+    for number, name in enumerate((out, err), start=1):
+        with open(name, "ab") as file:
+            os.dup2(file.fileno(), number)
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    try:
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            runpy.run_path(command[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()

@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.forked import run_forked
 from tests.support.native_build import ROOT
 
 
 def test_smoke(swap_path: Path) -> None:
     out = swap_path / "checkpoint.jsonl"
-    command = [sys.executable, str(ROOT / "tools/bench/checkpoint.py"), "--smoke", "--dir", str(swap_path)]
-    ran = subprocess.run([*command, "--out", str(out)], check=False, capture_output=True, text=True)
+    ran = run_forked(ROOT / "tools/bench/checkpoint.py", "--smoke", "--dir", swap_path, "--out", out)
     assert ran.returncode == 0, ran.stderr
     assert [path.name for path in swap_path.iterdir()] == ["checkpoint.jsonl"], "nothing is left behind"
     record = json.loads(out.read_text())

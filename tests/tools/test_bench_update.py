@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.support.forked import run_forked
 from tests.support.native_build import ROOT
 from tiered_zero.native.update import UpdateKernel
 
@@ -16,8 +15,7 @@ CASES = ["triad", "kernel fp32", "small", "small, packed", "whole", "torch", "to
 
 def test_smoke(tmp_path: Path, library: Path) -> None:
     out = tmp_path / "update.jsonl"
-    command = [sys.executable, str(ROOT / "tools/bench/update.py"), "--smoke", "--out", str(out)]
-    ran = subprocess.run(command, check=False, capture_output=True, text=True)
+    ran = run_forked(ROOT / "tools/bench/update.py", "--smoke", "--out", out)
     assert ran.returncode == 0, ran.stderr
     record = json.loads(out.read_text())
     levels = [f"kernel {level}" for level in UpdateKernel(library).supported_levels()]
@@ -28,8 +26,7 @@ def test_smoke(tmp_path: Path, library: Path) -> None:
 
 def test_the_benchmark_of_optimizers_runs(swap_path: Path, tmp_path: Path) -> None:
     out = tmp_path / "optimizer.jsonl"
-    command = [sys.executable, str(ROOT / "tools/bench/optimizer.py"), "--smoke", "--dir", str(swap_path)]
-    ran = subprocess.run([*command, "--out", str(out)], check=False, capture_output=True, text=True)
+    ran = run_forked(ROOT / "tools/bench/optimizer.py", "--smoke", "--dir", swap_path, "--out", out)
     assert ran.returncode == 0, ran.stderr
     assert not list(swap_path.iterdir()), "nothing is left behind"
     record = json.loads(out.read_text())
@@ -42,8 +39,7 @@ def test_the_benchmark_of_optimizers_runs(swap_path: Path, tmp_path: Path) -> No
 
 def test_the_benchmark_of_activations_runs(swap_path: Path, tmp_path: Path) -> None:
     out = tmp_path / "activations.jsonl"
-    command = [sys.executable, str(ROOT / "tools/bench/activations.py"), "--smoke", "--dir", str(swap_path)]
-    ran = subprocess.run([*command, "--out", str(out)], check=False, capture_output=True, text=True)
+    ran = run_forked(ROOT / "tools/bench/activations.py", "--smoke", "--dir", swap_path, "--out", out)
     assert ran.returncode == 0, ran.stderr
     assert not list(swap_path.iterdir()), "nothing is left behind"
     record = json.loads(out.read_text())
