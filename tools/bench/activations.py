@@ -96,7 +96,7 @@ def run(options: argparse.Namespace, ends: ExitStack) -> dict[str, object]:
     settings = IOSettings(block_size=MIB, queue_depth=32, intra_op_parallelism=1)
     disk = select_engine(Path(swap), prefer="auto", settings=settings, io_timeout_s=60.0, io_uring=False).engine
     ends.callback(disk.close)
-    path, nbytes = f"{swap}/file", (64 if options.smoke else 1024) * MIB
+    path, nbytes = f"{swap}/file", (8 if options.smoke else 1024) * MIB
     fill_file(path, nbytes)
     rates: dict[str, list[float]] = {"write": [], "read": []}
     tasks: dict[str, Callable[[], object]] = {
