@@ -57,7 +57,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[str, 
             "offload_optimizer": nvme,
             "stage3_param_persistence_threshold": 0,
         },
-        "tiered_zero": {"device": "cpu", "device_memory_limit": "1MiB"},
+        "tiered_zero": {"device": "cpu", "device_memory_limit": "1MiB", "gradients": "nvme"},
     }
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
     before = sys.getprofile()

@@ -68,14 +68,15 @@ def test_the_setting_that_acts_is_named(plan: Plan, tier: str, advice: str) -> N
     assert f". {advice}" in text and text.endswith("or raise tiered_zero.host_memory_limit."), text
 
 
-def test_gradients_are_not_said_to_be_moved() -> None:
-    """They rest in host memory wherever the optimizer is offloaded."""
-    plan = planned("device", "nvme", "host", sizes=LARGE_PARAMS, num_buffers=1)
+def test_gradients_are_said_to_be_moved_where_state_is_on_nvme() -> None:
+    plan = planned("device", "host", "host", sizes=LARGE_PARAMS, num_buffers=1)
     text = how_to_fit(plan, "host")
-    assert "Largest: gradients 352.0 KiB, which rest nowhere else. " in text and "nvme" not in text, text
-    sums = planned("device", "nvme", "host", sizes=LARGE_PARAMS, sums_gradients=True)
-    assert "Set gradient_accumulation_steps to 1, which needs no fp32 sums; or raise" in how_to_fit(sums, "host")
-    twice = planned("device", "nvme", "host", sizes=LARGE_PARAMS, update="delayed")
+    assert "Largest: gradients 352.0 KiB, which rest nowhere else. " in text and "gradients to" not in text, text
+    text = how_to_fit(planned("device", "nvme", "host", sizes=LARGE_PARAMS, num_buffers=1), "host")
+    assert "Largest: gradients 352.0 KiB. Set tiered_zero.gradients to auto; or raise" in text, text
+    sums = planned("device", "host", "host", sizes=LARGE_PARAMS, sums_gradients=True)
+    assert "Set gradient_accumulation_steps to 1, which needs no fp32 sums" in how_to_fit(sums, "host")
+    twice = planned("device", "host", "host", sizes=LARGE_PARAMS, update="delayed")
     assert "Set tiered_zero.update to overlapped, which holds gradients once" in how_to_fit(twice, "host")
 
 

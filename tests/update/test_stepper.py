@@ -106,6 +106,9 @@ class Gradients:
     def wait_transfers(self, unit: Unit) -> None:
         self.landed.add(unit.index)
 
+    def release(self, unit: Unit) -> None:
+        """They rest in memory."""
+
     def fill(self, later: Any) -> None:
         raise AssertionError("nothing comes later here")
 

@@ -23,7 +23,7 @@ from tiered_zero.params.materialize import WeightFiles
 from tiered_zero.store.runs import leftover_notices
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.inventory import Home, Inventory
-from tiered_zero.tiers.rack import AdoptedStore, TierRack, nvme_needs
+from tiered_zero.tiers.rack import AdoptedStore, TierRack, nvme_needs, scratch_needs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,8 +74,7 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
     needs = {
         paths: nbytes for paths, nbytes in nvme_needs(config, run_spec.plan).items() if paths not in source.directories
     }
-    if nbytes := run_spec.plan.nbytes("nvme", "activation"):
-        paths = config.tiered_zero.activations.nvme_paths
+    for paths, nbytes in scratch_needs(config, run_spec.plan).values():
         needs[paths] = needs.get(paths, 0) + nbytes
     check_disk_space(needs, collectives)
     return source

@@ -10,7 +10,14 @@ import torch
 
 from tiered_zero.assembly.homes import make_copies
 from tiered_zero.assembly.machine import Machine, Source
-from tiered_zero.assembly.parts import WholeWeights, make_activations, make_gradients, make_policy, whole_weights
+from tiered_zero.assembly.parts import (
+    WholeWeights,
+    make_activations,
+    make_gradients,
+    make_policy,
+    paged_gradients,
+    whole_weights,
+)
 from tiered_zero.assembly.run_spec import RunSpec
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.portable import RunState
@@ -121,7 +128,15 @@ def _make_step(
     visible_gradients = VisibleGradients(gradients, runtime.collectives.world_size)
     resources.add("param.grad", visible_gradients.close)
     params = UnitParameters(inventory, runtime, _flats(pager))
-    stepper = StreamingStepper(run_spec.layouts, run_spec.rule, inventory, runtime, tiers.state_staging, params)
+    stepper = StreamingStepper(
+        run_spec.layouts,
+        run_spec.rule,
+        inventory,
+        runtime,
+        tiers.state_staging,
+        params,
+        paged_gradients(run_spec),
+    )
     whole = whole_weights(run_spec, runtime, pager)
     policy = make_policy(run_spec, stepper, inventory, runtime, whole, gradients)
     resources.add("prefetch", stepper.cancel_prefetch)

@@ -31,6 +31,7 @@ from tiered_zero.telemetry.observer import RunObserver, StepLog
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader
 from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.paged_flat import FlatWindows
 from tiered_zero.tiers.rack import TierRack
 from tiered_zero.update.eager import EagerUpdate
 from tiered_zero.update.overlapped import DelayedPolicy, OverlappedPolicy
@@ -70,14 +71,19 @@ def make_gradients(
     plan = run_spec.plan
     trainable = [unit for unit in run_spec.units if unit.trainable]
     on_device = {index for index, tier in plan.tiers.gradients.items() if tier == "device"}
+    windows = None
+    if tiers.gradient_windows is not None:
+        in_backward = plan.update_policy.optimizer_in_backward
+        windows = FlatWindows(tiers.gradient_windows, runtime.recorder, writes_ahead=not in_backward)
     units = [
         UnitGradients.reserve(
             unit,
-            tiers.device if unit.index in on_device else tiers.host,
+            tiers.for_gradients(plan.tiers.gradients[unit.index]),
             nbytes=plan.gradients.nbytes(unit),
             dtype=torch.float32 if plan.gradients.sums else unit.dtype,
             has_spare=plan.delayed,
             shard=None if plan.gradients.rank is None else unit.shard(plan.gradients.rank),
+            windows=windows,
         )
         for unit in trainable
     ]
@@ -97,6 +103,16 @@ def make_gradients(
     buckets = cut_buckets(trainable, ranks.world_size, ranks.bucket_numel)
     reduction = make_reduction(run_spec.config, ranks, buckets, on_device=len(on_device) == len(trainable))
     return store, GradientReducer(store, units, runtime, memory, reduction)
+
+
+def paged_gradients(run_spec: RunSpec) -> dict[int, torch.dtype]:
+    """Unit -> the dtype of its gradients, of those that rest on NVMe."""
+    plan = run_spec.plan
+    return {
+        unit.index: torch.float32 if plan.gradients.sums else unit.dtype
+        for unit in run_spec.units
+        if plan.tiers.gradients.get(unit.index) == "nvme"
+    }
 
 
 def make_reduction(config: Config, ranks: RankRequest, buckets: Sequence[Bucket], *, on_device: bool) -> Reduction:
@@ -166,7 +182,7 @@ def make_policy(
             return BarrierPolicy(stepper, groups, whole.guard)
         return GatheringPolicy(stepper, groups, whole.guard, runtime, whole.gather)
     if choice.policy == "overlapped":
-        open_eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze)
+        open_eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze, gradients.keep)
         eagerly = open_eagerly if choice.optimizer_in_backward else None
         return OverlappedPolicy(stepper, groups, inventory, units, runtime, whole.guard, eagerly)
     overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, whole.guard)

@@ -350,6 +350,12 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
             "activation_checkpointing.cpu_checkpointing, tiered_zero.activations.device cpu: without effect where the "
             "CPU computes, for activations rest in host memory there; tiered_zero.activations.device nvme frees it"
         )
+    if plan.request.gradients == "auto" and (nbytes := plan.nbytes("nvme", "gradient")):
+        in_memory = plan.nbytes("host", "gradient") + plan.nbytes("device", "gradient")
+        lines.append(
+            f"tiered_zero.gradients: {format_nbytes(nbytes)} rest on nvme and {format_nbytes(in_memory)} in memory, "
+            f"which has no room for more ({plan.limits['host'][1]})"
+        )
     if plan.activations is not None and not plan.activations.nbytes:
         lines.append(
             f"tiered_zero.activations: the plan leaves no host memory for them ({plan.limits['host'][1]}), so they "

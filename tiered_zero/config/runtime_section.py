@@ -91,6 +91,11 @@ class RuntimeSection(Section):
     state_limits: StateLimitsSection = StateLimitsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     activations: ActivationsSection = ActivationsSection()
+    gradients: Literal["auto", "cpu", "nvme"] = Field(
+        "auto",
+        description="where gradients rest from backward to the update, where offload_optimizer.device is nvme: in host "
+        "memory (cpu) or in files in its nvme_path (nvme); auto: those on nvme that host memory has no room for",
+    )
     io_engine: Literal["auto", "native", "threads", "aiofiles"] = Field(
         "auto", description="how files are read and written; auto tries in the swap directory and takes the best"
     )

@@ -283,6 +283,7 @@ class Config(Section):
         _check_io_uring(self.tiered_zero)
         _check_in_place(self.zero_optimization.offload_optimizer, self.tiered_zero)
         _check_activations(self.tiered_zero.activations)
+        _check_gradients(self.zero_optimization.offload_optimizer, self.tiered_zero)
         return self
 
     @property
@@ -378,6 +379,14 @@ def _check_activations(activations: ActivationsSection) -> None:
         raise ConfigError(
             "tiered_zero.activations.nvme_path: expected a directory for device nvme; found "
             f"{activations.nvme_path!r}. Give the path of a directory on a local disk."
+        )
+
+
+def _check_gradients(state: OffloadOptimizerSection, runtime: RuntimeSection) -> None:
+    if runtime.gradients == "nvme" and state.device != "nvme":
+        raise ConfigError(
+            "tiered_zero.gradients: expected offload_optimizer.device nvme with nvme, in whose nvme_path they rest; "
+            f"found {state.device!r}. Set that, or leave gradients out."
         )
 
 

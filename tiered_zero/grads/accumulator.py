@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.in_flight import InFlightGradients, land
-from tiered_zero.grads.norms import GradCopy, GradNorm, Norm
+from tiered_zero.grads.in_flight import Arrival, InFlightGradients, land
+from tiered_zero.grads.norms import GradNorm, Norm
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.runtime import Runtime
@@ -70,6 +71,7 @@ class GradientStore:
         self._ledger = runtime.ledger
         self._in_flight = in_flight
         self._overflow = overflow
+        self._paged = [gradients for gradients in self._units.values() if gradients.paged is not None]
         self._extra_nbytes: Counter[str] = Counter()
         """Tier -> bytes that the plan does not hold, see `promote`."""
         self._measures_norms = True
@@ -122,14 +124,14 @@ class GradientStore:
         if adds:
             self.promote(gradients)
         gradients.zeroed.discard(index)
-        target = gradients.flat[entry.start : entry.stop]
+        place = slice(entry.start, entry.stop)
         if not gradients.on_device:
-            copy = GradCopy(index=index, target=target, source=source, adds=adds)
-            self._in_flight.send(gradients, copy, measures=self._measures_norms)
+            arrival = Arrival(index=index, place=place, source=source, adds=adds)
+            self._in_flight.send(gradients, arrival, measures=self._measures_norms)
         elif adds:
-            target.add_(source)
+            gradients.flat[place].add_(source)
         else:
-            target.copy_(source)
+            gradients.flat[place].copy_(source)
 
     def _keep_waiting(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
         """Keep this rank's gradient [numel] on the device until a bucket takes it. Add it to one that waits, in
@@ -161,13 +163,16 @@ class GradientStore:
         self.wait_update(unit)
         if adds:
             self.promote(gradients)
-        target = gradients.flat[start - gradients.start :][: source.numel()]
 
         def bring() -> None:
-            with self._recorder.span("reduce", "receive", unit.name, source.nbytes):
-                land(source, target, adds=adds, divisor=divisor)
+            with (
+                gradients.opened("reduce") as flat,
+                self._recorder.span("reduce", "receive", unit.name, source.nbytes),
+            ):
+                land(source, flat[start - gradients.start :][: source.numel()], adds=adds, divisor=divisor)
 
-        gradients.last = self._accelerator.lane("reduce").submit(bring, after=[after], holds=[source], waits=False)
+        waits = gradients.paged is not None
+        gradients.last = self._accelerator.lane("reduce").submit(bring, after=[after], holds=[source], waits=waits)
         return gradients.last
 
     def show_sum(self, param: nn.Parameter) -> None:
@@ -186,7 +191,8 @@ class GradientStore:
             return
         self.promote(gradients)
         gradients.wait_transfers()
-        total = gradients.view(entry).to(grad.device) + grad
+        with gradients.opened() as flat:
+            total = entry.param.view(flat[entry.start : entry.stop]).to(grad.device) + grad
         gradients.present.discard(entry.param.index)
         with torch._C.DisableTorchFunctionSubclass():
             if total.dtype != param.dtype:
@@ -210,6 +216,8 @@ class GradientStore:
         for gradients in self._units.values():
             if gradients.shard is not None or gradients.num_sums:
                 gradients.wait_transfers()
+        for windows in {gradients.paged.windows for gradients in self._paged if gradients.paged is not None}:
+            windows.finish_writes()
 
     def freeze(self, unit: Unit, into: StepGradients) -> None:
         """Detach one unit's gradients for an update that begins in backward: later ones of this step are refused."""
@@ -218,6 +226,12 @@ class GradientStore:
         gradients.expire_views()
         into.shares[unit.index] = gradients.share()
         gradients.frozen = True
+
+    def keep(self, unit: Unit) -> None:
+        """An update that is under way needs nothing but this unit's gradients, once they are there, to be done with
+        them: leave those from NVMe in memory until then."""
+        if (flat := self._units[unit.index].paged) is not None:
+            self._accelerator.lane("reduce").submit(partial(flat.windows.keep, flat), waits=False)
 
     def detach_step(self) -> StepGradients:
         """Return this step's gradients for its update, and begin the next step without any.
@@ -228,8 +242,7 @@ class GradientStore:
         for gradients in self._units.values():
             step.shares[gradients.unit.index] = gradients.share()
             gradients.clear()
-            if gradients.spare is not None:
-                gradients.flat, gradients.spare = gradients.spare, gradients.flat
+            gradients.swap()
         return step
 
     def discard(self) -> None:
@@ -244,6 +257,8 @@ class GradientStore:
             for gradients in self._units.values():
                 if gradients.waiting:
                     self.free_taken(gradients.waiting)
+                if gradients.paged is not None:
+                    gradients.paged.windows.drop(gradients.paged)
                 gradients.clear()
             self._take_unstored()
 
@@ -340,25 +355,39 @@ class GradientStore:
 
     def present(self) -> Sequence[tuple[ParamSpec, torch.Tensor]]:
         """Parameters with a gradient and its [numel] view, in the order of `model.parameters()`."""
-        return [(entry.param, gradients.flat[entry.start : entry.stop]) for gradients, entry in self._found()]
+        found: list[tuple[ParamSpec, torch.Tensor]] = []
+        for gradients, entry in self._found():
+            with gradients.opened() as flat:
+                part = flat[entry.start : entry.stop]
+                found.append((entry.param, part if gradients.paged is None else part.clone()))
+        return found
 
     def norms(self) -> Sequence[tuple[ParamSpec, Norm]]:
         """Parameters with a gradient and its norm, in the order of `model.parameters()`; those that were not taken when
         the gradient arrived are taken now."""
         found = self._found()
+        norms: dict[int, Norm] = {}
         missing: dict[int, torch.Tensor] = {}
         on_device: dict[int, torch.Tensor] = {}
         for gradients, entry in found:
             index = entry.param.index
             if index not in gradients.norms or index in gradients.shown:  # a user may have changed the gradient
+                if gradients.paged is not None:
+                    norms[index] = self._norm_at_home(gradients, entry)
+                    continue
                 grad = gradients.flat[entry.start : entry.stop]
                 (missing if grad.is_cpu else on_device)[index] = grad
-        norms: dict[int, Norm] = {index: self._norms.of(grad) for index, grad in missing.items()}
+        norms.update({index: self._norms.of(grad) for index, grad in missing.items()})
         norms.update(zip(on_device, self._norms.on_device(list(on_device.values())), strict=True))
         return [
             (entry.param, norms[index] if (index := entry.param.index) in norms else gradients.norms[index])
             for gradients, entry in found
         ]
+
+    def _norm_at_home(self, gradients: UnitGradients, entry: FlatEntry) -> Norm:
+        assert gradients.paged is None or not gradients.frozen, "measured as it came: the update frees it"
+        with gradients.opened() as flat:
+            return self._norms.of(flat[entry.start : entry.stop])
 
     def _found(self) -> list[tuple[UnitGradients, FlatEntry]]:
         """List the gradients of the step, in the order of `model.parameters()`."""
@@ -381,14 +410,16 @@ class GradientStore:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _store_shown(self, gradients: UnitGradients) -> None:
-        """Copy home the gradients of a unit that users assigned, and, under a loss scale, those that they changed."""
+        """Copy home the gradients of a unit that users assigned, and those that they changed of which they have
+        copies."""
         scale = self._overflow.loss_scale
-        if scale == 1.0:
+        if scale == 1.0 and gradients.paged is None:
             gradients.store_assigned()
         elif changed := gradients.take_changed(scale):
-            self.promote(gradients, _CHANGED)
+            if scale != 1.0:
+                self.promote(gradients, _CHANGED)
             for entry, value in changed:
-                gradients.replace(entry, value.to(torch.float32) * scale)
+                gradients.replace(entry, value if scale == 1.0 else value.to(torch.float32) * scale)
 
     def _take_unstored(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Take the gradients that are in autograd's own attribute, which no hook has moved to their homes."""
@@ -416,6 +447,13 @@ class GradientStore:
         sums (several backwards), as 16-bit sums would round. `why`: the warning of any other cause."""
         if gradients.flat.dtype == torch.float32:
             return
+        if gradients.paged is not None:
+            raise ModelError(
+                f"Gradients of {gradients.unit.name} rest on NVMe in 16 bit, as planned; expected one backward in a "
+                "step, and gradients that stay as backward leaves them under a loss scale; found sums, or changes, "
+                "that need fp32. Set gradient_accumulation_steps to the number of backwards, which plans fp32, or "
+                '"tiered_zero": {"gradients": "cpu"}.'
+            )
         tier = gradients.tier_name
         nbytes = _sum_nbytes(gradients)
         if not self._extra_nbytes:

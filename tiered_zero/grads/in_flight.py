@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import final
 
@@ -38,6 +39,16 @@ def land(source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: flo
         into.add_(chunk) if adds else into.copy_(chunk)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A gradient `source` [n] of the parameter `index`, for elements `place` of its unit's flat. `adds`: to those."""
+
+    index: int
+    place: slice
+    source: torch.Tensor
+    adds: bool
+
+
 @final
 class GradientBatch(Transfer):
     """Gradients of one unit that one job brings home. It is sent when it is full or complete, or as the driver or
@@ -46,7 +57,7 @@ class GradientBatch(Transfer):
     def __init__(self, gradients: UnitGradients, measures: bool, send: Callable[[], None]) -> None:
         """`send`: sends the open batch."""
         self.gradients, self.measures = gradients, measures
-        self.copies: list[GradCopy] = []
+        self.arrivals: list[Arrival] = []
         self.nbytes = 0
         self.job: Transfer | None = None
         self._send = send
@@ -81,9 +92,9 @@ class InFlightGradients:
         """Those whose gradients are to be freed, the oldest first."""
         self._transferred_nbytes = 0
 
-    def send(self, gradients: UnitGradients, copy: GradCopy, *, measures: bool) -> None:
+    def send(self, gradients: UnitGradients, arrival: Arrival, *, measures: bool) -> None:
         """Send a gradient, perhaps with the next ones of its unit; wait for the oldest until there is room."""
-        nbytes, batch = copy.source.nbytes, self._open
+        nbytes, batch = arrival.source.nbytes, self._open
         if batch is not None and (batch.gradients is not gradients or batch.measures != measures):
             self.flush()
         held_nbytes = self._in_flight_nbytes + self._transferred_nbytes
@@ -91,7 +102,7 @@ class InFlightGradients:
             self._wait(max(0, self._limit_nbytes - nbytes))
         if (batch := self._open) is None:
             batch = self._open = gradients.last = GradientBatch(gradients, measures, self.flush)
-        batch.copies.append(copy)
+        batch.arrivals.append(arrival)
         batch.nbytes += nbytes
         self._in_flight_nbytes += nbytes
         if batch.nbytes >= BATCH_NBYTES:
@@ -103,40 +114,50 @@ class InFlightGradients:
         if batch is None:
             return
         self._ledger.charge("device", "gradient_in_flight", batch.nbytes)
-        if batch.measures and not batch.copies[0].source.is_cpu:
+        if batch.measures and not batch.arrivals[0].source.is_cpu:
             self._measure_on_device(batch)
-        after, holds = [self._accelerator.record_compute()], [copy.source for copy in batch.copies]
-        lane = self._accelerator.lane("reduce")
-        batch.job = lane.submit(partial(self._bring, batch), after=after, holds=holds, waits=False)
+        after, holds = [self._accelerator.record_compute()], [arrival.source for arrival in batch.arrivals]
+        lane, waits = self._accelerator.lane("reduce"), batch.gradients.paged is not None
+        batch.job = lane.submit(partial(self._bring, batch), after=after, holds=holds, waits=waits)
         self._batches.append(batch)
 
     def _measure_on_device(self, batch: GradientBatch) -> None:
         """Launch the norms of those whose targets will hold what was computed here. On the CPU they are taken in the
         pass that copies."""
-        new = [copy for copy in batch.copies if not copy.adds]
-        norms = self._norms.on_device([copy.source for copy in new])
-        batch.gradients.norms.update((copy.index, norm) for copy, norm in zip(new, norms, strict=True))
+        new = [arrival for arrival in batch.arrivals if not arrival.adds]
+        norms = self._norms.on_device([arrival.source for arrival in new])
+        batch.gradients.norms.update((arrival.index, norm) for arrival, norm in zip(new, norms, strict=True))
 
     def _bring(self, batch: GradientBatch) -> None:
-        """On the reduce lane: launch the copies; wait for none but those that are added up in host memory."""
+        """On the reduce lane: launch the copies; wait for none but those that are added up in host memory, or go on
+        to NVMe."""
         gradients, norms = batch.gradients, batch.gradients.norms
-        on_device = not batch.copies[0].source.is_cpu
-        with self._recorder.span("reduce", "reduce", gradients.unit.name, batch.nbytes):
-            for copy in batch.copies:
-                if copy.adds or not on_device or not batch.measures:  # others have been measured
-                    norms.pop(copy.index, None)
-            if not on_device and self._norms.fuses(batch.copies):
-                measured = self._norms.copy(batch.copies)
+        on_device = not batch.arrivals[0].source.is_cpu
+        for arrival in batch.arrivals:
+            if arrival.adds or not on_device or not batch.measures:  # others have been measured
+                norms.pop(arrival.index, None)
+        with (
+            gradients.opened("reduce") as flat,
+            self._recorder.span("reduce", "reduce", gradients.unit.name, batch.nbytes),
+        ):
+            copies = [
+                GradCopy(index=each.index, target=flat[each.place], source=each.source, adds=each.adds)
+                for each in batch.arrivals
+            ]
+            if not on_device and self._norms.fuses(copies):
+                measured = self._norms.copy(copies)
                 if batch.measures:
-                    norms.update({copy.index: norm for copy, norm in zip(batch.copies, measured, strict=True)})
+                    norms.update({copy.index: norm for copy, norm in zip(copies, measured, strict=True)})
                 return
-            for copy in batch.copies:
+            for copy in copies:
                 if not copy.adds and copy.target.dtype == copy.source.dtype:
                     self._accelerator.copy(copy.target, copy.source)
                 else:
                     self._add(copy)
                 if batch.measures and (copy.adds or not on_device):
                     norms[copy.index] = self._norms.of(copy.target)
+            if gradients.paged is not None and on_device:
+                self._accelerator.record().wait()  # the disk reads them next
 
     def _add(self, copy: GradCopy) -> None:
         """On the reduce lane: to host memory by way of staging buffers, then into the fp32 sum. Where there are two
@@ -197,7 +218,7 @@ class InFlightGradients:
     def clear(self) -> None:
         """Free everything, also what a wait that failed has left. The lanes are idle."""
         for batch in (*self._batches, *self._transferred):
-            batch.copies.clear()
+            batch.arrivals.clear()
         self._open = None
         self._batches.clear()
         self._transferred.clear()
@@ -230,6 +251,6 @@ class InFlightGradients:
         """Free the oldest transferred batches until at most so many, and so many bytes, are left."""
         while len(self._transferred) > num_kept or (self._transferred and self._transferred_nbytes > allowed_nbytes):
             freed = self._transferred.popleft()
-            freed.copies.clear()
+            freed.arrivals.clear()
             self._transferred_nbytes -= freed.nbytes
             self._ledger.discharge("device", "gradient_in_flight", freed.nbytes)

@@ -107,20 +107,23 @@ def sum_squares(units: Iterable[UnitGradients], rank: int) -> tuple[float, int]:
     parameter with one that is not finite, else NONE_BAD."""
     total, bad = 0.0, NONE_BAD
     for each in units:
-        for entry in each.unit.entries:
-            if entry.param.index in each.present:
-                squares = _squares_of_shard(each, entry, rank)
+        present = [entry for entry in each.unit.entries if entry.param.index in each.present]
+        if not present:
+            continue
+        with each.opened() as flat:
+            for entry in present:
+                squares = _squares_of_shard(flat, each.start, entry, each.unit.shard(rank))
                 total += squares
                 if not squares < float("inf"):
                     bad = entry.param.index if bad == NONE_BAD else min(bad, entry.param.index)
     return total, bad
 
 
-def _squares_of_shard(gradients: UnitGradients, entry: FlatEntry, rank: int) -> float:
-    shard = gradients.unit.shard(rank)
+def _squares_of_shard(flat: torch.Tensor, first: int, entry: FlatEntry, shard: range) -> float:
+    """`flat`: the unit's elements from `first` on."""
     total, stop = 0.0, min(entry.stop, shard.stop)
     for start in range(max(entry.start, shard.start), stop, SQUARES_CHUNK_NUMEL):
         last = min(start + SQUARES_CHUNK_NUMEL, stop)
-        part = gradients.flat[start - gradients.start : last - gradients.start].double()
+        part = flat[start - first : last - first].double()
         total += (part * part).sum().item()
     return total

@@ -263,10 +263,11 @@ class GradientReducer:
             if each.shard is None:
                 self._store.wait_update(each.unit)
                 for entry in absent:
-                    each.view(entry).zero_()
+                    each.flat[entry.start : entry.stop] = 0
             elif index not in reduced:  # zero_grad() set the other ranks' gradients to 0
                 self._store.wait_update(each.unit)
-                each.flat.zero_()
+                with each.opened() as flat:
+                    flat.zero_()
         return reduced
 
     # -- one bucket ----------------------------------------------------------------------------------------------------

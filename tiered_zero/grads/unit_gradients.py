@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,8 @@ from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.memory.host_memory import typed_view
 from tiered_zero.layout.flat import FlatEntry, Unit
+from tiered_zero.tiers.inventory import Home
+from tiered_zero.tiers.paged_flat import FlatWindows, PagedFlat
 from tiered_zero.tiers.step_gradients import UnitShare
 from tiered_zero.tiers.tier import Tier
 
@@ -33,14 +36,15 @@ class ExpiredGradient(torch.Tensor):
 
 @dataclass(kw_only=True)
 class UnitGradients:
-    """`flat`: [P] of the unit's dtype, or fp32 where micro-batches are summed; zeros between entries.
+    """`flat`: [P] of the unit's dtype, or fp32 where micro-batches are summed; zeros between entries. Empty where they
+    rest on NVMe, as `paged` and `paged_spare`: `opened` gives them in any case.
 
     All sets and dicts are of parameter indices. `present`: parameters with a gradient in this step. `arrived`: those of
     this backward. `norms`: of gradients that were measured as they arrived. `last`: the event of the one that left the
     device last. `frozen`: their update has begun. `spare`: a second flat, where the update of one step runs under the
     backward of the next. `shown`: what users got as `param.grad`: a view of the flat in the parameter's shape; under a
-    loss scale a copy without it; or, for those in `assigned`, the user's own tensor, which `store_assigned` copies into
-    the flat. `zeroed`: present, with
+    loss scale, or on NVMe, a copy without it; or, for those in `assigned`, the user's own tensor, which
+    `store_assigned` copies into the flat. `zeroed`: present, with
     value 0 and nothing to add to. `earlier`: had a gradient since zero_grad() last set gradients to None.
 
     `shard`: with many ranks, where each keeps the sums of its own shard only: which elements of the unit's flat `flat`
@@ -65,24 +69,49 @@ class UnitGradients:
     shard: range | None = None
     waiting: dict[int, torch.Tensor] = field(default_factory=dict)
     num_sums: int = 0
+    paged: PagedFlat | None = None
+    paged_spare: PagedFlat | None = None
 
     @classmethod
     def reserve(
-        cls, unit: Unit, tier: Tier, *, nbytes: int, dtype: torch.dtype, has_spare: bool, shard: range | None = None
+        cls,
+        unit: Unit,
+        tier: Tier,
+        *,
+        nbytes: int,
+        dtype: torch.dtype,
+        has_spare: bool,
+        shard: range | None = None,
+        windows: FlatWindows | None = None,
     ) -> UnitGradients:
-        """Reserve the slots that the unit's gradients rest in, `nbytes` each, on a tier that can be addressed."""
+        """Reserve the slots that the unit's gradients rest in, `nbytes` each. `windows`: of a tier that cannot be
+        addressed."""
+        numel = unit.numel if shard is None else len(shard)
+        padding = tuple(_padding(unit)) if shard is None else ()
         flats: list[torch.Tensor] = []
+        paged: list[PagedFlat] = []
         for kind in ("gradient", "gradient_spare")[: 1 + has_spare]:
             if not nbytes:  # a rank without any parameter of the unit
                 flats.append(torch.empty(0, dtype=dtype, device="cpu"))
                 continue
-            raw = tier.view(tier.reserve(f"{kind}/{unit.index}", nbytes, "gradient"))
-            assert raw is not None, "gradients rest where they can be addressed"
-            flats.append(flat := typed_view(raw, dtype, unit.numel if shard is None else len(shard)))
-            if shard is None:
-                _zero_padding(flat, unit)
-        spare, on_device = flats[1] if has_spare else None, tier.name == "device"
-        return cls(unit=unit, flat=flats[0], spare=spare, on_device=on_device, shard=shard)
+            slot = tier.reserve(f"{kind}/{unit.index}", nbytes, "gradient")
+            if (raw := tier.view(slot)) is None:
+                assert windows is not None, "gradients on nvme are planned with windows"
+                paged.append(PagedFlat(Home(tier, slot), windows, dtype, numel, padding))
+                flats.append(torch.empty(0, dtype=dtype, device="cpu"))
+                continue
+            flats.append(flat := typed_view(raw, dtype, numel))
+            for part in padding:
+                flat[part] = 0
+        return cls(
+            unit=unit,
+            flat=flats[0],
+            spare=flats[1] if has_spare else None,
+            on_device=tier.name == "device",
+            shard=shard,
+            paged=paged[0] if paged else None,
+            paged_spare=paged[1] if paged and has_spare else None,
+        )
 
     @property
     def tier_name(self) -> str:
@@ -108,9 +137,26 @@ class UnitGradients:
         """Whether this rank has gradients of the unit that no bucket has taken."""
         return bool(self.waiting if self.shard is not None or self.num_sums else self.present)
 
+    def opened(self, lane: str = "compute") -> AbstractContextManager[torch.Tensor]:
+        """`flat`, in memory: for those on NVMe inside the block only. On `lane`, or on the driver for "compute"."""
+        return nullcontext(self.flat) if self.paged is None else self.paged.windows.open(self.paged, lane)
+
     def share(self) -> UnitShare:
-        present = frozenset(self.present)
-        return UnitShare(flat=self.flat, start=self.start, present=present, last=self.last, on_device=self.on_device)
+        return UnitShare(
+            flat=self.flat,
+            start=self.start,
+            present=frozenset(self.present),
+            last=self.last,
+            on_device=self.on_device,
+            paged=self.paged if self.present else None,
+        )
+
+    def swap(self) -> None:
+        """Exchange `flat` and `spare`, where there is one: an update reads the first under the next backward."""
+        if self.spare is not None:
+            self.flat, self.spare = self.spare, self.flat
+        if self.paged_spare is not None:
+            self.paged, self.paged_spare = self.paged_spare, self.paged
 
     def clear(self) -> None:
         self.earlier |= self.present
@@ -125,15 +171,18 @@ class UnitGradients:
         self.assigned.clear()
         self.waiting.clear()
         self.num_sums = 0
+        if self.paged is not None:
+            self.paged = self.paged.next()
 
     def wait_transfers(self) -> None:
         """Block until every gradient of the unit that has left the device is at its home. Raises what failed there."""
         if self.last is not None:
             self.last.wait()
 
-    def view(self, entry: FlatEntry) -> torch.Tensor:
-        """View one parameter's gradient at its home, in the parameter's shape."""
-        return entry.param.view(self.flat[entry.start : entry.stop])
+    def copy(self, entry: FlatEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Copy one parameter's gradient, in the parameter's shape, to a tensor of `dtype`; None: as it is."""
+        with self.opened() as flat:
+            return entry.param.view(flat[entry.start : entry.stop]).to(dtype or flat.dtype, copy=True)
 
     def show(self, entry: FlatEntry, loss_scale: float) -> torch.Tensor:
         """Return what `param.grad` is, the same object until the step ends; the gradient is present."""
@@ -142,14 +191,16 @@ class UnitGradients:
             self.wait_transfers()
             self.zeroed.discard(index)
             if index not in self.shown:
-                self.shown[index] = self.view(entry) if loss_scale == 1.0 else self._unscaled(entry, loss_scale)
+                is_live = loss_scale == 1.0 and self.paged is None
+                view = entry.param.view(self.flat[entry.start : entry.stop]) if is_live else None
+                self.shown[index] = self._shown_copy(entry, loss_scale) if view is None else view
         return self.shown[index]
 
-    def _unscaled(self, entry: FlatEntry, loss_scale: float) -> torch.Tensor:
-        return self.view(entry).to(torch.float32, copy=True).mul_(1 / loss_scale)
+    def _shown_copy(self, entry: FlatEntry, loss_scale: float) -> torch.Tensor:
+        return self.copy(entry) if loss_scale == 1.0 else self.copy(entry, torch.float32).mul_(1 / loss_scale)
 
     def take_changed(self, loss_scale: float) -> list[tuple[FlatEntry, torch.Tensor]]:
-        """End what users hold as `param.grad` under a loss scale; return what they assigned or changed, without it."""
+        """End the copies that users hold as `param.grad`; return what they assigned or changed, without the scale."""
         if not self.shown:
             return []
         self.wait_transfers()
@@ -158,7 +209,7 @@ class UnitGradients:
             if (index := entry.param.index) not in self.shown:
                 continue
             value, is_assigned = self.shown.pop(index), index in self.assigned
-            if is_assigned or not _same_bits(value, self._unscaled(entry, loss_scale)):
+            if is_assigned or not _same_bits(value, self._shown_copy(entry, loss_scale)):
                 found.append((entry, value.detach()))
             self.assigned.discard(index)
             if not is_assigned:
@@ -222,8 +273,9 @@ class UnitGradients:
 
     def replace(self, entry: FlatEntry, value: torch.Tensor) -> None:
         """Copy `value`, in the parameter's shape, to the gradient's home."""
-        view = self.view(entry)
-        view.copy_(value)
+        with self.opened() as flat:
+            view = entry.param.view(flat[entry.start : entry.stop])
+            view.copy_(value)
         self.norms.pop(entry.param.index, None)
         if value.stride() != view.stride():
             self.norms[entry.param.index] = torch.linalg.vector_norm(value, 2, dtype=torch.float32)
@@ -234,13 +286,15 @@ class UnitGradients:
         self.present |= self.earlier
         self.waiting.clear()
         self.num_sums = 0
-        if self.shard is not None:
-            self.flat.zero_()
-            return
+        with self.opened() as flat:
+            if self.shard is not None:
+                flat.zero_()
+                return
+            for entry in self.unit.entries:
+                if (index := entry.param.index) in self.present and index not in self.assigned:
+                    flat[entry.start : entry.stop] = 0
         for entry in self.unit.entries:
             if (index := entry.param.index) in self.present:
-                if index not in self.assigned:
-                    self.view(entry).zero_()
                 if index in self.shown:
                     self.shown[index].zero_()
                 else:
@@ -256,14 +310,16 @@ class UnitGradients:
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Compare fp32 tensors; a NaN equals itself."""
-    return torch.equal(left.view(torch.int32), right.view(torch.int32))
+    """Compare tensors of one dtype; a NaN equals itself."""
+    bits = torch.int32 if left.itemsize == 4 else torch.int16
+    return torch.equal(left.view(bits), right.view(bits))
 
 
-def _zero_padding(flat: torch.Tensor, unit: Unit) -> None:
-    """Zero the gaps between entries and after the last. The rest is written before it is read, and takes no memory
-    until then."""
+def _padding(unit: Unit) -> Iterator[slice]:
+    """Yield the gaps between entries and after the last, which are zeroed. The rest is written before it is read, and
+    takes no memory until then."""
     stops = [0, *(entry.stop for entry in unit.entries)]
     starts = [*(entry.start for entry in unit.entries), unit.numel]
     for stop, start in zip(stops, starts, strict=True):
-        flat[stop:start] = 0
+        if stop < start:
+            yield slice(stop, start)

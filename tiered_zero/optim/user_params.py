@@ -133,6 +133,15 @@ class UserParameters:
         flat = self._flat_grad[1]  # type: ignore[assignment]
         return flat[segment.unit_start : segment.unit_start + segment.numel].to("cpu")
 
+    def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
+        """They rest in memory."""
+
+    def release(self, unit: Unit) -> None:
+        """They are the user's."""
+
+    def release_all(self) -> None:
+        """As `release`."""
+
     def release_gradients(self) -> None:
         """Let go of what `part` has kept: the step has ended."""
         self._flat_grad = None, None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.request import ParamRequest, PlanRequest, StateRequest, SubGroupSize
@@ -15,7 +15,7 @@ class Placement:
     those on "device" never leave it. `state`: tier of each sub-group.
 
     `gradients`: trainable unit -> "device" where all its state rests there, so that gradients and update stay there
-    too, else "host".
+    too; else "host", or "nvme" where `gradients_to_nvme` moves them.
     """
 
     params: Mapping[int, str]
@@ -96,3 +96,32 @@ def _place_gradients(
         for unit in units
         if unit.trainable
     }
+
+
+def gradients_to_nvme(
+    tiers: Placement,
+    units: Sequence[Unit],
+    subgroups: Sequence[SubGroupSize],
+    nbytes_of: Callable[[Unit], int],
+    host_nbytes: int,
+) -> Placement:
+    """Leave so many bytes of gradients in host memory, those of the first units, whose updates come first; the others
+    rest on nvme. A unit of which the device holds some state stays in host memory, from where that is updated.
+
+    `nbytes_of`: of a unit's gradients at their home."""
+    split = {
+        index
+        for subgroup, tier in zip(subgroups, tiers.state, strict=True)
+        for index in subgroup.parts
+        if tier == "device"
+    }
+    gradients = dict(tiers.gradients)
+    for unit in units:
+        nbytes = nbytes_of(unit)
+        if gradients.get(unit.index) != "host" or not nbytes:
+            continue
+        if nbytes <= host_nbytes:
+            host_nbytes -= nbytes
+        elif unit.index not in split:
+            gradients[unit.index] = "nvme"
+    return replace(tiers, gradients=gradients)

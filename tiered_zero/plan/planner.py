@@ -9,7 +9,7 @@ from tiered_zero.errors import PlanError
 from tiered_zero.layout.buckets import cut_buckets
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.activations import ActivationPlan, plan_activations
-from tiered_zero.plan.placement import Placement, place
+from tiered_zero.plan.placement import Placement, gradients_to_nvme, place
 from tiered_zero.plan.remedies import how_to_fit
 from tiered_zero.plan.request import NO_LIMIT, Limits, LookAhead, ParamRequest, PlanRequest, RankRequest, SubGroupSize
 from tiered_zero.plan.slots import PlannedSlot, list_slots
@@ -148,12 +148,30 @@ class Plan:
 
 
 def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
-    """Place every byte. Raises ConfigError where a size that the config fixes cannot work; does not check limits."""
+    """Place every byte. Raises ConfigError where a size that the config fixes cannot work; does not check limits.
+
+    Gradients are placed last: with "auto" those for which all else leaves room rest in host memory."""
+    if request.gradients == "nvme":
+        return _plan(units, subgroups, request, 0)
+    plan = _plan(units, subgroups, request, NO_LIMIT)
+    limit = request.limits.get("host", (NO_LIMIT, ""))[0]
+    if request.gradients == "host" or plan.needed_nbytes("host") <= limit:
+        return plan
+    least = _plan(units, subgroups, request, 0)
+    if least.needed_nbytes("host") >= plan.needed_nbytes("host"):
+        return plan  # a small model: buffers would take more than they free
+    return _plan(units, subgroups, request, max(0, limit - least.needed_nbytes("host")))
+
+
+def _plan(
+    units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest, host_gradients_nbytes: int
+) -> Plan:
+    """`host_gradients_nbytes`: most bytes of gradients in host memory; the others rest on nvme."""
     tiers = place(units, subgroups, request)
     update_policy = choose_update_policy(request.update, tiers.state, request.ranks)
     delayed, sums = update_policy.policy == "delayed", request.sums_gradients
     trainable = [unit for unit in units if unit.trainable]
-    to_host = [unit for unit in trainable if tiers.gradients[unit.index] == "host"]
+    to_host = [unit for unit in trainable if tiers.gradients[unit.index] != "device"]
     returned = _returned_nbytes(to_host, subgroups, tiers.state, sums)
     gradients = GradientPlan(
         sums=sums,
@@ -161,7 +179,11 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
         rank=request.ranks.rank if request.ranks.shards_gradients else None,
         itemsize=max((unit.itemsize for unit in trainable), default=4),
     )
-    staging = size_staging(units, subgroups, tiers, request)
+    times = 2 if delayed else 1
+    tiers = gradients_to_nvme(
+        tiers, units, subgroups, lambda unit: times * gradients.nbytes(unit), host_gradients_nbytes
+    )
+    staging = size_staging(units, subgroups, tiers, request, gradients.nbytes)
     homes = [(tiers.params[unit.index], tiers.home_nbytes(unit)) for unit in units]
     param_nbytes = {tier: sum(nbytes for own, nbytes in homes if own == tier) for tier in TIERS}
     part = ", this rank's part" if tiers.sharded else ""
@@ -187,12 +209,13 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
         ("device", "param", param_nbytes["device"], stay),
         *((tier, "param", param_nbytes[tier], parameters) for tier in ("host", "nvme")),
         *((t, "param_back", nbytes_of("param_back", t), "parameters of the delayed update") for t in TIERS),
-        *((tier, "gradient", gradient_nbytes[tier] * (2 if delayed else 1), of_step) for tier in TIERS),
+        *((tier, "gradient", gradient_nbytes[tier] * times, of_step) for tier in TIERS),
         *((tier, "state", state_nbytes[tier], state_text) for tier in TIERS),
         *_commit_rows(slots),
         ("host", "staging_param", staging.params.total_nbytes, "parameter staging buffers"),
         ("host", "staging_state", staging.state.total_nbytes, "optimizer staging buffers"),
         ("host", "staging_gradient", staging.gradients.total_nbytes, "gradient staging buffer"),
+        ("host", "gradient_window", staging.gradient_windows.total_nbytes, "gradients on their way to and from nvme"),
         ("host", "bucket", staging.buckets.total_nbytes, buckets),
     ]
     activations = None

@@ -55,7 +55,7 @@ def _change(plan: Plan, row: PlanRow) -> tuple[str, float]:
         return lower if params.tier == "nvme" else "set zero_optimization.offload_param.device to nvme", 1.0
     if kind == "gradient_in_flight" and ranks.shards_gradients:
         return "lower zero_optimization.reduce_bucket_size", 1.0
-    if kind in ("param_window", "gradient_in_flight") and not plan.pager_limits.one_module:
+    if kind in ("param_window", "gradient_in_flight", "gradient_window") and not plan.pager_limits.one_module:
         return "lower tiered_zero.unit_size_cap", 1.0
     if kind in ("state", "gradient") and row.tier == "device" and not on_host:
         if state.tier == "device":
@@ -65,6 +65,8 @@ def _change(plan: Plan, row: PlanRow) -> tuple[str, float]:
     if kind == "state" and on_host:
         lower = "lower tiered_zero.state_limits.host"
         return lower if state.tier == "nvme" else "set zero_optimization.offload_optimizer.device to nvme", 1.0
+    if kind == "gradient" and on_host and plan.request.gradients == "host" and state.tier == "nvme":
+        return "set tiered_zero.gradients to auto", 1.0
     if kind == "gradient" and plan.delayed:
         return "set tiered_zero.update to overlapped, which holds gradients once", 0.5
     if kind == "gradient" and plan.gradients.sums and plan.gradients.itemsize < 4:

@@ -121,8 +121,10 @@ class ActivationRequest:
 class PlanRequest:
     """Everything that the config and the machine say to the planner. `sums_gradients`: over micro-batches, in fp32.
 
-    `commits`: None without in-place commits. `activations`: None where they stay on the device. `device_is_host`: what
-    the device holds is of host memory, and counts against its limit. See [Note: The CPU as the device].
+    `gradients`: the tier of those that leave the device: "host", "nvme", or "auto", which puts on nvme what host memory
+    has no room for. `commits`: None without in-place commits. `activations`: None where they stay on the device.
+    `device_is_host`: what the device holds is of host memory, and counts against its limit. See [Note: The CPU as the
+    device].
     """
 
     params: ParamRequest
@@ -130,6 +132,7 @@ class PlanRequest:
     update: UpdateRequest = field(default_factory=UpdateRequest)
     limits: Limits = field(default_factory=dict)
     sums_gradients: bool = False
+    gradients: str = "host"
     commits: CommitRequest | None = None
     ranks: RankRequest = field(default_factory=RankRequest)
     activations: ActivationRequest | None = None
@@ -191,6 +194,7 @@ def plan_request(
     they are saved. `device_is_host`: see PlanRequest.
     """
     _check_delayed(config)
+    shards_gradients = _shards_gradients(config, world_size)
     zero, settings = config.zero_optimization, config.tiered_zero
     param, state = zero.offload_param, zero.offload_optimizer
     checks_bf16 = config.bf16.enabled and config.bf16.check_grad_overflow
@@ -221,17 +225,35 @@ def plan_request(
         limits=limits,
         device_is_host=device_is_host,
         sums_gradients=config.gradient_accumulation_steps > 1 or not config.managed_gradient_accumulation,
+        gradients=_gradient_tier(config, are_whole=world_size > 1 and not shards_gradients),
         commits=CommitRequest(buffers_nbytes=buffers_nbytes) if settings.checkpoint.in_place else None,
         ranks=RankRequest(
             rank=rank,
             world_size=world_size,
             shards_state=world_size > 1 and zero.stage > 0,
             shards_params=world_size > 1 and zero.stage == 3,
-            shards_gradients=world_size > 1 and (zero.stage > 1 or (zero.stage == 1 and state.device != "none")),
+            shards_gradients=shards_gradients,
             bucket_numel=min(zero.reduce_bucket_size, MAX_BUCKET_NUMEL),
         ),
         activations=_activation_request(config, shares_cores),
     )
+
+
+def _shards_gradients(config: Config, world_size: int) -> bool:
+    stage, state = config.zero_optimization.stage, config.zero_optimization.offload_optimizer
+    return world_size > 1 and (stage > 1 or (stage == 1 and state.device != "none"))
+
+
+def _gradient_tier(config: Config, *, are_whole: bool) -> str:
+    """`are_whole`: every rank of several keeps whole gradients, which step() reduces where they lie in memory."""
+    asked = config.tiered_zero.gradients
+    if are_whole and asked == "nvme":
+        raise ConfigError(
+            "tiered_zero.gradients: expected auto or cpu at zero_optimization.stage 0 with several ranks, each of "
+            "which keeps whole gradients in memory; found 'nvme'. Set zero_optimization.stage to 1, 2 or 3."
+        )
+    on_nvme = config.zero_optimization.offload_optimizer.device == "nvme" and not are_whole
+    return asked if on_nvme and asked != "cpu" else "host"
 
 
 def _activation_request(config: Config, shares_cores: bool) -> ActivationRequest | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiered_zero.errors import ConfigError
@@ -35,6 +35,11 @@ MAX_AUTO_STATE_STAGING_SHARE = 16
 embedding, whose gradient is backward's last and whose update the next forward waits for first, is then read before."""
 
 
+NUM_GRADIENT_WINDOWS = 3
+"""One unit's gradients are gathered, those of the one before rest until that is needed or updated, and those before
+are written."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StagingSize:
     """`count` buffers of `nbytes` each."""
@@ -49,19 +54,26 @@ class StagingSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Staging:
-    """One pool of buffers for each kind of bytes."""
+    """One pool of buffers for each kind of bytes. `gradient_windows`: of gradients that rest on nvme."""
 
     params: StagingSize
     state: StagingSize
     gradients: StagingSize
+    gradient_windows: StagingSize = StagingSize()
     buckets: StagingSize = StagingSize()
 
 
 def size_staging(
-    units: Sequence[Unit], subgroups: Sequence[SubGroupSize], tiers: Placement, request: PlanRequest
+    units: Sequence[Unit],
+    subgroups: Sequence[SubGroupSize],
+    tiers: Placement,
+    request: PlanRequest,
+    gradient_nbytes: Callable[[Unit], int],
 ) -> Staging:
-    """Size every pool. Raises ConfigError for a buffer that a parameter does not fit into."""
-    to_host = [unit for unit in units if unit.trainable and tiers.gradients[unit.index] == "host"]
+    """Size every pool. Raises ConfigError for a buffer that a parameter does not fit into. `gradient_nbytes`: of a
+    unit's gradients at their home."""
+    to_host = [unit for unit in units if unit.trainable and tiers.gradients[unit.index] != "device"]
+    window = max((gradient_nbytes(unit) for unit in to_host if tiers.gradients[unit.index] == "nvme"), default=0)
     if request.ranks.shards_gradients:
         to_host = []  # their sums come from buckets
     largest = max((entry.param.numel * unit.itemsize for unit in to_host for entry in unit.entries), default=0)
@@ -69,6 +81,7 @@ def size_staging(
         params=_param_staging([unit for unit in units if tiers.params[unit.index] == "nvme"], tiers, request.params),
         state=_state_staging(units, subgroups, tiers, request),
         gradients=_gradient_staging(largest, request),
+        gradient_windows=StagingSize(nbytes=window, count=NUM_GRADIENT_WINDOWS if window else 0),
         buckets=_buckets([unit for unit in units if unit.trainable], request),
     )
 
@@ -111,15 +124,21 @@ def _param_staging(on_nvme: Sequence[Unit], tiers: Placement, request: ParamRequ
 def _state_staging(
     units: Sequence[Unit], subgroups: Sequence[SubGroupSize], tiers: Placement, request: PlanRequest
 ) -> StagingSize:
-    """State that is not updated in place, and 16-bit parameters that the update cannot write where they belong. See
-    SubGroupIO.
+    """State that is not updated in place, 16-bit parameters that the update cannot write where they belong, and
+    gradients that rest on nvme. See SubGroupIO.
     """
     itemsizes = {unit.index: unit.itemsize for unit in units}
+    gradients = {
+        unit.index: 4 if request.sums_gradients else unit.itemsize
+        for unit in units
+        if tiers.gradients.get(unit.index) == "nvme"
+    }
     staged = []
     for subgroup, tier in zip(subgroups, tiers.state, strict=True):
         in_place = "device" if tier == "device" else "host"
         out = sum(numel * itemsizes[i] for i, numel in subgroup.parts.items() if tiers.params[i] != in_place)
-        staged.append(out + (subgroup.state_nbytes if tier == "nvme" else 0))
+        grads = sum(numel * gradients.get(index, 0) for index, numel in subgroup.parts.items())
+        staged.append(out + grads + (subgroup.state_nbytes if tier == "nvme" else 0))
     count = sum(nbytes > 0 for nbytes in staged)
     if not count:
         return StagingSize()

@@ -30,13 +30,17 @@ _KINDS = {
     "commit_param": "parameters, for commits",
     "commit": "masters and state, likewise",
     "commit_copy": "kept from memory, likewise",
+    "gradient": "gradients",
     "activation": "activations, their budget",
 }
 """Of the rows of a plan for nvme, in words of at most 26 characters."""
 
 _NO_OPTIMIZER = "the config names no optimizer; two fp32 arrays per parameter are assumed, as Adam has them"
 
-_WRITTEN_BESIDES = "activations are written besides: as many bytes a step as forward saves, in their own store"
+_WRITTEN_BESIDES = {
+    "gradient": "gradients are written besides: at most their bytes in each micro-batch, in their own store",
+    "activation": "activations are written besides: as many bytes a step as forward saves, in their own store",
+}
 
 _STATE_ARRAYS = {"adam": 2, "adamw": 2, "adagrad": 1, "lion": 1, "adadelta": 2, "adamax": 2, "nadam": 2, "radam": 2}
 _STATE_ARRAYS.update({"asgd": 1, "rprop": 2, "sgd": 0, "rmsprop": 1})
@@ -50,9 +54,8 @@ STATE_ITEMSIZES = {"fp32": (4, 4), "bf16_remainder": (2, 4), "lossy_bf16_moments
 @dataclass(frozen=True, kw_only=True)
 class SwapNeed:
     """Bytes by kind, as the plan has them. `param_back`: the second home of the delayed update. `commit_param`,
-    `commit`, `commit_copy`: what in-place commits take besides. `activation`: their
-    budget. `param_reads`: of each parameter in a step, for
-    forward, for backward and, where masters are made of them, for the update.
+    `commit`, `commit_copy`: what in-place commits take besides. `activation`: their budget. `param_reads`: of each
+    parameter in a step, for forward, for backward and, where masters are made of them, for the update.
     """
 
     param: int = 0
@@ -61,6 +64,7 @@ class SwapNeed:
     commit_param: int = 0
     commit: int = 0
     commit_copy: int = 0
+    gradient: int = 0
     activation: int = 0
     param_reads: int = field(default=2, compare=False)
 
@@ -72,7 +76,7 @@ class SwapNeed:
 
     @property
     def total(self) -> int:
-        return self.param_store + self.state_store + self.activation
+        return self.param_store + self.state_store + self.gradient + self.activation
 
     @property
     def param_store(self) -> int:
@@ -186,16 +190,20 @@ def directory_needs(
     need: SwapNeed, zero: ZeroSection, save_every: int = 1, activation_paths: tuple[str, ...] = ()
 ) -> list[DirectoryNeed]:
     """List the directories in the order of the config: a store for each list of paths, parameters first, then state,
-    in stripes over its directories, then activations, which have a store of their own. `save_every`: steps from one
-    in-place commit to the next.
+    in stripes over its directories, then gradients and activations, which have stores of their own. `save_every`: steps
+    from one in-place commit to the next.
     """
     copied = align_up(-(-need.written_per_commit // save_every), PAGE_NBYTES)
-    stores: dict[tuple[tuple[str, ...], bool], list[int]] = {}
-    in_params = (zero.offload_param.nvme_paths, False, need.param_store, need.param)
-    in_state = (zero.offload_optimizer.nvme_paths, False, need.state_store, need.state + copied)
-    for paths, is_own, nbytes, written in (in_params, in_state, (activation_paths, True, need.activation, 0)):
+    stores: dict[tuple[tuple[str, ...], str], list[int]] = {}
+    state_paths = zero.offload_optimizer.nvme_paths
+    for paths, own, nbytes, written in (
+        (zero.offload_param.nvme_paths, "", need.param_store, need.param),
+        (state_paths, "", need.state_store, need.state + copied),
+        (state_paths, "gradient", need.gradient, 0),
+        (activation_paths, "activation", need.activation, 0),
+    ):
         if nbytes:
-            sums = stores.setdefault((paths, is_own), [0, 0])
+            sums = stores.setdefault((paths, own), [0, 0])
             sums[0], sums[1] = sums[0] + nbytes, sums[1] + written
     found: dict[str, DirectoryNeed] = {}
     for (paths, _), (total, per_step) in stores.items():
@@ -245,7 +253,8 @@ def capacity_report(
         "directories": directories,
         "drives": drives,
         "fits": all(drive["fits"] for drive in drives),
-        "notes": [_NO_OPTIMIZER] * (config.optimizer is None) + [_WRITTEN_BESIDES] * (need.activation > 0),
+        "notes": [_NO_OPTIMIZER] * (config.optimizer is None)
+        + [note for kind, note in _WRITTEN_BESIDES.items() if getattr(need, kind)],
     }
 
 

@@ -68,9 +68,9 @@ class TierRack:
         for paths, nbytes in nvme_needs(config, plan).items():
             stores[paths], engine = open_store(paths, nbytes, (adopted or {}).get(paths))
             engines.append(engine)
-        activation_store: SwapStore | None = None
-        if nbytes := plan.nbytes("nvme", "activation"):  # its own: whatever fails there leaves the state alone
-            activation_store, engine = open_store(config.tiered_zero.activations.nvme_paths, nbytes, None)
+        scratch: dict[str, SwapStore] = {}
+        for kind, (paths, nbytes) in scratch_needs(config, plan).items():
+            scratch[kind], engine = open_store(paths, nbytes, None)
             engines.append(engine)
         pin = zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
         accelerator = runtime.accelerator
@@ -79,9 +79,10 @@ class TierRack:
         self.param_staging = self._pool(plan.staging.params, "staging_param", runtime, resources)
         self.state_staging = self._pool(plan.staging.state, "staging_state", runtime, resources)
         self.gradient_staging = self._pool(plan.staging.gradients, "staging_gradient", runtime, resources)
+        self.gradient_windows = self._pool(plan.staging.gradient_windows, "gradient_window", runtime, resources)
         size = plan.activations.staging if plan.activations is not None else StagingSize()
         self.activation_staging = self._pool(size, "staging_activation", runtime, resources)
-        pools = (self.param_staging, self.state_staging, self.activation_staging)
+        pools = (self.param_staging, self.state_staging, self.gradient_windows, self.activation_staging)
         staged = [pool.memory for pool in pools if pool is not None]
         for line in {engine.register(memory): None for engine in engines for memory in staged}:
             if line:
@@ -93,9 +94,11 @@ class TierRack:
         self._nvme = {
             paths: NvmeTier(store, staging, runtime) for paths, store in stores.items() if staging is not None
         }
-        self.activation_nvme: NvmeTier | None = None
-        if activation_store is not None and self.activation_staging is not None:
-            self.activation_nvme = NvmeTier(activation_store, self.activation_staging, runtime)
+        self._scratch = {
+            kind: NvmeTier(scratch[kind], pool, runtime)
+            for kind, pool in (("gradient", self.gradient_windows), ("activation", self.activation_staging))
+            if kind in scratch and pool is not None
+        }
         for tier in self._all_nvme:
             resources.callback(tier.close)
         self._param_paths = zero.offload_param.nvme_paths
@@ -108,7 +111,15 @@ class TierRack:
 
     @property
     def _all_nvme(self) -> list[NvmeTier]:
-        return [*self._nvme.values(), *([self.activation_nvme] if self.activation_nvme is not None else [])]
+        return [*self._nvme.values(), *self._scratch.values()]
+
+    @property
+    def activation_nvme(self) -> NvmeTier | None:
+        return self._scratch.get("activation")
+
+    def for_gradients(self, name: str) -> Tier:
+        """The tier `name` of gradients."""
+        return {"device": self.device, "host": self.host}.get(name) or self._scratch["gradient"]
 
     def for_params(self, name: str) -> Tier:
         """The tier `name` of parameters that are paged."""
@@ -124,6 +135,16 @@ class TierRack:
         pool = StagingPool(self.arena, size.nbytes, size.count, kind, runtime.recorder)
         resources.callback(pool.close)
         return pool
+
+
+def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...], int]]:
+    """Kind -> directories and bytes of what has a store of its own, which no commit names: whatever fails there leaves
+    parameters and state alone."""
+    paths = {
+        "gradient": config.zero_optimization.offload_optimizer.nvme_paths,
+        "activation": config.tiered_zero.activations.nvme_paths,
+    }
+    return {kind: (own, nbytes) for kind, own in paths.items() if (nbytes := plan.nbytes("nvme", kind))}
 
 
 def nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:

@@ -9,18 +9,22 @@ import torch
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment
+from tiered_zero.tiers.paged_flat import PagedFlat
+from tiered_zero.tiers.tier import BufferView
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitShare:
     """`flat`: the unit's gradients from element `start` of its flat on, in place: all, or a rank's shard. `present`:
-    parameters (by index) that have a gradient. `last`: its landing. `on_device`: it rests on the device."""
+    parameters (by index) that have a gradient. `last`: its landing. `on_device`: it rests on the device. `paged`: its
+    home is NVMe, and `flat` is empty."""
 
     flat: torch.Tensor
     start: int
     present: frozenset[int]
     last: Transfer | None
     on_device: bool = False
+    paged: PagedFlat | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,7 @@ class StepGradients:
     shares: dict[int, UnitShare] = field(default_factory=dict)
 
     def part(self, segment: Segment) -> torch.Tensor:
-        """View the gradients of a segment, [numel]."""
+        """View the gradients of a segment, [numel], which rest in memory."""
         share = self.shares[segment.unit.index]
         return share.flat[segment.unit_start - share.start :][: segment.numel]
 
@@ -47,6 +51,26 @@ class StepGradients:
         last = self.shares[unit.index].last
         if last is not None:
             last.wait()
+
+    def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
+        """Gradients of a segment that rest on NVMe -> all of `out`; None where there are none."""
+        share = self.shares.get(segment.unit.index)
+        if share is None or share.paged is None:
+            return None
+        offset = (segment.unit_start - share.start) * share.paged.dtype.itemsize
+        return share.paged.windows.read(share.paged, offset, out)
+
+    def release(self, unit: Unit) -> None:
+        """The unit's update is computed: free the memory that its gradients from NVMe are in."""
+        share = self.shares.get(unit.index)
+        if share is not None and share.paged is not None:
+            share.paged.windows.drop(share.paged)
+
+    def release_all(self) -> None:
+        """The update is over, well or badly."""
+        for share in list(self.shares.values()):
+            if share.paged is not None:
+                share.paged.windows.drop(share.paged)
 
     def fill(self, later: StepGradients) -> None:
         """Take over from `later` the units that are not here yet."""

@@ -139,20 +139,22 @@ class UpdateJob:
 class EagerUpdate:
     """Feeds a running job: a sub-group is ready when the gradients of all its units are complete. Driver thread.
 
-    `freeze(unit, into)`: detaches a unit's gradients from the gradient store.
+    `freeze(unit, into)`: detaches a unit's gradients from the gradient store. `keep(unit)`: every sub-group with a part
+    of it is ready, so that they may stay where they are until its update is computed.
     """
 
     def __init__(
         self,
         layouts: Sequence[StateLayout],
         freeze: Callable[[Unit, StepGradients], None],
+        keep: Callable[[Unit], None],
         groups: Sequence[Mapping[str, Any]],
         after: Transfer,
     ) -> None:
         self._layouts = layouts
         self._layouts_of: dict[int, list[StateLayout]] = {}
         """Unit -> the sub-groups that hold a part of it."""
-        self._freeze = freeze
+        self._freeze, self._keep = freeze, keep
         self._queue = ReadyQueue()
         self._waits_for = {
             layout.subgroup.index: {segment.unit.index for segment in layout.subgroup.segments} for layout in layouts
@@ -182,6 +184,9 @@ class EagerUpdate:
                 self._queued.add(layout.subgroup.index)
                 self.job.after_of[layout.subgroup.index] = after
                 self._queue.add(layout)
+                for segment in layout.subgroup.segments:
+                    if all(own.subgroup.index in self._queued for own in self._layouts_of[segment.unit.index]):
+                        self._keep(segment.unit)
 
     def finish(self, gradients: StepGradients, after: Transfer) -> None:
         """Add what has a gradient and was not begun, and skip the rest: the step is taken. `after`: compute's mark."""

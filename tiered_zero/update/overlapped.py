@@ -191,7 +191,7 @@ class OverlappedPolicy(UpdatePolicy):
         while self._running and self._running[0].done():
             self._running.pop(0).wait()  # its error, if it has one, ends this one too
         self.run_behind(partial(self._step, job), after=[job.after])
-        self._runtime.accelerator.lane("update").submit(job.computed.complete)  # also of a job that was not launched
+        self._runtime.accelerator.lane("update").submit(partial(self._end, job))  # also of a job that was not launched
         self._started = job
 
 

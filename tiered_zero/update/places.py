@@ -32,6 +32,15 @@ class GradientSource(Protocol):
     def part(self, segment: Segment) -> torch.Tensor:
         """View the gradients of a segment, [numel]; undefined where a parameter has none."""
 
+    def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
+        """Start to read the gradients of a segment, which rest on NVMe, to all of `out`; None where there are none."""
+
+    def release(self, unit: Unit) -> None:
+        """The unit's update is computed."""
+
+    def release_all(self) -> None:
+        """The update is over, well or badly."""
+
 
 class ParameterSink(Protocol):
     """The parameters that an update writes, segment by segment. The thread that steps.

@@ -196,7 +196,14 @@ class UpdatePolicy(ABC):
                 unit_update.fail(error)
             raise
         finally:
-            job.computed.complete()
+            self._end(job)
+
+    @staticmethod
+    def _end(job: UpdateJob) -> None:
+        """Nothing reads the job's gradients any more; also of one that was not launched."""
+        if not job.on_device:  # the job of the other state follows
+            job.gradients.release_all()
+        job.computed.complete()
 
 
 def _refusal(error: BaseException) -> str:

@@ -20,7 +20,6 @@ from tiered_zero.rules.optimizer_copy import copied_group
 from tiered_zero.rules.rule import Run, UpdateRule
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
-from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.update.eager import ReadyQueue, UpdateJob, has_gradient
 from tiered_zero.update.places import GradientSource, ParameterSink
 from tiered_zero.update.prefetch import NullPrefetcher, Prefetcher
@@ -41,11 +40,13 @@ class StreamingStepper:
         runtime: Runtime,
         staging: StagingPool | None,
         params: ParameterSink,
+        gradient_dtypes: Mapping[int, torch.dtype] | None = None,
     ) -> None:
+        """`gradient_dtypes`: of gradients that rest on NVMe, by unit."""
         self._layouts = layouts
         self._rule = rule
         self._runtime = runtime
-        self._io = SubGroupIO(inventory, runtime, staging, params)
+        self._io = SubGroupIO(inventory, runtime, staging, params, gradient_dtypes or {})
         self._prefetcher = Prefetcher(self._io, self._open_nowait)
         self._stages = staging is not None
         self._retire_lane = runtime.accelerator.lane("retire") if staging is not None else None
@@ -135,7 +136,7 @@ class StreamingStepper:
             job=job,
             queue=job.queue or self._queue_all(job),
             prefetcher=NullPrefetcher(self._prefetcher) if job.on_device else self._prefetcher,
-            progress=_Progress(job.unit_updates, self._layouts),
+            progress=_Progress(job, self._layouts),
         )
         step.prefetcher.begin_step(job.param_kind)
         try:
@@ -159,21 +160,32 @@ class StreamingStepper:
         if self._ending.is_set():
             step.progress.count_skipped(self._drop_unseen(step))
         step.progress.count_skipped(step.queue.take_skipped())
-        step.opened.extend(map(step.prefetcher.take, step.queue.take_among(step.prefetcher.subgroups)))
+        for prefetched in map(step.prefetcher.take, step.queue.take_among(step.prefetcher.subgroups)):
+            step.opened.append(prefetched)
+            self._read_gradients(prefetched, step.job)
         while (layout := step.queue.peek()) is not None:
             work = self._open_nowait(layout, step.job.param_kind)
             if work is not None:
                 step.queue.take(layout)
                 step.prefetcher.note_begun(work)
                 step.opened.append(work)
+                self._read_gradients(work, step.job)
             elif step.opened or not step.prefetcher.evict_last():
                 return
+
+    def _read_gradients(self, work: SubGroupWork, job: UpdateJob) -> None:
+        """Read the gradients beside the state, where step() has waited for all of them."""
+        if job.queue is None:
+            self._io.read_gradients(work, job.gradients)
 
     def _update_one(self, step: _Step) -> None:
         """Wait for the reads of the first that is opened, update it, start its writes."""
         if not step.opened:
             return
         work = step.opened[0]
+        for segment in work.subgroup.segments:
+            step.job.gradients.wait_transfers(segment.unit)
+        self._io.read_gradients(work, step.job.gradients)
         for read in work.reads:
             self._io.wait(read, work)
         if (held := self._held.get(work.subgroup.index)) is not None and not held.done():
@@ -250,8 +262,6 @@ class StreamingStepper:
         return self._io.open_nowait(layout, param_kind, initialized=self.has_state(layout), part=part)
 
     def _update(self, work: SubGroupWork, job: UpdateJob) -> None:
-        for segment in work.subgroup.segments:
-            job.gradients.wait_transfers(segment.unit)
         with (
             self._runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"),
             self._gradients(work, job.gradients) as grads,
@@ -264,7 +274,8 @@ class StreamingStepper:
         host memory: for the part on the device they are copied back, into the room of gradients in flight, all of which
         have left it by now."""
         segments = work.subgroup.segments
-        grads = [gradients.part(segment) for segment in segments]
+        read = work.grads or [None] * len(segments)
+        grads = [gradients.part(s) if part is None else part for s, part in zip(segments, read, strict=True)]
         if not work.on_device or not (
             elsewhere := [i for i, segment in enumerate(segments) if not gradients.on_device(segment.unit)]
         ):
@@ -364,8 +375,10 @@ class _Step:
 class _Progress:
     """Completes a unit's update when the last sub-group with a part of the unit is computed, and written."""
 
-    def __init__(self, unit_updates: Mapping[int, UnitUpdate], layouts: Sequence[StateLayout]) -> None:
-        self._unit_updates = unit_updates
+    def __init__(self, job: UpdateJob, layouts: Sequence[StateLayout]) -> None:
+        self._unit_updates = unit_updates = job.unit_updates
+        self._gradients = None if job.on_device else job.gradients
+        """Released by the job of the state that is not on the device, which comes last."""
         self._uncomputed: Counter[int] = Counter()
         for layout in layouts:
             for segment in layout.subgroup.segments:
@@ -384,7 +397,11 @@ class _Progress:
         for segment in subgroup.segments:
             index = segment.unit.index
             self._uncomputed[index] -= 1
-            if not self._uncomputed[index] and index in self._unit_updates:
+            if self._uncomputed[index]:
+                continue
+            if self._gradients is not None:
+                self._gradients.release(segment.unit)
+            if index in self._unit_updates:
                 self._unit_updates[index].computed.complete()
 
     def count_written(self, subgroup: SubGroup) -> None:

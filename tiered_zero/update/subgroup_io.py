@@ -17,7 +17,7 @@ from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.tier import BufferView, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.update.places import ParameterSink
+from tiered_zero.update.places import GradientSource, ParameterSink
 
 
 @dataclass(kw_only=True)
@@ -27,7 +27,8 @@ class SubGroupWork:
     `is_staged`: it cannot be addressed; `on_device`: it rests there, and is updated there. `reads`: the transfers that
     fill the state and, where masters need them, the parameters. `outs`: where the rule writes each segment's
     parameters: [numel] of the unit's dtype; `windows`: the part of the lease that they go through, None where they are
-    written in place. `pending`: which staged parameters, by their first byte in the unit, can be forwarded until they
+    written in place. `grads`: each segment's gradients, [numel], once they are read; None: where they rest in memory.
+    `pending`: which staged parameters, by their first byte in the unit, can be forwarded until they
     are written. `is_last`: its state is not read again. `is_watched`: the stepper is notified once it is written.
     """
 
@@ -40,6 +41,7 @@ class SubGroupWork:
     is_staged: bool
     on_device: bool
     reads: list[Transfer] = field(default_factory=list)
+    grads: list[torch.Tensor | None] | None = None
     outs: list[torch.Tensor] = field(default_factory=list)
     windows: list[BufferView | None] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)
@@ -55,13 +57,15 @@ class SubGroupWork:
 class SubGroupIO:
     """Brings sub-groups to where they are updated, and back to their homes. Any one thread at a time.
 
-    A staging buffer holds one sub-group's state and, where parameters are not updated in place, its parameters.
+    A staging buffer holds one sub-group's state and, where parameters are not updated in place, its parameters; behind
+    them its gradients, where those rest on NVMe: `_gradient_dtypes` has theirs, by unit.
     """
 
     _inventory: Inventory
     _runtime: Runtime
     _staging: StagingPool | None
     _params: ParameterSink
+    _gradient_dtypes: Mapping[int, torch.dtype] = field(default_factory=dict)
 
     @property
     def num_free(self) -> int:
@@ -99,6 +103,7 @@ class SubGroupIO:
         for segment in layout.subgroup.segments:
             if self._params.view(segment, param_kind, on_device=on_device) is None:
                 nbytes += segment.nbytes
+            nbytes += self._gradient_nbytes(segment)
         if nbytes:
             assert self._staging is not None, "staged sub-groups are planned with staging buffers"
             lease = self._staging.lease_nowait(nbytes, f"sub-group {layout.subgroup.index}")
@@ -172,6 +177,29 @@ class SubGroupIO:
                 start = stop
             places.append((segment, view, window))
         return places
+
+    def _gradient_nbytes(self, segment: Segment) -> int:
+        """Bytes of the segment's gradients in the lease."""
+        dtype = self._gradient_dtypes.get(segment.unit.index)
+        return 0 if dtype is None else segment.numel * dtype.itemsize
+
+    def read_gradients(self, work: SubGroupWork, gradients: GradientSource) -> None:
+        """Start to read the gradients that rest on NVMe, once; all of them have come."""
+        if work.grads is not None:
+            return
+        work.grads = []
+        start = work.layout.nbytes if work.is_staged else 0
+        start += sum(window.tensor.numel() for _, _, window in self._places(work) if window is not None)
+        for segment in work.subgroup.segments:
+            if not (nbytes := self._gradient_nbytes(segment)):
+                work.grads.append(None)
+                continue
+            assert work.lease is not None, "it was leased with room for them"
+            window = BufferView(work.lease.tensor[start : start + nbytes], work.lease.memory[start : start + nbytes])
+            if (read := gradients.read_part(segment, window)) is not None:
+                work.reads.append(read)
+            work.grads.append(window.tensor.view(self._gradient_dtypes[segment.unit.index]))
+            start += nbytes
 
     # -- out -----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,216 @@
+"""Flats whose home is NVMe, the gradients of a unit: in host memory while they are worked on.
+
+[Note: Gradients on NVMe]
+A unit's gradients come one by one, and are added up over micro-batches, so they are filled in a window: one of a few
+buffers of host memory, each as large as the largest such unit. Once all windows are taken, the one that was opened
+first is written to its record; a flat that is opened again is read back. So memory does not grow with the model, and
+what a window still holds at the end of backward is never written: the update copies it from there, and reads the rest
+of a sub-group's gradients beside its state. Where an update that began in backward holds all that it needs of a unit,
+its window is kept for it: backward then waits for the update in place of writing, and no gradient sees the disk.
+
+Records are scratch: no commit names them, and they end with the run. A checkpoint is of the state between two steps,
+where there are no gradients.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import final
+
+import torch
+
+from tiered_zero.concurrency.interrupts import INTERRUPTS, POLL_S
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer
+from tiered_zero.errors import TieredZeroError
+from tiered_zero.hardware.memory.staging import Lease, StagingPool
+from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.tiers.inventory import Home
+from tiered_zero.tiers.tier import BufferView
+
+
+@final
+class PagedFlat:
+    """The flat [numel] of one unit's gradients, or of a rank's shard, in one step. Its fields are `FlatWindows`'.
+
+    It holds nothing until it is opened, and after `FlatWindows.drop`: its bytes are undefined then. `padding`: elements
+    between and behind entries, which are zero in every window.
+    """
+
+    def __init__(
+        self, home: Home, windows: FlatWindows, dtype: torch.dtype, numel: int, padding: tuple[slice, ...] = ()
+    ) -> None:
+        self.home, self.windows = home, windows
+        self.dtype, self.numel, self.padding = dtype, numel, padding
+        self.lease: Lease | None = None
+        """Of its window, whose bytes are newer than those of the record."""
+        self.writing: Transfer | None = None
+        """The write of its window to the record."""
+        self.is_stored = False
+        """Whether the record holds it."""
+        self.num_users = 0
+        """Threads that have it open."""
+        self.is_kept = False
+        """Whether an update under way copies it from the window, and frees that."""
+        self.was_opened = False
+        self.previous: PagedFlat | None = None
+        """Of an earlier step, with the same record: dropped as this one is opened."""
+
+    def next(self) -> PagedFlat:
+        """Return the flat of the next step, which is opened once nothing needs this one."""
+        if not self.was_opened:
+            return self
+        flat = PagedFlat(self.home, self.windows, self.dtype, self.numel, self.padding)
+        flat.previous = self
+        return flat
+
+    @property
+    def name(self) -> str:
+        return self.home.slot.name
+
+
+@final
+class FlatWindows:
+    """Gives flats their windows, and takes them back. Any thread.
+
+    `writes_ahead`: the oldest window is written as the last free one is taken, so that the next flat finds one.
+    """
+
+    def __init__(self, pool: StagingPool, recorder: Recorder, *, writes_ahead: bool) -> None:
+        self._pool, self._recorder = pool, recorder
+        self._writes_ahead = writes_ahead
+        self._changed = threading.Condition()
+        self._open: list[PagedFlat] = []
+        """Flats with a window, as they got it."""
+
+    @contextmanager
+    def open(self, flat: PagedFlat, lane: str) -> Iterator[torch.Tensor]:
+        """The flat in its window, [numel], to be read and changed. Waits for a window and for the bytes, under the
+        name of `lane`. Raises the error of a transfer."""
+        self._begin_use(flat, lane)
+        try:
+            assert flat.lease is not None, "it is in use"
+            yield flat.lease.view(flat.dtype, flat.numel)
+        finally:
+            with self._changed:
+                flat.num_users -= 1
+                self._changed.notify_all()
+
+    def read(self, flat: PagedFlat, offset: int, out: BufferView) -> Transfer | None:
+        """Bytes of the flat from `offset` on -> all of `out`; None where it holds nothing. Raises what the store
+        refuses."""
+        with self._changed:
+            if flat.lease is not None:
+                out.tensor.copy_(flat.lease.tensor[offset : offset + out.tensor.numel()])
+                return COMPLETED
+            return flat.home.tier.read(flat.home.slot, out, offset) if flat.is_stored else None
+
+    def keep(self, flat: PagedFlat) -> None:
+        """Leave the flat in its window until `drop`: an update copies it from there."""
+        with self._changed:
+            flat.is_kept = flat.lease is not None
+
+    def drop(self, flat: PagedFlat) -> None:
+        """Free the window, and forget the bytes: nothing needs them any more."""
+        with self._changed:
+            writing = flat.writing
+        if writing is not None:
+            with suppress(TieredZeroError):
+                self._finish_write(flat, writing)
+        with self._changed:
+            flat.is_kept = flat.is_stored = False
+            if flat.lease is not None:
+                self._free(flat)
+
+    def finish_writes(self) -> None:
+        """Wait for every write under way. Raises the first error."""
+        with self._changed:
+            writing = [(flat, flat.writing) for flat in self._open if flat.writing is not None]
+        for flat, transfer in writing:
+            self._finish_write(flat, transfer, "compute")
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _begin_use(self, flat: PagedFlat, lane: str) -> None:
+        """Give the flat a window with its bytes, and count a user."""
+        flat.was_opened = True
+        if flat.previous is not None:
+            self.drop(flat.previous)
+            flat.previous = None
+        while True:
+            with self._changed:
+                if (writing := flat.writing) is None:
+                    if flat.lease is not None:
+                        flat.num_users += 1
+                        return
+                    if (lease := self._pool.lease_nowait(flat.home.slot.nbytes, flat.name)) is not None:
+                        flat.num_users += 1
+                        flat.lease = lease
+                        self._open.append(flat)
+                        break
+                    if (oldest := self._begin_next_write()) is None:
+                        with self._recorder.span(lane, "wait_lease", flat.name):
+                            self._changed.wait(POLL_S)
+                        INTERRUPTS.check()
+                        continue
+                    victim, writing = oldest
+                else:
+                    victim = flat
+            self._finish_write(victim, writing, lane)
+        try:
+            with self._changed:
+                if self._writes_ahead and not self._pool.num_free:
+                    self._begin_next_write()
+            self._fill(flat, lease, lane)
+        except BaseException:
+            with self._changed:
+                flat.num_users -= 1
+                self._free(flat)
+            raise
+
+    def _fill(self, flat: PagedFlat, lease: Lease, lane: str) -> None:
+        if flat.is_stored:
+            with self._recorder.span(lane, "wait_grad", flat.name):
+                flat.home.tier.read(flat.home.slot, lease).wait()
+            return
+        view = lease.view(flat.dtype, flat.numel)
+        for part in flat.padding:
+            view[part] = 0
+
+    def _begin_next_write(self) -> tuple[PagedFlat, Transfer] | None:
+        """Start to write the oldest window that nothing uses, unless a write is under way; None where an update frees
+        one, or all are in use. Under the lock."""
+        for flat in self._open:
+            if flat.writing is not None:
+                return flat, flat.writing
+        if any(flat.is_kept for flat in self._open):
+            return None
+        for flat in self._open:
+            if not flat.num_users and flat.lease is not None:
+                flat.writing = flat.home.tier.write(flat.home.slot, flat.lease)
+                return flat, flat.writing
+        return None
+
+    def _finish_write(self, flat: PagedFlat, writing: Transfer, lane: str = "update") -> None:
+        """Wait for a write, and free its window. Where it fails the window stays as it is."""
+        is_stored = False
+        try:
+            with self._recorder.span(lane, "wait_grad", flat.name):
+                writing.wait()
+            is_stored = True
+        finally:
+            with self._changed:
+                if flat.writing is writing and writing.done():  # else the wait was interrupted
+                    flat.writing, flat.is_stored = None, is_stored
+                    if is_stored:
+                        self._free(flat)
+                self._changed.notify_all()
+
+    def _free(self, flat: PagedFlat) -> None:
+        """Under the lock."""
+        assert flat.lease is not None, "it has a window"
+        flat.lease.release()
+        flat.lease = None
+        self._open.remove(flat)
+        self._changed.notify_all()
