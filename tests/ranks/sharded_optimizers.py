@@ -299,7 +299,7 @@ def check_trainability(swap_path: str) -> None:
                     one.zero_grad()
                 assert same(plain, own), step
         logger.removeHandler(handler)
-        if int(os.environ["RANK"]) == 0:  # the others' warnings are filtered once an engine was in their process
+        if int(os.environ["RANK"]) == 0:  # a run that an earlier test of this process left open filters the others'
             assert sum("trainable parameters changed" in line for line in lines) == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -53,6 +54,37 @@ def collect(dtype: torch.dtype, numel: int) -> dict[str, Any]:
         "texts": [[len(text) for text in found] for found in texts],
         "bytes": [all(text == bytes([r]) * len(text) for r, text in enumerate(found)) for found in texts],
     }
+
+
+def warn() -> list[str]:
+    """Log a warning and an error before two runs, in both, in the second, and after them; return what is heard."""
+    logger, heard = logging.getLogger("tiered_zero"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+
+    def say(when: str) -> None:
+        logger.warning("warning %s", when)
+        logger.error("error %s", when)
+
+    try:
+        say("before")
+        first, second = open_collectives(30.0), open_collectives(30.0)
+        say("in both")
+        first.close()
+        say("in the second")
+        second.close()
+        say("after")
+    finally:
+        logger.removeHandler(handler)
+    return heard
+
+
+def test_warnings_come_from_rank_0_alone_while_a_run_is_open(ranks: RankPool) -> None:
+    first, second = ranks.run(warn, 2)
+    times = ["before", "in both", "in the second", "after"]
+    assert first == [f"{what} {when}" for when in times for what in ("warning", "error")]
+    assert second == [line for line in first if line not in ("warning in both", "warning in the second")]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -21,7 +21,6 @@ from tiered_zero.hardware.ranks.launcher import (
     is_initialized,
     launched_world_size,
     network_interface,
-    rank_here,
     world_size_here,
 )
 from tiered_zero.hardware.ranks.process_groups import ProcessGroups
@@ -105,16 +104,10 @@ def make_collectives(
     `dist_init_required`: False initializes no process group. `gather_numel`: elements that a gather moves at once, at
     most. Raises ModelError and RankError.
     """
-    logger.addFilter(_comes_from_rank_0)
     if world_size_here() == 1:
         return SingleRank(dist_init_required)
     ensure_many(timeout_s, dist_init_required)
     return ProcessGroups(timeout_s, gather_numel)
-
-
-def _comes_from_rank_0(record: logging.LogRecord) -> bool:
-    """Let notices and warnings come from rank 0 alone, which are the same on every rank; errors from each."""
-    return record.levelno >= logging.ERROR or rank_here() == 0
 
 
 def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> None:

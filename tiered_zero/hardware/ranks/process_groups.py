@@ -62,6 +62,18 @@ class _Phase(Enum):
     CLOSED = auto()
 
 
+@final
+class _SharedNotices(logging.Filter):
+    """Lets notices and warnings, which are the same on every rank, come from rank 0 alone; errors come from each."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR or self._rank == 0
+
+
 def _wait_each(started: Iterable[Any]) -> None:
     """Wait until every one of `started`, works of torch.distributed, has left its memory; raise the first error."""
     errors: list[Exception] = []
@@ -124,6 +136,8 @@ class ProcessGroups:
         self._phase = _Phase.NEW
         self._why_closed = "its engine was closed"
         self._caught: threading.Timer | None = None
+        self._notices = _SharedNotices(self.rank)
+        logger.addFilter(self._notices)
 
     def open(self) -> None:
         try:
@@ -349,6 +363,7 @@ class ProcessGroups:
         self._close_groups()
         self._close_lanes()
         self._phase = _Phase.CLOSED
+        logger.removeFilter(self._notices)
         if self._caught is not None:
             self._caught.cancel()
 
