@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.ranks.pool import RankPool
 from tests.support.imports import freeze_imports
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.io.preflight import filesystem_type, is_local
@@ -63,6 +64,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("cc") is None and (installed := find_library("_update")) is not None:
         return installed
     return compile_shared(UPDATE_SOURCE, tmp_path_factory.mktemp("native") / "_update.so")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """The processes of ranks that tests share."""
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

@@ -30,21 +30,14 @@ def check(path: str, share: float) -> str:
     return ""
 
 
-@pytest.fixture(scope="module")
-def pool():  # type: ignore[no-untyped-def]
-    ranks = RankPool()
-    yield ranks
-    ranks.close()
-
-
-def test_ranks_are_refused_together_with_the_need_of_each(pool: RankPool, swap_path: Path) -> None:
-    first, second = pool.run(check, 2, str(swap_path), 0.6)
+def test_ranks_are_refused_together_with_the_need_of_each(ranks: RankPool, swap_path: Path) -> None:
+    first, second = ranks.run(check, 2, str(swap_path), 0.6)
     assert first == second
     assert (
         first.startswith("The swap files of 2 ranks need ") and " together (rank 0 " in first and ", rank 1 " in first
     )
     assert f"free at {swap_path.resolve()}" in first
-    assert pool.run(check, 2, str(swap_path), 0.3) == ["", ""]
+    assert ranks.run(check, 2, str(swap_path), 0.3) == ["", ""]
 
 
 class Others:

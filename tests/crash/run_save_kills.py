@@ -3,9 +3,10 @@
     python run_save_kills.py DIRECTORY NUMBER SEED
 
 Each child goes on from the step that is there, and saves one step after another: every second one over the tag "same",
-the others under new tags, of which it keeps two. Prints a line of JSON for each child: the last step whose save has
-returned by then, the step that was found, how many temporary names were left, and how long the child lived, up to
-three times what the first save took. `latest` names a step that returned, or a later one that is complete.
+the others under new tags, of which it keeps two. Prints a line of JSON for each child: the last step that was known to
+be whole (from which it began, or whose save has returned), the step that was found, how many temporary names were left,
+and how long the child lived, up to three times what the first save took. `latest` names a step that returned, or a
+later one that is complete.
 """
 
 import json
@@ -43,6 +44,7 @@ def main() -> None:
     found = returned = 0
     save_s = 0.0
     for _ in range(number):
+        begun = found
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -66,7 +68,7 @@ def main() -> None:
         named = find_tag(path)[0].step
         assert returned <= named <= found, (returned, named, found)
         left = sum(name.startswith((".tmp", ".old")) for name in os.listdir(path))
-        print(json.dumps({"returned": returned, "found": found, "left": left, "life_s": life_s}), flush=True)
+        print(json.dumps({"known": max(begun, returned), "found": found, "left": left, "life_s": life_s}), flush=True)
 
 
 if __name__ == "__main__":

@@ -170,6 +170,7 @@ def test_killed_processes_leave_the_last_checkpoint_or_the_next(swap_path: Path)
     assert done.returncode == 0, done.stderr
     children = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(children) == 30 and any(child["left"] for child in children), "some are killed in the middle of a save"
-    assert all(child["found"] in (child["returned"], child["returned"] + 1) for child in children), children
+    # "known": from which it began, or that of its last save which returned; a save may be whole before it returns
+    assert all(child["found"] in (child["known"], child["known"] + 1) for child in children), children
     save_tag(swap_path / "ck", "end", tensors_of(0), 10**6)
     assert not [name for name in os.listdir(swap_path / "ck") if name.startswith((".tmp", ".old"))]

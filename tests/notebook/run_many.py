@@ -1,19 +1,14 @@
-"""The notebook's script under torchrun, once for each configuration: losses and weights of every run as JSON.
-
-    torchrun --nproc-per-node 4 run_many.py OUT CONFIG...
+"""The notebook's script in a rank, once for each configuration: losses and weights of every run.
 
 The script is run as it stands. Every rank reads the same batches, as in the notebook.
 """
 
 import contextlib
 import io
-import json
-import os
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 HERE = Path(__file__).parent
 
@@ -40,13 +35,10 @@ def run_script(config: str) -> dict[str, object]:
     return found
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def run_scripts(configs: Sequence[str]) -> dict[str, dict[str, object]]:
+    """By the name of the configuration's file."""
     sys.path.insert(0, str(HERE))
-    out, *configs = sys.argv[1:]
-    found = {Path(config).stem: run_script(config) for config in configs}
-    (Path(out) / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    try:
+        return {Path(config).stem: run_script(config) for config in configs}
+    finally:
+        sys.path.remove(str(HERE))

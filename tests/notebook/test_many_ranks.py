@@ -11,12 +11,12 @@ import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks.torchrun import run
+from tests.notebook.run_many import run_scripts
+from tests.ranks.pool import RankPool
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
@@ -59,26 +59,20 @@ def slope(weights: dict[str, list[float]]) -> float:
 
 
 @pytest.mark.slow
-def test_four_processes_train_as_one(tmp_path: Path) -> None:
+def test_four_processes_train_as_one(ranks: RankPool, tmp_path: Path) -> None:
     """Gradients are divided by four in fp16, which is exact but for the smallest: those round. Adam divides by their
     own size, so that such an element still moves by at most the rate in a step: two runs are apart by twice that in
     each update, and by the rounding of a weight to fp16. The loss is apart by that times its slope; twice that covers
     a slope that changes on the way."""
-    found: dict[int, list[dict[str, Any]]] = {}
-    for num_ranks in (1, 4):
-        scratch = tmp_path / str(num_ranks)
-        scratch.mkdir()
-        configs = list(write_configs(scratch))
-        run([str(HERE / "run_many.py"), str(scratch), *configs], scratch, num_ranks)
-        found[num_ranks] = [json.loads((scratch / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
-    (alone,), together = found[1], found[4]
+    configs = list(write_configs(tmp_path))
+    (alone,), together = (ranks.run(run_scripts, num_ranks, configs) for num_ranks in (1, 4))
     for name, one in alone.items():
-        ranks = [each[name] for each in together]
-        first = ranks[0]
+        own_ranks = [each[name] for each in together]
+        first = own_ranks[0]
         assert (first["world_size"], first["micro_batch"], one["micro_batch"]) == (4, 4, 16)
         assert first["stage"] == one["stage"] and first["num_steps"] == one["num_steps"] == 26
-        assert all(each["weights"] == first["weights"] and each["loss"] == first["loss"] for each in ranks)
-        assert all(each["printed"] == "" for each in ranks[1:]), "rank 0 prints"
+        assert all(each["weights"] == first["weights"] and each["loss"] == first["loss"] for each in own_ranks)
+        assert all(each["printed"] == "" for each in own_ranks[1:]), "rank 0 prints"
         assert (first["num_skipped"], first["loss_scale"]) == (one["num_skipped"], one["loss_scale"])
         num_updates = 26 - one["num_skipped"]
         moved = 2 * RATE * num_updates

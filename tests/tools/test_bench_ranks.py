@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ from tests.support.native_build import ROOT
 def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module("tools.bench.ranks")
-
-
-@pytest.fixture
-def ranks() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    pool.close()
 
 
 @pytest.mark.slow
