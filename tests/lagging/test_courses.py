@@ -209,6 +209,18 @@ def test_delayed_updates(device: LaggingDevice, swap_path: Path):
         assert_same_bits(expected, follow(lambda own: train(own, data_on_device), engine_for(course, swap_path)))
 
 
+@pytest.mark.parametrize(("accumulation", "clipping"), [(1, 0.0), (2, 0.5), (3, 0.0)])
+@on_device
+def test_gradients_on_nvme(device: LaggingDevice, accumulation: int, clipping: float, swap_path: Path):
+    """A window of host memory is written, read and used again while copies to it are late."""
+    expected = plain("fp32", accumulation, clipping)
+    course = Course(placement=("nvme", "nvme"), accumulation=accumulation, clipping=clipping)
+    for settings in ({"delay_seed": 1}, {"d2h_bytes_per_s": 8e6}):
+        device.set(**settings)
+        engine = engine_for(course, swap_path, gradients="nvme")
+        assert_same_bits(expected, follow(lambda own: train(own, data_on_device, 3, accumulation), engine))
+
+
 @on_device
 def test_calls_between_steps_see_every_update(device: LaggingDevice, swap_path: Path):
     """Weights that are lent, changed, copied and evaluated, while updates and copies are under way."""

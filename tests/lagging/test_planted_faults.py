@@ -88,7 +88,7 @@ def gradients_are_freed_early(patch: pytest.MonkeyPatch) -> None:
         if batch is not None:
             assert isinstance(batch.job, LaneTransfer)
             batch.job.check_launched()
-            batch.copies.clear()
+            batch.arrivals.clear()
 
     patch.setattr(InFlightGradients, "flush", flush_and_free)
 
@@ -112,9 +112,16 @@ FAULTS = {
     "compute does not wait for fetches": Fault(plant=compute_does_not_wait, settings=SLOW_H2D),
     "fetches do not wait for compute": Fault(plant=lane_does_not_wait("fetch"), settings=LATE_COMPUTE),
     "gradients do not wait for compute": Fault(plant=lane_does_not_wait("reduce"), settings=LATE_COMPUTE),
-    "staging buffers are reused early": Fault(plant=copies_do_not_finish, settings=SLOW_D2H, course=SUMS),
+    "copies do not finish": Fault(
+        plant=copies_do_not_finish, settings=SLOW_H2D, course=Course(placement=("nvme", "cpu"))
+    ),
     "marks of compute are early": Fault(plant=marks_are_early, settings=LATE_COMPUTE),
-    "the host does not wait": Fault(plant=host_does_not_wait, settings=SLOW_H2D, course=RESIDENT),
+    "the host does not wait for copies to the device": Fault(
+        plant=host_does_not_wait, settings=SLOW_H2D, course=RESIDENT
+    ),
+    "the host does not wait for copies from the device": Fault(
+        plant=host_does_not_wait, settings=SLOW_D2H, course=SUMS
+    ),
     "gradients are freed early": Fault(
         plant=gradients_are_freed_early,
         settings=SLOW_D2H,
