@@ -130,8 +130,7 @@ class UserParameters:
         if grad is not self._flat_grad[0]:
             flat = spec.flatten(grad.detach())
             self._flat_grad = grad, flat
-        flat = self._flat_grad[1]  # type: ignore[assignment]
-        return flat[segment.unit_start : segment.unit_start + segment.numel].to("cpu")
+        return segment.part_of(self._flat_grad[1]).to("cpu")  # type: ignore[arg-type]
 
     def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
         """They rest in memory."""

@@ -123,11 +123,24 @@ class StateLayout:
         """View the state array whose signs belong to the masters, [numel]; None where no array has such signs."""
         return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
 
-    def state(self, raw: torch.Tensor, piece: ParamPiece, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """View the state of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own shapes."""
+    def views(self, raw: torch.Tensor) -> dict[int, torch.Tensor]:
+        """View every state array, by its offset: once for the state of many pieces, for a view takes microseconds."""
+        return {array.offset: _view(raw, array) for array in self.arrays}
+
+    def state(
+        self,
+        raw: torch.Tensor,
+        piece: ParamPiece,
+        start: int,
+        stop: int,
+        views: Mapping[int, torch.Tensor] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """View the state of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own shapes.
+
+        `views`: of all arrays in `raw`, where the caller has them."""
         state = {}
         for array in self.arrays_for(piece):
-            view = _view(raw, array)
+            view = _view(raw, array) if views is None else views[array.offset]
             is_shared = array.piece is None
             state[array.field.name] = (
                 view[_part(array.field, start, stop)] if is_shared else _shaped(piece, array.field, view)

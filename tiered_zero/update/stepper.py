@@ -297,16 +297,19 @@ class StreamingStepper:
         runs: list[Run] = []
         stepped: list[list[ParamPiece]] = []
         masters, copy_unstepped = layout.master(work.raw), layout.masters.copy_unstepped
+        views = layout.views(work.raw)
         self._io.bind_outputs(work)
         for segment, out, grad in zip(work.subgroup.segments, work.outs, grads, strict=True):
             master = layout.masters.bind(masters[segment.start : segment.stop], out)
             position = 0  # in the segment, as are `first` and `last`
             for pieces in self._spans(work, segment, gradients):
                 first, last = pieces[0].start - segment.start, pieces[-1].stop - segment.start
-                parts = [master[first:last], grad[first:last], out[first:last]]
+                parts = [master, grad, out]
+                if last - first < segment.numel:
+                    parts = [part[first:last] for part in parts]
                 if not self._rule.elementwise:
                     parts = list(map(pieces[0].param.view, parts))
-                run = self._run(work, job, pieces, parts[0])
+                run = self._run(work, job, pieces, parts[0], views)
                 run.grad, run.out, run.grad_scale = parts[1], None if master is out else parts[2], job.grad_scale
                 runs.append(run)
                 stepped.append(pieces)
@@ -343,20 +346,27 @@ class StreamingStepper:
             last = piece
         return spans
 
-    def _run(self, work: SubGroupWork, job: UpdateJob, pieces: Sequence[ParamPiece], master: torch.Tensor) -> Run:
+    def _run(
+        self,
+        work: SubGroupWork,
+        job: UpdateJob,
+        pieces: Sequence[ParamPiece],
+        master: torch.Tensor,
+        views: Mapping[int, torch.Tensor],
+    ) -> Run:
         """A run over neighbouring pieces, its gradient and output still to be set. `master`: as the rule takes it, [n]
-        of neighbouring parameters, or one whole parameter."""
+        of neighbouring parameters, or one whole parameter. `views`: of the sub-group's state."""
         first = pieces[0]
-        state = work.layout.state(work.raw, first, first.start, pieces[-1].stop)
+        state = work.layout.state(work.raw, first, first.start, pieces[-1].stop, views)
         scalars = dict(self._scalars.get((work.subgroup.index, first.index), {}))
         return Run(master=master, grad=master, state=state, scalars=scalars, hyper=job.groups[first.group])
 
     def _initialize_state(self, work: SubGroupWork, job: UpdateJob) -> None:
         """Make a sub-group's state before its first step, when its tier holds none."""
         work.layout.initialize(work.raw)
-        masters = work.layout.master(work.raw)
+        masters, views = work.layout.master(work.raw), work.layout.views(work.raw)
         for piece in work.subgroup.pieces:
-            self._rule.init_state(self._run(work, job, [piece], masters[piece.start : piece.stop]))
+            self._rule.init_state(self._run(work, job, [piece], masters[piece.start : piece.stop], views))
         self._initialized.add(work.subgroup.index)
 
 
