@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tiered_zero.optim import OffloadedOptimizer
+from tiered_zero.optim import OffloadedOptimizer, pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 
@@ -204,3 +205,33 @@ def test_what_a_loop_changes_between_steps_is_seen(offload: dict[str, Any]) -> N
                 own.zero_grad(set_to_none=step > 3)
             assert_same(plain, ours)
         assert_same_state(pairs[0][1].state_dict(), optimizer.state_dict())
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that owns its memory and was made meanwhile."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view and result is not args[0]:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_a_strided_parameter_is_never_copied_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is cut into three sub-groups, at elements inside of its rows."""
+    monkeypatch.setattr(pipeline, "AUTO_SUB_GROUP_NUMEL", 2048)
+    torch.manual_seed(0)
+    strided = nn.Parameter(torch.randn(70, 6, 26)[:, :, ::2])
+    plain = nn.Parameter(strided.detach().clone())
+    reference = torch.optim.AdamW([plain], lr=1e-2)
+    with OffloadedOptimizer([strided], torch.optim.AdamW, {"device": "cpu"}, lr=1e-2) as optimizer:
+        for _ in range(3):
+            plain.grad = torch.randn(70, 6, 13)
+            strided.grad = plain.grad.clone()
+            reference.step()
+            with Largest() as made:
+                optimizer.step()
+            assert torch.equal(strided, plain) and not strided.is_contiguous()
+        assert made.numel < strided.numel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +47,8 @@ class UserParameters:
             raise ModelError("A parameter stands twice in a param group. Name each once: model.parameters() does.")
         self._places = [_place(param) for param in self.params]
         self._in_place = [is_in_place(param) for param in self.params]
-        self._flat_grad: tuple[Tensor | None, Tensor | None] = None, None
-        """The last gradient that was copied to be flat, and its copy."""
+        self._flat_grad: tuple[Tensor, Tensor] | None = None
+        """The last gradient, and its elements in the order of the parameter's memory, copied where they are in none."""
 
     def _add(self, name: str, param: Tensor, group: int) -> None:
         if handler_of(param) is not None:  # type: ignore[arg-type]
@@ -127,10 +127,9 @@ class UserParameters:
         grad = param.grad
         if grad is None:
             return torch.empty(0)
-        if grad is not self._flat_grad[0]:
-            flat = spec.flatten(grad.detach())
-            self._flat_grad = grad, flat
-        return segment.part_of(self._flat_grad[1]).to("cpu")  # type: ignore[arg-type]
+        if self._flat_grad is None or grad is not self._flat_grad[0]:
+            self._flat_grad = grad, spec.flatten(grad.detach())
+        return segment.part_of(self._flat_grad[1]).to("cpu")
 
     def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
         """They rest in memory."""
@@ -143,7 +142,7 @@ class UserParameters:
 
     def release_gradients(self) -> None:
         """Let go of what `part` has kept: the step has ended."""
-        self._flat_grad = None, None
+        self._flat_grad = None
 
     # -- the sink of parameters ----------------------------------------------------------------------------------------
 
@@ -158,8 +157,9 @@ class UserParameters:
 
     def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
         if window is not None:
-            flat = segment.unit.entries[0].param.flatten(self.params[segment.unit.index].detach())
-            window.tensor.view(segment.unit.dtype).copy_(segment.part_of(flat))
+            values = window.tensor.view(segment.unit.dtype)
+            for part, place in _parts(self.params[segment.unit.index].detach(), segment):
+                values[place : place + part.numel()].view(part.shape).copy_(part)
         return None
 
     def write(
@@ -168,17 +168,41 @@ class UserParameters:
         param, values = self.params[segment.unit.index].detach(), window.tensor.view(segment.unit.dtype)
 
         def copy() -> None:
-            if param.is_contiguous():
-                segment.part_of(param.view(-1)).copy_(values, non_blocking=True)
-            else:
-                flat = param.contiguous().view(-1)
-                segment.part_of(flat).copy_(values)
-                param.copy_(flat.view(param.shape))
+            for part, place in _parts(param, segment):
+                part.copy_(values[place : place + part.numel()].view(part.shape), non_blocking=on_lane)
 
+        on_lane = self._accelerator is not None and param.device == self._accelerator.device
         if self._accelerator is None or param.device.type == "cpu":
             copy()
             return COMPLETED, None
         return self._accelerator.lane("write_back").submit(copy, after=[after], holds=[param]), None
+
+
+def _parts(param: Tensor, segment: Segment) -> Iterator[tuple[Tensor, int]]:
+    """Cut a segment's elements of a parameter, in its order, into views: each, and its first element's place in the
+    segment. What is not contiguous is so never copied as a whole."""
+    if param.is_contiguous():
+        param = param.view(-1)
+    start, stop = segment.unit_start, segment.unit_start + segment.numel
+    for part, first in _boxes(param, start, stop):
+        yield part, first - start
+
+
+def _boxes(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[Tensor, int]]:
+    """Cut elements [start, stop) of a tensor, counted row by row: whole rows, and parts of the first and the last."""
+    if tensor.dim() <= 1:
+        yield tensor[start:stop] if tensor.dim() else tensor, start
+        return
+    row = tensor[0].numel()
+    first, last = -(-start // row), stop // row
+    if start < min(first * row, stop):
+        for part, place in _boxes(tensor[start // row], start % row, min(stop - start // row * row, row)):
+            yield part, place + start // row * row
+    if first < last:
+        yield tensor[first:last], first * row
+    if max(last, first) * row < stop:
+        for part, place in _boxes(tensor[last], 0, stop - last * row):
+            yield part, place + last * row
 
 
 def _place(param: Tensor) -> tuple[Any, ...]:
