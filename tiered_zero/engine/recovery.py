@@ -120,11 +120,13 @@ class StepRecovery:
 
     def recover(self) -> None:
         """Begin a call: latch where a call of this process was broken off at any line; else clear up after a forward or
-        backward past the engine that has failed, which nothing of ours has seen."""
+        backward past the engine that has failed, which nothing of ours has seen. Raises ModelError in a forked child,
+        which has no lane whose job would end."""
         if INTERRUPTS.num_broken != self._num_broken:
             self._latch_broken()
         is_backward = self._own_backward.has_failed
         if self._phase.now is Phase.IDLE and (is_backward or self._movers.pager.frames):
+            self._movers.pager.driver.process.check()
             self._phase.now = Phase.BACKWARD if is_backward else Phase.FORWARD
             self.fail_ranks(_caught_in_backward() if is_backward else None)
             self._end_failed()

@@ -97,6 +97,7 @@ class TrainStep:
             self.own_backward.notice()
         if is_direct:
             INTERRUPTS.install()
+            self.pager.driver.process.check()
             self.recover()
             if not torch.is_grad_enabled() or (is_root and not module.training):
                 self.policy.prepare_evaluation()
@@ -150,6 +151,7 @@ class TrainStep:
 
     def before_weights_read(self) -> None:
         """Wait for every update, and make a delayed one visible. Called by `gathered`, state_dict and copies."""
+        self.pager.driver.process.check()
         if not self.pager.is_running() and self.phase.now is Phase.IDLE:
             self.recover()
         self.policy.finish()
@@ -209,9 +211,7 @@ class TrainStep:
         return self.pager.idle_copy(param, self.before_weights_read)
 
     def recover(self) -> None:
-        """Clear up after a forward or backward past the engine that has failed; latch where a call was broken off.
-        Raises ModelError in a forked child, which has no lane whose job would end."""
-        self.pager.driver.process.check()
+        """Clear up after a forward or backward past the engine that has failed; latch where a call was broken off."""
         if not self.is_closed:
             self.recovery.recover()
 

@@ -170,10 +170,11 @@ class Pager:
             self.exit_frame()
 
     def enter_frame(self, units: Sequence[Unit]) -> None:
-        self.driver.check("A module's forward")
+        is_outermost, thread = not self.frames, threading.get_ident()
+        if is_outermost or self.frames[-1].thread != thread:  # else this thread is inside
+            self.driver.check("A module's forward")
         self.num_uses += 1
-        is_outermost = not self.frames
-        self.frames.append(frame := Frame(thread=threading.get_ident()))
+        self.frames.append(frame := Frame(thread=thread))
         if is_outermost:
             self.copies.end()  # of a state_dict that its own hooks broke off
             self.changes.refuse()

@@ -103,7 +103,8 @@ class SubGroupIO:
         for segment in layout.subgroup.segments:
             if self._params.view(segment, param_kind, on_device=on_device) is None:
                 nbytes += segment.nbytes
-            nbytes += self._gradient_nbytes(segment)
+        if self._gradient_dtypes:
+            nbytes += sum(map(self._gradient_nbytes, layout.subgroup.segments))
         if nbytes:
             assert self._staging is not None, "staged sub-groups are planned with staging buffers"
             lease = self._staging.lease_nowait(nbytes, f"sub-group {layout.subgroup.index}")
@@ -184,8 +185,8 @@ class SubGroupIO:
         return 0 if dtype is None else segment.numel * dtype.itemsize
 
     def read_gradients(self, work: SubGroupWork, gradients: GradientSource) -> None:
-        """Start to read the gradients that rest on NVMe, once; all of them have come."""
-        if work.grads is not None:
+        """Start to read the gradients that rest on NVMe, if any do, once; all of them have come."""
+        if not self._gradient_dtypes or work.grads is not None:
             return
         work.grads = []
         start = work.layout.nbytes if work.is_staged else 0
