@@ -85,5 +85,12 @@ def test_numel_of_scalars_and_empties(shape: tuple[int, ...], numel: int) -> Non
 
 
 def test_an_empty_parameter_takes_no_room_between_others() -> None:
-    unit = make_unit(0, [32, 0, 32])
-    assert [(entry.start, entry.stop) for entry in unit.entries] == [(0, 32), (32, 32), (32, 64)]
+    unit = make_unit(0, [128, 0, 128])
+    assert [(entry.start, entry.stop) for entry in unit.entries] == [(0, 128), (128, 128), (128, 256)]
+
+
+def test_a_parameter_is_aligned_as_a_tensor_of_its_own_is_on_an_accelerator() -> None:
+    """512 bytes, for any dtype: else a GEMM library may choose another kernel for it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        unit = make_unit(0, [1, 700, 3, 5000], dtype)
+        assert all(entry.start * dtype.itemsize % 512 == 0 for entry in unit.entries)

@@ -14,7 +14,7 @@ from tests.support.units import make_unit
 from tiered_zero.assembly.run_spec import planning_notices, specify_run
 from tiered_zero.config import load
 from tiered_zero.layout.flat import CUT_NUMEL, Unit, equal_bounds
-from tiered_zero.layout.subgroups import cut_subgroups
+from tiered_zero.layout.subgroups import cut_subgroups, sub_group_numel
 from tiered_zero.sizes import PAGE_NBYTES
 
 
@@ -214,6 +214,15 @@ def test_a_limit_that_would_leave_nothing_to_overlap(given_numel: int | None, nu
     assert max(sizes) == numel and len(sizes) > 1
     expected = [f"{given_numel} is a limit; sub-groups are cut at {numel} elements"] if given_numel == 10**8 else []
     assert [line.partition(": ")[2] for line in planning_notices(run_spec)] == expected
+
+
+def test_state_that_is_updated_where_it_rests_is_cut_into_fewer_pieces() -> None:
+    def numel(total: int, **how: bool) -> int:
+        return sub_group_numel(10**9, [make_unit(0, [total])], **how)
+
+    assert numel(7 * 10**9, in_place=True) == 1 << 24 and numel(7 * 10**9) == 1 << 20
+    assert 124_000_000 / 66 < numel(124_000_000, in_place=True) < 124_000_000 / 60, "units wait for their own updates"
+    assert numel(5_000_000, in_place=True) == numel(5_000_000) == 1 << 20
 
 
 @pytest.mark.parametrize(("given_numel", "numel"), [(100, 10240), (10240, 10240), (20000, 20480)])

@@ -30,6 +30,7 @@ from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.rank_facts import compare_facts
 from tiered_zero.plan.request import (
     Limits,
+    PlanRequest,
     SubGroupSize,
     plan_request,
     splits_masters_off_device,
@@ -125,7 +126,7 @@ def specify_run(
             "Set zero_optimization.stage to 2, where each rank steps parameters of its own, or take Adam, AdamW, SGD, "
             "Adagrad or Lion."
         )
-    size = sub_group_numel(config.zero_optimization.sub_group_size, units)
+    size = sub_group_numel(config.zero_optimization.sub_group_size, units, in_place=_updates_in_place(request))
     rank = ranks.rank if request.ranks.shards_state else None
     subgroups = cut_subgroups(
         units, group_of, size, elementwise=rule.elementwise, apart=request.state.is_split, rank=rank
@@ -291,6 +292,11 @@ def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
     return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
 
 
+def _updates_in_place(request: PlanRequest) -> bool:
+    """Whether an accelerator's state rests in memory, all of it on one tier."""
+    return not request.update.shares_cores and request.state.tier != "nvme" and not request.state.is_split
+
+
 def _limits(config: Config, model: nn.Module, given: Limits, ranks: Collectives) -> Limits:
     """Bytes that this rank may use on each tier: those `given` go before the config's and the machine's.
 
@@ -362,7 +368,7 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
             "stay on the device. Set tiered_zero.activations.limit, or offload more to nvme."
         )
     given = zero.sub_group_size
-    numel = sub_group_numel(given, run_spec.units)
+    numel = sub_group_numel(given, run_spec.units, in_place=_updates_in_place(plan.request))
     if numel < given < 1_000_000_000:  # DeepSpeed's default asks for nothing, here and below
         lines.append(f"zero_optimization.sub_group_size: {given} is a limit; sub-groups are cut at {numel} elements")
     elif numel > max(given, CUT_NUMEL):

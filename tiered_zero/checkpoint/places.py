@@ -23,7 +23,7 @@ from tiered_zero.checkpoint.portable import (
 )
 from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, TensorEntry
 from tiered_zero.checkpoint.tensors import describe
-from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, Unit
+from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, Unit
 from tiered_zero.layout.subgroups import Segment
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import align_up
@@ -203,4 +203,4 @@ def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, tor
         if not buffer.numel():
             continue
         yield name, buffer, position
-        position = align_up(position + buffer.numel() * buffer.dtype.itemsize, PARAM_ALIGNMENT_NBYTES)
+        position = align_up(position + buffer.numel() * buffer.dtype.itemsize, PACKED_ALIGNMENT_NBYTES)

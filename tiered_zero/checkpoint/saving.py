@@ -16,7 +16,7 @@ from tiered_zero.checkpoint.pipeline import run_ahead
 from tiered_zero.checkpoint.places import CopiedPlaces, pack
 from tiered_zero.checkpoint.portable import RunState, StateSnapshot
 from tiered_zero.concurrency.transfer import Transfer, wait_all, wait_quietly
-from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, Unit
+from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, Unit
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.store.record_writer import RecordWriter
@@ -175,5 +175,5 @@ def needed_nbytes(state: RunState, buffers: Iterable[torch.Tensor], with_frozen:
     slots = sum(layout.nbytes for layout in state.own_layouts)
     segments = (one for layout in state.own_layouts if layout.masters.needs_params for one in layout.subgroup.segments)
     units = sum(own.nbytes for own in state.saved_units(with_frozen))
-    packed = sum(align_up(buffer.nbytes, PARAM_ALIGNMENT_NBYTES) for buffer in buffers)
+    packed = sum(align_up(buffer.nbytes, PACKED_ALIGNMENT_NBYTES) for buffer in buffers)
     return slots + sum(segment.nbytes for segment in segments) + units + align_up(packed, PAGE_NBYTES)

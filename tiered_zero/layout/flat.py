@@ -11,8 +11,12 @@ from typing import Any, TypeVar, cast
 
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
-PARAM_ALIGNMENT_NBYTES = 128
-"""Start of each parameter in its flat: two cache lines, which every GEMM library accepts."""
+PARAM_ALIGNMENT_NBYTES = 512
+"""Start of each parameter in its flat, as torch's allocators align a tensor on an accelerator: GEMM libraries choose
+their kernels by the alignment of operands, and another kernel may add in another order."""
+
+PACKED_ALIGNMENT_NBYTES = 128
+"""Start of each buffer among those that are packed for a checkpoint, where nothing computes."""
 
 CUT_NUMEL = PAGE_NBYTES // 2
 """Shards and sub-groups end at multiples of this many elements: a page even in 16 bit, so that any tier can write a

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tiered_zero.errors import ModelError
-from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, ParamSpec
+from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, ParamSpec
 from tiered_zero.layout.units import ModuleSpec
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
@@ -97,4 +97,4 @@ def packed_nbytes(buffers: Iterable[torch.Tensor]) -> int:
     """Sum whole pages of buffers that lie one after another, each at a multiple of 128 bytes; at least as many bytes as
     they take on any device, where small floats may be fp32."""
     sizes = (buffer.numel() * max(buffer.dtype.itemsize, 4) for buffer in buffers)
-    return align_up(sum(align_up(nbytes, PARAM_ALIGNMENT_NBYTES) for nbytes in sizes), PAGE_NBYTES)
+    return align_up(sum(align_up(nbytes, PACKED_ALIGNMENT_NBYTES) for nbytes in sizes), PAGE_NBYTES)
