@@ -30,7 +30,7 @@ take_step(engine, 2)  # and is not saved
 print(digest(engine), flush=True)
 if sys.argv[3] == "raise":
     raise RuntimeError("the script failed")
-time.sleep(60 if sys.argv[3] == "wait" else 0)
+time.sleep(500 if sys.argv[3] == "wait" else 0)
 """
 ENDINGS = {"end": ("end", None), "raise": ("raise", None), "SIGTERM": ("wait", signal.SIGTERM)}
 ENDINGS["Ctrl-C"] = ("wait", signal.SIGINT)

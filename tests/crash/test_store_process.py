@@ -42,7 +42,7 @@ def start(swap_path: Path) -> Iterator[Start]:
     """Runs the program above in a child until it has said "ready"."""
     children = []
 
-    def begin(act: str = "", end: str = "time.sleep(60)", path: str = "") -> subprocess.Popen[str]:
+    def begin(act: str = "", end: str = "time.sleep(500)", path: str = "") -> subprocess.Popen[str]:
         child = subprocess.Popen(
             [sys.executable, "-c", PROGRAM.format(act=act, end=end), path or str(swap_path)],
             cwd=ROOT,
@@ -155,9 +155,9 @@ def test_committed_state_of_a_dead_run_is_removed_on_demand(swap_path: Path, sta
         ("", 0),
         ("sys.exit(3)", 3),
         ("raise ValueError", 1),
-        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", -signal.SIGINT),
-        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", -signal.SIGTERM),
-        ("os.kill(os.getpid(), signal.SIGHUP); time.sleep(60)", -signal.SIGHUP),
+        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(500)", -signal.SIGINT),
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(500)", -signal.SIGTERM),
+        ("os.kill(os.getpid(), signal.SIGHUP); time.sleep(500)", -signal.SIGHUP),
         ("store.close(); store.close()", 0),
         ("del store, directory, record; import gc; gc.collect()", 0),
     ],
@@ -182,7 +182,12 @@ def test_the_programs_own_handler_decides(swap_path: Path, start: Start, when: s
     handler = "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'mine\\n'), sys.exit(5)))"
     program = PROGRAM if when == "after" else PROGRAM.replace("directory =", handler + "\ndirectory =")
     child = subprocess.Popen(
-        [sys.executable, "-c", program.format(act=handler if when == "after" else "", end="time.sleep(60)"), swap_path],
+        [
+            sys.executable,
+            "-c",
+            program.format(act=handler if when == "after" else "", end="time.sleep(500)"),
+            swap_path,
+        ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,

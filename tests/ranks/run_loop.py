@@ -62,7 +62,7 @@ def train(stage: int, swap: str) -> dict[str, object]:
 def fail(how: str, out: Path, swap: str) -> None:
     """All ranks train; rank 1 stops to after its third step, in the way that `how` names."""
     rank = int(os.environ["RANK"])
-    config = make_config(1, swap, comm_timeout_s=4 if how == "stop" else 120)
+    config = make_config(1, swap, comm_timeout_s=10 if how == "stop" else 120)
     engine, *_ = deepspeed.initialize(model=build_model(), config=config)
     for step in range(1000):
         engine.backward(engine(torch.ones(2, 6)).sum())

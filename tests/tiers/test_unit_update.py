@@ -79,7 +79,7 @@ def test_taking_the_rest_waits_for_the_unit_to_be_made() -> None:
     assert waiting.is_alive() and not found and not unit_update.computed.done()
     unit_update.add_pending(PART, part(2), copy)
     unit_update.computed.complete()
-    waiting.join(10)
+    waiting.join(300)
     unit_update.computed.wait()
     assert unit_update.computed.done() and not unit_update.written.done()
     assert found == [[]] and values(target) == [1, 2]

@@ -36,7 +36,7 @@ class Stepper:
 
     def step(self, job: Any) -> None:
         for index in self.order:
-            assert self.may_write[index].wait(30)
+            assert self.may_write[index].wait(300)
             if index == self.failing:
                 raise OSError("the disk is full")
             if index in job.unit_updates:

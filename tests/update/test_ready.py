@@ -40,5 +40,5 @@ def test_a_notification_ends_one_wait_even_if_it_came_before() -> None:
     waiting.join(0.05)
     assert waiting.is_alive()
     queue.notify()
-    waiting.join(10.0)
+    waiting.join(300)
     assert not waiting.is_alive() and queue.peek() is None

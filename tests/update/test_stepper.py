@@ -310,7 +310,7 @@ def test_what_is_expected_is_read_while_gradients_are_waited_for() -> None:
             wait_for(lambda index=index: f"s{index + 2}" in reads(world), index)  # type: ignore[misc]
     assert sorted(reads(world)) == ["s2", "s3", "s4", "s5"], "s0 and s1 at the end of the last step"
     queue.close()
-    stepping.join(10.0)
+    stepping.join(300)
     assert not stepping.is_alive()
     world.check()
     world.check_buffers()

@@ -127,7 +127,7 @@ def test_close_wakes_who_waits_and_names_who_holds(arena, recorder, ledger, capl
     with caplog.at_level(logging.ERROR, "tiered_zero"):
         pool.close()
         pool.close()
-    thread.join(5)
+    thread.join(300)
     assert len(errors) == 1 and "closed" in errors[0] and "sub-group 8" in errors[0]
     assert ["sub-group 7" in record.getMessage() for record in caplog.records] == [True]
     assert ledger.now("host") == 0

@@ -119,7 +119,7 @@ def test_every_rank_raises_the_same_text() -> None:
         text, wanted = calls[rank]
         ranks[rank].num_calls[wanted.group] += 1
         ranks[rank].post_wait(text, wanted)
-        barrier.wait(10)
+        barrier.wait(300)
         ranks[rank].check_blocked()
 
     first, second = on_each(2, wait)
