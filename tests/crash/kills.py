@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +63,7 @@ def kill_script(directory: Path, swap_path: Path, case: tuple[str, str, str], nu
     """Kill a script that commits in place after each step. Raises AssertionError on a lost step and on other bits."""
     save_dir = directory / "saved"
     save_dir.mkdir(mode=0o700)
-    program = [sys.executable, "-m", run_commits.__name__, str(swap_path), str(save_dir), str(num_kills), str(seed)]
-    done = subprocess.run([*program, *case], capture_output=True, text=True, cwd=ROOT)
+    done = run_forked("-m", run_commits.__name__, swap_path, save_dir, num_kills, seed, *case)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     expected, durable = found["expected"], 0
@@ -100,10 +97,9 @@ def kill_ranks(directory: Path, swap_path: Path, case: RankCase, num_kills: int,
     lost, on other bits, and where ranks hold different steps."""
     save_dir = directory / "saved"
     save_dir.mkdir(mode=0o700)
-    program = [sys.executable, "-m", run_rank_commits.__name__, str(swap_path), str(save_dir), str(num_kills)]
+    program = ["-m", run_rank_commits.__name__, swap_path, save_dir, num_kills, seed]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*program, str(seed), str(case.world_size), str(case.stage), case.state_format, str(case.num_hosts)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = run_forked(*program, case.world_size, case.stage, case.state_format, case.num_hosts, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     expected, starts, world_size = found["expected"], found["starts"], case.world_size

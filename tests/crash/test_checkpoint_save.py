@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ import torch
 from tests.fakes.crash_disk import Operation, fates
 from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
+from tests.support.forked import run_forked
 from tests.support.tags import equal_bits, load_tag, save_tag
 from tiered_zero.checkpoint import directory, save_directory, tag_writer
 from tiered_zero.checkpoint.directory import find_tag, list_tags
@@ -161,12 +160,7 @@ def test_the_replay_notices_a_missing_sync(
 def test_killed_processes_leave_the_last_checkpoint_or_the_next(swap_path: Path) -> None:
     """30 real kill -9 at random moments of processes that save, replace and prune."""
     program = ROOT / "tests/crash/run_save_kills.py"
-    done = subprocess.run(
-        [sys.executable, str(program), str(swap_path / "ck"), "30", "1"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = run_forked(program, swap_path / "ck", 30, 1)
     assert done.returncode == 0, done.stderr
     children = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(children) == 30 and any(child["left"] for child in children), "some are killed in the middle of a save"
