@@ -52,6 +52,7 @@ def config(
             "update": update,
             "state_format": state_format,
             "activations": {**nvme, "limit": "1MiB", "min_nbytes": 1024},
+            "gradients": "nvme",
             "checkpoint": checkpoint,
         },
     }

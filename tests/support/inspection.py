@@ -39,11 +39,11 @@ def activations(engine: tiered_zero.Engine) -> ActivationMover:
 
 
 def gradient_traffic(engine: tiered_zero.Engine) -> dict[str, int]:
-    """Bytes of gradients that were read from NVMe and written there."""
+    """Bytes of gradients that were read from NVMe (unverified: without a checksum) and written there."""
     flats = [each.paged for each in engine._inspect().gradients._units.values() if each.paged is not None]
     tier = flats[0].home.tier
     assert isinstance(tier, NvmeTier)
-    return {kind: sum(tier.store.nbytes(kind).values()) for kind in ("read", "write")}
+    return {kind: sum(tier.store.nbytes(kind).values()) for kind in ("read", "unverified", "write")}
 
 
 def policy(engine: tiered_zero.Engine) -> UpdatePolicy:

@@ -31,7 +31,7 @@ class World:
         for index in range(num_flats):
             slot = rig.tier.reserve(f"gradient/{index}", 2 * NUMEL, "gradient")
             padding = (slice(NUMEL - 8, NUMEL),)
-            self.flats.append(PagedFlat(Home(rig.tier, slot), self.windows, torch.bfloat16, NUMEL, padding))
+            self.flats.append(PagedFlat(Home(rig.tier, slot), self.windows, torch.bfloat16, NUMEL, padding=padding))
 
     def fill(self, index: int, value: float) -> None:
         with self.windows.open(self.flats[index], "reduce") as flat:

@@ -75,6 +75,10 @@ def make_gradients(
     if tiers.gradient_windows is not None:
         in_backward = plan.update_policy.optimizer_in_backward
         windows = FlatWindows(tiers.gradient_windows, runtime.recorder, writes_ahead=not in_backward)
+    cuts: dict[int, list[int]] = {}
+    for layout in run_spec.layouts:
+        for segment in layout.subgroup.segments:
+            cuts.setdefault(segment.unit.index, []).append(segment.unit_start)
     units = [
         UnitGradients.reserve(
             unit,
@@ -84,6 +88,7 @@ def make_gradients(
             has_spare=plan.delayed,
             shard=None if plan.gradients.rank is None else unit.shard(plan.gradients.rank),
             windows=windows,
+            cuts=cuts.get(unit.index, ()),
         )
         for unit in trainable
     ]

@@ -83,9 +83,11 @@ class UnitGradients:
         has_spare: bool,
         shard: range | None = None,
         windows: FlatWindows | None = None,
+        cuts: Iterable[int] = (),
     ) -> UnitGradients:
         """Reserve the slots that the unit's gradients rest in, `nbytes` each. `windows`: of a tier that cannot be
-        addressed."""
+        addressed; `cuts`: the first elements of what the update reads of it, in the unit's flat."""
+        start = 0 if shard is None else shard.start
         numel = unit.numel if shard is None else len(shard)
         padding = tuple(_padding(unit)) if shard is None else ()
         flats: list[torch.Tensor] = []
@@ -97,7 +99,8 @@ class UnitGradients:
             slot = tier.reserve(f"{kind}/{unit.index}", nbytes, "gradient")
             if (raw := tier.view(slot)) is None:
                 assert windows is not None, "gradients on nvme are planned with windows"
-                paged.append(PagedFlat(Home(tier, slot), windows, dtype, numel, padding))
+                own_cuts = [cut - start for cut in cuts]
+                paged.append(PagedFlat(Home(tier, slot), windows, dtype, numel, cuts=own_cuts, padding=padding))
                 flats.append(torch.empty(0, dtype=dtype, device="cpu"))
                 continue
             flats.append(flat := typed_view(raw, dtype, numel))

@@ -8,6 +8,8 @@ what a window still holds at the end of backward is never written: the update co
 of a sub-group's gradients beside its state. Where an update that began in backward holds all that it needs of a unit,
 its window is kept for it: backward then waits for the update in place of writing, and no gradient sees the disk.
 
+A flat is written in the stretches that the update reads, so that each is verified by checksums of its own.
+
 Records are scratch: no commit names them, and they end with the run. A checkpoint is of the state between two steps,
 where there are no gradients.
 """
@@ -15,14 +17,16 @@ where there are no gradients.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import final
 
 import torch
 
 from tiered_zero.concurrency.interrupts import INTERRUPTS, POLL_S
-from tiered_zero.concurrency.transfer import COMPLETED, Transfer
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all, wait_quietly
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.telemetry.spans import Recorder
@@ -34,15 +38,24 @@ from tiered_zero.tiers.tier import BufferView
 class PagedFlat:
     """The flat [numel] of one unit's gradients, or of a rank's shard, in one step. Its fields are `FlatWindows`'.
 
-    It holds nothing until it is opened, and after `FlatWindows.drop`: its bytes are undefined then. `padding`: elements
+    It holds nothing until it is opened, and after `FlatWindows.drop`: its bytes are undefined then. `dtype`: of the
+    elements. `cuts`: the first elements of stretches that are read by themselves, besides 0. `padding`: elements
     between and behind entries, which are zero in every window.
     """
 
     def __init__(
-        self, home: Home, windows: FlatWindows, dtype: torch.dtype, numel: int, padding: tuple[slice, ...] = ()
+        self,
+        home: Home,
+        windows: FlatWindows,
+        dtype: torch.dtype,
+        numel: int,
+        *,
+        cuts: Iterable[int] = (),
+        padding: tuple[slice, ...] = (),
     ) -> None:
         self.home, self.windows = home, windows
         self.dtype, self.numel, self.padding = dtype, numel, padding
+        self.cuts = tuple(sorted({0, numel, *cuts}))
         self.lease: Lease | None = None
         """Of its window, whose bytes are newer than those of the record."""
         self.writing: Transfer | None = None
@@ -61,13 +74,41 @@ class PagedFlat:
         """Return the flat of the next step, which is opened once nothing needs this one."""
         if not self.was_opened:
             return self
-        flat = PagedFlat(self.home, self.windows, self.dtype, self.numel, self.padding)
+        flat = PagedFlat(self.home, self.windows, self.dtype, self.numel, cuts=self.cuts, padding=self.padding)
         flat.previous = self
         return flat
 
     @property
     def name(self) -> str:
         return self.home.slot.name
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Writes(Transfer):
+    """The writes of one flat."""
+
+    parts: Sequence[Transfer]
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.parts)
+
+    def wait(self) -> None:
+        wait_all(self.parts)
+
+
+def _write(flat: PagedFlat, lease: Lease) -> Transfer:
+    """Start to write a window to the flat's record."""
+    parts: list[Transfer] = []
+    try:
+        for first, stop in pairwise(index * flat.dtype.itemsize for index in flat.cuts):
+            part = BufferView(lease.tensor[first:stop], lease.memory[first:stop])
+            parts.append(flat.home.tier.write(flat.home.slot, part, first))
+    except Exception:
+        for transfer in parts:
+            wait_quietly(transfer)
+        raise
+    return _Writes(parts=parts)
 
 
 @final
@@ -188,7 +229,7 @@ class FlatWindows:
             return None
         for flat in self._open:
             if not flat.num_users and flat.lease is not None:
-                flat.writing = flat.home.tier.write(flat.home.slot, flat.lease)
+                flat.writing = _write(flat, flat.lease)
                 return flat, flat.writing
         return None
 
