@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tiered_zero
-from tests.support.inspection import differences, everything, layouts, policy
+from tests.support.inspection import differences, everything, layouts, policy, state_view
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint import saving
@@ -116,12 +116,12 @@ def test_an_update_waits_for_its_own_bytes_alone(
         train(engine, 2, 3)
         held = policy(engine)._stepper._held
         assert [held[index].done() for index in (0, 1, 2)] == [True, True, False]
-        second, third = (layouts(engine)[index].subgroup for index in (1, 2))
-        steps = policy(engine)._stepper.scalars
-        while steps(second, second.pieces[0])["step"] == 2.0:
+        second, third = layouts(engine)[1:3]
+        scalars = state_view(engine).scalars
+        while scalars.of(second)[0]["step"] == 2.0:
             threading.Event().wait(0.001)  # the update runs on its lane
-        assert steps(second, second.pieces[0])["step"] == 3.0
-        assert steps(third, third.pieces[0])["step"] == 2.0
+        assert scalars.of(second)[0]["step"] == 3.0
+        assert scalars.of(third)[0]["step"] == 2.0
         assert not any(info.complete for info in list_tags(tmp_path))
         gate.set()
         assert differences(expected, everything(engine)) == []

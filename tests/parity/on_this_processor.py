@@ -68,7 +68,7 @@ def compare_steps(name: str, kernel: UpdateKernel | None) -> bool:
         scalars={},
         hyper=hyper,
     )
-    rule.init_state(run)
+    rule.init_state(run.state, hyper)
     for step in range(6):
         param.grad = torch.randn(numel) * 10.0 ** (torch.rand(numel) * 6 - 3)
         run.grad = param.grad.clone()

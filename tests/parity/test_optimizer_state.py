@@ -20,7 +20,7 @@ from tests.support.models import ParityGPT, batch, groups
 from tests.support.trainers import Plain, named_weights, same_bits, tiered, train
 from tiered_zero.errors import BudgetError, ModelError, TransferError
 from tiered_zero.rules.native_rules import Lion
-from tiered_zero.update import optimizer_state
+from tiered_zero.update import optimizer_state, state_view
 
 Maker = Callable[[nn.Module], Optimizer]
 
@@ -321,10 +321,10 @@ def test_a_broken_transfer_while_state_is_loaded_stops_training(
     run(engine, 0)
     saved = engine.optimizer.state_dict()
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise TransferError("planted")
 
-    monkeypatch.setattr(optimizer_state.OptimizerState, "_fill", fail)
+    monkeypatch.setattr(state_view.StateView, "fill", fail)
     with pytest.raises(TransferError, match="planted"):
         engine.optimizer.load_state_dict(saved)
     with pytest.raises(tiered_zero.errors.TieredZeroError, match="planted"):

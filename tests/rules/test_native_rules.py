@@ -38,7 +38,7 @@ def kernel(library: Path) -> Iterator[UpdateKernel]:
 def make_run(rule: NativeRule, master: torch.Tensor, hyper: dict[str, Any]) -> Run:
     state = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in rule.state_fields(tuple(master.shape), hyper)}
     run = Run(master=master, grad=torch.empty(0), state=state, scalars={}, hyper=hyper)
-    rule.init_state(run)
+    rule.init_state(run.state, hyper)
     return run
 
 

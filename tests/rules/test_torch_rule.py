@@ -121,7 +121,7 @@ def new_run(rule: TorchRule, master: torch.Tensor, hyper: dict[str, Any]) -> Run
         scalars={},
         hyper=hyper,
     )
-    rule.init_state(run)
+    rule.init_state(run.state, hyper)
     return run
 
 

@@ -23,8 +23,8 @@ from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.slots import read_slot
 from tiered_zero.tiers.tier import HostBuffer, Slot
-from tiered_zero.update.masters import Masters
 from tiered_zero.update.policy import UpdatePolicy
+from tiered_zero.update.state_view import StateView
 from tiered_zero.update.stepper import StreamingStepper
 
 
@@ -68,6 +68,10 @@ def stepper(engine: tiered_zero.Engine) -> StreamingStepper:
     return policy(engine)._stepper
 
 
+def state_view(engine: tiered_zero.Engine) -> StateView:
+    return stepper(engine)._view
+
+
 def inventory(engine: tiered_zero.Engine) -> Inventory:
     return pager(engine)._inventory
 
@@ -87,7 +91,7 @@ def free_nbytes(store: SwapStore) -> int:
 
 def layouts(engine: tiered_zero.Engine) -> list[StateLayout]:
     """Of every sub-group, in the order of their indices."""
-    return list(stepper(engine)._layouts)
+    return list(state_view(engine).layouts)
 
 
 def units(engine: tiered_zero.Engine) -> list[Unit]:
@@ -171,27 +175,25 @@ def everything(engine: tiered_zero.Engine) -> dict[str, Any]:
     found: dict[str, Any] = dict(engine.module.state_dict())  # first: it waits for an update that is still running
     found["lr"] = engine.get_lr()
     found["scheduler"] = engine.lr_scheduler.last_epoch if engine.lr_scheduler else None
-    own = stepper(engine)
-    for (index, piece), scalars in own._scalars.items():
-        found[f"scalars {index}.{piece}"] = {name: float(value) for name, value in scalars.items()}
-    for layout in own._layouts:
-        nbytes = layout.nbytes if layout.subgroup.index in own._initialized else layout.master_nbytes
-        home = inventory(engine).home(layout.subgroup, "state")
-        found[f"state {layout.subgroup.index}"] = read_slot(home, 0, nbytes, own._io._staging)
+    view = state_view(engine)
+    for layout in view.layouts:
+        index = layout.subgroup.index
+        for piece, scalars in view.scalars.of(layout).items():
+            found[f"scalars {index}.{piece}"] = {name: float(value) for name, value in scalars.items()}
+        nbytes = layout.nbytes if view.scalars.has_state(layout) else layout.master_nbytes
+        found[f"state {index}"] = read_slot(view.inventory.home(layout.subgroup, "state"), 0, nbytes, view.staging)
     return found
 
 
 def masters(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
     """Unit -> its fp32 masters, in whatever format they rest."""
     engine.flush()
-    own = stepper(engine)
-    found = Masters(own._layouts, own._io._inventory, own._io._staging)
     values: dict[str, torch.Tensor] = {}
     for unit in units(engine):
         if unit.trainable:
             is_here = pager(engine).is_resident(unit)
             params = pager(engine).storage(unit).flat if is_here else pager(engine).offloaded_params.read(unit)
-            values[f"{unit.index} {unit.name}"] = found.read(unit, params)
+            values[f"{unit.index} {unit.name}"] = state_view(engine).read_masters(unit, params)
     return values
 
 

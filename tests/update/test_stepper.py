@@ -28,6 +28,7 @@ from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.update.eager import ReadyQueue, UpdateJob
 from tiered_zero.update.places import UnitParameters
+from tiered_zero.update.state_view import StateView
 from tiered_zero.update.stepper import StreamingStepper
 
 LATE = 10**9
@@ -48,8 +49,8 @@ class Momentum(UpdateRule):
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
         return [StateField(name="m", shape=shape, dtype=torch.float32)]
 
-    def init_state(self, run: Run) -> None:
-        run.state["m"].fill_(0.5)
+    def init_state(self, state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]) -> None:
+        state["m"].fill_(0.5)
 
     def update(self, runs: Sequence[Run]) -> None:
         self._log.append(("update", f"s{len(self.num_runs)}"))
@@ -156,14 +157,9 @@ class World:
         out_nbytes = sum(unit.nbytes for unit in units)
         buffer_nbytes = max(layout.nbytes for layout in self.layouts) + out_nbytes
         self.staging = StagingPool(arena, buffer_nbytes, num_buffers, "staging", self.runtime.recorder, 5.0)
-        self.stepper = StreamingStepper(
-            self.layouts,
-            self.rule,
-            self.inventory,
-            self.runtime,
-            self.staging,
-            UnitParameters(self.inventory, self.runtime, lambda unit: torch.empty(0)),
-        )
+        params = UnitParameters(self.inventory, self.runtime, lambda unit: torch.empty(0))
+        view = StateView(self.layouts, self.rule, self.inventory, self.staging)
+        self.stepper = StreamingStepper(view, self.runtime, params)
 
     def step(self, gradients: Gradients | None = None, grad_scale: float = 1.0, **job: Any) -> None:
         gradients = gradients or Gradients(self)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from tiered_zero.assembly.homes import make_commits
-from tiered_zero.assembly.machine import Machine, Source, find_source, nvme_paths, open_machine, open_runtime
+from tiered_zero.assembly.machine import Machine, find_source, nvme_paths, open_machine, open_runtime
 from tiered_zero.assembly.model import PlacedModel, place_model
 from tiered_zero.assembly.parts import make_observers
 from tiered_zero.assembly.run_spec import RunSpec, planning_notices
@@ -74,7 +74,7 @@ def build(
             machine = open_machine(run_spec, runtime, source, resources)
             placed = place_model(run_spec, machine, source, handle, resources)
             own_state = run_spec.source.state  # the handle hides it once it is connected
-            engine = _join(run_spec, machine, placed, source, handle, scheduler, loader, resources)
+            engine = _join(run_spec, machine, placed, scheduler, loader, resources)
             INTERRUPTS.check()  # what comes now is undone no more
             if handle is not None:
                 own_state.clear()  # the optimizer has it again when the engine ends
@@ -114,15 +114,13 @@ def _join(
     run_spec: RunSpec,
     machine: Machine,
     placed: PlacedModel,
-    source: Source,
-    handle: TieredOptimizer | None,
     scheduler: Any,
     loader: TrainingLoader | None,
     resources: Teardown,
 ) -> Engine:
     """Make the engine of what was built, and resume the checkpoint that was found."""
-    config, step = run_spec.config, placed.step
-    values = FullValues(step=step, masters=placed.masters, state=placed.state, groups=run_spec.source.param_groups)
+    config, step, handle, source = run_spec.config, placed.step, placed.handle, placed.source
+    values = FullValues(step=step, view=placed.run_state.view, state=placed.state, groups=run_spec.source.param_groups)
     resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
     values.register()
     driver = DriverState(

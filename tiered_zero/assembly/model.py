@@ -35,10 +35,10 @@ from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
 from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer
-from tiered_zero.update.masters import Masters
 from tiered_zero.update.optimizer_state import OptimizerState
 from tiered_zero.update.param_shards import ParamShards
 from tiered_zero.update.places import UnitParameters
+from tiered_zero.update.state_view import StateView
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")
@@ -46,12 +46,14 @@ logger = logging.getLogger("tiered_zero")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedModel:
-    """A model whose parameters are on their tiers, and what moves them. `copies`: durable ones, for commits in place;
-    None without such commits. `adopted`: see `Source.adoption`."""
+    """A model whose parameters are on their tiers, and what moves them. `source`: of their values. `handle`: the
+    optimizer that the user gets; None where the run evaluates. `copies`: durable ones, for commits in place; None
+    without such commits. `adopted`: see `Source.adoption`."""
 
+    source: Source
+    handle: TieredOptimizer | None
     step: TrainStep
     whole: WholeWeights
-    masters: Masters
     run_state: RunState
     state: OptimizerState
     copies: DurableCopies | None
@@ -61,34 +63,31 @@ class PlacedModel:
 def place_model(
     run_spec: RunSpec, machine: Machine, source: Source, handle: TieredOptimizer | None, resources: Teardown
 ) -> PlacedModel:
-    """Build the movers, give every parameter its home and its first value, and hook the modules. `handle`: the
-    optimizer that the user gets; None where the run evaluates."""
+    """Build the movers, give every parameter its home and its first value, and hook the modules."""
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
-    masters = Masters(run_spec.layouts, inventory, tiers.state_staging)
-    step, pager, stepper, whole = _make_step(run_spec, machine, masters, handle, resources)
+    view = StateView(run_spec.layouts, run_spec.rule, inventory, tiers.state_staging)
+    step, pager, stepper, whole = _make_step(run_spec, machine, view, handle, resources)
     run_state = RunState(
         module=run_spec.model,
         specs=list(run_spec.specs.values()),
         units=run_spec.units,
-        layouts=run_spec.layouts,
+        view=view,
         trained=run_spec.trained,
         is_sharded=run_spec.plan.request.ranks.shards_state,
-        rule=run_spec.rule,
         stepper=stepper,
         inventory=inventory,
         runtime=runtime,
-        state_staging=tiers.state_staging,
         param_staging=tiers.param_staging,
         param_flat=_flats(pager),
     )
     copies = make_copies(run_spec, machine.copy_homes, run_state)
     adopted = None
     if source.adoption is not None and copies is not None:
-        adopted = AdoptedValues(state=run_state, masters=masters, copies=copies)
-    state = _make_state(run_spec, machine, stepper)
+        adopted = AdoptedValues(state=run_state, copies=copies)
+    state = _make_state(run_spec, machine, view)
     if source.adoption is None:
         state.check(run_spec.source.state, run_spec.source.param_groups)
-    _place_values(run_spec, machine, source, masters, pager, step, adopted)
+    _place_values(run_spec, machine, source, view, pager, step, adopted)
     trainable = [unit for unit in run_spec.units if unit.trainable]
     step.visible_gradients.open([param for unit in trainable for param in run_spec.params_of(unit)])
     hooks = ModuleHooks(run_spec.model, run_spec.units, step)
@@ -99,9 +98,10 @@ def place_model(
     elif any(run_spec.source.state.values()):
         logger.warning("the optimizer's own state is left out: the run goes on with what was committed")
     return PlacedModel(
+        source=source,
+        handle=handle,
         step=step,
         whole=whole,
-        masters=masters,
         run_state=run_state,
         state=state,
         copies=copies,
@@ -110,13 +110,13 @@ def place_model(
 
 
 def _make_step(
-    run_spec: RunSpec, machine: Machine, masters: Masters, handle: TieredOptimizer | None, resources: Teardown
+    run_spec: RunSpec, machine: Machine, view: StateView, handle: TieredOptimizer | None, resources: Teardown
 ) -> tuple[TrainStep, Pager, StreamingStepper, WholeWeights]:
     """Build the movers, and the object that orders them."""
     config, plan = run_spec.config, run_spec.plan
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
-    cuts = masters.cuts if masters.need_params else None
-    offloaded_params = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts, runtime.collectives)
+    cuts = view.cuts if view.need_params else None
+    offloaded_params = OffloadedParams(inventory, tiers.param_staging, view.follow, cuts, runtime.collectives)
     activations = make_activations(run_spec, tiers, runtime, resources)
     pager = Pager(runtime, inventory, offloaded_params, plan.pager_limits, CallPhase(), activations)
     resources.add("pager", pager.close)
@@ -128,15 +128,7 @@ def _make_step(
     visible_gradients = VisibleGradients(gradients, runtime.collectives.world_size)
     resources.add("param.grad", visible_gradients.close)
     params = UnitParameters(inventory, runtime, _flats(pager))
-    stepper = StreamingStepper(
-        run_spec.layouts,
-        run_spec.rule,
-        inventory,
-        runtime,
-        tiers.state_staging,
-        params,
-        paged_gradients(run_spec),
-    )
+    stepper = StreamingStepper(view, runtime, params, paged_gradients(run_spec))
     whole = whole_weights(run_spec, runtime, pager)
     policy = make_policy(run_spec, stepper, inventory, runtime, whole, gradients)
     resources.add("prefetch", stepper.cancel_prefetch)
@@ -170,19 +162,18 @@ def _make_step(
     return step, pager, stepper, whole
 
 
-def _make_state(run_spec: RunSpec, machine: Machine, stepper: StreamingStepper) -> OptimizerState:
-    collectives, staging = machine.runtime.collectives, machine.tiers.state_staging
+def _make_state(run_spec: RunSpec, machine: Machine, view: StateView) -> OptimizerState:
     is_sharded = run_spec.plan.request.ranks.shards_state
-    shards = ParamShards(collectives, run_spec.units, run_spec.trained, is_sharded=is_sharded)
+    shards = ParamShards(machine.runtime.collectives, run_spec.units, run_spec.trained, is_sharded=is_sharded)
     named = {spec.name: param for param, spec in run_spec.specs.items()}
-    return OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, machine.inventory, staging, shards)
+    return OptimizerState(named, view, shards)
 
 
 def _place_values(
     run_spec: RunSpec,
     machine: Machine,
     source: Source,
-    masters: Masters,
+    view: StateView,
     pager: Pager,
     step: TrainStep,
     adopted: AdoptedValues | None,
@@ -191,7 +182,7 @@ def _place_values(
     collectives = machine.runtime.collectives
     materializer = Materializer(run_spec.model, source.weights, run_spec.specs)
     resumed = None if adopted is None else adopted.flat
-    placer = UnitPlacer(pager=pager, handler=step, store_masters=masters.store, ranks=collectives, resumed=resumed)
+    placer = UnitPlacer(pager=pager, handler=step, store_masters=view.store_masters, ranks=collectives, resumed=resumed)
     materialize_model(materializer, run_spec.units, run_spec.params_of, placer)
     materializer.move_buffers(machine.runtime.accelerator.device, collectives)
 

@@ -11,7 +11,7 @@ import torch
 
 from tiered_zero.checkpoint.driver import join_states, own_state
 from tiered_zero.checkpoint.places import CopiedPlaces, list_tensors
-from tiered_zero.checkpoint.portable import RunState, StateSnapshot
+from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.saving import StateSaver, needed_nbytes
 from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.tag_manifest import WrittenBy
@@ -22,6 +22,7 @@ from tiered_zero.config.schema import Config
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.sizes import MIB
+from tiered_zero.update.state_view import Scalars
 from tiered_zero.version import __version__
 
 _MOST_COPIED_NBYTES = 64 * MIB
@@ -85,20 +86,19 @@ class Capture:
         state: RunState,
         tag: TagWriter,
         ready: Transfer,
-        snapshot: StateSnapshot,
+        scalars: Scalars,
         free: Callable[[int], None] = lambda subgroup: None,
     ) -> Share:
         """Write what this rank saves, and begin to make it durable. `ready`: what compute writes of device memory.
         `free`: called with each sub-group that has been read."""
         ready.wait()
-        places = CopiedPlaces(snapshot)
-        found = list_tensors(state, places, snapshot, self.buffers.items(), with_frozen=self.with_frozen)
+        found = list_tensors(state, CopiedPlaces(scalars), scalars, self.buffers.items(), with_frozen=self.with_frozen)
         with torch.no_grad():
-            StateSaver(state, snapshot, tag.writer, free).save(self.buffers, self.params, self.with_frozen)
+            StateSaver(state, scalars, tag.writer, free).save(self.buffers, self.params, self.with_frozen)
         return Share(
             tensors=found.tensors(),
             records=found.records,
-            scalars={name: encode(own, f"state of {name}") for name, own in snapshot.scalars.items()},
+            scalars={name: encode(own, f"state of {name}") for name, own in scalars.by_name().items()},
             driver=own_state(self.fields["driver"]),
             stores=[tag.writer.finish()],
         )

@@ -219,19 +219,19 @@ class Checkpoints:
         """Write all of it behind an update, before the next begins."""
         self._state.stepper.cancel_prefetch()  # it holds staging buffers, which the save needs
         try:
-            return capture.write(self._state, tag, ready, self._state.snapshot())
+            return capture.write(self._state, tag, ready, self._state.view.scalars)
         finally:
             self._state.stepper.prefetch()
 
     def _begin_async(self, save: QueuedSave, capture: Capture, ready: Transfer) -> None:
         """Write it on a lane of its own: the next update waits for each sub-group's bytes alone."""
-        held, read = {layout.subgroup.index: SaveRead(save) for layout in self._state.layouts}, SaveRead(save)
+        held, read = {layout.subgroup.index: SaveRead(save) for layout in self._state.view.layouts}, SaveRead(save)
 
         def free(subgroup: int) -> None:
             held[subgroup].complete()
 
         def write() -> None:
-            capture.publish(save.tag, [capture.write(self._state, save.tag, ready, snapshot, free)])
+            capture.publish(save.tag, [capture.write(self._state, save.tag, ready, scalars, free)])
 
         def job() -> None:
             try:
@@ -244,7 +244,7 @@ class Checkpoints:
 
         save.tag.writer.yield_to_training()
         try:
-            snapshot = self._state.snapshot()
+            scalars = self._state.view.scalars.copy()
             self._state.stepper.hold(held, read)
             self._state.runtime.accelerator.lane("save").submit(job)
         except BaseException as error:
@@ -340,11 +340,9 @@ class Checkpoints:
         state, manifest = self._state, adoption.manifest
         matched, driver = self._check(manifest, LoadParts())
         self._commits.revert()
-        for layout in state.layouts:
+        for layout in state.view.layouts:
             if layout.subgroup.index in adoption.initialized:
-                names = {piece.index: piece.param.name for piece in layout.subgroup.pieces}
-                own = {index: matched.states[name] for index, name in names.items() if name in matched.states}
-                state.stepper.replace_scalars(layout.subgroup, own)
+                state.view.scalars.replace(layout, matched.scalars(layout))
         values.restore_buffers()
         self.resumed = adoption.found.path, self._driver.restore(driver)
 

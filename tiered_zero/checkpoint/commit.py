@@ -105,19 +105,19 @@ class Commits:
     def share(self, driver: Mapping[str, Any], commit_id: str) -> Share:
         """Write the copies of what updates write, and list what this rank commits. Between two updates. `driver`: as
         `encode` gives it. `commit_id`: of `new_swap`; that of rank 0 is taken. Raises StoreError, TransferError."""
-        state, snapshot = self._state, self._state.snapshot()
+        state, scalars = self._state, self._state.view.scalars
         self._copies.write_updated()
         saves_buffers = state.runtime.collectives.rank == 0
-        found = list_tensors(state, self._places, snapshot, state.named_buffers() if saves_buffers else ())
+        found = list_tensors(state, self._places, scalars, state.named_buffers() if saves_buffers else ())
         return Share(
             tensors=found.tensors(),
             records=found.records,
-            scalars={name: encode(own, f"scalars of {name}") for name, own in snapshot.scalars.items()},
+            scalars={name: encode(own, f"scalars of {name}") for name, own in scalars.by_name().items()},
             driver=driver,
             rank=RankPart(
                 stores=[_location(store) for store in self._stores],
                 layout=self._layout,
-                initialized=sorted(snapshot.initialized),
+                initialized=scalars.subgroups,
             ),
             commit_id=commit_id,
         )

@@ -17,23 +17,17 @@ import torch
 
 from tiered_zero.checkpoint.matching import Matched
 from tiered_zero.checkpoint.pipeline import run_ahead
-from tiered_zero.checkpoint.portable import RunState, field_range, field_spec
+from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.reader import Target, TargetReading, TensorReader
-from tiered_zero.checkpoint.tensors import copy_values, in_memory_order
+from tiered_zero.checkpoint.tensors import copy_values, in_memory_order, torch_dtype
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
 from tiered_zero.rules.quantized import decode, encode
-from tiered_zero.rules.rule import Run
-from tiered_zero.rules.state_formats import split_master
-from tiered_zero.rules.state_layout import StateLayout
-from tiered_zero.sizes import PAGE_NBYTES, align_up
+from tiered_zero.rules.state_layout import StateLayout, gaps
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.update.subgroup_io import SubGroupWork
 
 _BLOCK = QUANTIZED_BLOCK_NUMEL
-_STEP_NUMEL = 1 << 16
-"""Masters that are split at once: temporaries stay small."""
-
 _CONVERTED_AHEAD = 2
 """Sub-groups that take memory besides their state while they are read."""
 
@@ -67,6 +61,8 @@ class StateLoader:
         self, state: RunState, reader: TensorReader, matched: Matched, groups: Sequence[Mapping[str, Any]]
     ) -> None:
         self._state = state
+        self._view = state.view
+        self._io = state.stepper.io
         self._reader = reader
         self._tensors = reader.manifest.tensors
         self._matched = matched
@@ -78,7 +74,7 @@ class StateLoader:
 
     def load(self) -> None:
         """Where this raises some values are new and some old. Raises CorruptionError, StoreError, TransferError."""
-        run_ahead(self._state.io, self._state.layouts, self._begin, self._end)
+        run_ahead(self._io, self._view.layouts, self._begin, self._end)
         for unit in self._state.units:
             if unit.index not in self._state.updated_units:
                 self._load_unit(unit)
@@ -100,8 +96,7 @@ class StateLoader:
         """Begin to read a sub-group's values; None while no staging buffer is free, or too many take memory besides."""
         if not self._has_room():
             return None
-        io, keeps = self._state.io, self._keeps_values(layout)
-        has_state = self._state.stepper.has_state(layout)
+        io, keeps, has_state = self._io, self._keeps_values(layout), self._view.scalars.has_state(layout)
         if (work := io.open_nowait(layout, "param", initialized=has_state, reads=keeps)) is None:
             return None
         try:
@@ -111,7 +106,7 @@ class StateLoader:
             entries = _entries(layout)
             masters = self._masters(layout, work, keeps, entries)
             stepped = [piece for piece in layout.subgroup.pieces if piece.param.name in self._matched.states]
-            self._clear_state(layout, work.raw, stepped)
+            layout.clear(work.raw, stepped)
             targets, conversions = self._state_targets(layout, work.raw, stepped)
             reading = self._reader.submit([*self._value_targets(entries, masters), *targets])
         except BaseException:
@@ -136,34 +131,15 @@ class StateLoader:
             convert()
         self._store_masters(layout, work, loading.masters)
         if loading.stepped:
-            self._initialize_others(layout, work, loading.masters)
-            scalars = {piece.index: self._matched.states[piece.param.name] for piece in loading.stepped}
-            self._state.stepper.replace_scalars(layout.subgroup, scalars)
+            others = [piece for piece in layout.subgroup.pieces if piece.param.name not in self._matched.states]
+            self._view.initialize(layout, work.raw, others, self._groups)
+            self._view.scalars.replace(layout, self._matched.scalars(layout))
         else:
-            self._state.stepper.drop_state(layout.subgroup)
+            self._view.scalars.drop(layout)
         if layout.masters.needs_params:
             self._joined.append(loading.masters)
         after = self._state.runtime.accelerator.record_compute()
-        self._state.io.write(work, {}, after, masters_alone=not loading.stepped)
-
-    def _clear_state(self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]) -> None:
-        """Set to zero what of the state no target of `stepped` fills: padding, and the pieces without state."""
-        if self._state.rule.elementwise and any(
-            [len(layout.arrays_for(piece)) < len(layout.arrays) for piece in stepped]
-        ):
-            raw[layout.state_start : layout.nbytes].zero_()
-            return
-        filled = {piece.index for piece in stepped}
-        gaps = _gaps([(piece.start, piece.stop) for piece in stepped], layout.subgroup.numel)
-        for array in layout.arrays:
-            field, end = array.field, array.offset + array.field.nbytes
-            if array.piece is None:
-                for start, stop in gaps:
-                    first, last = (-(-at // field.block_numel) * field.dtype.itemsize for at in (start, stop))
-                    raw[array.offset + first : array.offset + last].zero_()
-            elif array.piece not in filled:
-                raw[array.offset : end].zero_()
-            raw[end : align_up(end, PAGE_NBYTES)].zero_()
+        self._io.write(work, {}, after, masters_alone=not loading.stepped)
 
     def _masters(
         self, layout: StateLayout, work: SubGroupWork, keeps: bool, entries: Sequence[_Placed]
@@ -172,7 +148,7 @@ class StateLoader:
         they are now where some of them stay."""
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)
-            for start, stop in _gaps([(first, last) for _, _, first, last in entries], layout.subgroup.numel):
+            for start, stop in gaps([(first, last) for _, _, first, last in entries], 0, layout.subgroup.numel):
                 masters[start:stop].zero_()
             return masters
         numel, device = layout.subgroup.numel, work.raw.device
@@ -180,11 +156,8 @@ class StateLoader:
         if whole.numel() < numel or whole.device != device:
             whole = torch.empty(numel, device=device)
         joined = whole[:numel].zero_()
-        remainder, marks = layout.master(work.raw), layout.marks(work.raw)
-        assert marks is not None, "a format that needs parameters keeps marks"
         for segment, params in zip(layout.subgroup.segments, work.outs, strict=True) if keeps else ():
-            own = slice(segment.start, segment.stop)
-            joined[own] = layout.masters.join((remainder[own], marks[own]), params)
+            joined[segment.start : segment.stop] = layout.masters.join(layout.master_parts(work.raw, segment), params)
         return joined
 
     def _value_targets(self, entries: Sequence[_Placed], masters: torch.Tensor) -> Iterator[Target]:
@@ -200,33 +173,31 @@ class StateLoader:
         self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]
     ) -> tuple[list[Target], list[Callable[[], object]]]:
         """List targets for the state of pieces, and what converts it, once they are filled, from another format."""
-        elementwise, tensors = self._state.rule.elementwise, self._tensors
+        elementwise, tensors = self._view.rule.elementwise, self._tensors
         targets: list[Target] = []
         conversions: list[Callable[[], object]] = []
         for piece in stepped:
             name = self._saved_name(piece)
+            start = piece.param_start if elementwise else 0
             views = layout.state(raw, piece, piece.start, piece.stop)
-            for field in layout.fields(piece):
-                scale = f"{field.name}_scale"
-                if field.name.endswith("_scale") and field.name.removesuffix("_scale") in views:
+            for field, shaped in views.items():
+                if field.endswith("_scale") and field.removesuffix("_scale") in views:
                     continue  # with its codes
-                key, view = f"{field.name}/{name}", in_memory_order(views[field.name])
-                start, stop = field_range(piece, field, elementwise)
-                spec = field_spec(piece.param, field, elementwise)
-                param = piece.param if spec.shape == piece.param.shape else None
+                key, scale, view = f"{field}/{name}", f"{field}_scale", in_memory_order(shaped)
+                param = piece.param if elementwise or shaped.shape == piece.param.shape else None
                 own_coded, saved_coded = scale in views, f"{scale}/{name}" in tensors
-                if own_coded == saved_coded and tensors[key].dtype == spec.dtype:
+                saved_dtype = torch_dtype(tensors[key].dtype)
+                if own_coded == saved_coded and saved_dtype == view.dtype:
                     targets.append(_target(key, start, view, param))
                     if own_coded:
                         targets.append(_target(f"{scale}/{name}", start // _BLOCK, views[scale]))
                     continue
-                floats = torch.empty(stop - start, device=raw.device)
+                floats = torch.empty(view.numel(), device=raw.device)
                 if saved_coded:
-                    codes = torch.empty(stop - start, dtype=getattr(torch, tensors[key].dtype), device=raw.device)
-                    first, last = start // _BLOCK, -(-stop // _BLOCK)
-                    scales = torch.empty(last - first, device=raw.device)
+                    codes = torch.empty(view.numel(), dtype=saved_dtype, device=raw.device)
+                    scales = torch.empty(-(-view.numel() // _BLOCK), device=raw.device)
                     targets.append(_target(key, start, codes, param))
-                    targets.append(_target(f"{scale}/{name}", first, scales))
+                    targets.append(_target(f"{scale}/{name}", start // _BLOCK, scales))
                     conversions.append(partial(decode, codes, scales, floats, None))
                 else:
                     targets.append(_target(key, start, floats, param))
@@ -238,31 +209,12 @@ class StateLoader:
 
     def _store_masters(self, layout: StateLayout, work: SubGroupWork, masters: torch.Tensor) -> None:
         """Set parameters to their masters, rounded, and what of masters rests in another form."""
-        if not layout.masters.needs_params:
-            for segment, out in zip(layout.subgroup.segments, work.outs, strict=True):
-                copy_values(out, masters[segment.start : segment.stop])
-            return
-        remainders, marks = layout.master(work.raw), layout.marks(work.raw)
-        assert marks is not None, "a format that needs parameters keeps marks"
         for segment, out in zip(layout.subgroup.segments, work.outs, strict=True):
-            for first in range(0, segment.numel, _STEP_NUMEL):
-                stop = min(first + _STEP_NUMEL, segment.numel)
-                own = slice(segment.start + first, segment.start + stop)
-                params, remainder, mark = split_master(masters[own])
-                out[first:stop].copy_(params)
-                remainders[own].copy_(remainder)
-                marks[own].copy_(torch.where(mark, -marks[own].abs(), marks[own].abs()))
-
-    def _initialize_others(self, layout: StateLayout, work: SubGroupWork, masters: torch.Tensor) -> None:
-        """Make the state of the pieces that have none yet, beside those that have."""
-        for piece in layout.subgroup.pieces:
-            if piece.param.name not in self._matched.states:
-                own = masters[piece.start : piece.stop]
-                own = own if self._state.rule.elementwise else piece.param.view(own)
-                state = layout.state(work.raw, piece, piece.start, piece.stop)
-                self._state.rule.init_state(
-                    Run(master=own, grad=own, state=state, scalars={}, hyper=self._groups[piece.group])
-                )
+            own = masters[segment.start : segment.stop]
+            if layout.masters.needs_params:
+                layout.masters.replace(layout.master_parts(work.raw, segment), own, out)
+            else:
+                copy_values(out, own)
 
     # -- parameters without a master, and buffers ----------------------------------------------------------------------
 
@@ -328,13 +280,3 @@ def _entries(layout: StateLayout) -> list[_Placed]:
         for entry, low, high in segment.entries():
             found.append(_Placed(entry.param, low - entry.start, before + low, before + high))
     return found
-
-
-def _gaps(ranges: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """Return what disjoint `ranges`, in order, leave of [0, numel)."""
-    gaps, position = [], 0
-    for start, stop in [*ranges, (numel, numel)]:
-        if position < start:
-            gaps.append((position, start))
-        position = stop
-    return gaps

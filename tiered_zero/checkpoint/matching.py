@@ -18,6 +18,7 @@ from tiered_zero.layout.flat import ParamSpec
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
 from tiered_zero.rules.optimizer_copy import same
 from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.update.state_view import StateView
 
 logger = logging.getLogger("tiered_zero")
 
@@ -59,6 +60,11 @@ class Matched:
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
 
+    def scalars(self, layout: StateLayout) -> dict[int, dict[str, Any]]:
+        """Return those of a sub-group's pieces whose state is taken over."""
+        names = {piece.index: piece.param.name for piece in layout.subgroup.pieces}
+        return {index: self.states[name] for index, name in names.items() if name in self.states}
+
 
 def match(state: RunState, manifest: TagManifest, options: LoadOptions) -> Matched:
     """Raises ModelError where the checkpoint is of another model, StoreError for values that cannot be read, and
@@ -74,8 +80,8 @@ def match(state: RunState, manifest: TagManifest, options: LoadOptions) -> Match
         if (key := buffers.get(name)) is not None:
             _check_value(key, tensors[key], tuple(buffer.shape), buffer.dtype)
     states: dict[str, dict[str, Any]] = {}
-    if options.with_state and state.layouts:
-        states = _StateMatcher(state, manifest).match(params, options.convert)
+    if options.with_state and state.view.layouts:
+        states = _StateMatcher(state.view, manifest).match(params, options.convert)
     return Matched(params=params, states=states, buffers=buffers)
 
 
@@ -151,8 +157,8 @@ def _check_value(key: str, entry: TensorEntry, shape: tuple[int, ...], dtype: to
 class _StateMatcher:
     """Matches state arrays, parameter by parameter."""
 
-    def __init__(self, state: RunState, manifest: TagManifest) -> None:
-        self._state = state
+    def __init__(self, view: StateView, manifest: TagManifest) -> None:
+        self._view = view
         self._manifest = manifest
         self._kinds = sorted({key.partition("/")[0] for key in manifest.tensors} - {*VALUE_KINDS})
 
@@ -163,7 +169,7 @@ class _StateMatcher:
         found: dict[str, dict[str, Any]] = {}
         last: dict[str, Any] = {}
         num_rounded = 0
-        for layout in self._state.layouts:
+        for layout in self._view.layouts:
             for piece in layout.subgroup.pieces:
                 name = params.get(piece.param.name, "").partition("/")[2]
                 if name not in stepped or piece.param.name in found:
@@ -177,7 +183,7 @@ class _StateMatcher:
         return found
 
     def _check_rule(self) -> None:
-        manifest, own = self._manifest, self._state.rule.name
+        manifest, own = self._manifest, self._view.rule.name
         if manifest.scalars and manifest.written_by.rule != own:
             raise ModelError(
                 f"The checkpoint {manifest.tag} was expected to hold optimizer state of {own}; it is that of "
@@ -201,7 +207,7 @@ class _StateMatcher:
     def _scalars(self, encoded: Any, name: str) -> dict[str, Any]:
         try:
             decoded = decode(encoded)
-            return self._state.rule.load_scalars(decoded)
+            return self._view.rule.load_scalars(decoded)
         except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
             raise StoreError(
                 f"The step count of {name} in checkpoint {self._manifest.tag} cannot be read ({error}). Load another "
@@ -217,14 +223,14 @@ class _StateMatcher:
         planned = {kind for kind in fields if kind.removesuffix("_scale") not in fields.keys() - {kind}}
         if saved != planned:
             raise ModelError(
-                f"{self._state.rule.name} was planned with the state arrays {sorted(planned)} of {piece.param.name}; "
+                f"{self._view.rule.name} was planned with the state arrays {sorted(planned)} of {piece.param.name}; "
                 f"the checkpoint {tag} has {sorted(saved)}. Give the optimizer the options that it was saved with "
                 "(momentum, amsgrad ...)."
             )
         num_rounded = 0
         for kind in sorted(planned):
             entry, own = tensors[f"{kind}/{name}"], fields[kind]
-            spec = field_spec(piece.param, own, self._state.rule.elementwise)
+            spec = field_spec(piece.param, own, self._view.rule.elementwise)
             is_coded = f"{kind}_scale" in kinds
             _check_shape(f"{kind}/{name}", entry, spec.shape)
             if is_coded and entry.order != spec.order:
@@ -238,7 +244,7 @@ class _StateMatcher:
             if entry.dtype == spec.dtype and is_coded == (f"{kind}_scale" in fields):
                 continue
             known = entry.dtype == _CODES.get(kind == "exp_avg") if is_coded else entry.dtype in _FLOATS
-            if not self._state.rule.elementwise or not known:
+            if not self._view.rule.elementwise or not known:
                 raise ModelError(
                     f"{kind} of {piece.param.name} was expected to be {spec.dtype}; the checkpoint {tag} has "
                     f"{entry.dtype}. Load one that this optimizer has written."

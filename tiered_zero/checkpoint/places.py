@@ -15,8 +15,8 @@ import torch
 
 from tiered_zero.checkpoint.portable import (
     RunState,
-    StateSnapshot,
     buffer_key,
+    field_range,
     field_spec,
     master_key,
     param_key,
@@ -28,6 +28,7 @@ from tiered_zero.layout.subgroups import Segment
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import align_up
 from tiered_zero.tiers.inventory import Home
+from tiered_zero.update.state_view import Scalars
 
 Place = tuple[RecordName, int]
 """A record, and the first byte in it."""
@@ -91,8 +92,8 @@ class CommittedPlaces(RecordPlaces):
 class CopiedPlaces(RecordPlaces):
     """Records of a full save: of a sub-group its slot and, where they are half of masters, its parameters behind."""
 
-    def __init__(self, snapshot: StateSnapshot) -> None:
-        self._snapshot = snapshot
+    def __init__(self, scalars: Scalars) -> None:
+        self._scalars = scalars
 
     def state(self, layout: StateLayout) -> RecordName:
         return RecordName(0, f"state/{layout.subgroup.index}")
@@ -109,7 +110,7 @@ class CopiedPlaces(RecordPlaces):
 
     def state_nbytes(self, layout: StateLayout) -> int:
         """Bytes of the slot that there are."""
-        return layout.nbytes if layout.subgroup.index in self._snapshot.initialized else layout.master_nbytes
+        return layout.nbytes if self._scalars.has_state(layout) else layout.master_nbytes
 
 
 @final
@@ -142,20 +143,25 @@ class TensorList:
 def list_tensors(
     state: RunState,
     places: RecordPlaces,
-    snapshot: StateSnapshot,
+    scalars: Scalars,
     buffers: Iterable[tuple[str, torch.Tensor]],
     *,
     with_frozen: bool = True,
 ) -> TensorList:
-    """List everything that this rank saves of a run. `buffers`: by name, where this rank saves them. Any thread, while
-    nothing is updated."""
+    """List everything that this rank saves of a run. `scalars`: of now. `buffers`: by name, where this rank saves them.
+    Any thread."""
     found = TensorList()
     for layout in state.own_layouts:
-        _list_subgroup(found, state, places, snapshot, layout)
+        _list_subgroup(found, state, places, scalars, layout)
     for unit in state.saved_units(with_frozen):
-        for own in state.unit_ranges(unit):
-            described = describe(unit.dtype, own.param.shape, own.param.order)
-            found.add(own.key, described, own.start, own.stop, (places.unit(unit), own.first * unit.itemsize))
+        home, record = state.inventory.find(unit, "param"), places.unit(unit)
+        here = slice(0, unit.numel) if home is None else home.elements(unit)
+        for entry in unit.entries:
+            low, high, spec = max(entry.start, here.start), min(entry.stop, here.stop), entry.param
+            if low < high:
+                place = record, (low - here.start) * unit.itemsize
+                described = describe(unit.dtype, spec.shape, spec.order)
+                found.add(param_key(spec), described, low - entry.start, high - entry.start, place)
     named = list(buffers)
     for name, buffer, offset in pack(named):
         described = describe(buffer.dtype, buffer.shape)
@@ -170,7 +176,7 @@ def list_tensors(
 
 
 def _list_subgroup(
-    found: TensorList, state: RunState, places: RecordPlaces, snapshot: StateSnapshot, layout: StateLayout
+    found: TensorList, state: RunState, places: RecordPlaces, scalars: Scalars, layout: StateLayout
 ) -> None:
     record, joined = places.state(layout), layout.masters.needs_params
     for segment in layout.subgroup.segments:
@@ -189,11 +195,16 @@ def _list_subgroup(
                 described = describe(segment.unit.dtype, spec.shape, spec.order)
                 form, source = ("plain", masters[1]) if joined else ("rounded", masters[0])
                 found.add(param_key(spec), replace(described, form=form), start, stop, source)
-    for array, own in state.array_ranges(layout, snapshot.is_stepped):
-        marked = joined and array.field.name == state.rule.unsigned_field
-        described = field_spec(own.param, array.field, state.rule.elementwise)
-        place = record, array.offset + own.first * array.field.dtype.itemsize
-        found.add(own.key, replace(described, form="magnitude" if marked else "plain"), own.start, own.stop, place)
+    rule = state.view.rule
+    for piece in scalars.stepped(layout):
+        for array in layout.arrays_for(piece):
+            field = array.field
+            form = "magnitude" if joined and field.name == rule.unsigned_field else "plain"
+            described = replace(field_spec(piece.param, field, rule.elementwise), form=form)
+            start, stop = field_range(piece, field, rule.elementwise)
+            first = piece.start // field.block_numel if array.piece is None else 0
+            place = record, array.offset + first * field.dtype.itemsize
+            found.add(f"{field.name}/{piece.param.name}", described, start, stop, place)
 
 
 def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor, int]]:

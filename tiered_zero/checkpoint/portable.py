@@ -15,11 +15,10 @@ their masters, rounded. Bytes are saved as they rest: a key's form (tag_manifest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,47 +26,19 @@ from torch import nn
 from tiered_zero.checkpoint.tag_manifest import TensorEntry
 from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.checkpoint.weights import state_tensors
-from tiered_zero.errors import InternalError
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import ParamPiece
-from tiered_zero.rules.optimizer_copy import same
-from tiered_zero.rules.rule import StateField, UpdateRule
-from tiered_zero.rules.state_layout import StateArray, StateLayout
+from tiered_zero.rules.rule import StateField
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
-from tiered_zero.update.places import UnitParameters
+from tiered_zero.update.state_view import StateView
 from tiered_zero.update.stepper import StreamingStepper
-from tiered_zero.update.subgroup_io import SubGroupIO
 
 MASTER, PARAM, BUFFER = "master", "param", "buffer"
 VALUE_KINDS = (MASTER, PARAM, BUFFER)
 """The kinds of keys that hold a model's values; all others are optimizer state."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeyRange:
-    """Elements [start, stop), in memory order, of the tensor `key`, which belongs to `param`. `first`: where they begin
-    in what holds them."""
-
-    key: str
-    param: ParamSpec
-    start: int
-    stop: int
-    first: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateSnapshot:
-    """The parts of a run's state that exist between two updates. `initialized`: sub-groups with state besides masters;
-    `stepped`: (sub-group, piece); `scalars`: of each parameter that was stepped."""
-
-    initialized: frozenset[int]
-    stepped: frozenset[tuple[int, int]]
-    scalars: Mapping[str, Mapping[str, Any]]
-
-    def is_stepped(self, layout: StateLayout, piece: ParamPiece) -> bool:
-        return (layout.subgroup.index, piece.index) in self.stepped
 
 
 def param_key(spec: ParamSpec) -> str:
@@ -100,27 +71,20 @@ def field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tupl
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """Everything of a run that a checkpoint reads and writes, with what moves it. `trained`: names of the parameters
-    that have a master, on whatever rank. `layouts`: of this rank's state; where not `is_sharded` every rank has all.
+    that have a master, on whatever rank. `view`: of this rank's state; where not `is_sharded` every rank has all.
     `param_flat(unit)`: the flat of a unit that lives on the device."""
 
     module: nn.Module
     specs: Sequence[ParamSpec]
     units: Sequence[Unit]
-    layouts: Sequence[StateLayout]
+    view: StateView
     trained: frozenset[str]
     is_sharded: bool
-    rule: UpdateRule
     stepper: StreamingStepper
     inventory: Inventory
     runtime: Runtime
-    state_staging: StagingPool | None
     param_staging: StagingPool | None
     param_flat: Callable[[Unit], torch.Tensor]
-
-    @cached_property
-    def io(self) -> SubGroupIO:
-        params = UnitParameters(self.inventory, self.runtime, self.param_flat)
-        return SubGroupIO(self.inventory, self.runtime, self.state_staging, params)
 
     @cached_property
     def updated_units(self) -> frozenset[int]:
@@ -132,7 +96,8 @@ class RunState:
     @cached_property
     def own_layouts(self) -> Sequence[StateLayout]:
         """The sub-groups that this rank saves: its own, or its part of what every rank has."""
-        return self.layouts if self.is_sharded else [x for x in self.layouts if self._is_own(x.subgroup.index)]
+        layouts = self.view.layouts
+        return layouts if self.is_sharded else [own for own in layouts if self._is_own(own.subgroup.index)]
 
     @cached_property
     def own_units(self) -> Sequence[Unit]:
@@ -150,18 +115,6 @@ class RunState:
         return [
             unit for unit in self.own_units if unit.index not in self.updated_units and (with_frozen or unit.trainable)
         ]
-
-    def unit_ranges(self, unit: Unit) -> list[KeyRange]:
-        """List the parameters of such a unit, of the elements that are here; they begin in its home, or its flat."""
-        home = self.inventory.find(unit, "param")
-        own = slice(0, unit.numel) if home is None else home.elements(unit)
-        found = []
-        for entry in unit.entries:
-            low, high = max(entry.start, own.start), min(entry.stop, own.stop)
-            if low < high:
-                start, stop, key = low - entry.start, high - entry.start, param_key(entry.param)
-                found.append(KeyRange(key=key, param=entry.param, start=start, stop=stop, first=low - own.start))
-        return found
 
     def _is_own(self, index: int) -> bool:
         ranks = self.runtime.collectives
@@ -186,41 +139,3 @@ class RunState:
             first = next((name for name in own if name in saved), None)
             found.update({name: first for name in own if first is not None and name not in saved})
         return found
-
-    # -- what there is -------------------------------------------------------------------------------------------------
-
-    def is_stepped(self, layout: StateLayout, piece: ParamPiece) -> bool:
-        return bool(self.stepper.scalars(layout.subgroup, piece))
-
-    def snapshot(self) -> StateSnapshot:
-        """List what there is now, where no update runs. Raises InternalError where pieces of a parameter disagree."""
-        pieces = [(layout, piece) for layout in self.layouts for piece in layout.subgroup.pieces]
-        return StateSnapshot(
-            initialized=frozenset(x.subgroup.index for x in self.layouts if self.stepper.has_state(x)),
-            stepped=frozenset((x.subgroup.index, piece.index) for x, piece in pieces if self.is_stepped(x, piece)),
-            scalars={name: dict(own) for name, own in self.scalars().items()},
-        )
-
-    def scalars(self) -> dict[str, Mapping[str, Any]]:
-        """Parameter name -> its scalars, of those that were stepped. Raises InternalError where pieces disagree."""
-        found: dict[str, Mapping[str, Any]] = {}
-        for layout in self.layouts:
-            for piece in layout.subgroup.pieces:
-                own, name = self.stepper.scalars(layout.subgroup, piece), piece.param.name
-                if not same(dict(found.setdefault(name, own)), dict(own)):
-                    raise InternalError(
-                        f"The parts of parameter {name} were expected to have made the same steps; found {own} and "
-                        f"{found[name]}. This state cannot be saved; go on from an earlier checkpoint."
-                    )
-        return {name: own for name, own in found.items() if own}
-
-    def array_ranges(
-        self, layout: StateLayout, stepped: Callable[[StateLayout, ParamPiece], bool]
-    ) -> Iterator[tuple[StateArray, KeyRange]]:
-        """Yield the state arrays of the pieces for which `stepped` says so, with what each holds of a parameter's."""
-        for piece in layout.subgroup.pieces:
-            for array in layout.arrays_for(piece) if stepped(layout, piece) else ():
-                start, stop = field_range(piece, array.field, self.rule.elementwise)
-                first = piece.start // array.field.block_numel if array.piece is None else 0
-                key = f"{array.field.name}/{piece.param.name}"
-                yield array, KeyRange(key=key, param=piece.param, start=start, stop=stop, first=first)

@@ -40,7 +40,6 @@ from tiered_zero.store.owner import OWNER_NAME
 from tiered_zero.tiers.rack import AdoptedStore
 from tiered_zero.tiers.slots import read_slot
 from tiered_zero.tiers.tier import as_bytes
-from tiered_zero.update.masters import Masters
 
 logger = logging.getLogger("tiered_zero")
 
@@ -210,18 +209,17 @@ class AdoptedValues:
     """First values of parameters and buffers of a run that was adopted. Driver thread, before the first step."""
 
     state: RunState
-    masters: Masters
     copies: DurableCopies
 
     def flat(self, unit: Unit) -> torch.Tensor:
         """[P] of the unit's dtype, on the CPU: its masters rounded, or what was kept of it; zeros where another rank
         has them."""
-        if unit.index in self.state.updated_units and not self.masters.need_params:
-            return self.masters.read(unit).to(unit.dtype)
+        if unit.index in self.state.updated_units and not self.state.view.need_params:
+            return self.state.view.read_masters(unit).to(unit.dtype)
         home = self.copies.homes.get(unit.index) or self.state.inventory.home(unit, "param")
         flat, own = torch.zeros(unit.numel, dtype=unit.dtype), home.elements(unit)
         part = flat[own]
-        part.copy_(read_slot(home, 0, as_bytes(part).numel(), self.state.state_staging).view(unit.dtype))
+        part.copy_(read_slot(home, 0, as_bytes(part).numel(), self.state.view.staging).view(unit.dtype))
         return flat
 
     def restore_buffers(self) -> None:
@@ -229,7 +227,7 @@ class AdoptedValues:
         home = self.copies.buffers
         if home is None:
             return
-        raw = read_slot(home, 0, home.slot.nbytes, self.state.state_staging)
+        raw = read_slot(home, 0, home.slot.nbytes, self.state.view.staging)
         with torch.no_grad():
             for _, buffer, offset in pack(self.state.named_buffers()):
                 nbytes = buffer.numel() * buffer.dtype.itemsize

@@ -14,7 +14,7 @@ import torch
 
 from tiered_zero.checkpoint.pipeline import run_ahead
 from tiered_zero.checkpoint.places import CopiedPlaces, pack
-from tiered_zero.checkpoint.portable import RunState, StateSnapshot
+from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.concurrency.transfer import Transfer, wait_all, wait_quietly
 from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, Unit
 from tiered_zero.rules.state_layout import StateLayout
@@ -22,6 +22,7 @@ from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.store.record_writer import RecordWriter
 from tiered_zero.system.mappings import map_memory
 from tiered_zero.tiers.tier import as_bytes
+from tiered_zero.update.state_view import Scalars
 from tiered_zero.update.subgroup_io import SubGroupWork
 
 SCRATCH_NBYTES = MIB
@@ -32,17 +33,16 @@ NUM_SCRATCH = 8
 
 @final
 class StateSaver:
-    """Writes everything that this rank saves of a run, as `snapshot` lists it, once. One thread.
+    """Writes everything that this rank saves of a run, as of `scalars`, once. One thread.
 
     `free(sub-group)`: is called once an update may change it; nothing else changes what is saved.
     """
 
-    def __init__(
-        self, state: RunState, snapshot: StateSnapshot, writer: RecordWriter, free: Callable[[int], None]
-    ) -> None:
+    def __init__(self, state: RunState, scalars: Scalars, writer: RecordWriter, free: Callable[[int], None]) -> None:
         self._state = state
-        self._snapshot = snapshot
-        self._places = CopiedPlaces(snapshot)
+        self._io = state.stepper.io
+        self._scalars = scalars
+        self._places = CopiedPlaces(scalars)
         self._writer = writer
         self._free = free
         memory = memoryview(map_memory(SCRATCH_NBYTES * NUM_SCRATCH))
@@ -56,7 +56,7 @@ class StateSaver:
         device; others are read. Raises the first error, once nothing uses the run's memory any more."""
         try:
             run_ahead(
-                self._state.io,
+                self._io,
                 self._state.own_layouts,
                 self._open,
                 self._send_subgroup,
@@ -86,15 +86,14 @@ class StateSaver:
                 is_staged=False,
                 on_device=home.tier.name == "device",
             )
-        has_state = layout.subgroup.index in self._snapshot.initialized
-        return self._state.io.open_nowait(layout, "param", initialized=has_state)
+        return self._io.open_nowait(layout, "param", initialized=self._scalars.has_state(layout))
 
     def _send_subgroup(self, work: SubGroupWork) -> None:
         for read in work.reads:
-            self._state.io.wait(read, work)
+            self._io.wait(read, work)
         parts = [work.raw[: self._places.state_nbytes(work.layout)]]
         if work.layout.masters.needs_params:
-            self._state.io.bind_outputs(work)
+            self._io.bind_outputs(work)
             parts += [as_bytes(params) for params in work.outs]
         for part in parts:
             work.writes += self._send(self._places.state(work.layout).name, part)

@@ -13,11 +13,11 @@ from torch import nn
 from tiered_zero.concurrency.interrupts import protected, shielded
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import ModelError
-from tiered_zero.layout.flat import FlatEntry, Unit
+from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.params.gather import access_of, gathered
-from tiered_zero.update.masters import Masters
 from tiered_zero.update.optimizer_state import OptimizerState, check_name
 from tiered_zero.update.param_shards import ParamShards
+from tiered_zero.update.state_view import StateView
 
 _of_step: weakref.WeakKeyDictionary[TrainStep, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
 
@@ -32,7 +32,7 @@ class FullValues:
     """
 
     step: TrainStep
-    masters: Masters
+    view: StateView
     state: OptimizerState
     groups: Sequence[Mapping[str, Any]]
     """The live param groups."""
@@ -77,7 +77,7 @@ class FullValues:
         self.step.before_weights_write()
         flat = self._read_masters(unit)
         flat[entry.start : entry.stop] = entry.param.flatten(value.detach())
-        self.masters.replace(unit, flat)
+        self.view.replace_masters(unit, flat)
 
     def read_state(self, param: nn.Parameter, name: str) -> torch.Tensor | None:
         """`name`: as torch's optimizer calls it, such as "exp_avg"."""
@@ -102,9 +102,13 @@ class FullValues:
             self.step.before_weights_write()
 
         self.shards.change("optimizer state is set", check)
-        new = self.shards.same(value, self.state.check_tensor(param, name, value))
+        values = self.state.read(self.groups, only=param).get(param, {}) if self.state.is_stepped(param) else {}
+        self.shards.change("optimizer state is set", lambda: _check_state(entry.param, values, name, value))
+        values[name] = self.shards.same(value, values[name].dtype)
         try:
-            self.shards.change("optimizer state is set", lambda: self.state.set_tensor(param, name, new, self.groups))
+            self.shards.change(
+                "optimizer state is set", lambda: self.state.write({param: values}, self.groups, only=param)
+            )
         except Exception as error:
             self.step.policy.failures.set(error)  # partly the old state, partly the new
             raise
@@ -116,14 +120,14 @@ class FullValues:
 
     def _read_masters(self, unit: Unit) -> torch.Tensor:
         params = None
-        if self.masters.need_params:
+        if self.view.need_params:
             resident = self.step.pager.is_resident(unit)
             params = (
                 self.step.pager.storage(unit).flat.to("cpu")
                 if resident
                 else self.step.pager.offloaded_params.read_own(unit)
             )
-        return self.masters.read(unit, params)
+        return self.view.read_masters(unit, params)
 
     @staticmethod
     def _check_shape(entry: FlatEntry, value: torch.Tensor) -> None:
@@ -191,6 +195,18 @@ def _expected(param: nn.Parameter) -> FullValues:
     if values is None:
         raise ModelError("Expected a parameter that an open engine trains; found one that no engine has.")
     return values
+
+
+def _check_state(param: ParamSpec, values: Mapping[str, Any], name: str, value: torch.Tensor) -> None:
+    """Raise ModelError unless `values`, the state of a parameter, has a tensor `name` of the shape of `value`."""
+    if not values:
+        raise ModelError(f"{param.name} has no optimizer state before its first step. Set it after that.")
+    tensors = {own: held for own, held in values.items() if isinstance(held, torch.Tensor) and own != "step"}
+    # a rule of whole parameters keeps arrays of a parameter without dimensions as it keeps its counters
+    check_name(name, [own for own, held in tensors.items() if held.dim() or not param.shape])
+    if value.shape != tensors[name].shape:
+        expected, found = tuple(tensors[name].shape), tuple(value.shape)
+        raise ModelError(f"Expected shape {expected}, that of {name} of {param.name}; found {found}.")
 
 
 def _check_tensor(value: object) -> None:

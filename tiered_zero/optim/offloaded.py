@@ -25,9 +25,10 @@ from tiered_zero.plan.planner import Plan
 from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.report import StepReport, build_step_report
-from tiered_zero.update.optimizer_state import OptimizerState, ParamState
+from tiered_zero.update.optimizer_state import OptimizerState
 from tiered_zero.update.state_access import StateAccess
 from tiered_zero.update.state_calls import TierStateOptimizer, replace_values
+from tiered_zero.update.state_view import ParamState
 
 
 class OffloadedOptimizer(TierStateOptimizer):

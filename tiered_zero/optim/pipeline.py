@@ -42,6 +42,7 @@ from tiered_zero.update.handle import ParamGroupWatch
 from tiered_zero.update.optimizer_state import OptimizerState
 from tiered_zero.update.param_shards import ParamShards
 from tiered_zero.update.policy import BarrierPolicy
+from tiered_zero.update.state_view import StateView
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")
@@ -161,13 +162,14 @@ def open_pipeline(source: Optimizer, owner: Optimizer, config: Config) -> Pipeli
             tier = rack.for_state(slot.tier)
             home = Home(tier, tier.reserve(slot.name, slot.nbytes, slot.kind))
             inventory.place(layouts[slot.index].subgroup, slot.kind, home)
-        stepper = StreamingStepper(layouts, rule, inventory, runtime, rack.state_staging, params)
+        view = StateView(layouts, rule, inventory, rack.state_staging)
+        stepper = StreamingStepper(view, runtime, params)
         resources.add("prefetch", stepper.cancel_prefetch)
         named = {spec.name: param for param, (spec, _) in zip(params.params, params.specs, strict=True)}
         by_index = {s.unit.index: s.unit for layout in layouts for s in layout.subgroup.segments}
         units = [unit for _, unit in sorted(by_index.items())]
         shards = ParamShards(SingleRank(), units, frozenset(named), is_sharded=False)
-        state = OptimizerState(named, layouts, rule, stepper, inventory, rack.state_staging, shards)  # type: ignore[arg-type]
+        state = OptimizerState(named, view, shards)  # type: ignore[arg-type]
         return Pipeline(
             params=params,
             units=units,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tiered_zero.checkpoint.weights import WeightTensor, write_weights
 from tiered_zero.errors import StoreError
 from tiered_zero.optim.consolidate import describe, rebuild
-from tiered_zero.update.optimizer_state import ParamState
+from tiered_zero.update.state_view import ParamState
 
 _NAME = "optimizer.safetensors"
 _INDEX = "index"

@@ -212,7 +212,7 @@ class NativeRule(UpdateRule):
             run = Run(
                 master=values, grad=grad, state=state, scalars={}, hyper=self._defaults, out=torch.zeros_like(grad)
             )
-            self.init_state(run)
+            self.init_state(state, self._defaults)
             self.update([run])
             start_s = time.perf_counter()
             self.update([run])

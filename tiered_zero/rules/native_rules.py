@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from tiered_zero.native.update import Hyper, Rule, UpdateKernel
 from tiered_zero.rules.kernel_rule import NativeRule, flags_of
-from tiered_zero.rules.rule import Run
 from tiered_zero.rules.torch_rule import ELEMENTWISE
 
 BIAS_CORRECTION = "bias_correction"
@@ -125,8 +124,8 @@ class AdagradRule(NativeRule):
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         return ("sum",)
 
-    def init_state(self, run: Run) -> None:
-        run.state["sum"].fill_(self._completed(run.hyper)["initial_accumulator_value"])
+    def init_state(self, state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]) -> None:
+        state["sum"].fill_(self._completed(hyper)["initial_accumulator_value"])
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
         state = super().first_state(shape, hyper)

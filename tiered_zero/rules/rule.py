@@ -83,9 +83,8 @@ class UpdateRule(ABC):
         """Return the state arrays (not the scalars) of a run of `shape`. Raises ModelError for a rule that cannot be
         split."""
 
-    def init_state(self, run: Run) -> None:
-        """Fill `run.state` with the rule's starting values where those are not zero. Called once a run, before
-        its first step."""
+    def init_state(self, state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]) -> None:
+        """Fill the arrays of a run, which are zero, with the rule's starting values. Called before its first step."""
         return
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:

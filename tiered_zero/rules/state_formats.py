@@ -29,6 +29,9 @@ import torch
 from tiered_zero.errors import ConfigError
 from tiered_zero.layout.subgroups import SubGroup
 
+_STEP_NUMEL = 1 << 16
+"""Masters that are split at once: temporaries stay small."""
+
 _NAN = 0x7FC00000
 _WORD = 0xFFFFFFFF
 _OFF_THE_DEVICE = "set offload_param.device to cpu or nvme, or offload_optimizer.device to none"
@@ -88,16 +91,13 @@ class MasterFormat(ABC):
         return master
 
     @abstractmethod
-    def split(self, master: torch.Tensor) -> Parts:
-        """First values: fp32 [n]."""
-
-    @abstractmethod
     def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
         """The masters, fp32 [n]."""
 
     @abstractmethod
-    def replace(self, parts: Parts, master: torch.Tensor) -> Parts:
-        """Other values, fp32 [n], for masters that rest as `parts`."""
+    def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
+        """Set the masters that rest as `parts`, in place, to `master`, fp32 [n]; and `params` to what those round to,
+        where they are given."""
 
     @abstractmethod
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
@@ -117,14 +117,13 @@ class FullMasters(MasterFormat):
     dtypes = (torch.float32,)
     needs_params = False
 
-    def split(self, master: torch.Tensor) -> Parts:
-        return (master,)
-
     def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
         return parts[0]
 
-    def replace(self, parts: Parts, master: torch.Tensor) -> Parts:
-        return (master,)
+    def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
+        parts[0].copy_(master)
+        if params is not None:
+            params.copy_(master)
 
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
         (master,) = parts
@@ -160,15 +159,13 @@ class ParamMasters(MasterFormat):
     def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
         return params
 
-    def split(self, master: torch.Tensor) -> Parts:
-        return ()
-
     def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
         assert params is not None, "the parameters are the masters"
         return params
 
-    def replace(self, parts: Parts, master: torch.Tensor) -> Parts:
-        return ()
+    def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
+        assert params is not None, "the parameters are the masters"
+        params.copy_(master)
 
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
         return None
@@ -184,19 +181,19 @@ class RemainderMasters(MasterFormat):
     dtypes = (torch.int16, torch.float32)
     needs_params = True
 
-    def split(self, master: torch.Tensor) -> Parts:
-        """The second moments are zero."""
-        _, remainder, mark = split_master(master)
-        return remainder, torch.where(mark, -0.0, 0.0)
-
     def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
         assert params is not None, "remainders come with their parameters"
         return join_master(params, parts[0], parts[1].signbit())
 
-    def replace(self, parts: Parts, master: torch.Tensor) -> Parts:
+    def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
         """The second moments keep their values."""
-        _, remainder, mark = split_master(master)
-        return remainder, torch.where(mark, -parts[1].abs(), parts[1].abs())
+        for start in range(0, master.numel(), _STEP_NUMEL):
+            own = slice(start, start + _STEP_NUMEL)
+            rounded, remainder, mark = split_master(master[own])
+            parts[0][own] = remainder
+            parts[1][own] = torch.where(mark, -parts[1][own].abs(), parts[1][own].abs())
+            if params is not None:
+                params[own] = rounded
 
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
         remainder, square = parts

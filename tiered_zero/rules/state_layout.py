@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,24 @@ class StateLayout:
             start += dtype.itemsize * self.subgroup.numel
         return spans
 
+    def master_parts(self, raw: torch.Tensor, segment: Segment) -> list[torch.Tensor]:
+        """View a segment's masters in `raw`, as their format has them."""
+        return [raw[start : start + nbytes].view(dtype) for start, nbytes, dtype in self.master_spans(segment)]
+
+    def clear(self, raw: torch.Tensor, kept: Iterable[ParamPiece]) -> None:
+        """Set the state in `raw` to zero, but for the arrays of the pieces `kept`, which are filled next."""
+        filled = []
+        for piece in kept:
+            for array in self.arrays_for(piece):
+                start, stop, block = 0, array.field.nbytes, array.field.block_numel
+                if array.piece is None:
+                    start, stop = (
+                        at * array.field.dtype.itemsize for at in (piece.start // block, -(-piece.stop // block))
+                    )
+                filled.append((array.offset + start, array.offset + stop))
+        for start, stop in gaps(sorted(filled), self.state_start, self.nbytes):
+            raw[start:stop].zero_()
+
     def spans(self, part: SubGroup) -> list[tuple[int, int]]:
         """Locate the masters and the state of some of the segments: (first byte in the slot, last + 1), whole pages,
         disjoint and in order."""
@@ -154,6 +172,14 @@ class StateLayout:
     def arrays_for(self, piece: ParamPiece) -> list[StateArray]:
         """List the state arrays that hold a piece's state: over the whole sub-group, and its own."""
         return self._shared_of_group.get(piece.group, []) + self._arrays_of.get(piece.index, [])
+
+
+def gaps(ranges: Iterable[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yield what disjoint `ranges`, in order, leave of [first, last)."""
+    for start, stop in (*ranges, (last, last)):
+        if first < start:
+            yield first, start
+        first = stop
 
 
 def _shaped(piece: ParamPiece, field: StateField, memory: torch.Tensor) -> torch.Tensor:

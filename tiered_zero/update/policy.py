@@ -40,7 +40,6 @@ from tiered_zero.concurrency.transfer import Completion, Transfer, wait_all
 from tiered_zero.errors import EngineFailedError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
-from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.update.eager import UpdateJob
@@ -151,10 +150,6 @@ class UpdatePolicy(ABC):
     def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
         """Run `act` behind the update that is under way."""
         act()
-
-    def has_state(self, layout: StateLayout) -> bool:
-        """Whether the sub-group has state besides its masters: from its first update on."""
-        return self._stepper.has_state(layout)
 
     def _cancel_prefetch(self) -> None:
         """Drop the state that was read ahead. Does nothing while an update runs, which reads ahead itself."""

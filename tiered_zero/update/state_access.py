@@ -9,8 +9,9 @@ from typing import Any, NoReturn, final
 from torch import nn
 
 from tiered_zero.errors import ModelError
-from tiered_zero.update.optimizer_state import OptimizerState, ParamState
+from tiered_zero.update.optimizer_state import OptimizerState
 from tiered_zero.update.policy import UpdatePolicy
+from tiered_zero.update.state_view import ParamState
 
 NO_COPY = "An optimizer whose state rests on tiers cannot be copied or pickled. Save optimizer.state_dict() instead."
 

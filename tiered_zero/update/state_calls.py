@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from tiered_zero.concurrency.interrupts import protected, shielded
 from tiered_zero.errors import ModelError
 from tiered_zero.rules.optimizer_copy import bare_copy
-from tiered_zero.update.optimizer_state import ParamState
 from tiered_zero.update.state_access import NO_COPY, StateAccess
+from tiered_zero.update.state_view import ParamState
 
 
 class TierStateOptimizer(Optimizer):

@@ -13,16 +13,15 @@ from typing import Any
 import torch
 
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all
-from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.subgroups import ParamPiece, Segment, SubGroup
 from tiered_zero.rules.optimizer_copy import copied_group
-from tiered_zero.rules.rule import Run, UpdateRule
+from tiered_zero.rules.rule import Run
 from tiered_zero.rules.state_layout import StateLayout
-from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.update.eager import ReadyQueue, UpdateJob, has_gradient
 from tiered_zero.update.places import GradientSource, ParameterSink
 from tiered_zero.update.prefetch import NullPrefetcher, Prefetcher
+from tiered_zero.update.state_view import PieceScalars, StateView
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 
@@ -34,25 +33,21 @@ class StreamingStepper:
 
     def __init__(
         self,
-        layouts: Sequence[StateLayout],
-        rule: UpdateRule,
-        inventory: Inventory,
+        view: StateView,
         runtime: Runtime,
-        staging: StagingPool | None,
         params: ParameterSink,
         gradient_dtypes: Mapping[int, torch.dtype] | None = None,
     ) -> None:
         """`gradient_dtypes`: of gradients that rest on NVMe, by unit."""
-        self._layouts = layouts
-        self._rule = rule
+        self._view = view
+        self._rule = view.rule
         self._runtime = runtime
-        self._io = SubGroupIO(inventory, runtime, staging, params, gradient_dtypes or {})
+        self._io = SubGroupIO(view.inventory, runtime, view.staging, params, gradient_dtypes or {})
+        self.io = SubGroupIO(view.inventory, runtime, view.staging, params)
+        """Of saves and loads, without room for gradients."""
         self._prefetcher = Prefetcher(self._io, self._open_nowait)
-        self._stages = staging is not None
-        self._retire_lane = runtime.accelerator.lane("retire") if staging is not None else None
-        self._scalars: dict[tuple[int, int], Mapping[str, Any]] = {}
-        self._initialized: set[int] = set()
-        """Sub-groups whose homes hold state besides their masters."""
+        self._stages = view.staging is not None
+        self._retire_lane = runtime.accelerator.lane("retire") if self._stages else None
         self._ending = threading.Event()
         self._held: Mapping[int, Transfer] = {}
         """Sub-group -> the end of what reads its state elsewhere."""
@@ -61,31 +56,7 @@ class StreamingStepper:
     @cached_property
     def has_device_state(self) -> bool:
         """Whether the state of some sub-group rests on the device. Homes of state never change."""
-        return any(self._io.updates_on_device(layout.subgroup) for layout in self._layouts)
-
-    # -- while no step runs and nothing is read ahead ------------------------------------------------------------------
-
-    def has_state(self, layout: StateLayout) -> bool:
-        """Whether the sub-group's home holds state besides its masters."""
-        return layout.subgroup.index in self._initialized
-
-    def scalars(self, subgroup: SubGroup, piece: ParamPiece) -> Mapping[str, Any]:
-        """Return the piece's `Run.scalars`; empty before its first step."""
-        return self._scalars.get((subgroup.index, piece.index), {})
-
-    def replace_scalars(self, subgroup: SubGroup, scalars: Mapping[int, Mapping[str, Any]]) -> None:
-        """Replace the scalars once the sub-group's state was written to its home by hand. `scalars`: piece index -> its
-        scalars; pieces without any start anew. Neighbours that share an object are stepped together."""
-        for piece in subgroup.pieces:
-            self._scalars.pop((subgroup.index, piece.index), None)
-        self._scalars.update({(subgroup.index, index): values for index, values in scalars.items()})
-        self._initialized.add(subgroup.index)
-
-    def drop_state(self, subgroup: SubGroup) -> None:
-        """Start the sub-group anew at its next step: its home holds masters alone."""
-        for piece in subgroup.pieces:
-            self._scalars.pop((subgroup.index, piece.index), None)
-        self._initialized.discard(subgroup.index)
+        return any(self._io.updates_on_device(layout.subgroup) for layout in self._view.layouts)
 
     def freeze_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Copy the values of the live param groups for the step that is taken: schedulers change them while it runs.
@@ -136,7 +107,7 @@ class StreamingStepper:
             job=job,
             queue=job.queue or self._queue_all(job),
             prefetcher=NullPrefetcher(self._prefetcher) if job.on_device else self._prefetcher,
-            progress=_Progress(job, self._layouts),
+            progress=_Progress(job, self._view.layouts),
         )
         step.prefetcher.begin_step(job.param_kind)
         try:
@@ -238,7 +209,7 @@ class StreamingStepper:
 
     def _drop_unseen(self, step: _Step) -> list[StateLayout]:
         """Remove and return the sub-groups, not updated yet, of which nothing rests on the device."""
-        seen = {x.subgroup.index for x in self._layouts if self._io.resident_part(x.subgroup).segments}
+        seen = {x.subgroup.index for x in self._view.layouts if self._io.resident_part(x.subgroup).segments}
         unseen = [work for work in step.opened if work.subgroup.index not in seen]
         self._io.cancel(unseen)
         for work in unseen:
@@ -248,7 +219,7 @@ class StreamingStepper:
     def _queue_all(self, job: UpdateJob) -> ReadyQueue:
         ready: list[StateLayout] = []
         skipped: list[StateLayout] = []
-        for layout in self._layouts:
+        for layout in self._view.layouts:
             todo = job.every_subgroup or has_gradient(layout.subgroup, job.gradients)
             if job.on_device is not None:
                 todo &= self._io.updates_on_device(layout.subgroup) == job.on_device
@@ -259,7 +230,7 @@ class StreamingStepper:
 
     def _open_nowait(self, layout: StateLayout, param_kind: str) -> SubGroupWork | None:
         part = self._io.resident_part(layout.subgroup) if self._ending.is_set() else None
-        return self._io.open_nowait(layout, param_kind, initialized=self.has_state(layout), part=part)
+        return self._io.open_nowait(layout, param_kind, initialized=self._view.scalars.has_state(layout), part=part)
 
     def _update(self, work: SubGroupWork, job: UpdateJob) -> None:
         with (
@@ -292,8 +263,10 @@ class StreamingStepper:
 
     def _step_runs(self, work: SubGroupWork, job: UpdateJob, grads: Sequence[torch.Tensor]) -> None:
         layout, gradients = work.layout, job.gradients
-        if not self.has_state(layout):
-            self._initialize_state(work, job)
+        scalars = dict(self._view.scalars.of(layout))
+        if not self._view.scalars.has_state(layout):
+            layout.initialize(work.raw)
+            self._view.initialize(layout, work.raw, layout.subgroup.pieces, job.groups)
         runs: list[Run] = []
         stepped: list[list[ParamPiece]] = []
         masters, copy_unstepped = layout.master(work.raw), layout.masters.copy_unstepped
@@ -302,16 +275,24 @@ class StreamingStepper:
         for segment, out, grad in zip(work.subgroup.segments, work.outs, grads, strict=True):
             master = layout.masters.bind(masters[segment.start : segment.stop], out)
             position = 0  # in the segment, as are `first` and `last`
-            for pieces in self._spans(work, segment, gradients):
+            for pieces in self._spans(segment, gradients, scalars):
                 first, last = pieces[0].start - segment.start, pieces[-1].stop - segment.start
                 parts = [master, grad, out]
                 if last - first < segment.numel:
                     parts = [part[first:last] for part in parts]
                 if not self._rule.elementwise:
                     parts = list(map(pieces[0].param.view, parts))
-                run = self._run(work, job, pieces, parts[0], views)
-                run.grad, run.out, run.grad_scale = parts[1], None if master is out else parts[2], job.grad_scale
-                runs.append(run)
+                runs.append(
+                    Run(
+                        master=parts[0],
+                        grad=parts[1],
+                        state=layout.state(work.raw, pieces[0], pieces[0].start, pieces[-1].stop, views),
+                        scalars=dict(scalars.get(pieces[0].index, {})),
+                        hyper=job.groups[pieces[0].group],
+                        out=None if master is out else parts[2],
+                        grad_scale=job.grad_scale,
+                    )
+                )
                 stepped.append(pieces)
                 # what is not stepped (padding, no gradient) stays what its master says
                 if position < first:
@@ -322,12 +303,12 @@ class StreamingStepper:
         self._rule.update(runs)
         for run, pieces in zip(runs, stepped, strict=True):
             for piece in pieces:
-                self._scalars[work.subgroup.index, piece.index] = run.scalars
+                scalars[piece.index] = run.scalars
+        self._view.scalars.replace(layout, scalars)
 
-    def _spans(self, work: SubGroupWork, segment: Segment, gradients: GradientSource) -> list[list[ParamPiece]]:
+    def _spans(self, segment: Segment, gradients: GradientSource, scalars: PieceScalars) -> list[list[ParamPiece]]:
         """List neighbouring pieces that one `Run` can take: with a gradient, the same group and the same scalars.
         Pieces that were stepped together from the start share one object of scalars."""
-        index = work.subgroup.index
         spans: list[list[ParamPiece]] = []
         last: ParamPiece | None = None
         for piece in segment.pieces:
@@ -338,36 +319,13 @@ class StreamingStepper:
                 and self._rule.elementwise
                 and piece.index == last.index + 1
                 and piece.group == last.group
-                and self._scalars.get((index, piece.index)) is self._scalars.get((index, last.index))
+                and scalars.get(piece.index) is scalars.get(last.index)
             ):
                 spans[-1].append(piece)
             else:
                 spans.append([piece])
             last = piece
         return spans
-
-    def _run(
-        self,
-        work: SubGroupWork,
-        job: UpdateJob,
-        pieces: Sequence[ParamPiece],
-        master: torch.Tensor,
-        views: Mapping[int, torch.Tensor],
-    ) -> Run:
-        """A run over neighbouring pieces, its gradient and output still to be set. `master`: as the rule takes it, [n]
-        of neighbouring parameters, or one whole parameter. `views`: of the sub-group's state."""
-        first = pieces[0]
-        state = work.layout.state(work.raw, first, first.start, pieces[-1].stop, views)
-        scalars = dict(self._scalars.get((work.subgroup.index, first.index), {}))
-        return Run(master=master, grad=master, state=state, scalars=scalars, hyper=job.groups[first.group])
-
-    def _initialize_state(self, work: SubGroupWork, job: UpdateJob) -> None:
-        """Make a sub-group's state before its first step, when its tier holds none."""
-        work.layout.initialize(work.raw)
-        masters, views = work.layout.master(work.raw), work.layout.views(work.raw)
-        for piece in work.subgroup.pieces:
-            self._rule.init_state(self._run(work, job, [piece], masters[piece.start : piece.stop], views))
-        self._initialized.add(work.subgroup.index)
 
 
 @dataclass(kw_only=True)

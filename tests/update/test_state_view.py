@@ -18,24 +18,24 @@ from tiered_zero.rules.native_rules import AdamRule
 from tiered_zero.rules.state_formats import FullMasters, RemainderMasters
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Home, Inventory
-from tiered_zero.update.masters import Masters
+from tiered_zero.update.state_view import StateView
 
 
 @dataclass
 class World:
     """Two bf16 units cut at every page's worth, and one that no sub-group holds."""
 
-    masters: Masters
+    view: StateView
     units: list[Unit]
     values: list[torch.Tensor]
     params: list[torch.Tensor]
 
     def follow(self, index: int, flat: torch.Tensor) -> None:
-        self.masters.follow(self.units[index], flat, self.params[index])
+        self.view.follow(self.units[index], flat, self.params[index])
         self.params[index] = flat
 
     def read(self, index: int) -> torch.Tensor:
-        return self.masters.read(self.units[index], self.params[index])
+        return self.view.read_masters(self.units[index], self.params[index])
 
 
 @pytest.fixture(params=itertools.product(TIERS, ("full", "remainder")), ids="-".join)
@@ -54,12 +54,12 @@ def world(request: pytest.FixtureRequest, swap_path: Path) -> Iterator[World]:
         for layout in layouts:
             slot = rig.tier.reserve(f"s{layout.subgroup.index}", layout.nbytes, "state")
             inventory.place(layout.subgroup, "state", Home(rig.tier, slot))
-        masters = Masters(layouts, inventory, rig.staging)
+        view = StateView(layouts, rule, inventory, rig.staging)
         values = [torch.randn(unit.numel) * (flat_of(unit, make_params(unit)) != 0) for unit in units]
         for unit, value in zip(units, values, strict=True):
             value.view(torch.int32)[::5].bitwise_and_(-0x10000).bitwise_or_(0x8000)  # ties
-            masters.store(unit, value)
-        yield World(masters, units, values, [value.to(torch.bfloat16) for value in values])
+            view.store_masters(unit, value)
+        yield World(view, units, values, [value.to(torch.bfloat16) for value in values])
 
 
 def test_what_was_stored_is_read_across_all_cuts(world: World) -> None:

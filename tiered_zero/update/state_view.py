@@ -1,0 +1,258 @@
+"""Read and write the state of a rank's parameters: masters and arrays in the slots of sub-groups, scalars in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+
+from tiered_zero.errors import InternalError
+from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.layout.flat import Unit
+from tiered_zero.layout.subgroups import ParamPiece, Segment
+from tiered_zero.rules.optimizer_copy import same
+from tiered_zero.rules.rule import UpdateRule
+from tiered_zero.rules.state_formats import Parts
+from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.slots import leased_slot, read_slot, write_slot
+
+MASTER = "master"
+"""The key of a 16-bit parameter's fp32 master, where no checkpoint but the optimizer's state_dict holds it."""
+
+ParamState = dict[str, Any]
+"""One parameter's state as `torch.optim.Optimizer.state` holds it: arrays of any shape, 0-d tensors, plain values."""
+
+PieceScalars = Mapping[int, Mapping[str, Any]]
+"""Index of a piece -> its `Run.scalars`."""
+
+
+@final
+class Scalars:
+    """The scalars of the pieces that were stepped, by sub-group. A sub-group without an entry has no state besides its
+    masters; a piece without one starts anew. Neighbours that share an object are stepped together."""
+
+    def __init__(self, layouts: Sequence[StateLayout], of_subgroups: Mapping[int, PieceScalars] | None = None) -> None:
+        self._layouts = layouts
+        self._of = dict(of_subgroups or {})
+
+    def has_state(self, layout: StateLayout) -> bool:
+        """Whether the sub-group's slot holds state besides its masters: from its first update on."""
+        return layout.subgroup.index in self._of
+
+    @property
+    def subgroups(self) -> list[int]:
+        """The indices of the sub-groups that have state."""
+        return sorted(self._of)
+
+    def of(self, layout: StateLayout) -> PieceScalars:
+        return self._of.get(layout.subgroup.index, {})
+
+    def stepped(self, layout: StateLayout) -> list[ParamPiece]:
+        """List the pieces of a sub-group that have state."""
+        own = self.of(layout)
+        return [piece for piece in layout.subgroup.pieces if own.get(piece.index)]
+
+    def replace(self, layout: StateLayout, scalars: PieceScalars) -> None:
+        """Replace those of a sub-group, whose slot holds state from now on."""
+        self._of[layout.subgroup.index] = scalars
+
+    def drop(self, layout: StateLayout) -> None:
+        """Start the sub-group anew at its next step: its slot holds masters alone."""
+        self._of.pop(layout.subgroup.index, None)
+
+    def copy(self) -> Scalars:
+        """Those of now: an update replaces them, and changes none."""
+        return Scalars(self._layouts, self._of)
+
+    def by_name(self) -> dict[str, Mapping[str, Any]]:
+        """Parameter name -> its scalars, of those that were stepped. Raises InternalError where pieces disagree."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for layout in self._layouts:
+            scalars = self.of(layout)
+            for piece in layout.subgroup.pieces:
+                own, name = scalars.get(piece.index, {}), piece.param.name
+                if not same(dict(found.setdefault(name, own)), dict(own)):
+                    raise InternalError(
+                        f"The parts of parameter {name} were expected to have made the same steps; found {own} and "
+                        f"{found[name]}. This state cannot be saved; go on from an earlier checkpoint."
+                    )
+        return {name: own for name, own in found.items() if own}
+
+
+@final
+class StateView:
+    """The masters, state arrays and scalars of this rank's sub-groups, wherever their slots rest.
+
+    The one class that knows in which form they rest: what reads and writes them between two updates asks it. It keeps
+    one invariant: a parameter's value is its master rounded to the parameter's dtype. The driver between steps, the
+    thread that steps in them; what touches a slot blocks.
+    """
+
+    def __init__(
+        self, layouts: Sequence[StateLayout], rule: UpdateRule, inventory: Inventory, staging: StagingPool | None
+    ) -> None:
+        self.layouts = layouts
+        self.rule = rule
+        self.inventory = inventory
+        self.staging = staging
+        self.scalars = Scalars(layouts)
+        self._segments_of: dict[int, list[tuple[StateLayout, Segment]]] = {}
+        """Unit -> its parts, in order."""
+        for layout in layouts:
+            for segment in layout.subgroup.segments:
+                self._segments_of.setdefault(segment.unit.index, []).append((layout, segment))
+
+    # -- masters, unit by unit -----------------------------------------------------------------------------------------
+
+    @property
+    def need_params(self) -> bool:
+        """Whether masters are made of the parameters, too."""
+        return any(layout.masters.needs_params for layout in self.layouts)
+
+    def cuts(self, unit: Unit) -> list[int]:
+        """List the first element of each part of the unit that a sub-group has."""
+        return [segment.unit_start for _, segment in self._segments(unit)]
+
+    def store_masters(self, unit: Unit, flat: torch.Tensor) -> None:
+        """Store first values: `flat` [P] fp32 on the CPU."""
+        for layout, segment in self._segments(unit):
+            parts = [torch.zeros(segment.numel, dtype=dtype) for dtype in layout.masters.dtypes]
+            layout.masters.replace(parts, segment.part_of(flat))
+            self._write(layout, segment, parts)
+
+    def replace_masters(self, unit: Unit, flat: torch.Tensor) -> None:
+        """Set every master of the unit: `flat` [P] fp32 on the CPU. The parameters are its rounded values already."""
+        for layout, segment in self._segments(unit):
+            parts = self._read(layout, segment)
+            layout.masters.replace(parts, segment.part_of(flat))
+            self._write(layout, segment, parts)
+
+    def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
+        """Set masters that do not round to `flat` to its values: it was set by hand. `flat`: [P] of the unit's dtype,
+        on the CPU. `old`: [P], what it was before, where masters need the parameters."""
+        for layout, segment in self._segments(unit):
+            before = None if old is None else segment.part_of(old)
+            if parts := layout.masters.follow(self._read(layout, segment), segment.part_of(flat), before):
+                self._write(layout, segment, parts)
+
+    def read_masters(self, unit: Unit, params: torch.Tensor | None = None) -> torch.Tensor:
+        """Read [P] fp32 to the CPU; zeros where no sub-group holds the unit. `params`: [P], where they are needed."""
+        flat = torch.zeros(unit.numel)
+        for layout, segment in self._segments(unit):
+            own = None if params is None else segment.part_of(params)
+            segment.part_of(flat).copy_(layout.masters.join(self._read(layout, segment), own))
+        return flat
+
+    def _read(self, layout: StateLayout, segment: Segment) -> list[torch.Tensor]:
+        home = self.inventory.home(layout.subgroup, "state")
+        spans = layout.master_spans(segment)
+        return [read_slot(home, start, nbytes, self.staging).view(dtype) for start, nbytes, dtype in spans]
+
+    def _write(self, layout: StateLayout, segment: Segment, parts: Parts) -> None:
+        home = self.inventory.home(layout.subgroup, "state")
+        for part, (start, _, _) in zip(parts, layout.master_spans(segment), strict=True):
+            write_slot(home, start, part, self.staging)
+
+    def _segments(self, unit: Unit) -> Sequence[tuple[StateLayout, Segment]]:
+        return self._segments_of.get(unit.index, ())
+
+    # -- arrays and scalars, sub-group by sub-group --------------------------------------------------------------------
+
+    def leased(
+        self, layout: StateLayout, read: slice, write: slice | None = None
+    ) -> AbstractContextManager[torch.Tensor]:
+        """Lease the bytes of a sub-group's slot: see `leased_slot`."""
+        return leased_slot(self.inventory.home(layout.subgroup, "state"), self.staging, read, write)
+
+    def initialize(
+        self,
+        layout: StateLayout,
+        raw: torch.Tensor,
+        pieces: Sequence[ParamPiece],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Make the first state of `pieces` in `raw`, the slot's bytes, where it is zero now."""
+        views = layout.views(raw)
+        for piece in pieces:
+            self.rule.init_state(layout.state(raw, piece, piece.start, piece.stop, views), groups[piece.group])
+
+    def export(self, layout: StateLayout, raw: torch.Tensor, piece: ParamPiece, into: ParamState) -> None:
+        """Copy what torch's optimizer holds for a piece that was stepped to `into`, the state of its whole parameter.
+        `raw`: the slot's bytes."""
+        state = layout.state(raw, piece, piece.start, piece.stop)
+        if layout.masters.needs_params:
+            for name in state.keys() & {self.rule.unsigned_field}:
+                state[name] = state[name].abs()  # its signs belong to the masters
+        values = self.rule.export_state(state, self.scalars.of(layout)[piece.index])
+        if layout.has_own_masters:
+            master = layout.master(raw)[piece.start : piece.stop]
+            state[MASTER] = values[MASTER] = master if self.rule.elementwise else piece.param.view(master)
+        for name, value in values.items():
+            if name not in state or not isinstance(value, torch.Tensor):
+                into[name] = value
+            elif not self.rule.elementwise:
+                into[name] = value.to("cpu", copy=True)
+            else:
+                if name not in into:
+                    into[name] = piece.param.view(torch.empty(piece.param.numel, dtype=value.dtype))
+                _cut(piece, into[name]).copy_(value)
+
+    def fill(
+        self,
+        layout: StateLayout,
+        raw: torch.Tensor,
+        given: Mapping[int, Mapping[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        anew: bool,
+    ) -> int:
+        """Invert `export`: set the pieces of `given` (by index) from the state of their whole parameters. `anew`: all
+        others have their first state. Returns how many arrays were rounded."""
+        marks = layout.marks(raw)
+        signs = None if marks is None else marks.clone()
+        before: PieceScalars = {} if anew else self.scalars.of(layout)
+        if anew:
+            raw[layout.state_start : layout.nbytes].zero_()
+            others = [piece for piece in layout.subgroup.pieces if piece.index not in given]
+            self.initialize(layout, raw, others, groups)
+        last: Mapping[str, Any] = {}
+        scalars, num_rounded = dict(before), 0
+        for piece in layout.subgroup.pieces:
+            if piece.index not in given:
+                continue
+            state, values = layout.state(raw, piece, piece.start, piece.stop), dict(given[piece.index])
+            master = values.pop(MASTER, None)
+            if master is not None and layout.has_own_masters:
+                layout.master(raw)[piece.start : piece.stop].copy_(_cut(piece, master))
+            for name in state.keys() & values.keys() if self.rule.elementwise else ():
+                if isinstance(values[name], torch.Tensor):
+                    values[name] = _cut(piece, values[name])
+            new = self.rule.import_state(values, state, groups[piece.group])
+            num_rounded += self._num_rounded(state, new, values)
+            known = last, before.get(piece.index, {})
+            last = next((own for own in known if same(own, new)), new)  # shared by neighbours of one history
+            scalars[piece.index] = last
+        if marks is not None and signs is not None:
+            marks.abs_().copysign_(signs)  # which belong to the masters
+        self.scalars.replace(layout, scalars)
+        return num_rounded
+
+    def _num_rounded(
+        self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> int:
+        """Count the arrays in `values` that have other values in `state`, whose dtype has fewer bits."""
+        narrow = [
+            name
+            for name in values.keys() & state.keys()
+            if isinstance(values[name], torch.Tensor) and state[name].dtype.itemsize < values[name].dtype.itemsize
+        ]
+        kept = self.rule.export_state(state, scalars) if narrow else {}
+        return sum(not torch.equal(kept[name].cpu(), values[name].detach().cpu()) for name in narrow)
+
+
+def _cut(piece: ParamPiece, value: torch.Tensor) -> torch.Tensor:
+    """[numel]: the piece's elements of an array over its whole parameter."""
+    return piece.param.flatten(value.detach())[piece.param_start : piece.param_start + piece.numel]
