@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from tiered_zero.errors import ConfigError
+from tiered_zero.assembly import disk_space
+from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.layout.subgroups import Segment
 from tiered_zero.optim import OffloadedOptimizer, ZeroRedundancyOptimizer
 from tiered_zero.optim import pipeline as optim_pipeline
@@ -362,7 +363,7 @@ def check_new_groups(rank: int, world: int) -> None:
 def broadcast_in_the_order_of_updates() -> None:
     """The last sub-group is updated only once the first parameter is broadcast: where it is not, the wait ends in an
     error."""
-    size, optim_pipeline.MAX_SUB_GROUP_NUMEL = optim_pipeline.MAX_SUB_GROUP_NUMEL, 1 << 12
+    size, optim_pipeline._IN_PLACE_NUMEL = optim_pipeline._IN_PLACE_NUMEL, 1 << 12
     with group() as rank:
         params = [nn.Parameter(torch.full((1 << 12,), float(rank))) for _ in range(2 * 3)]
         for param in params:
@@ -385,4 +386,48 @@ def broadcast_in_the_order_of_updates() -> None:
             optimizer.step()
             for owner, groups in enumerate(optimizer.partition_parameters()):
                 assert all(torch.equal(p, torch.full_like(p, owner - 1.0)) for p in params_of(groups))
-    optim_pipeline.MAX_SUB_GROUP_NUMEL = size
+    optim_pipeline._IN_PLACE_NUMEL = size
+
+
+def count_disk_space_together(swap_path: str) -> None:
+    """The disk has room for the swap files of one rank, and not of all: nothing is made; also of a group that is added
+    later, and where one rank fails before."""
+    offload = {"device": "nvme", "nvme_path": swap_path}
+    with group() as rank:
+        params = [nn.Parameter(torch.ones(1 << 14)) for _ in range(4)]
+        drives = disk_space._drives
+        free = 1 << 30
+
+        def limited(paths: Sequence[str]) -> dict[str, object]:
+            return {**drives(paths), "free": free}
+
+        def make() -> ZeroRedundancyOptimizer:
+            return ZeroRedundancyOptimizer(params, torch.optim.AdamW, offload=offload, lr=1e-2)
+
+        disk_space._drives = limited
+        try:
+            free = 400 << 10
+            assert "The swap files of 2 ranks need" in error_of(make, StoreError)
+            dist.barrier()
+            assert not os.listdir(swap_path)
+            if rank:
+                offload["nvme_path"] = f"{swap_path}/none\0"
+            if rank:
+                assert error_of(make, Exception)
+            else:
+                make().close()
+            offload["nvme_path"] = swap_path
+            free = 1 << 30
+            with make() as optimizer:
+                free = 400 << 10
+                added = {"params": [nn.Parameter(torch.ones(1 << 14)) for _ in range(2)]}
+                assert "2 ranks" in error_of(lambda: optimizer.add_param_group(added), StoreError)
+                free = 1 << 30
+                if rank:
+                    params[1].data = torch.ones(1 << 15)[::2]  # this rank alone opens anew
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                optimizer.step()
+                assert all(torch.equal(params[0], param) for param in params)
+        finally:
+            disk_space._drives = drives

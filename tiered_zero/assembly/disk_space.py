@@ -7,17 +7,28 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from tiered_zero.errors import StoreError
-from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.owner import boot_id
+
+
+class Ranks(Protocol):
+    """What is asked of the ranks of a run, or of a process group."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def exchange(self, data: bytes, what: str = ...) -> list[bytes]:
+        """Return every rank's `data`, in rank order."""
+
 
 Needs = Mapping[tuple[str, ...], int]
 """Directories that are striped together -> bytes of one rank there."""
 
 
-def check_disk_space(needs: Needs, ranks: Collectives) -> None:
+def check_disk_space(needs: Needs, ranks: Ranks) -> None:
     """Raise StoreError on every rank where those of one host need more than a file system has free.
 
     Each rank preallocates its own files: one alone would find room that all together do not have. What is striped over

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tiered_zero.assembly.disk_space import Ranks
 from tiered_zero.concurrency.interrupts import INTERRUPTS, call_open, protected, shielded
 from tiered_zero.engine.calls import end_unreferenced_run
 from tiered_zero.errors import ModelError
+from tiered_zero.hardware.ranks.collectives import SingleRank
 from tiered_zero.layout.flat import Unit
 from tiered_zero.optim.pipeline import Pipeline, open_pipeline, read_offload
 from tiered_zero.optim.state_files import StateFiles, write_state
@@ -44,6 +46,8 @@ class OffloadedOptimizer(TierStateOptimizer):
     """
 
     _end: weakref.finalize[Any, Any]
+    _ranks: Ranks = SingleRank()
+    """Those that open tiers at the same time."""
 
     def __init__(
         self,
@@ -204,7 +208,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         if former is not None:
             former.policy.check()
             former.stepper.cancel_prefetch()
-        pipeline = open_pipeline(self._source, self, self._config)
+        pipeline = open_pipeline(self._source, self, self._config, self._ranks)
         try:
             own = self._source.state if former is None else _MovedState(former.state, self.param_groups)
             pipeline.state.write(own, self.param_groups)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from tiered_zero.assembly.disk_space import Ranks, check_disk_space
 from tiered_zero.concurrency.interrupts import INTERRUPTS
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.load import load
@@ -37,7 +38,7 @@ from tiered_zero.store.runs import leftover_notices
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.inventory import Home, Inventory
-from tiered_zero.tiers.rack import TierRack
+from tiered_zero.tiers.rack import TierRack, nvme_needs
 from tiered_zero.update.handle import ParamGroupWatch
 from tiered_zero.update.optimizer_state import OptimizerState
 from tiered_zero.update.param_shards import ParamShards
@@ -112,10 +113,11 @@ class Pipeline:
     resources: Teardown
 
 
-def open_pipeline(source: Optimizer, owner: Optimizer, config: Config) -> Pipeline:
+def open_pipeline(source: Optimizer, owner: Optimizer, config: Config, ranks: Ranks) -> Pipeline:
     """Plan and allocate the tiers of the state of `owner.param_groups`, which a plain `source` is the rule of.
 
-    Raises ConfigError, ModelError, PlanError, StoreError, with nothing left behind.
+    `ranks`: those that do so at the same time. Raises ConfigError, ModelError, PlanError, StoreError, with nothing left
+    behind.
     """
     groups = owner.param_groups
     params = UserParameters(groups)
@@ -145,6 +147,7 @@ def open_pipeline(source: Optimizer, owner: Optimizer, config: Config) -> Pipeli
                 logger.warning("%s", line)
         for line in leftover_notices(path for group in paths for path in group):
             logger.warning("%s", line)
+        check_disk_space(nvme_needs(config, plan), ranks)
         INTERRUPTS.keep(resources)
         resources.add("interrupts", partial(INTERRUPTS.drop, resources))
         accelerator = build_accelerator(str(params.device))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -80,7 +81,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if offload is None:
             self.optim = optimizer_class(own, **defaults)
         else:
-            self.optim = OffloadedOptimizer(own, optimizer_class, offload, **defaults)
+            self.optim = _ShardOptimizer(self._ranks, own, optimizer_class, offload, **defaults)
         self.defaults = self.optim.defaults  # which schedulers read
         sync_groups(self.optim.param_groups, self.param_groups)
         self.initialized = True
@@ -140,10 +141,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         super().add_param_group(param_group)
         if not self.initialized:
             return
-        self._parts = partition_groups(self.param_groups, self.world_size)
+        parts = partition_groups(self.param_groups, self.world_size)
+        try:
+            self.optim.add_param_group(parts[self.rank][-1])
+        except BaseException:
+            del self.param_groups[-1]
+            raise
+        self._parts = parts
         self._trainable = self._trainable_mask()
         self._build_buckets()
-        self.optim.add_param_group(self._parts[self.rank][-1])
         sync_groups(self.optim.param_groups, self.param_groups)
 
     def _build_buckets(self) -> None:
@@ -239,6 +245,48 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.close()
 
 
+class _OpeningRanks:
+    """The ranks of a group while all of them open tiers; at other times, as when parameters have moved, this one."""
+
+    def __init__(self, group: ShardGroup) -> None:
+        self._group = group
+        self._is_awaited = False
+
+    @property
+    def world_size(self) -> int:
+        return self._group.world_size if self._is_awaited else 1
+
+    def exchange(self, data: bytes, what: str = "") -> list[bytes]:
+        self._is_awaited = False
+        return self._group.exchange(data)
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Every rank opens its tiers inside; one that fails before says that it needs nothing."""
+        self._is_awaited = True
+        try:
+            yield
+        finally:
+            if self._is_awaited:
+                self.exchange(b"[]")
+
+
+class _ShardOptimizer(OffloadedOptimizer):
+    """The local optimizer of a rank: what the ranks of a host need of its disks counts together."""
+
+    def __init__(self, group: ShardGroup, *arguments: Any, **defaults: Any) -> None:
+        self._ranks = self._opening = _OpeningRanks(group)
+        with self._opening.opening():
+            super().__init__(*arguments, **defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._pipeline is None:  # torch's constructor calls it
+            super().add_param_group(param_group)
+            return
+        with self._opening.opening():
+            super().add_param_group(param_group)
+
+
 class _Broadcasts:
     """The broadcasts of one step, in rounds of one message of every rank: all ranks issue them in the same order."""
 
@@ -246,7 +294,7 @@ class _Broadcasts:
         self._ranks = ranks
         self._messages = messages
         self._num_written = self._num_rounds = 0
-        self._under_way: list[Any] = []
+        self._under_way: list[tuple[Any, Tensor, Tensor]] = []
 
     def advance(self, _param: Tensor) -> None:
         """Start the rounds for which this rank's parameters are written; one more is."""
@@ -259,13 +307,17 @@ class _Broadcasts:
         """Start what is left, and wait for all of it."""
         while self._num_rounds < max(map(len, self._messages)):
             self._start_round()
-        for work in self._under_way:
+        for work, tensor, room in self._under_way:
             work.wait()
+            if room is not tensor:
+                tensor.copy_(room)
 
     def _start_round(self) -> None:
         for source, messages in enumerate(self._messages):
             if self._num_rounds < len(messages):
-                self._under_way.append(self._ranks.broadcast(messages[self._num_rounds].tensor, source))
+                tensor = messages[self._num_rounds].tensor
+                room = tensor.contiguous()  # gloo takes any tensor for contiguous memory, and writes past its view
+                self._under_way.append((self._ranks.broadcast(room, source), tensor, room))
         self._num_rounds += 1
 
 

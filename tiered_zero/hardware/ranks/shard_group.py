@@ -43,6 +43,20 @@ class ShardGroup:
         """Start to fill `tensor` with that of rank `source` of the group; `wait()` of what is returned ends it."""
         return dist.broadcast(tensor, self._global(source), group=self.process_group, async_op=True)
 
+    def exchange(self, data: bytes, what: str = "") -> list[bytes]:
+        """Return every rank's `data`, of any length, in rank order. Collective."""
+        found: list[bytes] = []
+        for source in range(self.world_size):
+            length = torch.tensor([len(data)], device=self._device)
+            self.broadcast(length, source).wait()
+            message = torch.zeros(int(length), dtype=torch.uint8)
+            if source == self.rank:
+                message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            message = message.to(self._device)
+            self.broadcast(message, source).wait()
+            found.append(bytes(message.cpu().numpy()))
+        return found
+
     def send(self, data: bytes, to: int) -> None:
         """Send bytes of any number. Blocks, as does `receive`, which the other rank calls."""
         self.send_tensor(torch.tensor([len(data)]), to)
