@@ -131,7 +131,7 @@ class ActivationMover:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor, version: int) -> SavedActivation | None:
-        """Begin to move the storage of `tensor`, detached; None where it stays on the device."""
+        """Begin to move the storage of `tensor`, detached; None if it stays on the device."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return None
         if torch._C._current_graph_task_id() != -1 or torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -3,7 +3,7 @@
 [Note: how the search is pruned] No setting of the grid, engine x block x depth, is left untried: all share half of the
 time, the best quarter half of the rest, and the best three what is left. A trial reads, writes and does both mixed;
 its score is the geometric mean of the three rates. So on a disk whose speed does not wander the choice is the best of
-the whole grid; where it wanders, the short trials confuse only settings that lie close to each other. Where time is
+the whole grid; if it wanders, the short trials confuse only settings that lie close to each other. Where time is
 too short for all (`--seconds`, a slow disk), those nearest to the default are tried, and the report says so.
 """
 

@@ -42,7 +42,7 @@ def capacity(
 ) -> None:
     """Say what a run of CONFIG needs in each swap directory, whether it fits, and how it wears the drives.
 
-    Exit code 1 where it does not fit. tools/swap_capacity.py gives the same answer on a host without torch.
+    Exit code 1 if it does not fit. tools/swap_capacity.py gives the same answer on a host without torch.
     """
     shape = model or sized
     if shape is None or (model and sized):

@@ -8,7 +8,7 @@ import os
 from rich.console import Console, ConsoleDimensions
 
 STDERR = Console(stderr=True)
-"""Progress and log share it, so that a line is printed above the bar. It follows sys.stderr where that is replaced."""
+"""Progress and log share it, so that a line is printed above the bar. It follows sys.stderr if that is replaced."""
 
 
 class ResultConsole(Console):
@@ -45,5 +45,5 @@ def configure_logging() -> None:
 
 
 def rank_prefix() -> str:
-    """The launcher's RANK before a message, where it has started several: "rank 1: "; else ""."""
+    """The launcher's RANK before a message, if it has started several: "rank 1: "; else ""."""
     return f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""

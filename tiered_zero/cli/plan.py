@@ -87,7 +87,7 @@ def plan(
 ) -> None:
     """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing.
 
-    Exit code 1, with the table and the reason, where it does not fit: into this machine and its disks, the limits in
+    Exit code 1, with the table and the reason, if it does not fit: into this machine and its disks, the limits in
     CONFIG, or the sizes given by option.
     """
     given = [chosen for chosen in (source, sized, model_config) if chosen is not None]

@@ -25,7 +25,7 @@ from tiered_zero.plan.request import NO_LIMIT
 def build_planned(source: GPTConfig | Path | str) -> nn.Module:
     """Build the built-in GPT of a shape, the model of a Hugging Face config.json, or what `module:function` returns.
 
-    Raises ConfigError where it cannot be built.
+    Raises ConfigError if it cannot be built.
     """
     if isinstance(source, GPTConfig):
         return build_gpt(source)

@@ -14,7 +14,7 @@ from tiered_zero.errors import EngineFailedError, TieredZeroError
 class FailureLatch:
     """Remember the first failure of a component, and refuse every later use of it. Any thread.
 
-    The component calls `set` where it fails and `check` before each use. The object that the user calls wraps its entry
+    The component calls `set` when it fails and `check` before each use. The object that the user calls wraps its entry
     points in `surfacing`: the user then sees the original error once, and the refusals of `check` after that.
     """
 
@@ -60,7 +60,7 @@ class FailureLatch:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The failure that a refusal was raised from, through every latch; `error` itself where it is no refusal."""
+    """The failure that a refusal was raised from, through every latch; `error` itself if it is no refusal."""
     while isinstance(error, EngineFailedError) and isinstance(error.__cause__, TieredZeroError):
         if isinstance(error.__cause__, EngineFailedError) and error.__cause__.__cause__ is None:
             break  # of a component that was latched without a failure: the refusal says what to do

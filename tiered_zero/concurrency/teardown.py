@@ -49,7 +49,7 @@ class Teardown:
         return self
 
     def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        """Leave everything to the run that was built; free it all where that failed."""
+        """Leave everything to the run that was built; free it all if that failed."""
         if error is not None:
             try:
                 self.close()
@@ -58,7 +58,7 @@ class Teardown:
 
 
 def once(act: Callable[[], Any]) -> Callable[[], None]:
-    """An act that is not carried out again where it was broken off: nothing that comes later depends on it."""
+    """An act that is not carried out again if it was broken off: nothing that comes later depends on it."""
 
     def carry_out() -> None:
         acts, left[:] = left[:], []

@@ -43,7 +43,7 @@ class Reading:
     """Lines of their own: rounding, mappings."""
 
     def written_as(self, path: str) -> str:
-        """The other name under which the file gave `path` or a section around it; "" where it did not."""
+        """The other name under which the file gave `path` or a section around it; "" if it did not."""
         return next((old for new, old in self.renamed.items() if path == new or path.startswith(f"{new}.")), "")
 
 

@@ -112,7 +112,7 @@ class RuntimeSection(Section):
     update: Literal["auto", "barrier", "overlapped", "delayed"] = Field(
         "auto",
         description="when the update runs: inside step() (barrier), during the next forward (overlapped; exact), or "
-        "one step late (delayed; changes numbers); auto: overlapped where that saves time, else barrier",
+        "one step late (delayed; changes numbers); auto: overlapped if that saves time, else barrier",
     )
     optimizer_in_backward: bool = Field(
         True,

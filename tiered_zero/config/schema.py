@@ -246,7 +246,7 @@ class Config(Section):
         1.0,
         gt=0,
         description="many ranks divide gradients by it, sum them, and divide the sum by the rest of their number; 1 "
-        "leaves it to prescale_gradients, and where that is true this has no effect",
+        "leaves it to prescale_gradients, and if that is true this has no effect",
     )
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = Field(
         None, description="dtype in which many ranks sum gradients; unset: the dtype that these have"

@@ -71,7 +71,7 @@ class Section(BaseModel):
         return any(key == (field.alias or name) for name, field in type(self).model_fields.items())
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key as the JSON spells it; `default` where it is null, or has no effect here."""
+        """Return the value of a key as the JSON spells it; `default` if it is null, or has no effect here."""
         try:
             value = self[key]
         except KeyError:

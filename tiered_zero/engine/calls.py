@@ -24,7 +24,7 @@ from tiered_zero.update.handle import TieredOptimizer
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What an engine trains, and with what. `optimizer`: None where it evaluates. `observers`: called with the report
+    """What an engine trains, and with what. `optimizer`: None if it evaluates. `observers`: called with the report
     of each optimizer step."""
 
     module: nn.Module

@@ -169,7 +169,7 @@ class DeepSpeedNames(ABC):
         self._step.counts.boundary = is_boundary
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated the weights: not within an accumulation, nor where it was skipped."""
+        """Whether the last `step()` updated the weights: not within an accumulation, nor if it was skipped."""
         return self._step.counts.was_applied
 
     @property

@@ -96,7 +96,7 @@ class StepRecovery:
 
     @contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
-        """Run the block as a call in `phase`; drop the step, or latch, where it raises, and let the failure surface."""
+        """Run the block as a call in `phase`; drop the step, or latch, if it raises, and let the failure surface."""
         self._phase.now = phase
         try:
             yield

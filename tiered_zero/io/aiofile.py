@@ -87,7 +87,7 @@ class AiofilesEngine(PieceEngine):
             except OSError as error:
                 progress.interrupted(error.errno or 0)
             else:
-                progress.advance(moved or 0)  # a raw file says None where it would block
+                progress.advance(moved or 0)  # a raw file says None if it would block
             if progress.pause_s:
                 await asyncio.sleep(progress.pause_s)
         file.drop_pages(piece.offset, len(view))

@@ -117,7 +117,7 @@ def open_descriptor(path: str, *, create: bool, writable: bool, direct: bool) ->
 
 @final
 class DiskFile(File):
-    """One descriptor. `drain` waits until nothing of this file is in flight, and returns False where it is stuck."""
+    """One descriptor. `drain` waits until nothing of this file is in flight, and returns False if it is stuck."""
 
     def __init__(
         self, path: str, fd: Descriptor, *, alignment: int, direct: bool, drain: Callable[[DiskFile], bool]

@@ -219,7 +219,7 @@ class NativeEngine(DiskEngine):
 
 
 def _end_pool(pid: int, library: _Library, pool: ctypes.c_void_p, still_open: list[ctypes.c_void_p]) -> None:
-    """Free a pool that no engine has any more, where it was opened in this process."""
+    """Free a pool that no engine has any more, if it was opened in this process."""
     if pool and os.getpid() == pid:
         while still_open:
             library.close_pool(still_open.pop(), 0)

@@ -69,7 +69,7 @@ def preflight_directory(path: str | os.PathLike[str]) -> list[str]:
 
 
 def filesystem_warnings(directory: str, fstype: str | None) -> list[str]:
-    """`fstype`: None, where it is not known, is no reason to warn."""
+    """`fstype`: None if unknown, which is no reason to warn."""
     text = _WARNINGS.get(fstype or "")
     if fstype is not None and not is_local(fstype):
         text = f"is on a network file system ({fstype}), or one not known to be local: expect latency, use a local disk"
@@ -79,7 +79,7 @@ def filesystem_warnings(directory: str, fstype: str | None) -> list[str]:
 
 
 def filesystem_type(path: str | os.PathLike[str], mounts: Path = _MOUNTS) -> str | None:
-    """The type of the mount that holds `path` ("ext4", "tmpfs", ...), after proc(5); None where that is not known."""
+    """The type of the mount that holds `path` ("ext4", "tmpfs", ...), after proc(5); None if unknown."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:

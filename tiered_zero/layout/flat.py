@@ -61,7 +61,7 @@ class ParamSpec:
 
     @cached_property
     def order(self) -> tuple[int, ...] | None:
-        """The dimensions from the slowest to the fastest in memory; None where it is row-major."""
+        """The dimensions from the slowest to the fastest in memory; None if it is row-major."""
         stride = self.stride
         if stride is None:
             return None

@@ -173,7 +173,7 @@ def _walk(
 ) -> Iterator[tuple[str, tuple[int, ...], str | None]]:
     """(name of the module, its parameters, the block that they are a part of) of each group.
 
-    `whole_blocks`: end at a block of a list that holds stacks, also where it is one itself, unless it runs all of it in
+    `whole_blocks`: end at a block of a list that holds stacks, also if it is one itself, unless it runs all of it in
     order. `above`: the modules around `module`, the root first.
     """
     numel = sum(specs[index].numel for index in module.all_params)

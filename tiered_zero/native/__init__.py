@@ -77,7 +77,7 @@ def _installed_libraries(stem: str) -> Iterator[tuple[Path, int | str]]:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Raises OSError where `path` is no library, ConfigError where it was built from other C sources than VERSION's."""
+    """Raises OSError where `path` is no library, ConfigError if it was built from other C sources than VERSION's."""
     library = ctypes.CDLL(str(path))
     if (found := _version_of(library)) != VERSION:
         raise ConfigError(

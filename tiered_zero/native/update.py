@@ -113,7 +113,7 @@ class UpdateKernel:
         """`level`: forced, or from the environment, or the best that runs here. `num_threads`: see `available_cpus`.
 
         `root`: for the runs that ask for MKL's square roots. Raises OSError where `path` is no library, ConfigError
-        where it is of another version, and for a level that is unknown or does not run here.
+        if it is of another version, and for a level that is unknown or does not run here.
         """
         self.path = path
         self._library = _bind(path)

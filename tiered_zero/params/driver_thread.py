@@ -18,7 +18,7 @@ class Phase(Enum):
     """IDLE: between calls; weights may be read through `gathered` and `state_dict`. FORWARD, BACKWARD: of the engine.
     DROP: gradients of the step are being dropped. STEP: until its update begins. UPDATE: until the step is complete.
 
-    A call enters its phase as it begins, and leaves it as the last thing that it does; where it raises, on its way out
+    A call enters its phase as it begins, and leaves it as the last thing that it does; if it raises, on its way out
     (`StepRecovery.call`).
     """
 

@@ -69,7 +69,7 @@ class ClosedEngine:
 
 
 _CONVERSIONS = frozenset("to cpu cuda type float double half bfloat16".split())
-"""Functions that return the tensor itself where it is as wanted, which `module.to()` relies on."""
+"""Functions that return the tensor itself if it is as wanted, which `module.to()` relies on."""
 # What may be asked of an offloaded parameter: everything but its bytes.
 _BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 _GIVES_MEMORY = frozenset({".data", "detach", *WATCHED})

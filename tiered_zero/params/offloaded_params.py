@@ -72,7 +72,7 @@ class OffloadedParams:
         return flat.to("cpu", copy=True) if self._cuts is not None and unit.trainable else None
 
     def change(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None) -> None:
-        """Make `flat` [P], on the device or the CPU, the unit's value; masters follow where it differs.
+        """Make `flat` [P], on the device or the CPU, the unit's value; masters follow if it differs.
 
         Call `TrainStep.before_weights_write` before: no update may run, nor may its state be prefetched.
         """

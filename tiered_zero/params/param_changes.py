@@ -81,7 +81,7 @@ class ParamChanges:
 
     @contextmanager
     def changing(self, paged: PagedUnit) -> Iterator[None]:
-        """Run user code that changes the unit. Where it raises on some ranks and not on all, that ends the run: the
+        """Run user code that changes the unit. If it raises on some ranks and not on all, that ends the run: the
         others would wait in `write_back`, and what was changed before is on each rank something else."""
         try:
             yield

@@ -36,7 +36,7 @@ def _read_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_part(found: torch.Tensor) -> torch.Tensor:
-    """Give what indexing a parameter in use has found the class of its parts, where it is a view."""
+    """Give what indexing a parameter in use has found the class of its parts, if it is a view."""
     if type(found) is torch.Tensor and found._is_view():
         found.__class__ = _PartInUse
     return found

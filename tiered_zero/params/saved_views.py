@@ -62,12 +62,12 @@ class TensorMover(Protocol):
     """Moves what autograd saves besides views of units."""
 
     def pack(self, tensor: torch.Tensor, version: int) -> MovedTensor | None:
-        """Begin to move a detached tensor; None where it stays."""
+        """Begin to move a detached tensor; None if it stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByProgram:
-    """What the hooks of the program return for any other tensor, where it has set some around the engine's call."""
+    """What the hooks of the program return for any other tensor, if it has set some around the engine's call."""
 
     packed: Any
     unpack: Callable[[Any], Any]

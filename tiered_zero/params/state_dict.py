@@ -101,7 +101,7 @@ class ParamCopies:
         return value
 
     def _read(self, paged: PagedUnit) -> torch.Tensor:
-        """Return the flat of an offloaded unit, from the last reads where it is the same."""
+        """Return the flat of an offloaded unit, from the last reads if it is the same."""
         if self._cache.is_closed:
             self._cache.refuse_closed(paged)
         for unit, version, flat in self._last:

@@ -97,7 +97,7 @@ class PagedUnit:
     while it is guarded.
 
     `fetch`: the transfer that fills the storage, until compute has waited for it. `num_users`: running modules and
-    blocks of `gathered` that use the unit, one more where it lives on the device; with none it may still be IN_USE,
+    blocks of `gathered` that use the unit, one more if it lives on the device; with none it may still be IN_USE,
     held for the rest of its backward. `num_gathers`: the blocks among them. `version`: how often its values have
     changed, for graphs that saved earlier ones.
     """

@@ -183,7 +183,7 @@ class NativeRule(UpdateRule):
         }
 
     def announce(self) -> None:
-        """Log what runs the update; a warning where that is a fallback, or slow."""
+        """Log what runs the update; a warning if that is a fallback, or slow."""
         report = self.report()
         where = f"{report['isa']}, {report['threads']} threads, {report['params_per_s'] / 1e9:.3g} G parameters/s"
         if not self.kernel:
@@ -347,7 +347,7 @@ class NativeRule(UpdateRule):
 
 
 def open_kernel(level: str | None = None, num_threads: int | None = None) -> UpdateKernel | None:
-    """Open the kernel with torch's square root; None where it was not built. Raises ConfigError for a level that this
+    """Open the kernel with torch's square root; None if it was not built. Raises ConfigError for a level that this
     machine does not run."""
     path = find_library("_update")
     return None if path is None else UpdateKernel(path, level, num_threads, find_torch_root())

@@ -27,7 +27,7 @@ class StateArray:
 class StateLayout:
     """The slot of a sub-group: masters [numel], then each state array, every one at a page's start.
 
-    `masters`: how they rest. Where that takes a state array besides, it is the first after them, and `master_nbytes`
+    `masters`: how they rest. If that takes a state array besides, it is the first after them, and `master_nbytes`
     counts both. `state_start`: the first byte of the state arrays. `initial_nbytes`: what a slot holds from the start.
 
     For an elementwise rule each array spans the sub-group, so that a run is a slice of it; a field that only some param

@@ -192,7 +192,7 @@ class TorchRule(UpdateRule):
         return own
 
     def _try_state(self, state: State, hyper: Mapping[str, Any]) -> None:
-        """Step one element from `state`. Raises ModelError where that fails, as it does where a key is missing."""
+        """Step one element from `state`. Raises ModelError if that fails, as it does where a key is missing."""
         leaf = example_leaf(torch.zeros(1))
         try:
             with dry_steps():
@@ -304,7 +304,7 @@ class TorchRule(UpdateRule):
         if other := sorted({*changes(expected, changed), *(expected.keys() - changed.keys())}):
             raise ModelError(
                 f"{self.name} was expected to update each parameter by itself; {other} of its param group became other "
-                "values for one parameter than for another, as where it sums over parameters. It cannot be split "
+                "values for one parameter than for another, as when it sums over parameters. It cannot be split "
                 "between tiers: choose another optimizer."
             )
 

@@ -55,7 +55,7 @@ def decode_checked(data: bytes, path: Path, format_name: str, version: int) -> A
 
 
 def kinds_of(record: type) -> dict[str, Kinds]:
-    """Return the JSON kinds of each field of a dataclass: a list for a tuple (which passes too, where it was not JSON
+    """Return the JSON kinds of each field of a dataclass: a list for a tuple (which passes too, if it was not JSON
     yet), an object for a record, and a whole number may be a float."""
     return {name: _kinds_of_hint(hint) for name, hint in get_type_hints(record).items()}
 

@@ -62,7 +62,7 @@ def open_of_owner(path: Path) -> Descriptor:
 
 
 def read_file(name: str | Path, dir_fd: int | None, *, uid: int, most_nbytes: int) -> bytes:
-    """The bytes of the regular file `name` of user `uid`. Raises OSError, or StoreError also where it is too large."""
+    """The bytes of the regular file `name` of user `uid`. Raises OSError, or StoreError also if it is too large."""
     with open_file(name, dir_fd, uid=uid) as fd:
         size = os.fstat(fd).st_size
         if size > most_nbytes:

@@ -246,7 +246,7 @@ def choose(
     directory: Path, step: int | None, metadata: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[Manifest, bool]:
     """The committed state, or that of `step` with these items in its metadata, and whether it is the committed one
-    rather than prepared. Raises StoreError where it is not there."""
+    rather than prepared. Raises StoreError if it is not there."""
     committed, prepared = load(directory)
     if committed is not None and committed.is_state(step, metadata):
         return committed, True

@@ -38,7 +38,7 @@ class InFlight:
 @final
 @dataclass(kw_only=True)
 class _State:
-    """`durable`: what the durable manifest names of the record; None where it does not name it at all."""
+    """`durable`: what the durable manifest names of the record; None if it does not name it at all."""
 
     record: Record
     written: RangeMap = field(default_factory=RangeMap)

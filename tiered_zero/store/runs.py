@@ -207,7 +207,7 @@ def _strange_names(dir_fd: int) -> list[str]:
 
 
 def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) -> RunInfo:
-    """`locked`: whether another process holds the lock; None: look. Raises FileNotFoundError where it has gone."""
+    """`locked`: whether another process holds the lock; None: look. Raises FileNotFoundError if it has gone."""
     status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
     run = RunInfo(
         run_id=name.removeprefix(PREFIX),

@@ -193,7 +193,7 @@ class TwoPhaseCommit:
             raise
 
     def _not_prepared(self, step: int, error: OSError) -> StoreError:
-        """The manifest could not be written. Where that can pass, all is as before; else the store is latched."""
+        """The manifest could not be written. If that can pass, all is as before; else the store is latched."""
         text = (
             f"The manifest of step {step} cannot be written to {self._first}: {error}. "
             "What was committed before is untouched"

@@ -25,7 +25,7 @@ def cgroup_folders(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> str:
-    """The file's text without blanks around it; "" where it cannot be read."""
+    """The file's text without blanks around it; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

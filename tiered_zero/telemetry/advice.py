@@ -67,7 +67,7 @@ _LANES: dict[str, tuple[str, tuple[Remedy, ...]]] = {
         (("", "fewer saves"), ("checkpoint.in_place", "commits in place (tiered_zero.checkpoint.in_place)")),
     ),
 }
-"""Lane -> what it does, and what shortens a step where it sets the pace."""
+"""Lane -> what it does, and what shortens a step if it sets the pace."""
 
 _WAITS: dict[str, tuple[Remedy, ...]] = {
     "wait_param": (

@@ -136,7 +136,7 @@ def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Serie
 
 
 def timeline_chart(title: str, x_label: str, rows: Sequence[str], bars: Sequence[Bar]) -> str:
-    """A row each, named at the left; a bar's label is drawn where it fits."""
+    """A row each, named at the left; a bar's label is drawn if it fits."""
     if not bars:
         return NOT_RECORDED
     row_height, left = 24.0, 24 + CHAR_WIDTH * max(len(row) for row in rows)

@@ -44,7 +44,7 @@ INKS = {
 
 
 def style_of(name: str) -> str:
-    """The class that has the colour of a cause, lane or tier; that of `other` where it has none."""
+    """The class that has the colour of a cause, lane or tier; that of `other` if it has none."""
     return (name if name in COLOURS else "other").replace(" ", "-")
 
 

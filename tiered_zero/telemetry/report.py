@@ -65,8 +65,8 @@ class JsonRecord:
 class StepReport(JsonRecord):
     """One optimizer step. See [Note: What is said of a step].
 
-    `loss`: mean over the micro-batches, unscaled; None where it is not known. `tokens`: of all micro-batches; 0 where
-    the model does not read tokens. `grad_norm`: before clipping; None where it is not taken. `seconds`: by cause.
+    `loss`: mean over the micro-batches, unscaled; None if it is not known. `tokens`: of all micro-batches; 0 where
+    the model does not read tokens. `grad_norm`: before clipping; None if it is not taken. `seconds`: by cause.
     `link_nbytes`, `busy_s`: by lane. `tier_nbytes`: the most on each tier in this step. `peak_nbytes`: the most since
     the run began. `kind_nbytes`: tier -> kind -> its own most since the run began. `activations`: how many storages,
     and bytes, were moved, and found no room in their budget (kept), where activations are offloaded.
@@ -171,7 +171,7 @@ def known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
 
 
 def bottleneck(busy_s: Mapping[str, float], wall_s: float) -> str:
-    """Name the busiest lane: 'disk write (93% busy)'; none binds a step where it is idle for most of it."""
+    """Name the busiest lane: 'disk write (93% busy)'; none binds a step if it is idle for most of it."""
     if not busy_s or wall_s <= 0:
         return "nothing measured"
     lane = max(busy_s, key=lambda name: busy_s[name])
