@@ -1,4 +1,8 @@
-"""Read ahead | work | retire: the way of a save and of a load through the sub-groups."""
+"""Read ahead | work | retire: the way of a save and of a load through the sub-groups.
+
+They move bytes by `SubGroupIO`, as the update does, whose own loop (`StreamingStepper`) takes sub-groups as their
+gradients come, skips some, and reads ahead from step to step: none of that is here.
+"""
 
 from __future__ import annotations
 

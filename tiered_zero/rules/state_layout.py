@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,12 +110,11 @@ class StateLayout:
         filled = []
         for piece in kept:
             for array in self.arrays_for(piece):
-                start, stop, block = 0, array.field.nbytes, array.field.block_numel
+                start, stop = array.offset, array.offset + array.field.nbytes
                 if array.piece is None:
-                    start, stop = (
-                        at * array.field.dtype.itemsize for at in (piece.start // block, -(-piece.stop // block))
-                    )
-                filled.append((array.offset + start, array.offset + stop))
+                    itemsize, block = array.field.dtype.itemsize, array.field.block_numel
+                    start, stop = start + piece.start // block * itemsize, start + -(-piece.stop // block) * itemsize
+                filled.append((start, stop))
         for start, stop in gaps(sorted(filled), self.state_start, self.nbytes):
             raw[start:stop].zero_()
 
@@ -174,12 +173,14 @@ class StateLayout:
         return self._shared_of_group.get(piece.group, []) + self._arrays_of.get(piece.index, [])
 
 
-def gaps(ranges: Iterable[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield what disjoint `ranges`, in order, leave of [first, last)."""
+def gaps(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """List what disjoint `ranges`, in order, leave of [first, last)."""
+    found = []
     for start, stop in (*ranges, (last, last)):
         if first < start:
-            yield first, start
+            found.append((first, start))
         first = stop
+    return found
 
 
 def _shaped(piece: ParamPiece, field: StateField, memory: torch.Tensor) -> torch.Tensor:
