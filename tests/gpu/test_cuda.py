@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def accelerator():
-    accelerator = CudaAccelerator(poison=True)
+    accelerator = CudaAccelerator(torch.device("cuda"), poison=True)
     yield accelerator
     accelerator.close()
 

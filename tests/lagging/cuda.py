@@ -30,6 +30,7 @@ class LaggingDevice:
         self._library.lagging_counts.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
         self._library.lagging_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._library.lagging_unpin.argtypes = [ctypes.c_void_p]
+        self._library.lagging_pinned_nbytes.restype = ctypes.c_size_t
         self._library.lagging_resize_storage.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         _replace_functions(self._library)
         self.reset()
@@ -49,6 +50,10 @@ class LaggingDevice:
         text = ctypes.create_string_buffer(1 << 20)
         assert self._library.lagging_counts(text, len(text))
         return {name: int(count) for name, count in (line.split() for line in text.value.decode().splitlines())}
+
+    def pinned_nbytes(self) -> int:
+        """Bytes of host memory that are registered, or of torch's pinned tensors."""
+        return int(self._library.lagging_pinned_nbytes())
 
 
 class _Runtime:

@@ -22,4 +22,4 @@ def test_delays_change_no_bit(device: LaggingDevice, placement: tuple[str, str],
         if found := differences_of(course, swap_path):
             wrong[seed, course] = found
     assert not wrong, wrong
-    assert device.take_counts().get("unpinned_under_a_copy", 0) == 0
+    assert device.take_counts().get("unpinned_under_a_copy", 0) == 0 == device.pinned_nbytes()

@@ -4,6 +4,8 @@
 // tensors.h and kernels.h, which follow each other.
 #include "kernels.h"
 
+#include <ATen/Context.h>
+
 namespace lagging {
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&call_late>()); }
@@ -36,6 +38,7 @@ static const bool is_registered = [] {
   static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface));
   new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks();
   c10::SetAllocator(c10::kCUDA, &allocator());
+  at::globalContext().lazyInitDevice(c10::kCUDA);  // before that no host memory counts as pinned
   return true;
 }();
 
@@ -62,6 +65,8 @@ int lagging_counts(char* text, size_t size) {
 int lagging_pin(uintptr_t address, size_t nbytes) { return lagging::pinned().add(address, nbytes); }
 
 int lagging_unpin(uintptr_t address) { return lagging::pinned().remove(address); }
+
+size_t lagging_pinned_nbytes() { return lagging::pinned().nbytes(); }
 
 // By a storage's `_cdata`. Returns 0 where memory ran out.
 int lagging_resize_storage(void* storage, size_t nbytes) {

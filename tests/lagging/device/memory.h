@@ -260,6 +260,12 @@ class PinnedMemory {
     ranges_.erase(found);
     return true;
   }
+  size_t nbytes() {
+    std::lock_guard<std::mutex> guard(lock_);
+    size_t sum = 0;
+    for (auto& [start, stop] : ranges_) sum += stop - start;
+    return sum;
+  }
   bool contains(const void* address, size_t nbytes = 1) {
     std::lock_guard<std::mutex> guard(lock_);
     const auto start = reinterpret_cast<uintptr_t>(address);

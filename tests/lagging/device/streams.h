@@ -4,6 +4,7 @@
 // counted by cause.
 #pragma once
 
+#include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 
 #include <atomic>
@@ -137,6 +138,7 @@ class Stream {
   }
 
   void run() {
+    at::init_num_threads();  // as many as torch was set to; MKL and OpenMP ask each thread, and sums depend on it
     for (;;) {
       Task task;
       {
