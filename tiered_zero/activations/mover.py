@@ -180,10 +180,10 @@ class ActivationMover:
         except BaseException:
             self._extents.free(at, nbytes)
             raise
-        place, recorder = self._place, self._recorder
+        place, span = self._place, self._accelerator.timer(self._recorder)
 
         def write() -> None:
-            with recorder.span(LANE, "offload", nbytes=nbytes):
+            with span(LANE, "offload", "", nbytes):
                 place.write(at, source)
 
         after = [self._accelerator.record_compute()]
@@ -250,12 +250,13 @@ class ActivationMover:
             return target
 
     def _begin_read(self, record: _Record) -> None:
-        at, nbytes, place, recorder = record.at, record.nbytes, self._place, self._recorder
+        at, nbytes, place = record.at, record.nbytes, self._place
+        span = self._accelerator.timer(self._recorder)
         target = place.new_target(nbytes)
         self._charge(nbytes)
 
         def read() -> None:
-            with recorder.span(LANE, "restore", nbytes=nbytes):
+            with span(LANE, "restore", "", nbytes):
                 place.read(at, target)
 
         after = [self._accelerator.record_compute()]  # the memory is what compute has just freed

@@ -302,6 +302,7 @@ class TrainStep:
                     self._take_step(optimizer, lr_scheduler)
                 self.failures.has_surfaced = False
         if boundary:
+            self.runtime.accelerator.add_spans()
             check = self.counts.grad_check
             self.meter.finish(
                 self.counts.global_steps,

@@ -80,6 +80,7 @@ class InFlightGradients:
         """`limit_nbytes`: autograd waits for the oldest when there are more. `staging`: where gradients are summed in
         host memory."""
         self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
+        self._span = runtime.accelerator.timer(runtime.recorder)
         self._limit_nbytes = limit_nbytes
         self._staging = staging
         self._norms = norms
@@ -138,7 +139,7 @@ class InFlightGradients:
                 norms.pop(arrival.index, None)
         with (
             gradients.opened("reduce") as flat,
-            self._recorder.span("reduce", "reduce", gradients.unit.name, batch.nbytes),
+            self._span("reduce", "reduce", gradients.unit.name, batch.nbytes),
         ):
             copies = [
                 GradCopy(index=each.index, target=flat[each.place], source=each.source, adds=each.adds)

@@ -113,6 +113,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         torch.autograd.graph.increment_version(pipeline.params.stepped())
         self.num_steps += 1
         end_s = time.perf_counter()
+        pipeline.runtime.accelerator.add_spans()
         totals, ledger = pipeline.runtime.recorder.take_totals(), pipeline.runtime.ledger
         self.step_report = build_step_report(self.num_steps, totals, end_s - self._step_start_s, ledger)
         self._step_start_s = end_s

@@ -19,7 +19,7 @@ class HostTier(Tier):
     def __init__(self, arena: HostArena, runtime: Runtime) -> None:
         self._arena = arena
         self._accelerator = runtime.accelerator
-        self._recorder = runtime.recorder
+        self._span = runtime.accelerator.timer(runtime.recorder)
         self._slots: dict[str, HostSlot] = {}
 
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
@@ -46,7 +46,7 @@ class HostTier(Tier):
         before = [self._accelerator.record_compute(), *([after.computed] if after else [])]  # in place
 
         def job() -> None:
-            with self._recorder.span("fetch", "fetch", slot.name, target.numel()):
+            with self._span("fetch", "fetch", slot.name, target.numel()):
                 self._accelerator.copy(target, source)
 
         return self._accelerator.lane("fetch").submit(job, after=before, holds=[target], waits=False)

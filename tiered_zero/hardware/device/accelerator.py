@@ -17,12 +17,18 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.hardware.device.lanes import Lane
 from tiered_zero.hardware.memory.huge_pages import PageRange
+from tiered_zero.telemetry.spans import Recorder
+
+Timer = Callable[[str, str, str, int], AbstractContextManager[None]]
+"""(lane, kind, name, nbytes) -> the span of a `with` block."""
 
 
 class Accelerator(ABC):
@@ -82,6 +88,15 @@ class Accelerator(ABC):
         `finish`: return only when the bytes are there, because the caller is about to reuse the host memory.
         Starts no threads and leaves autograd's version counters alone.
         """
+
+    def timer(self, recorder: Recorder) -> Timer:
+        """Return what times a block of a lane's job as a span of `recorder`, called as `Recorder.span` is: from the
+        moment at which the device begins what the block launches to that at which it is complete."""
+        return recorder.span
+
+    def add_spans(self) -> None:
+        """Give recorders the spans that the device has completed since. Driver thread, once a step."""
+        return
 
     def release_cached_memory(self) -> None:
         """Return what the device's allocator keeps for reuse, before an allocation that failed is tried again."""

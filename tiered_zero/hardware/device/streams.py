@@ -4,14 +4,17 @@ the host. What a kind of device has besides, such as the registration of host me
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ConfigError, ModelError
-from tiered_zero.hardware.device.accelerator import Accelerator
+from tiered_zero.hardware.device.accelerator import Accelerator, Timer
+from tiered_zero.hardware.device.clock import DeviceClock
 from tiered_zero.hardware.device.lanes import THIS_THREAD, Lane, LaneTransfer, Work, on_lane_error
 from tiered_zero.sizes import format_nbytes
+from tiered_zero.telemetry.spans import Recorder
 
 logger = logging.getLogger("tiered_zero")
 
@@ -40,6 +43,7 @@ class StreamAccelerator(Accelerator):
         self._compute = torch.accelerator.current_stream(self.device)
         self._is_capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", _no)
         self._logged_pin = False
+        self._clock = DeviceClock(self.device)
 
     def _build_lane(self, name: str) -> Lane:
         stream = torch.Stream(self.device)
@@ -98,6 +102,12 @@ class StreamAccelerator(Accelerator):
         target.data.copy_(source.data, non_blocking=True)  # .data: see poison()
         if finish:
             torch.accelerator.current_stream(self.device).synchronize()
+
+    def timer(self, recorder: Recorder) -> Timer:
+        return partial(self._clock.span, recorder)
+
+    def add_spans(self) -> None:
+        self._clock.add_spans()
 
     def release_cached_memory(self) -> None:
         torch.accelerator.empty_cache()
