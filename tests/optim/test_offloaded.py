@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.optim import OffloadedOptimizer, pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
@@ -235,3 +236,38 @@ def test_a_strided_parameter_is_never_copied_as_a_whole(monkeypatch: pytest.Monk
                 optimizer.step()
             assert torch.equal(strided, plain) and not strided.is_contiguous()
         assert made.numel < strided.numel()
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (8, 16)])
+def test_state_is_not_laid_out_anew_for_another_shape(offload: dict[str, Any], shape: tuple[int, int]) -> None:
+    """Before there is state, as of a parameter that is filled late, any shape goes."""
+    early, late = nn.Parameter(torch.ones(16, 8)), nn.Parameter(torch.ones(16, 8))
+    with OffloadedOptimizer([early, late], torch.optim.AdamW, offload, lr=1e-2) as optimizer:
+        early.grad = torch.ones(16, 8)
+        optimizer.step()
+        late.data, late.grad = torch.ones(shape), torch.ones(shape)
+        optimizer.step()
+        before = copy.deepcopy(optimizer.read_state(early)["exp_avg"])
+        early.grad = None
+        early.data, early.grad = torch.ones(shape), torch.ones(shape)
+        with pytest.raises(ModelError, match=r"parameter 0 of group 0: expected the shape \(16, 8\), which its state"):
+            optimizer.step()
+        early.grad = None
+        early.data = torch.ones(16, 8)
+        optimizer.step()
+        assert torch.equal(before, optimizer.read_state(early)["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "offload", "error", "says"),
+    [
+        (torch.optim.AdamW, None, ConfigError, "offload: expected a mapping such as"),
+        (torch.optim.AdamW, "nvme", ConfigError, "offload: expected a mapping such as"),
+        ("AdamW", {"device": "cpu"}, TypeError, "optimizer_class: expected a class of torch.optim"),
+        (None, {"device": "cpu"}, TypeError, "optimizer_class: expected a class of torch.optim"),
+        (nn.Linear, {"device": "cpu"}, TypeError, "optimizer_class: expected a class of torch.optim"),
+    ],
+)
+def test_arguments_of_other_types_are_named(kind: Any, offload: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        OffloadedOptimizer([nn.Parameter(torch.ones(3))], kind, offload, lr=1e-2)

@@ -58,6 +58,14 @@ class OffloadedOptimizer(TierStateOptimizer):
     ) -> None:
         """Raises what `optimizer_class` raises, and ConfigError, ModelError, PlanError and StoreError, with nothing
         left behind."""
+        if not callable(optimizer_class) or (
+            isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)
+        ):
+            raise TypeError(
+                f"optimizer_class: expected a class of torch.optim, or a subclass of torch.optim.Optimizer; found "
+                f"{optimizer_class!r}. Its arguments follow by name: OffloadedOptimizer(params, torch.optim.AdamW, "
+                "offload, lr=...)."
+            )
         self._config = read_offload(offload)
         self._pipeline: Pipeline | None = None
         params = list(params) if not isinstance(params, Tensor) else params
@@ -209,6 +217,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         if former is not None:
             former.policy.check()
             former.stepper.cancel_prefetch()
+            former.params.check_shapes(former.state.stepped())
         pipeline = open_pipeline(self._source, self, self._config, self._ranks)
         try:
             own = self._source.state if former is None else _MovedState(former.state, self.param_groups)

@@ -59,6 +59,10 @@ _RUNTIME = ("state_format", "checksums", "host_memory_limit", "io_engine", "io_t
 def read_offload(offload: Mapping[str, Any]) -> Config:
     """Read `OffloadedOptimizer(offload=...)`: keys of the config's offload_optimizer and tiered_zero sections. Raises
     ConfigError."""
+    if not isinstance(offload, Mapping):
+        raise ConfigError(
+            f'offload: expected a mapping such as {{"device": "nvme", "nvme_path": "/path"}}; found {offload!r}.'
+        )
     if unknown := [name for name in offload if name not in (*_SECTION, *_RUNTIME)]:
         raise ConfigError(f"offload: expected keys among {[*_SECTION, *_RUNTIME]}; found {unknown[0]!r}. Correct it.")
     if offload.get("device") not in ("cpu", "nvme"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,16 @@ class UserParameters:
     def has_moved(self) -> bool:
         """Return whether a parameter has another device, dtype or strides than when this was made."""
         return any(_place(param) != place for param, place in zip(self.params, self._places, strict=True))
+
+    def check_shapes(self, stepped: Iterable[Tensor]) -> None:
+        """Raise ModelError where a parameter that has state has another shape than when this was made."""
+        with_state = set(map(id, stepped))
+        for param, (spec, _) in zip(self.params, self.specs, strict=True):
+            if id(param) in with_state and tuple(param.shape) != spec.shape:
+                raise ModelError(
+                    f"{spec.name}: expected the shape {spec.shape}, which its state has; found {tuple(param.shape)}. "
+                    "Make the changed parameter a new nn.Parameter, and build the optimizer anew."
+                )
 
     def check_gradients(self) -> None:
         """Raise ModelError for a gradient that no rule takes."""
