@@ -1,10 +1,7 @@
-"""Optimizers without an engine, of parameters on a device that lags, have the bits of torch's own on the CPU."""
+"""An OffloadedOptimizer over parameters on a device that lags behind its host gives the bits of the plain one."""
 
-from __future__ import annotations
-
-import contextlib
+import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,85 +9,90 @@ from torch import nn
 
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
-from tests.optim.test_offloaded import RULES, models
-from tiered_zero.optim import OffloadedOptimizer
+from tiered_zero.concurrency.transfer import COMPLETED
+from tiered_zero.hardware.device.select import build_accelerator
+from tiered_zero.layout.subgroups import pack_params
+from tiered_zero.optim import OffloadedOptimizer, pipeline
+from tiered_zero.optim.user_params import UserParameters
+from tiered_zero.tiers.tier import BufferView
 
-NUM_STEPS = 4
+
+class Layers(nn.Module):
+    """Linear layers, maybe on several devices."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48, dtype=dtype) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.device, layer.weight.dtype)).tanh()
+        return x.float().square().mean()
 
 
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
-    """A loop of the user's: it accumulates twice, clips, steps, and changes a weight by hand."""
-    place = next(net.parameters()).device
-    for step in range(NUM_STEPS):
-        for micro in range(2):
-            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(2 * step + micro)).to(place, dtype)
-            net(x, step % 2 == 0).float().backward()
-        nn.utils.clip_grad_value_(net.parameters(), 0.01)
-        optimizer.step(**options)
+def place(net: Layers, devices: list[str]) -> Layers:
+    """One weight becomes every other column of a larger tensor."""
+    for index, layer in enumerate(net.layers):
+        layer.to(devices[index % len(devices)])
+    weight = net.layers[1].weight
+    weight.data = weight.data.new_zeros(48, 96)[:, ::2].copy_(weight.data)
+    return net
+
+
+def train(net: Layers, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for step in range(num_steps):
+        net(torch.randn(8, 48, generator=generator)).backward()
+        if step % 2 and isinstance(optimizer, OffloadedOptimizer):
+            written: list[torch.Tensor] = []
+            optimizer.step(on_written=lambda param, seen=written: seen.append(param.detach().clone()))
+            assert all(map(torch.equal, written, net.parameters()))
+        else:
+            optimizer.step()
         optimizer.zero_grad()
-        with torch.no_grad():
-            net.first.weight.mul_(1.25)
-    return [param.detach().cpu() for param in net.parameters()]
 
 
-class MasterCopies(torch.optim.Optimizer):
-    """The rule on fp32 copies of parameters of 16 bits, which are rounded from those."""
-
-    def __init__(self, params: list[nn.Parameter], rule: type[torch.optim.Optimizer], **defaults: Any) -> None:
-        super().__init__(params, {})
-        self._params = params
-        self._masters = [nn.Parameter(param.detach().float()) for param in params]
-        self._inner = rule(self._masters, **defaults)
-        self._last = [param.detach().clone() for param in params]
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for param, master, last in zip(self._params, self._masters, self._last, strict=True):
-            master.copy_(torch.where(param == last, master, param.float()))  # what changed by hand
-            master.grad = None if param.grad is None else param.grad.float()
-        self._inner.step()
-        for param, master, last in zip(self._params, self._masters, self._last, strict=True):
-            last.copy_(param.copy_(master))
+def compare(device: LaggingDevice, offload: dict[str, str], devices: list[str]) -> None:
+    own = Layers(torch.float32)
+    plain = place(copy.deepcopy(own), ["cpu"])
+    place(own, devices)
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), 5)
+    device.set(delay_seed=1, kernel_s=2e-4, h2d_bytes_per_s=2e6, d2h_bytes_per_s=2e7)
+    with OffloadedOptimizer(own.parameters(), torch.optim.AdamW, offload, lr=1e-2) as optimizer:
+        train(own, optimizer, 5)
+    for left, right in zip(plain.parameters(), own.parameters(), strict=True):
+        assert torch.equal(left, right.cpu())
 
 
-@pytest.mark.parametrize("where", ["cpu", "nvme"])
-@pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor"])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("devices", [["cuda"], ["cuda:0", "cuda:1", "cuda:0", "cuda:0"], ["cpu", "cuda"]], ids="-".join)
 @on_device
-def test_offloaded_state(device: LaggingDevice, name: str, where: str, swap_path: Path):
-    """Stepped whole, parameter by parameter, and on a stream of the user's."""
-    rule, defaults = RULES[name]
-    plain = models()[0]
-    expected = train(plain, rule(plain.parameters(), **defaults), torch.float32)
-    offload = {"device": where, "nvme_path": str(swap_path)} if where == "nvme" else {"device": where}
-    for seed, (options, in_stream, settings) in enumerate(
-        (
-            ({}, False, {"h2d_bytes_per_s": 8e6}),
-            ({"on_written": lambda param: None}, False, {"kernel_s": 2e-4}),
-            ({}, True, {"kernel_s": 2e-4}),
-        )
-    ):
-        device.reset()
-        device.set(delay_seed=seed, **settings)
-        with torch.Stream("cuda") if in_stream else contextlib.nullcontext():
-            net = models()[0].cuda()
-            with OffloadedOptimizer(net.parameters(), rule, offload, **defaults) as optimizer:
-                found = train(net, optimizer, torch.float32, **options)
-        different = [number for number, pair in enumerate(zip(expected, found, strict=True)) if not torch.equal(*pair)]
-        assert not different, (options, in_stream, settings, different)
-    assert device.pinned_nbytes() == 0
+def test_steps_are_those_of_the_plain_optimizer(
+    device: LaggingDevice, tier: str, devices: list[str], swap_path: Path
+) -> None:
+    pipeline.AUTO_SUB_GROUP_NUMEL = 1000  # every weight is cut
+    compare(
+        device,
+        {"device": tier, "buffer_count": 2, **({"nvme_path": str(swap_path)} if tier == "nvme" else {})},
+        devices,
+    )
 
 
-@pytest.mark.parametrize("where", ["cpu", "nvme"])
 @on_device
-def test_masters_of_16_bits(device: LaggingDevice, where: str, swap_path: Path):
-    rule, defaults = RULES["sgd"]
-    plain = models()[0].bfloat16()
-    expected = train(plain, MasterCopies(list(plain.parameters()), rule, **defaults), torch.bfloat16)
-    offload = {"device": where, "nvme_path": str(swap_path)} if where == "nvme" else {"device": where}
-    for seed in range(2):
-        device.set(delay_seed=seed, h2d_bytes_per_s=8e6)
-        net = models()[0].to("cuda", torch.bfloat16)
-        with OffloadedOptimizer(net.parameters(), rule, offload, **defaults) as optimizer:
-            found = train(net, optimizer, torch.bfloat16)
-        different = [number for number, pair in enumerate(zip(expected, found, strict=True)) if not torch.equal(*pair)]
-        assert not different, (seed, different)
+def test_a_write_to_a_second_device_is_complete_once_it_says_so(device: LaggingDevice) -> None:
+    """Lanes have streams of the first device alone; the staging buffer is used again at once."""
+    params = [nn.Parameter(torch.zeros(2048, device=name)) for name in ("cuda:0", "cuda:1")]
+    accelerator = build_accelerator("cuda:0")
+    user = UserParameters([{"params": params}])
+    user.connect(accelerator)
+    memory = torch.ones(8192, dtype=torch.uint8, pin_memory=True)
+    device.set(h2d_bytes_per_s=2e6)
+    for subgroup in pack_params(user.specs, 1 << 20, elementwise=True):
+        for segment in subgroup.segments:
+            window = BufferView(memory, memoryview(memory.numpy()))
+            written, _ = user.write(segment, "param", window, COMPLETED, None)
+            written.wait()
+            memory.zero_()
+            assert params[segment.unit.index].any(), segment.unit.name
+            memory.fill_(1)
+    accelerator.close()
