@@ -286,9 +286,8 @@ class Checkpoints:
 
             def check() -> TagManifest:
                 self.wait()
-                reader = open_reader(found, () if self._commits is None else self._commits.run_ids)
-                opened.callback(reader.close)  # where the one below is interrupted
-                opened.enter_context(reader)
+                own_runs = () if self._commits is None else self._commits.run_ids
+                reader = opened.enter_context(open_reader(found, own_runs))
                 matched, driver = self._check(reader.manifest, parts, strict)
                 loads.append(_Load(reader=reader, matched=matched, driver=driver))
                 return reader.manifest
