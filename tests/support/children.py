@@ -21,4 +21,5 @@ def environment() -> dict[str, str]:
         "PYTHONSAFEPATH": "1",  # the working directory does not come first
         "OMP_NUM_THREADS": str(NUM_THREADS),
         "MKL_NUM_THREADS": str(NUM_THREADS),
+        "OMP_WAIT_POLICY": "passive",  # a thread that spins keeps the other tests from the core that it waits for
     }
