@@ -120,7 +120,9 @@ def _join(
 ) -> Engine:
     """Make the engine of what was built, and resume the checkpoint that was found."""
     config, step, handle, source = run_spec.config, placed.step, placed.handle, placed.source
-    values = FullValues(step=step, view=placed.run_state.view, state=placed.state, groups=run_spec.source.param_groups)
+    values = FullValues(
+        events=step.param_events, view=placed.run_state.view, state=placed.state, groups=run_spec.source.param_groups
+    )
     resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
     values.register()
     driver = DriverState(

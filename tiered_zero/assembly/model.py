@@ -182,7 +182,9 @@ def _place_values(
     collectives = machine.runtime.collectives
     materializer = Materializer(run_spec.model, source.weights, run_spec.specs)
     resumed = None if adopted is None else adopted.flat
-    placer = UnitPlacer(pager=pager, handler=step, store_masters=view.store_masters, ranks=collectives, resumed=resumed)
+    placer = UnitPlacer(
+        pager=pager, handler=step.param_events, store_masters=view.store_masters, ranks=collectives, resumed=resumed
+    )
     materialize_model(materializer, run_spec.units, run_spec.params_of, placer)
     materializer.move_buffers(machine.runtime.accelerator.device, collectives)
 

@@ -159,7 +159,7 @@ class CheckpointCalls:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"save_filename: expected a name that ends with .safetensors; found {save_filename!r}.")
         self._step.check()
-        self._step.before_weights_read()
+        self._step.param_events.before_weights_read()
         pager = self._step.pager
         units = pager.units.by_param
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tiered_zero.concurrency.interrupts import protected, shielded
-from tiered_zero.engine.train_step import TrainStep
+from tiered_zero.engine.param_events import ParamEvents
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.params.gather import access_of, gathered
@@ -19,7 +19,7 @@ from tiered_zero.update.optimizer_state import OptimizerState, check_name
 from tiered_zero.update.param_shards import ParamShards
 from tiered_zero.update.state_view import StateView
 
-_of_step: weakref.WeakKeyDictionary[TrainStep, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
+_of_params: weakref.WeakKeyDictionary[ParamEvents, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class FullValues:
     many ranks every call is collective where masters and state are sharded.
     """
 
-    step: TrainStep
+    events: ParamEvents
     view: StateView
     state: OptimizerState
     groups: Sequence[Mapping[str, Any]]
@@ -43,10 +43,10 @@ class FullValues:
 
     def register(self) -> None:
         """Let `full_values_of` find this, as long as it is referenced."""
-        _of_step[self.step] = weakref.ref(self)
+        _of_params[self.events] = weakref.ref(self)
 
     def unregister(self) -> None:
-        _of_step.pop(self.step, None)
+        _of_params.pop(self.events, None)
 
     def read_master(self, param: nn.Parameter) -> torch.Tensor | None:
         unit, entry = self._place(param)
@@ -54,7 +54,7 @@ class FullValues:
             return None
 
         def read() -> torch.Tensor:
-            self.step.before_weights_read()
+            self.events.before_weights_read()
             return self._read_masters(unit)[entry.start : entry.stop].clone()
 
         return entry.param.view(self.shards.gather(entry.param, self.shards.read("a master is read", read)))
@@ -74,7 +74,7 @@ class FullValues:
         value = self.shards.same(value)
         with gathered(param, modify=True), torch.no_grad():
             param.copy_(value)
-        self.step.before_weights_write()
+        self.events.before_weights_write()
         flat = self._read_masters(unit)
         flat[entry.start : entry.stop] = entry.param.flatten(value.detach())
         self.view.replace_masters(unit, flat)
@@ -84,7 +84,7 @@ class FullValues:
         _, entry = self._place(param)
         if entry.param.name not in self.shards.trained:
             return None
-        self.shards.read("optimizer state is read", self.step.before_weights_read)
+        self.shards.read("optimizer state is read", self.events.before_weights_read)
         values = self.state.read(self.groups, only=param).get(param)
         if values is None:
             return None
@@ -99,7 +99,7 @@ class FullValues:
             _check_tensor(value)
             if entry.param.name not in self.shards.trained:
                 raise ModelError(f"{entry.param.name} is not trained: it has no optimizer state.")
-            self.step.before_weights_write()
+            self.events.before_weights_write()
 
         self.shards.change("optimizer state is set", check)
         values = self.state.read(self.groups, only=param).get(param, {}) if self.state.is_stepped(param) else {}
@@ -110,22 +110,22 @@ class FullValues:
                 "optimizer state is set", lambda: self.state.write({param: values}, self.groups, only=param)
             )
         except Exception as error:
-            self.step.policy.failures.set(error)  # partly the old state, partly the new
+            self.events.policy.failures.set(error)  # partly the old state, partly the new
             raise
 
     def _place(self, param: nn.Parameter) -> tuple[Unit, FlatEntry]:
-        paged = self.step.pager.units.by_param.get(param)
+        paged = self.events.pager.units.by_param.get(param)
         assert paged is not None, "the pager has gathered this parameter"
         return paged.unit, paged.unit.entries[paged.params[param]]
 
     def _read_masters(self, unit: Unit) -> torch.Tensor:
         params = None
         if self.view.need_params:
-            resident = self.step.pager.is_resident(unit)
+            resident = self.events.pager.is_resident(unit)
             params = (
-                self.step.pager.storage(unit).flat.to("cpu")
+                self.events.pager.storage(unit).flat.to("cpu")
                 if resident
-                else self.step.pager.offloaded_params.read_own(unit)
+                else self.events.pager.offloaded_params.read_own(unit)
             )
         return self.view.read_masters(unit, params)
 
@@ -141,7 +141,7 @@ class FullValues:
 def full_values_of(param: nn.Parameter) -> FullValues | None:
     """Return the FullValues of the engine that trains the parameter, while that is open."""
     access = access_of(param)
-    found = _of_step.get(access) if isinstance(access, TrainStep) else None
+    found = _of_params.get(access) if isinstance(access, ParamEvents) else None
     return found() if found is not None else None
 
 

@@ -15,6 +15,7 @@ from tiered_zero.concurrency.interrupts import INTERRUPTS, call_open, call_shiel
 from tiered_zero.config.schema import Config
 from tiered_zero.engine.counts import StepCounts
 from tiered_zero.engine.own_backward import OwnBackward
+from tiered_zero.engine.param_events import ParamEvents
 from tiered_zero.engine.recovery import Movers, StepRecovery
 from tiered_zero.errors import ModelError, NonFiniteError
 from tiered_zero.grads.arrivals import GradientArrivals
@@ -38,18 +39,12 @@ NO_OPTIMIZER = (
 class TrainStep:
     """Orders the events of one engine, to which it has no reference.
 
-    Module hooks, the guard of offloaded parameters, `gathered`, state_dict and the engine call it; the movers know
-    neither it nor each other. Driver thread, or autograd's while the driver waits in backward.
+    Module hooks and the engine call it; `param_events` has what parameters call. The movers know neither of them, nor
+    each other. Driver thread, or autograd's while the driver waits in backward.
     """
 
     def __init__(
-        self,
-        movers: Movers,
-        config: Config,
-        choice: UpdateChoice,
-        *,
-        trains: bool,
-        overflow: OverflowGuard,
+        self, movers: Movers, config: Config, choice: UpdateChoice, *, trains: bool, overflow: OverflowGuard
     ) -> None:
         self.pager, self.scope = movers.pager, movers.scope
         self.gradients, self.visible_gradients = movers.gradients, movers.visible_gradients
@@ -69,6 +64,7 @@ class TrainStep:
             self.pager, self.arrivals, self.visible_gradients, self._reducer, self.runtime.collectives
         )
         self.recovery = StepRecovery(movers, self.counts, overflow, self.arrivals, self.own_backward, self.meter)
+        self.param_events = ParamEvents(movers, self.own_backward, self.recovery)
         self._groups = movers.groups
         self._activations = movers.activations
         self._trains = trains
@@ -147,23 +143,29 @@ class TrainStep:
         self.pager.finish_gradients(unit)
         self.policy.unit_ready(unit)
 
-    # -- reads and writes of weights -----------------------------------------------------------------------------------
+    # -- the engine's calls --------------------------------------------------------------------------------------------
 
-    def before_weights_read(self) -> None:
-        """Wait for every update, and make a delayed one visible. Called by `gathered`, state_dict and copies."""
-        self.pager.driver.process.check()
-        if not self.pager.is_running() and self.phase.now is Phase.IDLE:
-            self.recover()
-        self.policy.finish()
-        self.runtime.accelerator.check_compute()
+    def recover(self) -> None:
+        """Clear up after a forward or backward past the engine that has failed; latch where a call was broken off."""
+        if not self.is_closed:
+            self.recovery.recover()
 
-    def before_weights_write(self) -> None:
-        """Wait for every update, and drop prefetched state. Called before weights or state are changed by hand."""
-        self.policy.finish(before_write=True)
-
-    def latch(self, why: str) -> None:
-        """Refuse every later call: a change of weights has failed half way."""
-        self.recovery.latch(why)
+    def check(self, trains: bool = False) -> None:
+        """Begin a call: clear up after an interrupted one. Raises EngineFailedError once an update has failed, and
+        ModelError if the engine is closed, if the call `trains` without an optimizer, or if the param groups have other
+        parameters."""
+        if self.is_closed:
+            raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
+        self.recovery.recover()
+        try:
+            self.policy.check()
+            if trains:
+                self._groups.check()
+            self.runtime.accelerator.check_compute()
+        except Exception as error:
+            self.failures.surface(error)
+        if trains and not self._trains:
+            raise ModelError(NO_OPTIMIZER)
 
     def check_between_steps(self, act: str) -> None:
         """Raise ModelError where `act` comes while gradients wait for a step: a checkpoint is of the state between two
@@ -186,57 +188,6 @@ class TrainStep:
                 "0, or 1 without offload_optimizer, and overlap_comm left out. Here backward reduces gradients. Leave "
                 "it out: gradient_accumulation_steps adds micro-batches up too."
             )
-
-    def pre_state_dict(self, module: nn.Module) -> None:
-        """Begin a module's state_dict: make every update visible, and copy each parameter once until it ends."""
-        self.pager.num_uses += 1
-        self.pager.copies.start(self.before_weights_read, module.parameters())
-
-    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
-        """Make `params`, arguments of `function`, usable, or raise; the first is guarded."""
-        if not self.pager.frames:
-            self.own_backward.notice()
-        self.pager.fault_in(params, function)
-
-    def notice_backward(self) -> None:
-        """A backward is about to need a parameter: follow one that the user has started past the engine."""
-        self.own_backward.notice()
-
-    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Copy a guarded parameter to the CPU while a state_dict is taken; else return None."""
-        return self.pager.copies.take(param) if self.pager.copies.is_open else None
-
-    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Copy a guarded parameter to the CPU for a copy of its module; return None while modules run."""
-        return self.pager.idle_copy(param, self.before_weights_read)
-
-    def recover(self) -> None:
-        """Clear up after a forward or backward past the engine that has failed; latch where a call was broken off."""
-        if not self.is_closed:
-            self.recovery.recover()
-
-    def watch(self, param: nn.Parameter) -> None:
-        """Watch the values of a parameter in use, whose memory user code is about to get."""
-        self.pager.changes.watch(param)
-
-    # -- the engine's calls --------------------------------------------------------------------------------------------
-
-    def check(self, trains: bool = False) -> None:
-        """Begin a call: clear up after an interrupted one. Raises EngineFailedError once an update has failed, and
-        ModelError if the engine is closed, if the call `trains` without an optimizer, or if the param groups have other
-        parameters."""
-        if self.is_closed:
-            raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
-        self.recovery.recover()
-        try:
-            self.policy.check()
-            if trains:
-                self._groups.check()
-            self.runtime.accelerator.check_compute()
-        except Exception as error:
-            self.failures.surface(error)
-        if trains and not self._trains:
-            raise ModelError(NO_OPTIMIZER)
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> Any:
         self.check()

@@ -49,7 +49,7 @@ def gathered(
 
 
 class WeightAccess(Protocol):
-    """Interface that `gathered` needs of the engine that trains a parameter: its `TrainStep`."""
+    """Interface that `gathered` needs of the engine that trains a parameter: its `ParamEvents`."""
 
     pager: Pager
 

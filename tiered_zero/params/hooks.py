@@ -26,11 +26,22 @@ from tiered_zero.params.pass_scope import PassScope
 from tiered_zero.params.saved_views import SAVED_TENSOR_HOOKS
 
 
+class StateDictEvents(Protocol):
+    """The event of a model's state_dict."""
+
+    def pre_state_dict(self, module: nn.Module) -> None:
+        """The state_dict of a module begins."""
+
+
 class ForwardEvents(Protocol):
     """Events that the hooks call. Driver thread, `grad_ready` on autograd's."""
 
     pager: Pager
     scope: PassScope
+
+    @property
+    def param_events(self) -> StateDictEvents:
+        """What is called besides forwards."""
 
     def pre_forward(
         self, units: Sequence[Unit], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -42,9 +53,6 @@ class ForwardEvents(Protocol):
 
     def grad_ready(self, param: nn.Parameter) -> None:
         """`param.grad` is complete for one pass: the first post-accumulate hook."""
-
-    def pre_state_dict(self, module: nn.Module) -> None:
-        """The state_dict of a module begins."""
 
 
 class _Hook(partial[None]):
@@ -180,7 +188,7 @@ class ModuleHooks:
     def _before_save(self, params: dict[str, nn.Parameter], module: nn.Module, *_: Any) -> None:
         if module is self._model or any(module._parameters.get(name) is not own for name, own in params.items()):
             self._events.scope.check_parameters()
-        self._events.pre_state_dict(module)
+        self._events.param_events.pre_state_dict(module)
 
     @protected
     def _after_save(

@@ -1,0 +1,69 @@
+"""Events of parameters past the engine's calls: uses while guarded, copies, reads and changes by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from tiered_zero.engine.own_backward import OwnBackward
+from tiered_zero.engine.recovery import Movers, StepRecovery
+from tiered_zero.params.driver_thread import Phase
+
+
+@final
+class ParamEvents:
+    """The handler of an engine's parameters. Guarded parameters, `gathered`, state_dict and copies of modules call it.
+    Driver thread, or autograd's while the driver waits in backward.
+    """
+
+    def __init__(self, movers: Movers, own_backward: OwnBackward, recovery: StepRecovery) -> None:
+        self.pager = movers.pager
+        self.policy = movers.policy
+        self._accelerator = movers.runtime.accelerator
+        self._own_backward, self._recovery = own_backward, recovery
+
+    def before_weights_read(self) -> None:
+        """Wait for every update, and make a delayed one visible. Called by `gathered`, state_dict and copies."""
+        self.pager.driver.process.check()
+        if not self.pager.is_running() and self.pager.phase.now is Phase.IDLE:
+            self._recovery.recover()
+        self.policy.finish()
+        self._accelerator.check_compute()
+
+    def before_weights_write(self) -> None:
+        """Wait for every update, and drop prefetched state. Called before weights or state are changed by hand."""
+        self.policy.finish(before_write=True)
+
+    def latch(self, why: str) -> None:
+        """Refuse every later call: a change of weights has failed half way."""
+        self._recovery.latch(why)
+
+    def pre_state_dict(self, module: nn.Module) -> None:
+        """Begin a module's state_dict: make every update visible, and copy each parameter once until it ends."""
+        self.pager.num_uses += 1
+        self.pager.copies.start(self.before_weights_read, module.parameters())
+
+    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
+        """Make `params`, arguments of `function`, usable, or raise; the first is guarded."""
+        if not self.pager.frames:
+            self._own_backward.notice()
+        self.pager.fault_in(params, function)
+
+    def notice_backward(self) -> None:
+        """A backward is about to need a parameter: follow one that the user has started past the engine."""
+        self._own_backward.notice()
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Copy a guarded parameter to the CPU while a state_dict is taken; else return None."""
+        return self.pager.copies.take(param) if self.pager.copies.is_open else None
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Copy a guarded parameter to the CPU for a copy of its module; return None while modules run."""
+        return self.pager.idle_copy(param, self.before_weights_read)
+
+    def watch(self, param: nn.Parameter) -> None:
+        """Watch the values of a parameter in use, whose memory user code is about to get."""
+        self.pager.changes.watch(param)
