@@ -11,6 +11,7 @@ One AdamW step over fp32 parameters and gradients of many shapes on the CPU, in 
   host         OffloadedOptimizer, state in host memory
   nvme         OffloadedOptimizer, state in swap files
   ZeRO nvme    ZeroRedundancyOptimizer of one rank, state in swap files
+  torchao      torchao.optim.CPUOffloadOptimizer, where torchao is installed and steps these parameters
 Ratios are medians of those of each round.
 """
 
@@ -67,6 +68,18 @@ def cpu_timed(task: Callable[[], object], seconds: list[float]) -> None:
     start_s = time.process_time()
     task()
     seconds.append(time.process_time() - start_s)
+
+
+def torchao_step(params: list[nn.Parameter], rates: dict[str, float]) -> tuple[Callable[[], object] | None, str]:
+    """Return a step of torchao's optimizer, or None and why there is none."""
+    try:
+        from torchao.optim import CPUOffloadOptimizer
+
+        step = CPUOffloadOptimizer(params, torch.optim.AdamW, fused=True, **rates).step
+        step()
+    except Exception as error:  # it asserts that there is a GPU
+        return None, f"{type(error).__name__}: {error}"
+    return step, "stepped"
 
 
 def resident_nbytes() -> int:
@@ -131,6 +144,9 @@ def run(options: argparse.Namespace, ends: ExitStack) -> dict[str, object]:
         "nvme": on_nvme.step,
         "ZeRO nvme": own_zero.step,
     }
+    torchao, torchao_says = torchao_step(params, rates)
+    if torchao is not None:
+        tasks["torchao"] = torchao
     cpu_s: dict[str, list[float]] = {name: [] for name in tasks}
     samples = measure({name: partial(cpu_timed, task, cpu_s[name]) for name, task in tasks.items()}, options.rounds)
     rounds = range(options.rounds)
@@ -154,6 +170,7 @@ def run(options: argparse.Namespace, ends: ExitStack) -> dict[str, object]:
         "unit": "s",
         "ratios": ratios,
         "cpu_s": {name: statistics.median(values[1:]) for name, values in cpu_s.items()},
+        "torchao": torchao_says,
         "nvme_planned_host_nbytes": on_nvme.plan.nbytes("host"),
         "nvme_resident_nbytes": resident,
     }
