@@ -57,34 +57,41 @@ def test_activations_leave_and_come_back(device: LaggingDevice, mode: str, where
     assert moved[0] >= 6, "each block's input has left the device"
 
 
-@pytest.mark.parametrize("placement", [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+SAVES: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
+    "resident": (("none", "none"), {}),
+    "host": (("cpu", "cpu"), {}),
+    "disk": (("nvme", "nvme"), {}),
+    "beside training, resident": (("none", "none"), {"checkpoint": {"async": True}, "update": "barrier"}),
+    "beside training": (("none", "cpu"), {"checkpoint": {"async": True}}),
+    "in place": (("nvme", "nvme"), {"checkpoint": {"in_place": True}}),
+}
+
+
+@pytest.mark.parametrize("name", SAVES)
 @on_device
-def test_a_loaded_run_goes_on_with_the_same_bits(
-    device: LaggingDevice, placement: tuple[str, str], swap_path: Path, tmp_path: Path
-):
+def test_a_loaded_run_goes_on_with_the_same_bits(device: LaggingDevice, name: str, swap_path: Path, tmp_path: Path):
     """Random numbers of the device are part of a checkpoint; the run that saves goes on while it is written."""
+    placement, runtime = SAVES[name]
 
     def engine(seed: int) -> tiered_zero.Engine:
         torch.manual_seed(seed)
-        return tiered(Blocks("no checkpoint"), swap_path, placement, runtime={"device": "cuda"})
+        return tiered(Blocks("no checkpoint"), swap_path, placement, runtime={"device": "cuda", **runtime})
 
-    def steps(own: tiered_zero.Engine, first: int) -> None:
+    def steps(own: tiered_zero.Engine, first: int) -> dict[str, Tensor]:
         for number in (first, first + 1):
             own.backward(own(*batch_on_device(number)))
             own.step()
+        return {name: value.cpu() for name, value in own.module.state_dict().items()} if first else {}
 
-    device.set(delay_seed=1)
-    ended = []
+    device.set(delay_seed=1, kernel_s=2e-4, d2h_bytes_per_s=2e7)
     with engine(0) as own:
         steps(own, 0)
         own.save_checkpoint(str(tmp_path), tag="t")
-        steps(own, 2)
-        ended.append({name: value.cpu() for name, value in own.module.state_dict().items()})
+        expected = steps(own, 2)
     with engine(7) as own:
         assert own.load_checkpoint(str(tmp_path), tag="t")[0] is not None
-        steps(own, 2)
-        ended.append({name: value.cpu() for name, value in own.module.state_dict().items()})
-    different = [name for name, value in ended[0].items() if not torch.equal(value, ended[1][name])]
+        found = steps(own, 2)
+    different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
     assert not different, different
 
 
