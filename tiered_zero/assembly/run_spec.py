@@ -43,6 +43,10 @@ from tiered_zero.rules.state_formats import check_params, master_format
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import TIERS, format_nbytes
 
+ACTIVATION_SHARE = 8
+"""This part of a device's free memory is left to activations, of which the plan knows nothing, where the config sets no
+limit: a plan of all that is free would fail in its first forward."""
+
 NUM_FREE_CORES = 2
 """Of an accelerator's run: the update's kernel leaves them to the driver, which launches compute, and to the lanes."""
 
@@ -306,13 +310,12 @@ def _limits(config: Config, model: nn.Module, given: Limits, ranks: Collectives)
     settings = config.tiered_zero
     limits: dict[str, tuple[int, str]] = {}
     device_nbytes = available_device_nbytes(find_device(settings.device), model.parameters())
-    if device_nbytes is not None:
-        limits["device"] = (device_nbytes, "what the device has free")
-    if (
-        settings.device_memory_limit is not None
-        and settings.device_memory_limit <= limits.get("device", (settings.device_memory_limit, ""))[0]
-    ):
-        limits["device"] = (settings.device_memory_limit, "tiered_zero.device_memory_limit")
+    given_nbytes = settings.device_memory_limit
+    if given_nbytes is not None and (device_nbytes is None or given_nbytes <= device_nbytes):
+        limits["device"] = (given_nbytes, "tiered_zero.device_memory_limit")
+    elif device_nbytes is not None:
+        reserve_nbytes = device_nbytes // ACTIVATION_SHARE
+        limits["device"] = (device_nbytes - reserve_nbytes, "what the device has free, less an eighth for activations")
     limits["host"] = (available_host_nbytes(), "what this machine and its cgroup have free")
     if ranks.world_size > 1:
         shares = ranks.exchange(str(limits["host"][0] // local_world_size()).encode(), "free host memory")

@@ -83,7 +83,9 @@ class RuntimeSection(Section):
         "accelerator as torch names it: cuda, cuda:1, xpu",
     )
     device_memory_limit: Nbytes = Field(
-        None, description='most device memory to use: bytes, or text such as "1.5GiB"; null: what the device has'
+        None,
+        description='most device memory to plan, without activations: bytes, or text such as "1.5GiB"; null: seven '
+        "eighths of what the device has free",
     )
     host_memory_limit: Nbytes = Field(
         None, description='most host memory to use: bytes, or text such as "8GiB"; null: what machine and cgroup leave'
