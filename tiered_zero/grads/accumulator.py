@@ -71,7 +71,8 @@ class GradientStore:
         self._ledger = runtime.ledger
         self._in_flight = in_flight
         self._overflow = overflow
-        self._paged = [gradients for gradients in self._units.values() if gradients.paged is not None]
+        self._windows = {each.paged.windows for each in self._units.values() if each.paged is not None}
+        """Of gradients that rest on NVMe."""
         self._extra_nbytes: Counter[str] = Counter()
         """Tier -> bytes that the plan does not hold, see `promote`."""
         self._measures_norms = True
@@ -216,7 +217,7 @@ class GradientStore:
         for gradients in self._units.values():
             if gradients.shard is not None or gradients.num_sums:
                 gradients.wait_transfers()
-        for windows in {gradients.paged.windows for gradients in self._paged if gradients.paged is not None}:
+        for windows in self._windows:
             windows.finish_writes()
 
     def freeze(self, unit: Unit, into: StepGradients) -> None:
@@ -242,7 +243,8 @@ class GradientStore:
         for gradients in self._units.values():
             step.shares[gradients.unit.index] = gradients.share()
             gradients.clear()
-            gradients.swap()
+            if gradients.spare is not None or gradients.paged_spare is not None:
+                gradients.swap()
         return step
 
     def discard(self) -> None:
@@ -378,7 +380,8 @@ class GradientStore:
                 grad = gradients.flat[entry.start : entry.stop]
                 (missing if grad.is_cpu else on_device)[index] = grad
         norms.update({index: self._norms.of(grad) for index, grad in missing.items()})
-        norms.update(zip(on_device, self._norms.on_device(list(on_device.values())), strict=True))
+        if on_device:
+            norms.update(zip(on_device, self._norms.on_device(list(on_device.values())), strict=True))
         return [
             (entry.param, norms[index] if (index := entry.param.index) in norms else gradients.norms[index])
             for gradients, entry in found
