@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "kills.py"
 
@@ -38,10 +41,11 @@ def test_the_table_counts_what_was_done_and_hides_no_failure(tmp_path: Path) -> 
     assert lines[5] == "| b | 10 | 2 | 100 | 1 of 2 rounds failed: other bits at step 7 |"
 
 
-def test_a_round_is_recorded(tmp_path: Path, swap_path: Path) -> None:
+def test_a_round_is_recorded(tmp_path: Path, swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(TOOL.parents[1])
+    tool = importlib.import_module("tools.kills")
     out = tmp_path / "kills.jsonl"
-    done = run("--kills", 2, "--dir", swap_path, "--out", out)
-    assert done.returncode == 0, done.stderr
+    assert tool.main(["--kills", "2", "--dir", str(swap_path), "--out", str(out)]) == 0
     (found,) = map(json.loads, out.read_text().splitlines())
     assert found["arguments"] == {"case": "overlapped, fp32, nvme", "kills": 2, "seed": 0}
     assert found["killed"]["num_kills"] == 2 and not found["failure"]
