@@ -203,6 +203,13 @@ class Counting(torch.optim.SGD):
         return loss
 
 
+class WithoutClosure(torch.optim.SGD):
+    """Its step takes no argument."""
+
+    def step(self) -> Any:  # type: ignore[override]
+        return super().step()
+
+
 def follow_the_cases_of_torch(swap_path: str) -> None:
     """The cases of PyTorch's own tests of its class, anew: groups, closures, keys, trainability, constructor, join."""
     with group() as rank:
@@ -220,6 +227,12 @@ def follow_the_cases_of_torch(swap_path: str) -> None:
         loss = optimizer.step(closure=lambda: torch.tensor(3.0))
         assert float(loss) == 3.0 and optimizer.optim.param_groups[0]["lr"] == 0.01
         assert all(torch.allclose(param, torch.full((2,), 0.89)) for param in params)
+        optimizer.zero_grad()
+        assert all(param.grad is None for param in params)
+        alone = nn.Parameter(torch.ones(1))
+        alone.grad = torch.ones(1)
+        ZeroRedundancyOptimizer([alone], WithoutClosure, lr=0.1).step()
+        assert torch.allclose(alone, torch.tensor([0.9]))
         # a group is added; those of before stay on their ranks
         before = [
             {id(param) for group in groups for param in group["params"]} for groups in optimizer.partition_parameters()
