@@ -103,6 +103,9 @@ def test_param_grad_is_read_changed_assigned_and_zeroed(swap_path):
             params[0].grad.mul_(0.5)
             params[1].grad = None
             params[2].grad = torch.ones_like(params[2])
+            value = trainer.peek("blocks.0.out.weight", "grad")
+            seen.append(value)
+            trainer.poke("blocks.0.out.weight", "grad", value * 2)
             if number % 4 == 1:
                 trainer.zero_grad(set_to_none=False)
                 seen.append(float(params[0].grad.abs().sum()))

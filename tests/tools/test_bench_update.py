@@ -49,8 +49,18 @@ def test_the_benchmark_of_activations_runs(swap_path: Path, tmp_path: Path) -> N
     assert "| nvme, checkpoints |" in table and " of max(plain, disk)" in table
 
 
+def test_the_benchmark_of_gradients_runs(swap_path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "gradients.jsonl"
+    ran = run_forked(ROOT / "tools/bench/gradients.py", "--smoke", "--dir", swap_path, "--out", out)
+    assert ran.returncode == 0, ran.stderr
+    assert not list(swap_path.iterdir()), "nothing is left behind"
+    record = json.loads(out.read_text())
+    size = record["sizes"]["smoke"]
+    assert record["name"] == "gradients" and size["planned_nbytes"] <= 64 << 20
+    assert size["steps"][0]["read"] > 0 and size["steps"][0]["disk_s"] > 0
+
+
 def test_every_benchmark_has_a_smoke_run() -> None:
     found = {path.stem for path in (ROOT / "tools/bench").glob("*.py")}
-    assert found - {"gpt2", "record"} == {"activations", "checkpoint", "io", "optimizer", "ranks", "step", "update"}, (
-        "io: tests/io; others: test_bench_*.py here"
-    )
+    known = {"activations", "checkpoint", "gradients", "io", "optimizer", "ranks", "step", "update"}
+    assert found - {"gpt2", "record"} == known, "io: tests/io; others: test_bench_*.py here"

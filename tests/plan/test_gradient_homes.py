@@ -1,0 +1,82 @@
+"""Where gradients rest: in host memory as far as that has room, the others on nvme."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tiered_zero.config import load
+from tiered_zero.errors import ConfigError, PlanError
+from tiered_zero.layout.flat import DType, Unit
+from tiered_zero.layout.subgroups import MAX_SUB_GROUP_NUMEL, cut_subgroups
+from tiered_zero.layout.units import find_units
+from tiered_zero.plan.gpt_shape import GPTConfig, describe_gpt
+from tiered_zero.plan.planner import Plan, make_plan
+from tiered_zero.plan.request import SubGroupSize, plan_request, unit_rules
+from tiered_zero.plan.swap_capacity import SwapNeed, directory_needs
+from tiered_zero.sizes import GIB
+
+NVME = {"device": "nvme", "nvme_path": "swap"}
+LARGE = GPTConfig(layers=70, hidden=8960, heads=140, vocab=128256, context=8192, tied=False)
+"""70e9 parameters."""
+
+
+def config_of(accumulation: int = 8, world_size: int = 1, stage: int = 3, **runtime: Any) -> Any:
+    return load(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": accumulation,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage, "offload_param": NVME, "offload_optimizer": NVME},
+            "tiered_zero": runtime,
+        },
+        world_size=world_size,
+        to_train=False,
+    )
+
+
+@cache
+def laid_out() -> tuple[list[Unit], list[SubGroupSize]]:
+    tree, specs = describe_gpt(LARGE, DType(name="bfloat16", itemsize=2))
+    units = find_units(tree, specs, unit_rules(config_of()))
+    group_of = {spec.name: 0 for spec in specs}
+    subgroups = cut_subgroups(units, group_of, MAX_SUB_GROUP_NUMEL, elementwise=True)
+    return units, [SubGroupSize(state_nbytes=12 * each.numel, parts=each.parts) for each in subgroups]
+
+
+def planned(host_nbytes: int, **options: Any) -> Plan:
+    limits = {"host": (host_nbytes, "--host-memory"), "device": (80 * GIB, "--device-memory")}
+    units, sizes = laid_out()
+    return make_plan(units, sizes, plan_request(config_of(**options), limits=limits, shares_cores=False))
+
+
+def test_a_model_of_70_billion_fits_64_gib_of_host_memory() -> None:
+    """With sums of micro-batches, 4 bytes a parameter, which were 261 GiB of host memory."""
+    plan = planned(64 * GIB)
+    plan.check()
+    rest, all_nbytes = plan.nbytes("nvme", "gradient"), 4 * sum(unit.numel for unit in laid_out()[0])
+    assert rest + plan.nbytes("host", "gradient") == all_nbytes > 255 * GIB
+    assert plan.nbytes("host", "gradient") > 40 * GIB, "what fits stays in memory"
+    need = SwapNeed.of(plan)
+    assert need.gradient == rest and need.total == need.param + need.state + rest
+    config = config_of()
+    assert sum(each.nbytes for each in directory_needs(need, config.zero_optimization)) == need.total
+    with pytest.raises(PlanError, match=r"Set tiered_zero\.gradients to auto"):
+        planned(64 * GIB, gradients="cpu").check()
+    planned(24 * GIB).check()
+
+
+def test_ample_memory_keeps_them_and_nvme_can_be_asked_for() -> None:
+    assert set(planned(512 * GIB).tiers.gradients.values()) == {"host"}
+    plan = planned(512 * GIB, gradients="nvme", accumulation=1)
+    assert set(plan.tiers.gradients.values()) == {"nvme"}
+    assert plan.nbytes("nvme", "gradient") == 2 * sum(unit.numel for unit in laid_out()[0])
+
+
+def test_nvme_is_refused_where_gradients_cannot_rest_there() -> None:
+    with pytest.raises(ConfigError, match="device nvme with nvme"):
+        load({"train_micro_batch_size_per_gpu": 1, "tiered_zero": {"gradients": "nvme"}})
+    with pytest.raises(ConfigError, match="stage 0 with several ranks"):
+        plan_request(config_of(stage=0, world_size=2, gradients="nvme"), limits={}, shares_cores=False, world_size=2)
