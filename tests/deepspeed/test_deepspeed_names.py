@@ -56,6 +56,7 @@ def run_step(engine: tiered_zero.Engine, step: int = 0) -> None:
 
 SCRIPT = """
 import argparse
+import sys
 import torch
 import tiered_zero as deepspeed
 
@@ -85,6 +86,7 @@ for epoch in range(args.epochs):
 if deepspeed.comm.get_rank() == 0 and deepspeed.comm.is_initialized():
     deepspeed.comm.barrier()
     print("steps", model_engine.global_steps, "of", deepspeed.comm.get_world_size(), "rank")
+assert "torch.distributed.checkpoint" not in sys.modules, "its import takes a second, and nothing here needs it"
 """
 
 
