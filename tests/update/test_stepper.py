@@ -135,7 +135,7 @@ class World:
         self.inventory = Inventory()
         self.hyper = [{"lr": 0.1}, {"lr": 0.01}]
         self.rule = Momentum(self.tier.log, elementwise)
-        arena = HostArena(32 * MIB, self.runtime.accelerator, False, self.runtime.ledger)
+        arena = HostArena(128 * MIB, self.runtime.accelerator, False, self.runtime.ledger)
         host = HostTier(arena, self.runtime)
         self.params: Home | None = None
         self.masters = {unit.index: flat_of(unit, make_params(unit)).to(torch.float32) for unit in units}
@@ -543,7 +543,7 @@ def test_a_rule_that_raises_gives_every_buffer_back() -> None:
 
 def test_ten_thousand_small_parameters_are_few_runs() -> None:
     units = [make_unit(index, [7] * 2500, torch.bfloat16) for index in range(4)]
-    world = World(units, size_numel=10**6)
+    world = World(units, size_numel=4 * 10**6)
     for _ in range(2):
         world.step()
     world.check()
