@@ -259,7 +259,7 @@ class OptimizerState:
 def check_name(name: str, known: Collection[str]) -> None:
     """Raise ModelError unless a parameter's state has a tensor `name`."""
     if name not in known:
-        expected = " or ".join(map(repr, sorted(known))) or "of no name, as this rule keeps none,"
+        expected = " or ".join(map(repr, sorted(known))) or "of no name (this rule keeps none)"
         raise ModelError(f"Expected optimizer state {expected}; found {name!r}.")
 
 
