@@ -39,8 +39,10 @@ def test_experts_without_gradients_keep_none_waiting(ranks: RankPool, swap_path:
     run = replace(run, num_blocks=10)
     found = ranks.run(routed.train_tiered, world, run, str(swap_path))
     assert_all_ranks_agree(found)
+    units_in_flight = 2 if run.delays else 1  # an accelerator that runs late has room for those of a second unit
     for rank in found:
-        assert rank["in_flight"]["planned"] == rank["largest"] < run.num_blocks * 4 * routed.HIDDEN**2 / 2
+        assert rank["in_flight"]["planned"] == units_in_flight * rank["largest"]
+        assert rank["largest"] < run.num_blocks * 4 * routed.HIDDEN**2 / 2
         assert 0 < rank["in_flight"]["peak"] <= rank["in_flight"]["planned"]
     if world == 2:
         expected = ranks.run(routed.train_plain, world, run)

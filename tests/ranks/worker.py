@@ -6,12 +6,15 @@ import faulthandler
 import gc
 import importlib
 import os
+import sys
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.support.native_build import ROOT
 
 PROCESSORS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
@@ -38,6 +41,7 @@ def main(cases: Connection, log: str) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
+    sys.path.append(str(ROOT))  # for tools, whichever test has started this process
     torch.set_num_threads(1)
     while True:
         try:

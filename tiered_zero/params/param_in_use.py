@@ -37,8 +37,11 @@ def _read_data(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_part(found: torch.Tensor) -> torch.Tensor:
     """Give what indexing a parameter in use has found the class of its parts, if it is a view."""
-    if type(found) is torch.Tensor and found._is_view():
-        found.__class__ = _PartInUse
+    if type(found) is torch.Tensor:
+        with torch._C.DisableTorchFunction():  # a mode of the user sees what it sees in plain PyTorch
+            is_view = found._is_view()
+        if is_view:
+            found.__class__ = _PartInUse
     return found
 
 
