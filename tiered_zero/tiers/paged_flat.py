@@ -17,18 +17,18 @@ where there are no gradients.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
 import torch
 
 from tiered_zero.concurrency.interrupts import INTERRUPTS, POLL_S
-from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all, wait_quietly
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_quietly
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
+from tiered_zero.store.transfers import Joined
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.tier import BufferView
@@ -83,20 +83,6 @@ class PagedFlat:
         return self.home.slot.name
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class _Writes(Transfer):
-    """The writes of one flat."""
-
-    parts: Sequence[Transfer]
-
-    def done(self) -> bool:
-        return all(part.done() for part in self.parts)
-
-    def wait(self) -> None:
-        wait_all(self.parts)
-
-
 def _write(flat: PagedFlat, lease: Lease) -> Transfer:
     """Start to write a window to the flat's record."""
     parts: list[Transfer] = []
@@ -108,7 +94,7 @@ def _write(flat: PagedFlat, lease: Lease) -> Transfer:
         for transfer in parts:
             wait_quietly(transfer)
         raise
-    return _Writes(parts=parts)
+    return Joined(*parts)
 
 
 @final
