@@ -244,6 +244,22 @@ def test_receiving_copies_or_adds_and_measures_in_one_call(kernels: list[UpdateK
         assert torch.equal(total, expected)
 
 
+def test_arrays_are_copied_and_added_on_all_threads_as_on_one(kernels: list[UpdateKernel]) -> None:
+    """Cut where a thread's piece ends; the types that have a loop of their own, and another pair."""
+    numels = (0, 1, 17, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 200_003)
+    for kernel in kernels:
+        for source_type, target_type, adds in ((1, 0, True), (0, 0, True), (2, 0, False)):
+            sources = [torch.randn(numel).to(DTYPES[source_type]) for numel in numels]
+            targets = [torch.randn(numel).to(DTYPES[target_type]) for numel in numels]
+            expected = [t + s.float() if adds else s.to(t.dtype) for s, t in zip(sources, targets, strict=True)]
+            pairs = zip(sources, targets, strict=True)
+            kernel.copy([(s.data_ptr(), t.data_ptr(), s.numel(), source_type, target_type, adds) for s, t in pairs])
+            assert all(map(torch.equal, targets, expected)), kernel.level
+            scans = [(each.data_ptr(), None, each.numel(), target_type, Dtype.FLOAT32, False) for each in targets]
+            alone = kernel.copy_norms(scans, fused_tail=True)
+            assert kernel.copy_norms(scans, fused_tail=True, threaded=True) == alone
+
+
 def test_what_overflows_when_it_is_stored_is_not_finite(kernels: list[UpdateKernel]) -> None:
     source, target = torch.full((20,), 1e5), torch.zeros(20, dtype=torch.float16)
     for kernel in kernels:

@@ -127,6 +127,8 @@ class GradientStore:
         gradients.zeroed.discard(index)
         place = slice(entry.start, entry.stop)
         if not gradients.on_device:
+            if index in gradients.arrived:  # a part of the graph that ran twice
+                self._in_flight.flush()  # a batch has one gradient of a parameter
             arrival = Arrival(index=index, place=place, source=source, adds=adds)
             self._in_flight.send(gradients, arrival, measures=self._measures_norms)
         elif adds:
@@ -379,7 +381,7 @@ class GradientStore:
                     continue
                 grad = gradients.flat[entry.start : entry.stop]
                 (missing if grad.is_cpu else on_device)[index] = grad
-        norms.update({index: self._norms.of(grad) for index, grad in missing.items()})
+        norms.update(zip(missing, self._norms.in_memory(list(missing.values())), strict=True))
         if on_device:
             norms.update(zip(on_device, self._norms.on_device(list(on_device.values())), strict=True))
         return [

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import final
 
 import torch
 
-from tiered_zero.concurrency.transfer import Transfer
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer
 from tiered_zero.grads.norms import GradCopy, GradNorm
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.sizes import align_up
 
 SUM_CHUNK_NUMEL = 1 << 15
 """Sums on the reduce lane go in chunks of so many elements: few enough for torch to stay on the lane's one thread."""
@@ -22,6 +23,9 @@ SUM_CHUNK_NUMEL = 1 << 15
 BATCH_NBYTES = 1 << 20
 """Gradients of one unit go together until they are so many bytes, or the unit's last one has come: a job of the lane
 costs more than the copy of a bias."""
+
+STAGED_ALIGNMENT = 64
+"""Of gradients in one staging buffer, in bytes: a cache line."""
 
 NUM_KEPT = 4
 """Transferred batches kept before they are freed. Autograd's thread frees them, in order, so that every step meets
@@ -70,6 +74,15 @@ class GradientBatch(Transfer):
             self._send()
         if self.job is not None:  # else it was dropped
             self.job.wait()
+
+
+@dataclass(eq=False, kw_only=True)
+class _Load:
+    """What one staging buffer holds: `parts` of gradients, whose sources are in it once `arrival` is done."""
+
+    lease: Lease
+    parts: list[GradCopy] = field(default_factory=list)
+    arrival: Transfer = COMPLETED
 
 
 @final
@@ -150,49 +163,69 @@ class InFlightGradients:
                 if batch.measures:
                     norms.update({copy.index: norm for copy, norm in zip(copies, measured, strict=True)})
                 return
+            sums: list[GradCopy] = []
             for copy in copies:
-                if not copy.adds and copy.target.dtype == copy.source.dtype:
-                    self._accelerator.copy(copy.target, copy.source)
+                if copy.adds or copy.target.dtype != copy.source.dtype:
+                    sums.append(copy)
                 else:
-                    self._add(copy)
-                if batch.measures and (copy.adds or not on_device):
-                    norms[copy.index] = self._norms.of(copy.target)
+                    self._accelerator.copy(copy.target, copy.source)
+            self._add(sums)
+            if batch.measures:
+                left = {copy.index: copy.target for copy in copies if copy.adds or not on_device}
+                norms.update(zip(left, self._norms.in_memory(list(left.values())), strict=True))
             if gradients.paged is not None and on_device:
                 self._accelerator.record().wait()  # the disk reads them next
 
-    def _add(self, copy: GradCopy) -> None:
-        """On the reduce lane: to host memory by way of staging buffers, then into the fp32 sum. Where there are two
-        buffers one part is on its way while the one before is added."""
-        assert self._staging is not None, "sums in host memory are planned with a staging buffer"
-        source = copy.source
-        step = self._staging.buffer_nbytes // source.element_size()
-        coming: deque[tuple[Lease, GradCopy, Transfer]] = deque()
+    def _add(self, copies: Sequence[GradCopy]) -> None:
+        """On the reduce lane: to host memory by way of staging buffers, then into the fp32 sums. Each buffer is filled
+        with all that it holds, and waited for once; where there are two, one is on its way while the other is added."""
+        coming: deque[_Load] = deque()
         try:
-            for start in range(0, source.numel(), step):
-                part = source[start : start + step]
+            for parts in self._loads(copies):
+                assert self._staging is not None, "sums in host memory are planned with a staging buffer"
                 if len(coming) == self._staging.count:
                     self._add_oldest(coming)
-                lease = self._staging.lease(part.nbytes, "gradient", lane="reduce")
-                staged, target = lease.view(part.dtype, part.numel()), copy.target[start:][: part.numel()]
-                self._accelerator.copy(staged, part)
-                staged_copy = GradCopy(index=copy.index, target=target, source=staged, adds=copy.adds)
-                coming.append((lease, staged_copy, self._accelerator.record()))
+                lease = self._staging.lease(self._staging.buffer_nbytes, "gradient", "reduce")
+                coming.append(load := _Load(lease=lease))
+                for place, part in parts:
+                    source = lease.tensor[place : place + part.source.nbytes].view(part.source.dtype)
+                    self._accelerator.copy(source, part.source)
+                    load.parts.append(replace(part, source=source))
+                load.arrival = self._accelerator.record()
             while coming:
                 self._add_oldest(coming)
         finally:
-            for lease, _, arrival in coming:
-                arrival.wait()
-                lease.release()
+            if coming:
+                self._accelerator.record().wait()
+            for load in coming:
+                load.lease.release()
 
-    def _add_oldest(self, coming: deque[tuple[Lease, GradCopy, Transfer]]) -> None:
-        lease, staged, arrival = coming[0]
-        arrival.wait()
-        if self._norms.fuses([staged]):
-            self._norms.copy([staged])
+    def _loads(self, copies: Sequence[GradCopy]) -> Iterator[list[tuple[int, GradCopy]]]:
+        """Cut the copies into what a staging buffer holds: the first byte there, and the part."""
+        room = 0 if self._staging is None else self._staging.buffer_nbytes
+        parts: list[tuple[int, GradCopy]] = []
+        used = 0
+        for copy in copies:
+            itemsize, start = copy.source.itemsize, 0
+            while start < copy.source.numel():
+                if (numel := min((room - used) // itemsize, copy.source.numel() - start)) <= 0:
+                    yield parts
+                    parts, used = [], 0
+                    continue
+                stop = start + numel
+                parts.append((used, replace(copy, target=copy.target[start:stop], source=copy.source[start:stop])))
+                used, start = align_up(used + numel * itemsize, STAGED_ALIGNMENT), stop
+        if parts:
+            yield parts
+
+    def _add_oldest(self, coming: deque[_Load]) -> None:
+        coming[0].arrival.wait()
+        if self._norms.fuses(coming[0].parts):
+            self._norms.copy_threaded(coming[0].parts)
         else:
-            land(staged.source, staged.target, adds=staged.adds)
-        coming.popleft()
-        lease.release()
+            for part in coming[0].parts:
+                land(part.source, part.target, adds=part.adds)
+        coming.popleft().lease.release()
 
     def end_backward(self) -> None:
         """Wait until what is left is within the limit, and free the rest. Raises transfer errors."""

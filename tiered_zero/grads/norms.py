@@ -54,11 +54,13 @@ class GradNorm:
 
     def of(self, grad: torch.Tensor) -> Norm:
         """`grad`: [n] contiguous."""
-        if not grad.is_cpu:
-            return self.on_device([grad])[0]
-        if self._kernel is None or grad.dtype not in _DTYPES:
-            return float(torch.linalg.vector_norm(grad, 2, dtype=torch.float32).item())
-        return self._kernel.copy_norms([_scan(grad)], fused_tail=self._fused_tail)[0]
+        return self.in_memory([grad])[0] if grad.is_cpu else self.on_device([grad])[0]
+
+    def in_memory(self, grads: Sequence[torch.Tensor]) -> list[float]:
+        """Take the norms of gradients [n] in host memory: one a thread, where the kernel takes them."""
+        if self._kernel is None or any(grad.dtype not in _DTYPES for grad in grads):
+            return [float(torch.linalg.vector_norm(grad, 2, dtype=torch.float32).item()) for grad in grads]
+        return self._kernel.copy_norms(list(map(_scan, grads)), fused_tail=self._fused_tail, threaded=True)
 
     def on_device(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Launch the norms of gradients [n] on an accelerator, 0-d each, by the call of `clip_grad_norm_` there: one
@@ -78,13 +80,18 @@ class GradNorm:
     def copy(self, copies: Sequence[GradCopy]) -> list[float]:
         """Make the copies, in their order; return the norm of what each target then holds."""
         assert self._kernel is not None, "as `fuses` says"
-        rows = []
-        for copy in copies:
-            target, source = copy.target, copy.source
-            assert target.numel() == source.numel(), "a gradient has one place"
-            types = _DTYPES[source.dtype], _DTYPES[target.dtype]
-            rows.append((source.data_ptr(), target.data_ptr(), source.numel(), *types, copy.adds))
-        return self._kernel.copy_norms(rows, fused_tail=self._fused_tail)
+        return self._kernel.copy_norms(list(map(_row, copies)), fused_tail=self._fused_tail)
+
+    def copy_threaded(self, copies: Sequence[GradCopy]) -> None:
+        """Make the copies on the kernel's threads, without norms. No two have the same target."""
+        assert self._kernel is not None, "as `fuses` says"
+        self._kernel.copy(list(map(_row, copies)))
+
+
+def _row(copy: GradCopy) -> CopyNorm:
+    target, source = copy.target, copy.source
+    assert target.numel() == source.numel(), "a gradient has one place"
+    return source.data_ptr(), target.data_ptr(), source.numel(), _DTYPES[source.dtype], _DTYPES[target.dtype], copy.adds
 
 
 def _scan(grad: torch.Tensor) -> CopyNorm:

@@ -125,20 +125,22 @@ typedef float tz_eight __attribute__((vector_size(32)));
 
 typedef void tz_advance(const struct tz_run *, int64_t, int64_t, tz_root *);
 typedef float tz_receive(const struct tz_copy *, int);
+typedef void tz_carry(const struct tz_copy *, int64_t, int64_t);
 typedef void tz_convert(const struct tz_moments *, int64_t, int64_t);
 typedef void tz_extract(const float *, float *, int64_t, int, tz_root *);
 static const struct {
     tz_advance *advance;
     tz_extract *extract;
     tz_receive *receive;
+    tz_carry *carry;
     tz_convert *convert;
 } kernels[TZ_LEVELS] = {
-    [TZ_SCALAR] = {advance_scalar, extract_scalar, receive_scalar, convert_scalar},
+    [TZ_SCALAR] = {advance_scalar, extract_scalar, receive_scalar, carry_scalar, convert_scalar},
 #if defined(__x86_64__)
-    [TZ_AVX2] = {advance_avx2, extract_avx2, receive_avx2, convert_avx2},
-    [TZ_AVX512] = {advance_avx512, extract_avx512, receive_avx512, convert_avx512},
+    [TZ_AVX2] = {advance_avx2, extract_avx2, receive_avx2, carry_avx2, convert_avx2},
+    [TZ_AVX512] = {advance_avx512, extract_avx512, receive_avx512, carry_avx512, convert_avx512},
 #elif defined(__aarch64__)
-    [TZ_NEON] = {advance_neon, extract_neon, receive_neon, convert_neon},
+    [TZ_NEON] = {advance_neon, extract_neon, receive_neon, carry_neon, convert_neon},
 #endif
 };
 
@@ -442,12 +444,59 @@ API int tz_convert_moments(struct tz_pool *pool, const struct tz_moments *moment
 
 /* ---- Received gradients ---- */
 
-/* Copies, adds or scans `count` arrays on the calling thread. norms: of what then lies in each target (else in the
- * source), with the same bits at any level; not finite if an element is not. Returns as tz_convert_moments. */
-API int tz_copy_norms(const struct tz_copy *copies, int64_t count, int fused_tail, float *norms, int level) {
-    if (!was_compiled(level)) return -2;
+struct carriage {
+    const struct tz_copy *copies;
+    int64_t num_copies;
+    const int64_t *starts; /* the first piece of each */
+    int level;
+};
+
+static void carry_piece(void *context, int64_t index) {
+    const struct carriage *x = context;
+    int64_t k = find(x->starts, x->num_copies, index), from = (index - x->starts[k]) * TZ_PIECE, to = from + TZ_PIECE;
     unsigned mode = keep_denormals();
-    for (int64_t i = 0; i < count; i++) norms[i] = kernels[level].receive(&copies[i], fused_tail);
+    kernels[x->level].carry(&x->copies[k], from, to < x->copies[k].numel ? to : x->copies[k].numel);
     restore_denormals(mode);
+}
+
+/* Copies or adds `count` arrays, whose targets do not overlap, on all threads. Returns as tz_update_batch. */
+API int tz_copy_arrays(struct tz_pool *pool, const struct tz_copy *copies, int64_t count, int level) {
+    if (!was_compiled(level)) return -2;
+    int64_t *starts = malloc((count + 1) * sizeof *starts), num_pieces = 0;
+    if (!starts) return -1;
+    for (int64_t i = 0; i < count; i++) {
+        starts[i] = num_pieces;
+        num_pieces += (copies[i].numel + TZ_PIECE - 1) / TZ_PIECE;
+    }
+    struct carriage carriage = {copies, count, starts, level};
+    run(pool, carry_piece, &carriage, num_pieces);
+    free(starts);
+    return 0;
+}
+
+struct measurement {
+    const struct tz_copy *copies;
+    float *norms;
+    int fused_tail, level;
+};
+
+static void receive_piece(void *context, int64_t index) {
+    const struct measurement *x = context;
+    unsigned mode = keep_denormals();
+    x->norms[index] = kernels[x->level].receive(&x->copies[index], x->fused_tail);
+    restore_denormals(mode);
+}
+
+/* Copies, adds or scans `count` arrays, one a thread; without a pool on the calling thread, in their order. norms: of what
+ * then lies in each target (else in the source), with the same bits at any level; not finite if an element is not. Returns
+ * as tz_convert_moments. */
+API int tz_copy_norms(struct tz_pool *pool, const struct tz_copy *copies, int64_t count, int fused_tail, float *norms,
+                      int level) {
+    if (!was_compiled(level)) return -2;
+    struct measurement measurement = {copies, norms, fused_tail, level};
+    if (pool)
+        run(pool, receive_piece, &measurement, count);
+    else
+        for (int64_t i = 0; i < count; i++) receive_piece(&measurement, i);
     return 0;
 }

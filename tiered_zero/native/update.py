@@ -89,7 +89,7 @@ CopyNorm = tuple[int, int | None, int, Dtype, Dtype, bool]
 
 
 class _CopyNormArgs(ctypes.Structure):
-    """One array for `UpdateKernel.copy_norms`. `source`, `target`: addresses; without a target, `source` is only read.
+    """One array to copy. `source`, `target`: addresses; without a target, `source` is only read.
     `add`: to what the target holds, instead of replacing it. Types are `Dtype`s."""
 
     _fields_ = struct_fields(
@@ -168,15 +168,21 @@ class UpdateKernel:
         """Decode `values` from codes and scales, or encode them. The memory must be valid, as in `update`."""
         self._check(self._library.tz_convert_moments(self._pool, ctypes.byref(moments), LEVELS[self.level]))
 
-    def copy_norms(self, copies: Sequence[CopyNorm], *, fused_tail: bool) -> list[float]:
-        """Copy, add or scan arrays, each in one pass on the calling thread; return the L2 norm of what each target then
-        holds (without one, of the source), taken in fp32 in the order of ATen's vector_norm.
+    def copy(self, copies: Sequence[CopyNorm]) -> None:
+        """Copy or add arrays, whose targets do not overlap, on all threads. The memory must be valid as in `update`."""
+        table = _copy_table(copies)
+        self._check(self._library.tz_copy_arrays(self._pool, table, len(copies), LEVELS[self.level]))
 
-        `fused_tail`: whether that was compiled with FMA. The memory must be valid, as in `update`.
+    def copy_norms(self, copies: Sequence[CopyNorm], *, fused_tail: bool, threaded: bool = False) -> list[float]:
+        """Copy, add or scan arrays, each in one pass; return the L2 norm of what each target then holds (without one,
+        of the source), taken in fp32 in the order of ATen's vector_norm.
+
+        `fused_tail`: whether that was compiled with FMA. `threaded`: an array a thread, where targets do not overlap;
+        else all on the calling thread, in their order. The memory must be valid, as in `update`.
         """
-        table = (_CopyNormArgs * len(copies))(*starmap(_CopyNormArgs, copies))
-        norms = (ctypes.c_float * len(copies))()
-        self._check(self._library.tz_copy_norms(table, len(copies), fused_tail, norms, LEVELS[self.level]))
+        table, norms = _copy_table(copies), (ctypes.c_float * len(copies))()
+        pool = self._pool if threaded else None
+        self._check(self._library.tz_copy_norms(pool, table, len(copies), fused_tail, norms, LEVELS[self.level]))
         return list(norms)
 
     def close(self) -> None:
@@ -190,6 +196,10 @@ class UpdateKernel:
         assert status == 0, f"update kernel: status {status} at level {self.level}"
 
 
+def _copy_table(copies: Sequence[CopyNorm]) -> ctypes.Array[_CopyNormArgs]:
+    return (_CopyNormArgs * len(copies))(*starmap(_CopyNormArgs, copies))
+
+
 def _bind(path: Path) -> ctypes.CDLL:
     library, pointer, integer, count = load(path), ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     declare(library.tz_supported, integer, integer)
@@ -198,7 +208,8 @@ def _bind(path: Path) -> ctypes.CDLL:
     declare(library.tz_update_batch, integer, pointer, pointer, count, integer, pointer, pointer)
     declare(library.tz_square_roots, integer, pointer, pointer, count, integer, integer, pointer, pointer)
     declare(library.tz_convert_moments, integer, pointer, pointer, integer)
-    declare(library.tz_copy_norms, integer, pointer, count, integer, pointer, integer)
+    declare(library.tz_copy_arrays, integer, pointer, pointer, count, integer)
+    declare(library.tz_copy_norms, integer, pointer, pointer, count, integer, pointer, integer)
     return library
 
 

@@ -31,6 +31,8 @@
 #define load NAME(load)
 #define store NAME(store)
 #define pass NAME(pass)
+#define pass_all NAME(pass_all)
+#define pass_rest NAME(pass_rest)
 #define load_mark NAME(load_mark)
 #define store_mark NAME(store_mark)
 #define load_master NAME(load_master)
@@ -438,6 +440,40 @@ KERNEL vf pass(const struct tz_copy *c, int64_t at) {
     return load(c->target, at, c->target_type);
 }
 
+/* The last elements, fewer than TZ_GROUP from `whole` on, pass in a padded copy; `x`: what then lies there, and zeros. */
+KERNEL void pass_rest(const struct tz_copy *c, int64_t whole, float *x) {
+    int64_t left = c->numel - whole;
+    float source[TZ_GROUP] = {0}, target[TZ_GROUP] = {0};
+    struct tz_copy rest = *c;
+    rest.source = source;
+    rest.target = c->target ? target : NULL;
+    memcpy(source, at(c->source, whole, c->source_type), left * widths[c->source_type]);
+    if (c->target) memcpy(target, at(c->target, whole, c->target_type), left * widths[c->target_type]);
+    for (int k = 0; k < TZ_GROUP; k += LANES) store(x, k, TZ_F32, pass(&rest, k));
+    if (c->target) memcpy(at(c->target, whole, c->target_type), target, left * widths[c->target_type]);
+}
+
+KERNEL void pass_all(const struct tz_copy *c, int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i += LANES) {
+        __builtin_prefetch(at(c->source, i + TZ_AHEAD, c->source_type), 0);
+        __builtin_prefetch(at(c->target, i + TZ_AHEAD, c->target_type), 1);
+        pass(c, i);
+    }
+}
+
+/* Copies or adds elements [from, to) of one array; `from` is a multiple of TZ_GROUP, and so is `to` unless it is the end. */
+TARGET static void NAME(carry)(const struct tz_copy *copy, int64_t from, int64_t to) {
+    struct tz_copy c = *copy;
+    int64_t whole = to - (to - from) % TZ_GROUP;
+    float x[TZ_GROUP];
+    if (c.source_type == TZ_BF16 && c.target_type == TZ_F32 && c.add) { /* micro-batches: compiled apart, with these types */
+        struct tz_copy sum = {c.source, c.target, c.numel, TZ_BF16, TZ_F32, 1, 0};
+        pass_all(&sum, from, whole);
+    } else
+        pass_all(&c, from, whole);
+    if (whole < to) pass_rest(&c, whole, x);
+}
+
 /* Passes the whole array, and returns the root of the sum of squares in the order in which ATen's vector_norm takes it,
  * whatever the level: eight running sums, joined one by one, then what is left over, of which GCC has fused all behind
  * the last four where it compiled ATen for processors with FMA (`fused_tail`). */
@@ -455,14 +491,8 @@ TARGET static float NAME(receive)(const struct tz_copy *c, int fused_tail) {
         sums += halves[0];
         sums += halves[1];
     }
-    float source[TZ_GROUP] = {0}, target[TZ_GROUP] = {0}, x[TZ_GROUP];
-    struct tz_copy rest = *c;
-    rest.source = source;
-    rest.target = c->target ? target : NULL;
-    memcpy(source, at(c->source, whole, c->source_type), left * widths[c->source_type]);
-    if (c->target) memcpy(target, at(c->target, whole, c->target_type), left * widths[c->target_type]);
-    for (int k = 0; k < TZ_GROUP; k += LANES) store(x, k, TZ_F32, pass(&rest, k));
-    if (c->target) memcpy(at(c->target, whole, c->target_type), target, left * widths[c->target_type]);
+    float x[TZ_GROUP];
+    pass_rest(c, whole, x);
     int64_t first = left / 8 * 8, fused = fused_tail ? first + (left - first) / 4 * 4 : left;
     for (int64_t i = 0; i < first; i++) sums[i] += x[i] * x[i];
     float total = sums[0];
