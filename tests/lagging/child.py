@@ -12,6 +12,7 @@ import importlib
 import inspect
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 300.0
-"""A body that takes longer is ended, and its test fails with what it has written."""
+DEADLINE_S = 240.0
+"""A body that takes longer is ended by SIGABRT, and its test fails with the stacks of all its threads. A test of two
+bodies ends so before pytest's own limit comes."""
 
 
 def on_device(body: Callable[..., None]) -> Callable[..., None]:
@@ -43,7 +45,8 @@ def on_device(body: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a body returned, or what it raised: the class's name and the traceback. "exit -11": the process crashed."""
+    """What a body returned, or what it raised: the class's name and the traceback. "exit -11": the process crashed;
+    "hung for 240 s (exit -6)": it was ended."""
 
     value: Any = None
     error: str = ""
@@ -67,17 +70,17 @@ class Child:
         if self._process is None:
             self._start()
         assert self._process is not None and self._process.stdin is not None
-        late = threading.Timer(DEADLINE_S, self._process.kill)
-        late.start()
+        watchdog = _Watchdog(self._process)
         try:
             pickle.dump((body.__module__, body.__qualname__, arguments), self._process.stdin)
             self._process.stdin.flush()
             return Outcome(*pickle.load(self._answers))
         except (EOFError, BrokenPipeError):
-            code = self._process.wait()
-            return Outcome(error=f"exit {code}", traceback=self._end())
+            error = f"exit {self._process.wait()}"
+            error = f"hung for {DEADLINE_S:g} s ({error})" if watchdog.has_ended_it else error
+            return Outcome(error=error, traceback=self._end())
         finally:
-            late.cancel()
+            watchdog.cancel()
 
     def close(self) -> None:
         if self._process is not None:
@@ -110,6 +113,26 @@ class Child:
         self._log.close()
         self._process = None
         return text
+
+
+class _Watchdog:
+    """Ends a process that does not answer. SIGABRT lets faulthandler write the stacks first."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.has_ended_it = False
+        self._process = process
+        self._timers = [threading.Timer(DEADLINE_S, self._abort), threading.Timer(DEADLINE_S + 20, process.kill)]
+        for timer in self._timers:
+            timer.daemon = True
+            timer.start()
+
+    def cancel(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+
+    def _abort(self) -> None:
+        self.has_ended_it = True
+        self._process.send_signal(signal.SIGABRT)
 
 
 def run_body(device: Any, module: str, name: str, arguments: dict[str, Any]) -> tuple[Any, ...]:

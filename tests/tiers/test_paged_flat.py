@@ -108,6 +108,20 @@ def test_a_kept_window_is_waited_for(swap_path: Path) -> None:
         assert own.written() == 0 and own.read(2) is not None
 
 
+def test_what_is_kept_for_an_update_that_waits_itself_is_written(swap_path: Path) -> None:
+    with world(swap_path) as own:
+        for index in range(2):
+            own.fill(index, index + 1)
+            own.windows.keep(own.flats[index])
+        thread = threading.Thread(target=own.fill, args=(2, 3))
+        thread.start()
+        with own.windows.awaited():
+            thread.join(60)
+            assert not thread.is_alive()
+        assert own.written() == 1 and own.flats[1].lease is not None
+        assert [own.read(index)[0].item() for index in range(3)] == [1, 2, 3]  # type: ignore[index]
+
+
 def test_the_next_write_begins_as_the_last_window_is_taken(swap_path: Path) -> None:
     with world(swap_path, num_windows=3, writes_ahead=True) as own:
         for index in range(3):

@@ -6,7 +6,9 @@ buffers of host memory, each as large as the largest such unit. Once all windows
 first is written to its record; a flat that is opened again is read back. So memory does not grow with the model, and
 what a window still holds at the end of backward is never written: the update copies it from there, and reads the rest
 of a sub-group's gradients beside its state. Where an update that began in backward holds all that it needs of a unit,
-its window is kept for it: backward then waits for the update in place of writing, and no gradient sees the disk.
+its window is kept for it: backward then waits for the update in place of writing, and no gradient sees the disk. But
+an update that waits for gradients to arrive frees no window, and what it waits for may need one: until they are there
+kept windows are written as others are.
 
 A flat is written in the stretches that the update reads, so that each is verified by checksums of its own.
 
@@ -110,6 +112,8 @@ class FlatWindows:
         self._changed = threading.Condition()
         self._open: list[PagedFlat] = []
         """Flats with a window, as they got it."""
+        self._num_awaited = 0
+        """Updates that wait for gradients to arrive."""
 
     @contextmanager
     def open(self, flat: PagedFlat, lane: str) -> Iterator[torch.Tensor]:
@@ -137,6 +141,18 @@ class FlatWindows:
         """Leave the flat in its window until `drop`: an update copies it from there."""
         with self._changed:
             flat.is_kept = flat.lease is not None
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """While an update waits for gradients to arrive: nothing is kept for it."""
+        with self._changed:
+            self._num_awaited += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_awaited -= 1
 
     def drop(self, flat: PagedFlat) -> None:
         """Free the window, and forget the bytes: nothing needs them any more."""
@@ -211,7 +227,7 @@ class FlatWindows:
         for flat in self._open:
             if flat.writing is not None:
                 return flat, flat.writing
-        if any(flat.is_kept for flat in self._open):
+        if not self._num_awaited and any(flat.is_kept for flat in self._open):
             return None
         for flat in self._open:
             if not flat.num_users and flat.lease is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -49,7 +50,12 @@ class StepGradients:
     def wait_transfers(self, unit: Unit) -> None:
         """Block until the unit's gradients are where `part` says."""
         last = self.shares[unit.index].last
-        if last is not None:
+        if last is None:
+            return
+        with ExitStack() as stack:
+            if not last.done():
+                for windows in {share.paged.windows for share in list(self.shares.values()) if share.paged is not None}:
+                    stack.enter_context(windows.awaited())
             last.wait()
 
     def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
