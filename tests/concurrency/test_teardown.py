@@ -67,6 +67,22 @@ def test_close_goes_on_where_a_second_interrupt_has_broken_it_off() -> None:
     assert done == ["optional", "act", "last"]
 
 
+def test_a_start_that_failed_is_freed_after_a_second_interrupt_too() -> None:
+    done: list[str] = []
+    interrupts = [KeyboardInterrupt("second")]
+
+    def act() -> None:
+        if interrupts:
+            raise interrupts.pop()
+        done.append("act")
+
+    with pytest.raises(KeyboardInterrupt, match="second"), Teardown() as resources:
+        resources.callback(lambda: done.append("last"))
+        resources.callback(act)
+        raise KeyboardInterrupt("first")
+    assert done == ["act", "last"]
+
+
 def test_an_engine_ends_in_the_order_of_the_list(swap_path: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Lanes after the last update and before the memory that they use; every name has an act."""
     made: list[Teardown] = []

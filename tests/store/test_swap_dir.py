@@ -155,7 +155,14 @@ def test_the_last_constructor_that_fails_leaves_nothing(swap_path: Path, monkeyp
     assert list(swap_path.iterdir()) == [*kept.paths] and len(os.listdir("/proc/self/fd")) == num_open
 
 
-def test_a_failure_half_way_leaves_nothing(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [(OSError(28, "No space left on device"), StoreError), (KeyboardInterrupt(), KeyboardInterrupt)],
+    ids=["no space", "a second Ctrl-C"],
+)
+def test_a_failure_half_way_leaves_nothing(
+    failure: BaseException, error: type[BaseException], swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parents = [swap_path / "a", swap_path / "b"]
     for parent in parents:
         parent.mkdir()
@@ -164,10 +171,10 @@ def test_a_failure_half_way_leaves_nothing(swap_path: Path, monkeypatch: pytest.
     def fail_second(path: Path) -> None:
         synced.append(path)
         if len(synced) == 2:
-            raise OSError(28, "No space left on device")
+            raise failure
 
     monkeypatch.setattr(swap_dir, "sync_directory", fail_second)
-    with pytest.raises(StoreError, match="No space left"):
+    with pytest.raises(error, match=".*No space left" if error is StoreError else None):
         SwapDir.create(parents)
     assert [list(parent.iterdir()) for parent in parents] == [[], []]
 

@@ -49,12 +49,19 @@ class Teardown:
         return self
 
     def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        """Leave everything to the run that was built; free it all if that failed."""
-        if error is not None:
-            try:
-                self.close()
-            except Exception as failure:
-                logger.error("what was built of the run could not be freed: %s", failure)
+        """Leave everything to the run that was built; free it all if that failed.
+
+        After a second Ctrl-C, too: the caller gets no engine to close later.
+        """
+        if error is None:
+            return
+        try:
+            self.close()
+        except Exception as failure:
+            logger.error("what was built of the run could not be freed: %s", failure)
+        except BaseException:
+            self.close()
+            raise
 
 
 def once(act: Callable[[], Any]) -> Callable[[], None]:

@@ -114,7 +114,7 @@ class SwapDir:
                 write_owner(hold.lock, owner)
                 sync_directory(path.parent)
             return cls(owner, holds)
-        except Exception as error:
+        except BaseException as error:  # a second Ctrl-C, too: no object owns them yet
             _leave(os.getpid(), holds, True)
             if isinstance(error, OSError):
                 text = lock_failure_text(error)
@@ -147,7 +147,7 @@ class SwapDir:
             directory = cls(taken, holds)
             directory.keep()
             return directory
-        except Exception as error:
+        except BaseException as error:  # a second Ctrl-C, too: no object owns them yet
             _leave(os.getpid(), holds, False)
             if isinstance(error, BlockingIOError):
                 raise StoreError(
