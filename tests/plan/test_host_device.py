@@ -13,6 +13,7 @@ import tiered_zero
 from tests.support.configs import ADAMW, SMALL_DEVICE, config_of, zero_section
 from tests.support.models import rows, two_layers
 from tests.support.trainers import assert_same_bits, follow
+from tiered_zero.assembly.run_spec import specify_run
 from tiered_zero.config.load import load
 from tiered_zero.plan.host_device import resolve_host_tiers
 from tiered_zero.sizes import MIB
@@ -101,3 +102,16 @@ def test_the_run_says_and_counts_what_it_does(caplog: pytest.LogCaptureFixture) 
         tiered_zero.PlanError, match=r"of host memory; 1\.0 KiB is allowed .*\. Largest: master weights"
     ):
         tiered_zero.initialize(model=two_layers(), config=config(host_memory_limit=1024))
+
+
+@pytest.mark.parametrize("runtime", [CPU, {**CPU, **SMALL_DEVICE}, {**CPU, "debug_delay_seed": 1}], ids=str)
+def test_paged_parameters_in_use_are_of_host_memory(runtime: dict[str, Any]) -> None:
+    """Where the CPU is the device, and no other one is asked for: so a plan for a budget holds for the process."""
+    given = config("nvme", "nvme")
+    given["tiered_zero"] = dict(runtime)
+    plan = specify_run(load(given), two_layers()).plan
+    in_use = sum(row.nbytes for row in plan.rows if row.kind in ("param_window", "gradient_in_flight"))
+    assert 0 < in_use == plan.nbytes("device")
+    is_host = runtime == CPU
+    assert plan.needed_nbytes("host") == plan.nbytes("host") + (in_use if is_host else 0)
+    assert (", in host memory" in plan.text) == is_host

@@ -68,6 +68,12 @@ def test_the_setting_that_acts_is_named(plan: Plan, tier: str, advice: str) -> N
     assert f". {advice}" in text and text.endswith("or raise tiered_zero.host_memory_limit."), text
 
 
+def test_a_device_in_host_memory_is_freed_by_its_own_settings() -> None:
+    plan = planned("nvme", "nvme", "host", sizes=LARGE_STATE * 4, state_limits={"device": 9 * MIB}, num_buffers=1)
+    plan = replace(plan, request=replace(plan.request, device_is_host=True))
+    assert ". Lower tiered_zero.state_limits.device" in how_to_fit(plan, "host")
+
+
 def test_gradients_are_said_to_be_moved_where_state_is_on_nvme() -> None:
     plan = planned("device", "host", "host", sizes=LARGE_PARAMS, num_buffers=1)
     text = how_to_fit(plan, "host")

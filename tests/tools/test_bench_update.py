@@ -57,7 +57,10 @@ def test_the_benchmark_of_gradients_runs(swap_path: Path, tmp_path: Path) -> Non
     record = json.loads(out.read_text())
     size = record["sizes"]["smoke"]
     assert record["name"] == "gradients" and size["planned_nbytes"] <= 64 << 20
-    assert size["steps"][0]["read"] > 0 and size["steps"][0]["disk_s"] > 0
+    forward, backward, update = (size["phases"][name] for name in ("forward", "backward", "update"))
+    assert forward["read"] + backward["read"] + update["read"] == size["steps"][0]["read"]
+    assert forward["write"] + backward["write"] + update["write"] == size["steps"][0]["write"] > 0
+    assert size["bound_s"] > 0 and size["own_nbytes"] > 0
 
 
 def test_every_benchmark_has_a_smoke_run() -> None:

@@ -110,7 +110,7 @@ def specify_run(
         effective,
         limits=limits,
         shares_cores=on_cpu,
-        device_is_host=effective is not config,
+        device_is_host=on_cpu and "device" not in limits,
         buffers_nbytes=packed_nbytes(persistent_buffers(model).values()),
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -361,9 +361,11 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
         )
     if plan.request.gradients == "auto" and (nbytes := plan.nbytes("nvme", "gradient")):
         in_memory = plan.nbytes("host", "gradient") + plan.nbytes("device", "gradient")
+        kept = plan.nbytes("host", "param") if plan.request.params.tier == "nvme" else 0
+        also = f", where offload_param.max_in_cpu keeps {format_nbytes(kept)} of parameters" if kept else ""
         lines.append(
             f"tiered_zero.gradients: {format_nbytes(nbytes)} rest on nvme and {format_nbytes(in_memory)} in memory, "
-            f"which has no room for more ({plan.limits['host'][1]})"
+            f"which has no room for more ({plan.limits['host'][1]}){also}"
         )
     if plan.activations is not None and not plan.activations.nbytes:
         lines.append(

@@ -12,6 +12,9 @@ and the plan, its notice and every record name what runs. Paging stays
 
 State stays in host memory where the update policy that was asked for needs it off the device, where it is split over
 tiers, and where parameters rest on nvme, from which its update would read them by one copy more.
+
+Whatever is paged, what the device holds counts against the limit of host memory, unless the device has one of its own
+or is simulated: the window of parameters that rest on nvme is of the process's memory as any buffer is.
 """
 
 from __future__ import annotations

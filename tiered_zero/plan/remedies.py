@@ -45,10 +45,10 @@ def _change(plan: Plan, row: PlanRow) -> tuple[str, float]:
     """(what frees a row's bytes, or a part of them; that part), or ("", 0) where nothing does."""
     params, state, ranks = plan.request.params, plan.request.state, plan.request.ranks
     kind, on_host = row.kind, row.tier == "host" or plan.request.device_is_host
-    if kind == "param" and row.tier == "device" and not on_host:
-        if params.tier == "device":
+    if kind == "param" and row.tier == "device":
+        if params.tier == "device" and not on_host:
             return "offload parameters (zero_optimization.offload_param, at stage 3)", 1.0
-        if ranks.world_size == 1:
+        if params.tier != "device" and ranks.world_size == 1:
             return "lower zero_optimization.stage3_param_persistence_threshold", 1.0
     if kind == "param" and on_host:
         lower = "lower zero_optimization.offload_param.max_in_cpu"
@@ -57,11 +57,12 @@ def _change(plan: Plan, row: PlanRow) -> tuple[str, float]:
         return "lower zero_optimization.reduce_bucket_size", 1.0
     if kind in ("param_window", "gradient_in_flight", "gradient_window") and not plan.pager_limits.one_module:
         return "lower tiered_zero.unit_size_cap", 1.0
-    if kind in ("state", "gradient") and row.tier == "device" and not on_host:
-        if state.tier == "device":
+    if kind in ("state", "gradient") and row.tier == "device":
+        if state.tier == "device" and not on_host:
             return "offload the optimizer (zero_optimization.offload_optimizer)", 1.0
-        lower = "lower tiered_zero.state_limits.device"
-        return lower if "device" in state.limits else "raise zero_optimization.offload_optimizer.ratio", 1.0
+        if state.tier != "device":
+            lower = "lower tiered_zero.state_limits.device"
+            return lower if "device" in state.limits else "raise zero_optimization.offload_optimizer.ratio", 1.0
     if kind == "state" and on_host:
         lower = "lower tiered_zero.state_limits.host"
         return lower if state.tier == "nvme" else "set zero_optimization.offload_optimizer.device to nvme", 1.0
