@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.torchrun import SCRIPTS, interrupt, launched, ranks_of, run, still_running
+from tests.ranks.torchrun import SCRIPTS, forked, interrupt, launched, ranks_of, run, still_running
 from tiered_zero.store.runs import collect_garbage
 
 CONFIGS = SCRIPTS.parents[1] / "configs"
@@ -53,7 +53,7 @@ def test_train_says_everything_once(swap_path: Path) -> None:
 
 def start_and_fail(how: str, scratch: Path, swap_path: Path) -> tuple[str, int]:
     """The output and the exit code of a run whose rank 1 ends; nothing of it runs any more."""
-    with launched([LOOP, str(scratch), str(swap_path), how], scratch) as launch:
+    with forked([LOOP, str(scratch), str(swap_path), how], scratch) as launch:
         launch.wait_for(lambda: len(ranks_of(launch)) == 2, "two ranks")
         ranks = ranks_of(launch)
         code = launch.wait()

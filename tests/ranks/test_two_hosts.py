@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.ranks.torchrun import SCRIPTS, Launch, launched, ranks_of, still_running
+from tests.ranks.torchrun import SCRIPTS, forked, launched, ranks_of, still_running
 
 LOOP = str(SCRIPTS / "run_loop.py")
 NAMES = ("tz_test_0", "tz_test_1")
@@ -23,10 +23,15 @@ ADDRESSES = ("10.213.77.1", "10.213.77.2")
 
 @dataclass(frozen=True)
 class Host:
-    """Where an agent runs: a command before its own, and the address by which others reach it."""
+    """Where an agent runs: a network namespace, "" for this process's, and the address by which others reach it."""
 
-    prefix: tuple[str, ...]
+    namespace: str
     address: str
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """A command before the agent's own."""
+        return ("ip", "netns", "exec", self.namespace) if self.namespace else ()
 
 
 def ip(*arguments: str) -> bool:
@@ -47,37 +52,42 @@ def connect() -> bool:
 def hosts() -> Iterator[tuple[Host, Host]]:
     try:
         if connect():
-            first, second = (
-                Host(("ip", "netns", "exec", name), each) for name, each in zip(NAMES, ADDRESSES, strict=True)
-            )
+            first, second = (Host(name, address) for name, address in zip(NAMES, ADDRESSES, strict=True))
             yield first, second
         else:
-            yield Host((), "127.0.0.1"), Host((), "127.0.0.1")
+            yield Host("", "127.0.0.1"), Host("", "127.0.0.1")
     finally:
         for name in NAMES:
             ip("netns", "delete", name)
 
 
-def start(hosts: tuple[Host, Host], scratch: Path, swap_path: Path, how: str, stack: ExitStack) -> list[Launch]:
-    """One rank on each host, under an agent of its own."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launches = []
-    for number, host in enumerate(hosts):
-        folder = scratch / f"host{number}"
+        port: int = free.getsockname()[1]
+    return port
+
+
+def folders(scratch: Path) -> list[Path]:
+    """One for each host."""
+    made = [scratch / f"host{number}" for number in (0, 1)]
+    for folder in made:
         folder.mkdir()
-        options = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", hosts[0].address]
-        options += ["--master-port", str(port)]
-        arguments = [LOOP, str(folder), str(swap_path), *([how] if how else [])]
-        launches.append(stack.enter_context(launched(arguments, folder, 1, options, host.prefix)))
-    return launches
+    return made
 
 
 @pytest.mark.slow
 def test_two_hosts_train_together(hosts: tuple[Host, Host], swap_path: Path, tmp_path: Path) -> None:
+    """One rank on each host, under an agent of its own."""
+    place = ["--nnodes", "2", "--master-addr", hosts[0].address, "--master-port", str(free_port())]
     with ExitStack() as stack:
-        for launch in start(hosts, tmp_path, swap_path, "", stack):
+        launches = [
+            stack.enter_context(
+                launched([LOOP, str(own), str(swap_path)], own, 1, [*place, "--node-rank", str(number)], host.prefix)
+            )
+            for number, (host, own) in enumerate(zip(hosts, folders(tmp_path), strict=True))
+        ]
+        for launch in launches:
             assert launch.wait() == 0, launch.output[-8000:]
     first, second = (json.loads((tmp_path / f"host{rank}/rank{rank}.json").read_text()) for rank in (0, 1))
     assert (first["comm"], second["comm"]) == ([0, 2, 0], [1, 2, 0]), "each is the first of its host"
@@ -91,8 +101,14 @@ def test_the_end_of_one_host_ends_the_other(
     hosts: tuple[Host, Host], swap_path: Path, tmp_path: Path, lost: int
 ) -> None:
     """Also of the one on which the ranks met."""
+    place = hosts[0].address, free_port()
     with ExitStack() as stack:
-        launches = start(hosts, tmp_path, swap_path, "wait", stack)
+        launches = [
+            stack.enter_context(
+                forked([LOOP, str(own), str(swap_path), "wait"], own, 1, (number, *place, host.namespace))
+            )
+            for number, (host, own) in enumerate(zip(hosts, folders(tmp_path), strict=True))
+        ]
         for number, launch in enumerate(launches):
             launch.wait_for(lambda number=number: (tmp_path / f"host{number}/begun{number}").exists(), "third step")  # type: ignore[misc]
         ranks = [rank for launch in launches for rank in ranks_of(launch)]

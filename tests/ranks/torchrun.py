@@ -14,6 +14,9 @@ from pathlib import Path
 
 import psutil
 
+from tests.ranks import launcher
+from tests.support.forked import ForkedProcess
+
 SCRIPTS = Path(__file__).parent
 DEADLINE_S = 240.0
 """What has not ended by then is killed, and the test fails with its output."""
@@ -23,7 +26,7 @@ DEADLINE_S = 240.0
 class Launch:
     """A torchrun that runs, in a session of its own. `stdout`, `stderr`: files."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     stdout: Path
     stderr: Path
 
@@ -78,6 +81,27 @@ def launched(
         psutil.wait_procs(children, timeout=30)
 
 
+@contextmanager
+def forked(
+    arguments: Sequence[str], scratch: Path, num_ranks: int = 2, host: Sequence[object] = ()
+) -> Iterator[Launch]:
+    """As `launched` does, where only what torchrun and its ranks do after their imports is tested. `host`: of two, what
+    tests/ranks/launcher.py needs to know."""
+    stdout, stderr = scratch / "stdout.txt", scratch / "stderr.txt"
+    command = ["-m", launcher.__name__, scratch, num_ranks, *(host or (-1, "", 0, "")), *arguments]
+    process = ForkedProcess(*command, stdout=stdout, stderr=stderr, env=launcher_environment(), cwd=scratch)
+    launch = Launch(process=process, stdout=stdout, stderr=stderr)
+    try:
+        yield launch
+    finally:
+        process.kill()
+        process.wait()
+        left = ranks_of(launch)
+        for rank in left:
+            rank.kill()
+        psutil.wait_procs(left, timeout=30)
+
+
 def launcher_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's, without what another launcher may have set, and with signals as at a terminal."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -94,6 +118,11 @@ def run(arguments: Sequence[str], scratch: Path, num_ranks: int = 2) -> Launch:
 def ranks_of(launch: Launch) -> list[psutil.Process]:
     """The processes that run the program, by their RANK."""
     found = {}
+    if isinstance(launch.process, ForkedProcess):
+        for file in launch.stdout.parent.glob("rank*.pid"):
+            if psutil.pid_exists(pid := int(file.read_text() or 0)):
+                found[int(file.stem.removeprefix("rank"))] = psutil.Process(pid)
+        return [found[number] for number in sorted(found)]
     for child in psutil.Process(launch.process.pid).children(recursive=True):
         try:
             number = child.environ().get("RANK")

@@ -53,42 +53,67 @@ def _answer(answer: Connection, function: Callable[..., Any], args: tuple[Any, .
     answer.send(function(*args))
 
 
-class ForkedProgram:
-    """A process that does what `python COMMAND...` does, but for its imports: a script, or -m and a module."""
+class ForkedProcess:
+    """A process that does what `python COMMAND...` does but for its imports: a script, -m and a module, -c and code.
+    Its methods are those of subprocess.Popen. `stdout`, `stderr`: files, to which it appends."""
 
-    def __init__(self, *command: object, env: Mapping[str, str] | None = None) -> None:
-        self._out, self._err = (tempfile.NamedTemporaryFile() for _ in range(2))  # noqa: SIM115
-        arguments = (list(map(str, command)), dict(os.environ if env is None else env), os.getcwd())
-        self._process = fork_context().Process(target=_run, args=(*arguments, self._out.name, self._err.name))
+    def __init__(
+        self,
+        *command: object,
+        stdout: Path,
+        stderr: Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        arguments = (list(map(str, command)), dict(os.environ if env is None else env), str(cwd or os.getcwd()))
+        self._process = fork_context().Process(target=run_program, args=(*arguments, str(stdout), str(stderr)))
         self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """The exit code, as subprocess has it; None while it runs."""
         return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self._process.exitcode) is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            assert self._process.pid is not None
-            os.kill(self._process.pid, number)
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkedProgram(ForkedProcess):
+    """One of which what it has printed is wanted when it has ended."""
+
+    def __init__(self, *command: object, env: Mapping[str, str] | None = None) -> None:
+        self._out, self._err = (tempfile.NamedTemporaryFile() for _ in range(2))  # noqa: SIM115
+        super().__init__(*command, env=env, stdout=Path(self._out.name), stderr=Path(self._err.name))
 
     def end(self, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
         """Wait for its end; return its exit code, and what it has printed. One that has not ended in time is killed."""
-        self._process.join(timeout_s)
-        self.send_signal(signal.SIGKILL)
-        self._process.join()
-        code = self._process.exitcode
-        assert code is not None
+        try:
+            code = self.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = self.wait()
         with self._out, self._err:
             out, err = (Path(file.name).read_text() for file in (self._out, self._err))
         return subprocess.CompletedProcess("", code, out, err)
 
 
 def run_forked(*command: object, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `python COMMAND...`, see `ForkedProgram`, to its end."""
+    """Run `python COMMAND...`, see `ForkedProcess`, to its end."""
     return ForkedProgram(*command, env=env).end()
 
 
-def _run(command: list[str], environment: dict[str, str], directory: str, out: str, err: str) -> None:
+def run_program(command: list[str], environment: dict[str, str], directory: str, out: str, err: str) -> None:
+    """Do in this process, which is a fork, what `ForkedProcess` says."""
     for number, name in enumerate((out, err), start=1):
         with open(name, "ab") as file:
             os.dup2(file.fileno(), number)
@@ -100,8 +125,15 @@ def _run(command: list[str], environment: dict[str, str], directory: str, out: s
         if command[0] == "-m":
             sys.argv = command[1:]
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        elif command[0] == "-c":
+            sys.argv = ["-c", *command[2:]]
+            exec(compile(command[1], "<string>", "exec"), {"__name__": "__main__"})
         else:
             sys.argv = command
             runpy.run_path(command[0], run_name="__main__")
+    except Exception as error:
+        sys.last_value = error  # as Python does, before it calls what was registered
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(1) from None
     finally:
         atexit._run_exitfuncs()
