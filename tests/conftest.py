@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import numpy
@@ -25,6 +25,7 @@ import torch
 from hypothesis import settings
 
 from tests.ranks.pool import RankPool
+from tests.support.failed_tests import end_failed_test, restore_signal_handlers, signal_handlers
 from tests.support.imports import freeze_imports
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.io.preflight import filesystem_type, is_local
@@ -48,14 +49,32 @@ def pytest_collection_finish() -> None:
     freeze_imports()
 
 
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """See `end_failed_test`. Before the fixtures of the test end."""
+    report = yield
+    if report.failed and call.excinfo is not None and not item.config.getoption("usepdb"):
+        item.stash[_FAILED] = True
+        end_failed_test(call.excinfo.value)
+    return report
+
+
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fresh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    handlers = signal_handlers()
     monkeypatch.setattr(kernel_rule, "measure_copy_rate", lambda: 0.0)  # other load slows an update, which then warns
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
     yield
     logging.getLogger("tiered_zero").setLevel(logging.NOTSET)  # commands that ran in this process have set it
+    if request.node.stash.get(_FAILED, False):
+        restore_signal_handlers(handlers)
 
 
 @pytest.fixture(scope="session")

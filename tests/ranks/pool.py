@@ -122,6 +122,8 @@ class RankPool:
         """What `function` returns on each rank. Raises AssertionError where one raises."""
         outcomes = self.outcomes(function, world_size, *args, **kwargs)
         failed = [f"rank {n}: {o.error}: {o.text}\n{o.traceback}" for n, o in enumerate(outcomes) if o.error]
+        if failed:
+            self.close()  # what the case has left in their processes is no matter of the next one
         assert not failed, "\n".join(failed)
         return [outcome.value for outcome in outcomes]
 

@@ -1,0 +1,58 @@
+"""Ends what a failed test has left open, so that no test behind it in the same process fails because of it.
+
+pytest keeps the traceback of a failure, whose frames hold the test's engine: its threads, its files and its handler of
+SIGINT would stay, and be found by the next test that looks for some.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from typing import Any
+
+from tiered_zero import Engine
+from tiered_zero.concurrency.interrupts import INTERRUPTS
+from tiered_zero.optim import OffloadedOptimizer, ZeroRedundancyOptimizer
+
+_KINDS = (Engine, OffloadedOptimizer, ZeroRedundancyOptimizer)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def signal_handlers() -> dict[int, Any]:
+    """Return the handlers that programs, and tests, set."""
+    return {number: signal.getsignal(number) for number in _SIGNALS}
+
+
+def restore_signal_handlers(handlers: dict[int, Any]) -> None:
+    """Undo what a failed test has left of `signal_handlers`. On the main thread."""
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
+def end_failed_test(error: BaseException | None) -> None:
+    """Close every engine and optimizer that is left, and drop what the frames of `error` hold.
+
+    On a thread, for a minute at most: the test may have left behind what a close waits for.
+    """
+    gc.enable()  # the test may have disabled it
+    sys.setprofile(None)
+    INTERRUPTS.pending = None
+    closing = threading.Thread(target=_close_all, daemon=True)
+    closing.start()
+    closing.join(60)
+    INTERRUPTS.uninstall()
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+
+
+def _close_all() -> None:
+    for left in [each for each in gc.get_objects() if issubclass(type(each), _KINDS)]:
+        with suppress(Exception):
+            left.close()
