@@ -47,7 +47,7 @@ class Fault:
 class FaultyEngine(IOEngine):
     """Passes everything on to `inner`, except for the faults; like a real engine, latches with the first failure."""
 
-    def __init__(self, inner: IOEngine, faults: Sequence[Fault] = (), *, io_timeout_s: float = 20.0) -> None:
+    def __init__(self, inner: IOEngine, faults: Sequence[Fault] = (), *, io_timeout_s: float = 120.0) -> None:
         self.name = f"faulty {inner.name}"
         self.inner = inner
         self.io_timeout_s = io_timeout_s
@@ -78,6 +78,12 @@ class FaultyEngine(IOEngine):
         """Let what is stalled go on."""
         for transfer in list(self.stalled):
             transfer.release()
+
+    def expire(self) -> None:
+        """End the patience with what is stalled, as `io_timeout_s` does."""
+        for transfer in list(self.stalled):
+            transfer.has_expired = True
+            transfer.released.set()
 
     def open(self, path: str, *, create: bool = False, writable: bool = True) -> File:
         return self.inner.open(path, create=create, writable=writable)
@@ -219,6 +225,9 @@ class _StalledTransfer(IOTransfer):
     def __init__(self, engine: FaultyEngine, request: Request, start: Callable[[], IOTransfer]) -> None:
         self.request = request
         self.released = threading.Event()
+        self.waited_for = threading.Event()
+        """Set once a thread waits for it."""
+        self.has_expired = False
         self.submitted_s = time.monotonic()
         self._engine = engine
         self._start = start
@@ -234,7 +243,8 @@ class _StalledTransfer(IOTransfer):
         return self.released.is_set() and (self._inner is None or self._inner.done())
 
     def wait(self) -> None:
-        if not self.released.wait(self._engine.io_timeout_s):
+        self.waited_for.set()
+        if not self.released.wait(self._engine.io_timeout_s) or self.has_expired:
             error = TransferError(
                 f"{self.request.kind} of {self.request.nbytes} bytes at offset {self.request.offset} of "
                 f"{self.request.path} made no progress for {self._engine.io_timeout_s:g} s"

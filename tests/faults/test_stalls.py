@@ -4,7 +4,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ from tests.support.faulty_runs import (
 )
 from tests.support.inspection import policy as policy_of
 from tests.support.inspection import prefetched
+from tiered_zero.io.watch import SignalDump
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
@@ -64,24 +67,41 @@ def test_a_stalled_request(
     enter_row(f"{stall} stalls", f"{policy}; nvme/nvme", f"{came}; the error holds the in-flight table")
 
 
+def then(act: Callable[..., None], next_act: Callable[[], None]) -> Callable[..., None]:
+    """`act`, and then `next_act`."""
+
+    def acting(*args: Any) -> None:
+        act(*args)
+        next_act()
+
+    return acting
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("stall", ["a parameter's read", "the state's write"])
 def test_sigusr1_shows_a_stalled_step(
-    stall: str, policy: str, swap_path: Path, enter_row: EnterRow, capfd: pytest.CaptureFixture[str]
+    stall: str,
+    policy: str,
+    swap_path: Path,
+    enter_row: EnterRow,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The main thread waits deep in a step; the table comes nevertheless, and the step goes on."""
     what, kind, armed = STALLS[stall]
+    handled = threading.Event()
+    monkeypatch.setattr(SignalDump, "_print", then(SignalDump._print, handled.set))
     before = signal.getsignal(signal.SIGUSR1)
     with faulty_disks() as disks, build(swap_path, policy) as engine:
         place = extent(engine, what)
 
         def watch() -> None:
-            deadline_s = time.monotonic() + 300
+            deadline_s = time.monotonic() + 100
             while not disks[0].stalled and time.monotonic() < deadline_s:
                 time.sleep(0.005)
-            time.sleep(0.2)
+            time.sleep(0.2)  # the main thread waits by then
             os.kill(os.getpid(), signal.SIGUSR1)
-            time.sleep(0.2)
+            handled.wait(60)
             disks[0].release()
 
         def arm(step: int, call: str) -> None:
@@ -133,11 +153,11 @@ def test_a_write_that_fails_after_the_next_backward_began_latches(
     swap_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = "overlapped in backward"
-    with faulty_disks(io_timeout_s=2.0) as disks, build(swap_path, policy) as engine:
+    with faulty_disks() as disks, build(swap_path, policy) as engine:
         assert train(engine, 2) is None
         engine.flush()
         disks[0].add(extent(engine, "last state").fault("write", 1, "stall"))
-        failure = train(engine, 5, first=2)
+        failure = train(engine, 5, first=2, before=lambda *at: disks[0].expire() if at == (4, "forward") else None)
         assert failure is not None and (failure.step, failure.call) == (4, "forward"), failure
         check_aftermath(policy, engine, failure, swap_path)
     assert not [text for text in caplog.messages if "nobody waited" in text]
@@ -152,10 +172,10 @@ def test_what_was_read_ahead_is_left_to_an_exact_update_that_still_runs(swap_pat
         engine.flush()
         disks[0].add(extent(engine, "state").fault("write", 1, "stall"))
         assert train(engine, 3, first=2) is None
-        deadline_s = time.monotonic() + 300
-        while not disks[0].stalled and time.monotonic() < deadline_s:
+        deadline_s = time.monotonic() + 100
+        while not (stalled := list(disks[0].stalled)) and time.monotonic() < deadline_s:
             time.sleep(0.002)
-        time.sleep(0.05)  # what there is room for is read
+        assert stalled[0].waited_for.wait(100)  # what there is room for is read
         ahead = prefetched(engine)
         policy._cancel_prefetch()
         assert ahead and prefetched(engine) == ahead, "an update runs"

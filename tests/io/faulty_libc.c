@@ -5,7 +5,7 @@
  * contains `part_of_path` has this effect:
  *   "fail"   it does nothing and fails with errno `argument`
  *   "short"  it moves at most `argument` bytes (through O_DIRECT: it moves more, and reports these)
- *   "stall"  it sleeps `argument` milliseconds first
+ *   "stall"  it sleeps `argument` milliseconds first; -1: until the next call of faulty_libc_set
  *   "flip"   it moves all, and bit 0 of the byte `argument` is flipped on the way
  * faulty_libc_count() is the number of calls seen since. The variants of one call (pread, preadv2, read, a request
  * through io_uring, ...) are one.
@@ -25,7 +25,9 @@
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static char part_of_path[256], call[16], effect[16];
-static long nth, argument, count;
+static long nth, count;
+static volatile long argument;
+static void release_timers(void);
 
 void faulty_libc_set(const char *path, const char *which, long number, const char *what, long value)
 {
@@ -36,6 +38,7 @@ void faulty_libc_set(const char *path, const char *which, long number, const cha
     nth = number;
     argument = value;
     count = 0;
+    release_timers();
     pthread_mutex_unlock(&mutex);
 }
 
@@ -67,8 +70,12 @@ static void struck(const char *which, int fd, char *what)
 
 static void stall(void)
 {
-    struct timespec pause = {argument / 1000, argument % 1000 * 1000000};
-    nanosleep(&pause, NULL);
+    long milliseconds = argument;
+    struct timespec pause = {milliseconds / 1000, milliseconds % 1000 * 1000000}, poll = {0, 1000000};
+    if (milliseconds >= 0)
+        nanosleep(&pause, NULL);
+    while (milliseconds < 0 && argument < 0)
+        nanosleep(&poll, NULL);
 }
 
 typedef ssize_t (*plain)(int, void *, size_t);

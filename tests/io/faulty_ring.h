@@ -16,7 +16,7 @@
 enum { MAX_RINGS = 64, MAX_STRUCK = 64 };
 
 struct struck_entry {
-    int is_used, fd, timer_fd;
+    int is_used, is_held, fd, timer_fd;
     const char *which;
     char what[16], *memory;
     uint64_t tag, offset, nbytes, ticks;
@@ -63,6 +63,18 @@ static unsigned *word(struct shadow *ring, unsigned offset)
     return (unsigned *)(ring->shared + offset);
 }
 
+/* Under the mutex: what was stalled without an end goes on. */
+static void release_timers(void)
+{
+    struct itimerspec now = {.it_value = {0, 1}};
+    for (int index = 0; index < num_rings; index++)
+        for (struct struck_entry *note = rings[index].struck; note < rings[index].struck + MAX_STRUCK; note++)
+            if (note->is_used && note->is_held) {
+                note->is_held = 0;
+                timerfd_settime(note->timer_fd, 0, &now, NULL);
+            }
+}
+
 static void strike(struct shadow *ring, struct io_uring_sqe *entry)
 {
     int reads = entry->opcode == IORING_OP_READ || entry->opcode == IORING_OP_READ_FIXED;
@@ -84,9 +96,14 @@ static void strike(struct shadow *ring, struct io_uring_sqe *entry)
     entry->user_data = note->tag;
     entry->opcode = IORING_OP_NOP;
     if (!strcmp(what, "stall")) {
-        struct itimerspec pause = {.it_value = {argument / 1000, argument % 1000 * 1000000}};
+        pthread_mutex_lock(&mutex);
+        long milliseconds = argument;
+        struct itimerspec pause = {.it_value = {milliseconds / 1000, milliseconds % 1000 * 1000000 + 1}};
+        if ((note->is_held = milliseconds < 0))
+            pause = (struct itimerspec){.it_value = {1000, 0}};
         note->timer_fd = entry->fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC);
         timerfd_settime(note->timer_fd, 0, &pause, NULL);
+        pthread_mutex_unlock(&mutex);
         entry->opcode = IORING_OP_READ;
         entry->addr = (uint64_t)(uintptr_t)&note->ticks;
         entry->len = sizeof note->ticks;

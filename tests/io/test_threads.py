@@ -6,11 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.io.conftest import pages
 from tiered_zero.errors import TransferError
+from tiered_zero.io import disk_engine
+from tiered_zero.io import pieces as pieces_module
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.threads import ThreadsEngine
 
@@ -21,7 +24,7 @@ Build = Callable[..., ThreadsEngine]
 def build() -> Iterator[Build]:
     built: list[ThreadsEngine] = []
 
-    def build(queue_depth: int = 2, io_timeout_s: float = 20.0) -> ThreadsEngine:
+    def build(queue_depth: int = 2, io_timeout_s: float = 120.0) -> ThreadsEngine:
         settings = IOSettings(block_size=4096, queue_depth=queue_depth)
         built.append(ThreadsEngine(direct=False, alignment=1, settings=settings, io_timeout_s=io_timeout_s))
         return built[-1]
@@ -230,19 +233,22 @@ def test_a_stall_is_raised_with_the_table_and_latches(build: Build, swap_path: P
 
 
 def test_a_slow_disk_is_no_stall(build: Build, swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.preadv
+    real, now_s = os.preadv, [1.0]
 
     def preadv(fd: int, views: list[memoryview], offset: int) -> int:
-        time.sleep(0.05)
+        now_s[0] += 200.0
+        time.sleep(0.01)  # the one that waits looks at the clock
         return real(fd, views, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
+    for module in (disk_engine, pieces_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     path = swap_path / "data"
     path.write_bytes(bytes(4096 * 64))
-    engine = build(queue_depth=1, io_timeout_s=0.3)
+    engine = build(queue_depth=1, io_timeout_s=300.0)
     file = engine.open(str(path))
     transfers = [engine.read(file, 0, pages(4096)) for _ in range(16)]
-    transfers[-1].wait()  # 0.8 s in all, but a read ended every 0.05 s
+    transfers[-1].wait()  # 3200 s in all, but a read ended every 200 s
     file.close()
 
 

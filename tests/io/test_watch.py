@@ -17,7 +17,7 @@ from tiered_zero.io.watch import SignalDump, dump_in_flight
 
 @pytest.fixture
 def stalled(swap_path: Path) -> Iterator[FaultyEngine]:
-    inner = ThreadsEngine(direct=False, alignment=1, settings=IOSettings(), io_timeout_s=5.0)
+    inner = ThreadsEngine(direct=False, alignment=1, settings=IOSettings(), io_timeout_s=120.0)
     engine = FaultyEngine(inner, [Fault("write", nth, "stall") for nth in range(1, 41)])
     file = engine.open(str(swap_path / "data"), create=True)
     engine.write(file, 4096, pages(8192))

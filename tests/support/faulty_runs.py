@@ -40,7 +40,7 @@ TIGHT = {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}
 
 
 @contextmanager
-def faulty_disks(*faults: Fault, io_timeout_s: float = 20.0) -> Iterator[list[FaultyEngine]]:
+def faulty_disks(*faults: Fault, io_timeout_s: float = 120.0) -> Iterator[list[FaultyEngine]]:
     """While this is open each store gets its I/O engine inside a FaultyEngine; yields them in the order of making."""
     disks: list[FaultyEngine] = []
 
