@@ -6,9 +6,9 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,15 +188,23 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", ["", "4194305"], ids=["nothing", "the pid of a killed writer"])
-def test_a_writer_that_has_the_lock_and_not_yet_its_pid_there_is_named(tmp_path: Path, left: str) -> None:
+def test_a_writer_that_has_the_lock_and_not_yet_its_pid_there_is_named(
+    tmp_path: Path, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with TagWriter.begin(tmp_path, "a") as writer:
         lock = tmp_path / LOCK_NAME
         lock.write_text(left)
-        later = threading.Timer(0.1, lock.write_text, [str(os.getpid())])
-        later.start()
+        slept: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == 3:
+                lock.write_text(str(os.getpid()))
+
+        monkeypatch.setattr(save_directory, "time", SimpleNamespace(sleep=sleep))
         with pytest.raises(StoreError, match=rf"Process {os.getpid()} is writing a checkpoint in"):
             TagWriter.begin(tmp_path, "b")
-        later.join()
+        assert len(slept) == 3
         writer.discard()
     assert lock.read_text() == "", "the next writer is not taken for this one"
 

@@ -31,16 +31,17 @@ def _handler() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     INTERRUPTS.install()
     yield
-    assert INTERRUPTS.pending is None
     signal.signal(signal.SIGINT, before)
+    left, INTERRUPTS.pending = INTERRUPTS.pending, None
+    assert left is None
 
 
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def interrupt_soon(delay_s: float = 0.05) -> threading.Timer:
-    timer = threading.Timer(delay_s, interrupt)
+def interrupt_soon(act: Callable[[], None] = interrupt) -> threading.Timer:
+    timer = threading.Timer(0.05, act)
     timer.start()
     return timer
 
@@ -108,8 +109,15 @@ def test_a_protected_call_in_open_code_is_a_safe_point_at_its_end() -> None:
     assert seen == ["hook", "cleared up"]
 
 
-def test_a_wait_is_a_safe_point_unless_it_is_shielded() -> None:
-    event = threading.Event()
+def test_a_wait_is_a_safe_point_unless_it_is_shielded(monkeypatch: pytest.MonkeyPatch) -> None:
+    event, waits = threading.Event(), threading.Event()
+    plain_wait = event.wait
+
+    def noted_wait(timeout_s: float | None = None) -> bool:
+        waits.set()
+        return plain_wait(timeout_s)
+
+    monkeypatch.setattr(event, "wait", noted_wait)
 
     @protected
     def wait() -> None:
@@ -119,18 +127,26 @@ def test_a_wait_is_a_safe_point_unless_it_is_shielded() -> None:
     def wait_shielded() -> None:
         wait()  # an inner protected call does not lift the shield
 
-    timer = interrupt_soon()
     with pytest.raises(KeyboardInterrupt):
+        timer = interrupt_soon()
         wait()
     timer.join()
-    setter = threading.Timer(0.3, event.set)
-    setter.start()
-    timer = interrupt_soon()
+    waits.clear()
+
+    def set_once_pending() -> None:
+        assert waits.wait(60)
+        interrupt()
+        deadline_s = time.monotonic() + 60
+        while INTERRUPTS.pending is None and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        time.sleep(0.1)  # the wait would look at it by now
+        event.set()
+
     with pytest.raises(KeyboardInterrupt):
+        timer = interrupt_soon(set_once_pending)
         wait_shielded()
     assert event.is_set(), "it was raised behind the wait"
     timer.join()
-    setter.join()
 
 
 def test_a_second_one_is_raised_at_once_and_counts_the_call_as_broken() -> None:
@@ -297,8 +313,8 @@ def test_a_forward_is_interrupted_while_it_waits_and_leaves_the_fetch_alone(swap
         engine.flush()
         hung = threading.Event()
         lane(engine, "fetch").submit(hung.wait)
-        timer = interrupt_soon()
         with pytest.raises(KeyboardInterrupt):
+            timer = interrupt_soon()
             train(engine, 1)
         assert not hung.is_set()
         timer.join()
@@ -381,18 +397,23 @@ def test_an_engine_on_another_thread_is_not_interrupted(swap_path: Path) -> None
 
     def work() -> None:
         with engine_on(swap_path) as engine:
-            engine.module[1].register_forward_hook(lambda *_: time.sleep(0.05))
+            engine.module[1].register_forward_hook(once(interrupt_in_forward))
             found.append(train(engine))
         ended.set()
 
-    ended = threading.Event()
+    def interrupt_in_forward() -> None:
+        assert waits.wait(60)
+        interrupt()
+        assert raised.wait(60)
+
+    waits, raised, ended = (threading.Event() for _ in range(3))
     worker = threading.Thread(target=work)
-    worker.start()
-    timer = interrupt_soon()
     with pytest.raises(KeyboardInterrupt):
+        worker.start()
+        waits.set()
         ended.wait(60)
+    raised.set()
     worker.join()
-    timer.join()
     assert same(found[0], expected)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -259,9 +260,14 @@ def test_autograd_waits_while_too_much_is_on_its_way(runtime: Runtime, one_by_on
     runtime.accelerator.lane("reduce").submit(gate.wait)
     waited = threading.Thread(target=lambda: [world.give(param, randn(1000)) for param in world.params[0]], daemon=True)
     waited.start()
-    waited.join(0.3)
-    stalled, on_its_way = waited.is_alive(), ledger.by_kind()["device"]["gradient_in_flight"]
-    gate.set()
+    deadline_s = time.monotonic() + 60
+    try:
+        while ledger.now("device") != 8000 and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        waited.join(0.1)
+        stalled, on_its_way = waited.is_alive(), ledger.by_kind()["device"]["gradient_in_flight"]
+    finally:
+        gate.set()
     waited.join(300)
     assert stalled and on_its_way == (8000, 8000)
     world.store.wait_transfers()

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -256,8 +257,9 @@ def fail_before_a_slow_rank() -> float:
     assert isinstance(group, ProcessGroups)
     group.exchange(b"all here")
     if group.rank == 0:
-        group.fail("the disk of this rank is full")
-        group.close()
+        with patch.object(process_groups, "LINGER_S", 60.0):
+            group.fail("the disk of this rank is full")
+            group.close()
         return time.monotonic()
     time.sleep(2.0 if group.rank == 2 else 0.2)
     ready_s = time.monotonic()
@@ -306,7 +308,7 @@ def test_a_stopped_rank_is_found_by_the_timeout(ranks: RankPool) -> None:
 def wait_on_two_threads() -> list[bool]:
     """Rank 1 waits in a gather, and a lane of it in a reduction, first at once, then in turn. Returns whether rank 0
     finds the gather, asked again and again."""
-    group = open_collectives(20.0)
+    group = open_collectives(120.0)
     assert isinstance(group, ProcessGroups)
     values, room = torch.ones(2), torch.zeros(1)
     found: list[bool] = []
@@ -323,7 +325,7 @@ def wait_on_two_threads() -> list[bool]:
         received.wait()
         lane.close()
     else:
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while not group.failures.others_gather() and time.monotonic() < deadline_s:
             time.sleep(0.05)
         for pause_s in [0.1] * 12:
@@ -348,7 +350,7 @@ def run_twice() -> list[int]:
     """Two runs of one process, one after another, each with its own keys in the store."""
     counts = []
     for _ in range(2):
-        group = open_collectives(20.0)
+        group = open_collectives(60.0)
         counts.append(len(group.exchange(b"x")))
         if group.rank == 0:
             group.fail("the end of this run")
@@ -364,7 +366,7 @@ def interrupt_as_it_opens() -> tuple[list[int], int]:
     """How many groups this process has before, after an opening that an interrupt ends, and after its close; and how
     many ranks answer in the next."""
     next_run, found = process_groups._next_run, []
-    ranks = make_collectives(20.0)
+    ranks = make_collectives(60.0)
 
     def interrupted(group: Any) -> int:
         raise KeyboardInterrupt
@@ -375,7 +377,7 @@ def interrupt_as_it_opens() -> tuple[list[int], int]:
             act() if act else None
         process_groups._next_run = next_run
         found.append(len(torch.distributed.distributed_c10d._world.pg_map))
-    group = open_collectives(20.0)
+    group = open_collectives(60.0)
     answers = len(group.exchange(b"x"))
     group.close()
     return found, answers

@@ -59,7 +59,7 @@ def fail_once_answered(swap_path: str, save_dir: str) -> str:
         answers = plain(groups, data, what, kind=kind)
         if what != "save_checkpoint: the commit":
             return answers
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 60
         while not decided.exists() and time.monotonic() < deadline_s:
             time.sleep(0.01)
         raise Preempted

@@ -62,7 +62,6 @@ def route_backwards_apart(path: str) -> dict[str, Any]:
     lazy = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "reduce_bucket_size": 20480}
     rank, config = rank_and_config(path, stage=3, offload_param={"device": "cpu"}, sub_group_size=1, **lazy)
     config["bf16"] = {"enabled": True}
-    config["tiered_zero"]["comm_timeout_s"] = 8
     torch.manual_seed(5)
     model: Any = routed.RoutedModel(False)
     engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
@@ -103,7 +102,6 @@ def hide_inputs(path: str, num_hidden: int, bucket_numel: int, slow_s: float) ->
     backward. Rank 0's reductions take `slow_s` and more."""
     lazy = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "reduce_bucket_size": bucket_numel}
     rank, config = rank_and_config(path, stage=3, offload_param={"device": "cpu"}, **lazy)
-    config["tiered_zero"]["comm_timeout_s"] = 20
     torch.manual_seed(5)
     model = Hidden()
     engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "sgd"), config=config)

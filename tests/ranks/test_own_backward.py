@@ -52,7 +52,6 @@ def tune(how: str, num_layers: int = 3) -> dict[str, Any]:
     0, and without layers it has none. `how`: backward is begun."""
     rank, config = rank_and_config("", stage=3, offload_optimizer={"device": "none"}, **LAZY)
     config["zero_optimization"]["offload_param"] = {"device": "cpu"}
-    config["tiered_zero"]["comm_timeout_s"] = 10
     model: Any = Tuned(num_layers)
     engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "sgd"), config=config)
     norms = []

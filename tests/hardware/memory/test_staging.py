@@ -36,7 +36,7 @@ def recorder():
 
 @pytest.fixture
 def pool(arena, recorder):
-    pool = StagingPool(arena, 10_000, 2, "param staging", recorder, timeout_s=10.0)
+    pool = StagingPool(arena, 10_000, 2, "param staging", recorder, timeout_s=120.0)
     yield pool
     pool.close()
 
@@ -86,14 +86,21 @@ def test_nowait_never_waits(pool):
 def test_a_wait_is_recorded_under_its_name_and_only_then(pool, recorder):
     held = [pool.lease(1), pool.lease(1)]
     assert not recorder.take_spans()
-    timer = threading.Timer(0.05, held[0].release)
-    timer.start()
+
+    def release():
+        while not pool._changed._waiters:
+            time.sleep(0.001)
+        time.sleep(0.03)
+        held[0].release()
+
+    thread = threading.Thread(target=release)
+    thread.start()
     pool.lease(4096, "unit 3", lane="fetch").release()
     [span] = recorder.take_spans()
     assert (span.lane, span.kind, span.name) == ("fetch", "wait_lease", "param staging unit 3")
     assert span.end_s - span.start_s >= 0.03
     held[1].release()
-    timer.join()
+    thread.join()
 
 
 def test_a_deadlock_is_an_error_with_the_holders(arena, recorder):
@@ -144,7 +151,7 @@ def test_an_exception_gives_the_lease_back(pool):
 
 def test_many_threads_share_few_buffers(arena, recorder):
     """No buffer is lent twice: each holder finds its own pattern when it gives its buffer back."""
-    pool = StagingPool(arena, 2 * PAGE_NBYTES, 3, "staging", recorder, timeout_s=20.0)
+    pool = StagingPool(arena, 2 * PAGE_NBYTES, 3, "staging", recorder, timeout_s=120.0)
     wrong = []
 
     def work(seed):
