@@ -381,7 +381,8 @@ class GradientStore:
                     continue
                 grad = gradients.flat[entry.start : entry.stop]
                 (missing if grad.is_cpu else on_device)[index] = grad
-        norms.update(zip(missing, self._norms.in_memory(list(missing.values())), strict=True))
+        if missing:
+            norms.update(zip(missing, self._norms.in_memory(list(missing.values())), strict=True))
         if on_device:
             norms.update(zip(on_device, self._norms.on_device(list(on_device.values())), strict=True))
         return [

@@ -164,8 +164,7 @@ class NativeRule(UpdateRule):
                 run.scalars = dict(batch.scalars)
         for group in alike.values():
             if not self._runs_natively(group[0]):
-                for run in group:
-                    self._update_by_torch(run)
+                self._update_by_torch(group)
 
     def report(self) -> dict[str, Any]:
         """Report what runs the update: backend, isa, threads, elements a second (with bf16 gradients), whether the
@@ -268,19 +267,29 @@ class NativeRule(UpdateRule):
         table[:, -1] = ctypes.addressof(hyper)
         return _Batch(runs=runs, table=table, hyper=hyper, scalars=self._next_scalars(values, first.scalars))
 
-    def _update_by_torch(self, run: Run) -> None:
-        """Step by torch's own code. TorchRule cuts plain fp32 runs itself; other formats pass through fp32 copies of
-        chunks."""
-        hyper = self._completed(run.hyper)
+    def _update_by_torch(self, runs: Sequence[Run]) -> None:
+        """Step alike runs by torch's own code. TorchRule cuts plain fp32 runs itself, and takes them together on a
+        device; other formats pass through fp32 copies of chunks."""
+        first = runs[0]
+        hyper = self._completed(first.hyper)
+        scalars = self._reference_scalars(hyper, first.scalars)
+        if first.master.dtype is not torch.int16 and self.state_dtype is torch.float32:
+            self._reference.update([replace(run, scalars=scalars, hyper=hyper) for run in runs])
+        else:
+            for run in runs:
+                self._update_copies(run, hyper, scalars)
+        for run in runs:
+            run.scalars = self._next_scalars(hyper, run.scalars)
+
+    def _update_copies(self, run: Run, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
+        """Step a run of another format, chunk by chunk."""
         joined, lossy = run.master.dtype is torch.int16, self.state_dtype is not torch.float32
         seed = self._kernel_hyper(hyper, run.scalars).seed
         chunk = _CHUNK_NUMEL if run.master.is_cpu else _DEVICE_CHUNK_NUMEL
-        if not joined and not lossy:
-            chunk = max(1, run.master.numel())
         for start in range(0, run.master.numel(), chunk):
             kept = run.part(start, start + chunk)
             state = {name: array.float() for name, array in kept.state.items()}
-            floats = replace(kept, state=state, scalars=self._reference_scalars(hyper, run.scalars), hyper=hyper)
+            floats = replace(kept, state=state, scalars=dict(scalars), hyper=hyper)
             if joined:
                 marked = kept.state[self.unsigned_field or ""]
                 assert kept.out is not None, "remainders come with their parameters"
@@ -297,7 +306,6 @@ class NativeRule(UpdateRule):
                 for target, half in zip((kept.out, kept.master), halves, strict=True):
                     target.copy_(half)
                 marked.copy_(torch.where(mark, -marked.abs(), marked.abs()))
-        run.scalars = self._next_scalars(hyper, run.scalars)
 
     def _find_torch_bits(self) -> bool:
         """Find whether fp32 gradients give torch's bits, and with which square root: see [Note: bits of torch]."""
@@ -320,8 +328,7 @@ class NativeRule(UpdateRule):
         """
         ours, theirs = self._trial_runs(hyper), self._trial_runs(hyper)
         self.update(ours)
-        for run in theirs:
-            self._update_by_torch(run)
+        self._update_by_torch(theirs)
         return all(
             torch.equal(own.master, other.master)
             and all(torch.equal(array, other.state[name]) for name, array in own.state.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,11 +60,26 @@ def advance(
     `tracks_group`: False where the class is known to change nothing of its group, which saves the comparison.
     """
     own = copied_group(group) if tracks_group else group
-    optimizer.param_groups = [{**own, "params": [leaf]}]
-    optimizer.state = defaultdict(dict, {leaf: state})
+    [after], changed = _step(optimizer, [leaf], own, [state])
+    return after, changes(group, changed) if tracks_group else {}
+
+
+def advance_all(
+    optimizer: Optimizer, leaves: Sequence[torch.Tensor], group: Mapping[str, Any], states: Sequence[State]
+) -> list[State]:
+    """Step `optimizer`, whose class changes nothing of its group, as if `leaves` were its only parameters; return the
+    state of each after it."""
+    return _step(optimizer, leaves, group, states)[0]
+
+
+def _step(
+    optimizer: Optimizer, leaves: Sequence[torch.Tensor], group: Mapping[str, Any], states: Sequence[State]
+) -> tuple[list[State], Group]:
+    optimizer.param_groups = [{**group, "params": list(leaves)}]
+    optimizer.state = defaultdict(dict, zip(leaves, states, strict=True))
     try:
         optimizer.step()
-        return dict(optimizer.state[leaf]), changes(group, optimizer.param_groups[0]) if tracks_group else {}
+        return [dict(optimizer.state[leaf]) for leaf in leaves], optimizer.param_groups[0]
     finally:
         optimizer.param_groups = []
         optimizer.state = defaultdict(dict)

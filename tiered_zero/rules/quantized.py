@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import Any, final
 
@@ -140,8 +141,14 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, kern
     if kernel is not None:
         kernel.convert(_moments(codes, scales, values))
         return
-    table = _TABLES[codes.dtype].to(codes.device)
+    table = _table(codes.dtype, codes.device)
     values.copy_(table[codes.view(torch.uint8).to(torch.int64)]).mul_(_spread(scales, values.numel()))
+
+
+@cache
+def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Copy the table to a device, once: such a copy waits for all that was launched before it."""
+    return _TABLES[dtype].to(device)
 
 
 def encode(

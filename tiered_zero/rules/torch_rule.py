@@ -16,6 +16,7 @@ from tiered_zero.errors import ModelError
 from tiered_zero.rules.optimizer_copy import (
     State,
     advance,
+    advance_all,
     bare_copy,
     changes,
     cloned,
@@ -139,6 +140,10 @@ class TorchRule(UpdateRule):
         for run in runs:
             self._refuse_options(run.hyper, run.master.device)
         with torch.no_grad():
+            if type(self._optimizer) in ELEMENTWISE:
+                on_device = [run for run in runs if not run.master.is_cpu]
+                self._step_on_device(on_device)
+                runs = [run for run in runs if run.master.is_cpu] if on_device else runs
             for run in runs:
                 for piece in _pieces(run) if self.elementwise else (run,):
                     self._step(piece)
@@ -203,14 +208,49 @@ class TorchRule(UpdateRule):
                 f"{type(error).__name__}: {error}. Load the whole state of such an optimizer."
             ) from error
 
+    def _step_on_device(self, runs: Sequence[Run]) -> None:
+        """Step runs of a known class that are on a device: all of one param group in one call, in which torch takes the
+        code that the group's flags (foreach, fused) or its own default choose, and launches each operation for many."""
+        waiting: dict[tuple[int, float], list[tuple[Run, Run]]] = {}
+        for run in runs:
+            for piece in _pieces(run) if self.elementwise else (run,):
+                batch = waiting.setdefault((id(run.hyper), run.grad_scale), [])
+                if sum(each.master.numel() for each, _ in batch) + piece.master.numel() > _DEVICE_CHUNK_NUMEL:
+                    self._step_batch(batch)
+                    batch.clear()
+                batch.append((piece, run))
+        for batch in waiting.values():
+            self._step_batch(batch)
+
+    def _step_batch(self, batch: Sequence[tuple[Run, Run]]) -> None:
+        """Step pieces of runs of one param group; each takes its scalars to its run."""
+        if not batch:
+            return
+        pieces = [piece for piece, _ in batch]
+        leaves = _leaves(pieces)
+        states = [
+            self._state_of(piece.state, piece.scalars) if piece.scalars else self._first_state(leaf, piece.hyper)
+            for piece, leaf in zip(pieces, leaves, strict=True)
+        ]
+        afters = advance_all(self._optimizer, leaves, pieces[0].hyper, states)
+        for (piece, run), leaf, after in zip(batch, leaves, afters, strict=True):
+            self._store(piece, leaf, after)
+            run.scalars = piece.scalars
+        if outs := [piece.out for piece in pieces if piece.out is not None]:
+            torch._foreach_copy_(outs, [piece.master for piece in pieces if piece.out is not None])
+
     def _step(self, run: Run) -> None:
         """Step one piece by torch's own code."""
-        leaf = run.master.detach().requires_grad_()
-        grad = run.grad.to(torch.float32)
-        leaf.grad = grad if run.grad_scale == 1.0 else grad.mul_(run.grad_scale)
+        [leaf] = _leaves([run])
         state = self._state_of(run.state, run.scalars) if run.scalars else self._first_state(leaf, run.hyper)
         after, changed = advance(self._optimizer, leaf, run.hyper, state, tracks_group=not self.elementwise)
         self._check_group(run.hyper, changed)
+        self._store(run, leaf, after)
+        if run.out is not None:
+            run.out.copy_(run.master)
+
+    def _store(self, run: Run, leaf: torch.Tensor, after: State) -> None:
+        """Bring what torch left to where the run's values are, besides `Run.out`."""
         arrays, run.scalars = self._split(after)
         for name, home in run.state.items():
             if name in arrays:
@@ -221,8 +261,6 @@ class TorchRule(UpdateRule):
         if not run.scalars:
             run.scalars = {_INITIALIZED: True}
         self._write_back("parameter", leaf, run.master)
-        if run.out is not None:
-            run.out.copy_(run.master)
 
     def _state_of(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> State:
         absent = {name for name, value in scalars.items() if isinstance(value, str) and value == _ABSENT}
@@ -375,6 +413,21 @@ class TorchRule(UpdateRule):
                 f"{self.name} was planned without fused=True; found it in a param group. It rounds otherwise at a cut: "
                 "set it when the optimizer is made, so that whole parameters are stepped."
             )
+
+
+def _leaves(runs: Sequence[Run]) -> list[torch.Tensor]:
+    """Make the masters parameters with their gradients, scaled."""
+    leaves = [run.master.detach().requires_grad_() for run in runs]
+    grads = [run.grad for run in runs]
+    if any(grad.dtype != torch.float32 for grad in grads):
+        floats = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+        torch._foreach_copy_(floats, grads)
+        grads = floats
+    if (scale := runs[0].grad_scale) != 1.0:
+        torch._foreach_mul_(grads, scale)
+    for leaf, grad in zip(leaves, grads, strict=True):
+        leaf.grad = grad
+    return leaves
 
 
 def _pieces(run: Run) -> list[Run]:

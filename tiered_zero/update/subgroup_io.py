@@ -220,10 +220,13 @@ class SubGroupIO:
             assert work.lease is not None
             nbytes = work.layout.master_nbytes if masters_alone else work.layout.nbytes
             work.writes.append(home.tier.write(home.slot, BufferView(work.raw[:nbytes], work.lease.memory[:nbytes])))
-        for segment, window, out in zip(work.subgroup.segments, work.windows, work.outs, strict=True):
+        if on_device and any(work.windows):  # on the stream that has made them
+            for window, out in zip(work.windows, work.outs, strict=True):
+                if window is not None:
+                    self._runtime.accelerator.copy(window.tensor, as_bytes(out))
+            self._runtime.accelerator.record().wait()
+        for segment, window in zip(work.subgroup.segments, work.windows, strict=True):
             if window is not None:
-                if on_device:  # on the stream that has made it
-                    self._runtime.accelerator.copy(window.tensor, as_bytes(out), finish=True)
                 unit_update = unit_updates.get(segment.unit.index)
                 written, offset = self._params.write(segment, work.param_kind, window, after, unit_update)
                 work.writes.append(written)

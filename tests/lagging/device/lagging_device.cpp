@@ -29,6 +29,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("native_dropout", native_dropout);
   // else torch would compose it of others
   library.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&call_late>());
+  // one launch for many tensors, as on a GPU; torch would make one for each
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames())
+    if (name.name.rfind("aten::_foreach_", 0) == 0 && name.overload_name.find("out") == std::string::npos)
+      library.impl((name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name)).c_str(),
+                   torch::CppFunction::makeFromBoxedFunction<&call_late>());
 }
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
