@@ -11,22 +11,25 @@ import gc
 import importlib
 import inspect
 import os
-import pickle
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.forked import fork_context
+
 DEADLINE_S = 240.0
-"""A body that takes longer is ended by SIGABRT, and its test fails with the stacks of all its threads. A test of two
-bodies ends so before pytest's own limit comes."""
+"""A body that takes longer is ended, and its test fails with the stacks of all its threads. A test of two bodies ends
+so before pytest's own limit comes."""
+
+LOG_NBYTES = 20_000
+NOTHING: Mapping[str, str] = {}
 
 
 def on_device(body: Callable[..., None]) -> Callable[..., None]:
@@ -46,7 +49,7 @@ def on_device(body: Callable[..., None]) -> Callable[..., None]:
 @dataclass(frozen=True)
 class Outcome:
     """What a body returned, or what it raised: the class's name and the traceback. "exit -11": the process crashed;
-    "hung for 240 s (exit -6)": it was ended."""
+    "hung for 240 s, exit -6": it was ended."""
 
     value: Any = None
     error: str = ""
@@ -58,7 +61,7 @@ class Child:
 
     def __init__(self, library: Path) -> None:
         self._library = library
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkServerProcess | None = None
 
     def run(self, body: Callable[..., Any], **arguments: Any) -> Any:
         """Return what `body(device, **arguments)`, of a module's top level, returns there; fail where it raises."""
@@ -67,79 +70,71 @@ class Child:
         return outcome.value
 
     def outcome(self, body: Callable[..., Any], **arguments: Any) -> Outcome:
+        self.start(body, **arguments)
+        return self.answer()
+
+    def start(self, body: Callable[..., Any], environment: Mapping[str, str] = NOTHING, **arguments: Any) -> None:
+        """Run a body, without waiting for it, with `environment` in os.environ. `answer` returns what becomes of it."""
         if self._process is None:
-            self._start()
-        assert self._process is not None and self._process.stdin is not None
-        watchdog = _Watchdog(self._process)
+            self._start_process()
+        self._started = time.monotonic()
+        self.pipe.send((body.__module__, body.__qualname__, arguments, dict(environment)))
+
+    def answer(self, deadline_s: float = DEADLINE_S) -> Outcome:
+        """Wait for the body that was started. A process that has not answered in time is ended by SIGABRT: faulthandler
+        writes the stacks first."""
+        error = ""
         try:
-            pickle.dump((body.__module__, body.__qualname__, arguments), self._process.stdin)
-            self._process.stdin.flush()
-            return Outcome(*pickle.load(self._answers))
-        except (EOFError, BrokenPipeError):
-            error = f"exit {self._process.wait()}"
-            error = f"hung for {DEADLINE_S:g} s ({error})" if watchdog.has_ended_it else error
-            return Outcome(error=error, traceback=self._end())
-        finally:
-            watchdog.cancel()
+            if self.pipe.poll(deadline_s):
+                return Outcome(*self.pipe.recv())
+            error = f"hung for {time.monotonic() - self._started:.0f} s, "
+            self._end_by(signal.SIGABRT)
+        except (EOFError, ConnectionError):
+            pass
+        assert self._process is not None
+        self._process.join()
+        error += f"exit {self._process.exitcode}"
+        return Outcome(error=error, traceback=self._end())
 
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._end()
 
-    def _start(self) -> None:
-        read, write = os.pipe()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        command = [sys.executable, "-m", "tests.lagging.child", str(self._library), str(write)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, pass_fds=[write], cwd=ROOT
-        )
-        os.close(write)
-        self._answers = os.fdopen(read, "rb")
-        if not self._answers.peek(1):  # it has ended, and its first answer never came
-            raise RuntimeError(f"the lagging device cannot be started:\n{self._end()}")
-        pickle.load(self._answers)
+    def _start_process(self) -> None:
+        self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        context = fork_context()
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=main, args=(theirs, str(self._library), self._log.name))
+        self._process.start()
+        theirs.close()
+
+    def _end_by(self, number: int) -> None:
+        assert self._process is not None and self._process.pid is not None
+        os.kill(self._process.pid, number)
+        self._process.join(20)
+        self._process.kill()
 
     def _end(self) -> str:
         """Forget the process, which has ended or is ending; return what it has written."""
-        assert self._process is not None and self._process.stdin is not None
-        self._process.wait()
-        self._log.seek(0)
-        text = self._log.read().decode(errors="replace")[-6000:]
-        with open(os.devnull, "wb") as nowhere:  # what is left in the buffer has no reader
-            os.dup2(nowhere.fileno(), self._process.stdin.fileno())
-        self._process.stdin.close()
-        self._answers.close()
-        self._log.close()
+        assert self._process is not None
+        self._process.join()
+        self._process.close()
         self._process = None
-        return text
+        self.pipe.close()
+        with self._log:
+            return self._log.read().decode(errors="replace")[-LOG_NBYTES:]
 
 
-class _Watchdog:
-    """Ends a process that does not answer. SIGABRT lets faulthandler write the stacks first."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.has_ended_it = False
-        self._process = process
-        self._timers = [threading.Timer(DEADLINE_S, self._abort), threading.Timer(DEADLINE_S + 20, process.kill)]
-        for timer in self._timers:
-            timer.daemon = True
-            timer.start()
-
-    def cancel(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
-
-    def _abort(self) -> None:
-        self.has_ended_it = True
-        self._process.send_signal(signal.SIGABRT)
-
-
-def run_body(device: Any, module: str, name: str, arguments: dict[str, Any]) -> tuple[Any, ...]:
+def run_body(
+    device: Any, module: str, name: str, arguments: dict[str, Any], environment: dict[str, str]
+) -> tuple[Any, ...]:
     """Run one body, with the device as it is at first."""
     import torch
+    import torch.distributed as dist
 
     device.reset()
+    os.environ |= environment
     torch.manual_seed(0)
     torch.accelerator.set_device_index(0)
     try:
@@ -149,9 +144,17 @@ def run_body(device: Any, module: str, name: str, arguments: dict[str, Any]) -> 
         return None, type(error).__name__, "".join(traceback.format_exception(error)[-12:])
     finally:
         gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for variable in environment:
+            del os.environ[variable]
 
 
-def main(library: str, descriptor: str) -> None:
+def main(bodies: Connection, library: str, log: str) -> None:
+    """Run bodies as they come. `log`: the file of what this process and its libraries print."""
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     faulthandler.enable()
     import torch
 
@@ -162,18 +165,9 @@ def main(library: str, descriptor: str) -> None:
 
     device = LaggingDevice(Path(library))
     freeze_imports()
-    with os.fdopen(int(descriptor), "wb") as answers:
-        pickle.dump("ready", answers)
-        answers.flush()
-        while True:
-            try:
-                module, name, arguments = pickle.load(sys.stdin.buffer)
-            except EOFError:
-                os._exit(0)  # streams' threads run on: nothing is destroyed under them
-            answer = run_body(device, module, name, arguments)
-            pickle.dump(answer, answers)
-            answers.flush()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    while True:
+        try:
+            body = bodies.recv()
+        except EOFError:
+            os._exit(0)  # streams' threads run on: nothing is destroyed under them
+        bodies.send(run_body(device, *body))

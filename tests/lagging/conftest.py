@@ -6,6 +6,7 @@ import pytest
 
 from tests.lagging.build import build, why_not
 from tests.lagging.child import Child
+from tests.lagging.ranks import LaggingRanks
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +17,13 @@ def lagging() -> Iterator[Child]:
     child = Child(build())
     yield child
     child.close()
+
+
+@pytest.fixture(scope="session")
+def lagging_ranks() -> Iterator[LaggingRanks]:
+    """Two such processes, as the ranks of a launcher."""
+    if reason := why_not():
+        pytest.skip(reason)
+    ranks = LaggingRanks(build())
+    yield ranks
+    ranks.close()

@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 import torch._meta_registrations  # shapes of results, of operators that have them in Python
+import torch.distributed as dist
 
 NUM_DEVICES = 2
+BACKEND = "lagging"
+"""What `torch.distributed.get_default_backend_for_device("cuda")` returns."""
 
 
 class LaggingDevice:
@@ -33,16 +36,18 @@ class LaggingDevice:
         self._library.lagging_pinned_nbytes.restype = ctypes.c_size_t
         self._library.lagging_resize_storage.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         _replace_functions(self._library)
+        _register_backend()
         self.reset()
 
     def set(self, **settings: float) -> None:
-        """delay_seed, kernel_s, h2d_bytes_per_s, d2h_bytes_per_s, capacity_nbytes: see streams.h."""
+        """delay_seed, kernel_s, h2d_bytes_per_s, d2h_bytes_per_s, comm_bytes_per_s, capacity_nbytes: see streams.h."""
         for name, value in settings.items():
             assert self._library.lagging_set(name.encode(), float(value)), f"there is no setting {name}"
 
     def reset(self) -> None:
         """As it is at first: no delays, 8 GiB."""
-        self.set(delay_seed=-1, kernel_s=0, h2d_bytes_per_s=0, d2h_bytes_per_s=0, capacity_nbytes=8 << 30)
+        self.set(delay_seed=-1, kernel_s=0, h2d_bytes_per_s=0, d2h_bytes_per_s=0, comm_bytes_per_s=0)
+        self.set(capacity_nbytes=8 << 30)
         self.take_counts()
 
     def take_counts(self) -> dict[str, int]:
@@ -123,6 +128,18 @@ def _replace_functions(library: ctypes.CDLL) -> None:
     for name, value in replaced.items():
         setattr(cuda, name, value)
     torch.UntypedStorage.resize_ = _resize_with(library, torch.UntypedStorage.resize_)
+
+
+def _register_backend() -> None:
+    """Make the device's process group that of CUDA, as NCCL is in a build with CUDA. See collectives.h."""
+
+    def make(options: Any, _: object) -> Any:
+        group = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
+        torch.ops.lagging.add_backend(group.boxed(), options.timeout.total_seconds())
+        return group._get_backend(torch.device("cuda"))
+
+    dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cuda"])
+    dist.Backend.default_device_backend_map["cuda"] = BACKEND  # register_backend leaves NCCL there
 
 
 def _resize_with(library: ctypes.CDLL, resize: Any) -> Any:

@@ -27,6 +27,21 @@ def open_collectives(timeout_s: float, **settings: Any) -> Collectives:
     return ranks
 
 
+def open_store() -> dist.TCPStore:
+    """Open a store at which the ranks of one run meet, as a launcher does."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+def launcher_environment(rank: int, world_size: int, store: dist.TCPStore) -> dict[str, str]:
+    """Return what torchrun puts into the environment of a rank."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a function returned on one rank, or what it raised: the class's name, the text and the traceback."""
@@ -85,20 +100,13 @@ class RankPool:
 
     def outcomes(self, function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Outcome]:
         """What `function`, of a module's top level, gives on each of `world_size` ranks."""
-        self._store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
+        self._store = open_store()
         self._ranks = [rank for rank in self._ranks if rank.is_alive or rank.end()]
         while len(self._ranks) < world_size:
             self._ranks.append(Rank())
         ranks = self._ranks[:world_size]
         for number, rank in enumerate(ranks):
-            environment = {
-                "RANK": str(number), "LOCAL_RANK": str(number),
-                "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-            }  # fmt: skip
+            environment = launcher_environment(number, world_size, self._store)
             rank.start((environment, function.__module__, function.__qualname__, args, kwargs))
         found: list[Outcome | None] = [None] * world_size
 

@@ -1,7 +1,8 @@
 // A device that lags, under torch's CUDA key in a CPU build: the project's CUDA path runs on it as it is.
 //
 // It is loaded into a CPU build of torch, whose CUDA key has no kernels. See streams.h, memory.h, runtime.h,
-// tensors.h and kernels.h, which follow each other.
+// tensors.h and kernels.h, which follow each other, and collectives.h.
+#include "collectives.h"
 #include "kernels.h"
 
 #include <ATen/Context.h>
@@ -35,6 +36,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
       library.impl((name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name)).c_str(),
                    torch::CppFunction::makeFromBoxedFunction<&call_late>());
 }
+
+TORCH_LIBRARY(lagging, library) { library.def("add_backend", add_backend); }
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 

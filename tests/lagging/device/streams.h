@@ -36,6 +36,7 @@ struct Settings {
   std::atomic<double> kernel_s{0};          // least duration of a kernel
   std::atomic<double> h2d_bytes_per_s{0};   // rates of copies; 0: as fast as they go
   std::atomic<double> d2h_bytes_per_s{0};
+  std::atomic<double> comm_bytes_per_s{0};  // of what a rank sends in a collective
   std::atomic<double> capacity_nbytes{8.0 * (1 << 30)};  // of each device
 
   std::atomic<double>* find(const std::string& name) {
@@ -43,6 +44,7 @@ struct Settings {
     if (name == "kernel_s") return &kernel_s;
     if (name == "h2d_bytes_per_s") return &h2d_bytes_per_s;
     if (name == "d2h_bytes_per_s") return &d2h_bytes_per_s;
+    if (name == "comm_bytes_per_s") return &comm_bytes_per_s;
     if (name == "capacity_nbytes") return &capacity_nbytes;
     return nullptr;
   }
