@@ -22,6 +22,7 @@ from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.memory.host_memory import MAX_MAPPED_FROM_NBYTES, map_blocks_from
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.buckets import Bucket, cut_buckets
+from tiered_zero.native.update import num_kernel_threads
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.update_guard import ShardGather, UpdateGuard
 from tiered_zero.plan.remedies import open_settings
@@ -97,7 +98,8 @@ def make_gradients(
         for unit in trainable
         for param, entry in zip(run_spec.params_of(unit), unit.entries, strict=True)
     }
-    norms = GradNorm(run_spec.rule.kernel or open_kernel())
+    threads = num_kernel_threads(shares_cores=plan.request.update.shares_cores)
+    norms = GradNorm(run_spec.rule.kernel or open_kernel(num_threads=threads))
     in_flight = InFlightGradients(runtime, plan.gradients.in_flight_nbytes, tiers.gradient_staging, norms)
     store = GradientStore(entries, units, inventory, runtime, in_flight, norms, overflow)
     if runtime.collectives.world_size == 1:

@@ -20,7 +20,7 @@ from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
 from tiered_zero.layout.subgroups import MAX_SUB_GROUPS, cut_subgroups, sub_group_numel
 from tiered_zero.layout.units import find_units
-from tiered_zero.native.update import available_cpus
+from tiered_zero.native.update import num_kernel_threads
 from tiered_zero.params.aliases import check_memory
 from tiered_zero.params.guarded_parameter import ClosedEngine
 from tiered_zero.params.model_spec import list_params, module_tree, packed_nbytes, persistent_buffers
@@ -46,9 +46,6 @@ from tiered_zero.sizes import TIERS, format_nbytes
 ACTIVATION_SHARE = 8
 """This part of a device's free memory is left to activations, of which the plan knows nothing, where the config sets no
 limit: a plan of all that is free would fail in its first forward."""
-
-NUM_FREE_CORES = 2
-"""Of an accelerator's run: the update's kernel leaves them to the driver, which launches compute, and to the lanes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +115,7 @@ def specify_run(
     rule = make_rule(
         source,
         is_own=request.ranks.shards_params or settings.state_format != "fp32",
-        num_threads=None if on_cpu else max(1, available_cpus() - NUM_FREE_CORES),
+        num_threads=num_kernel_threads(shares_cores=on_cpu),
     )
     rule, masters = format_rule(settings.state_format, rule), master_format(settings.state_format)
     rules = unit_rules(effective, ranks.world_size, whole_params=not rule.elementwise)

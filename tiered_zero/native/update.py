@@ -22,6 +22,9 @@ LEVEL_VARIABLE = "TIERED_ZERO_UPDATE_LEVEL"
 LEVELS = {"avx512": 2, "avx2": 1, "neon": 3, "scalar": 0}
 """Name -> number in update.c, best first."""
 
+NUM_FREE_CORES = 2
+"""Of an accelerator's run: the kernel leaves them to the driver, which launches compute, and to the lanes."""
+
 ADDRESSES_PER_RUN = 8
 """Numbers of one row of the table for `UpdateKernel.update`."""
 
@@ -226,6 +229,11 @@ def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Pat
     if cpus == os.cpu_count():
         cpus //= local_ranks
     return max(1, int(min(cpus, _cgroup_quota(root) / local_ranks)))
+
+
+def num_kernel_threads(*, shares_cores: bool) -> int:
+    """Count the threads of a run's kernel. `shares_cores`: compute runs on the CPU too, and waits for the kernel."""
+    return available_cpus() if shares_cores else max(1, available_cpus() - NUM_FREE_CORES)
 
 
 def _cgroup_quota(root: Path) -> float:

@@ -25,6 +25,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import AUTO_SUB_GROUP_NUMEL, SubGroup, pack_params
+from tiered_zero.native.update import num_kernel_threads
 from tiered_zero.optim.user_params import UserParameters
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.request import SubGroupSize, plan_request
@@ -125,7 +126,11 @@ def open_pipeline(source: Optimizer, owner: Optimizer, config: Config, ranks: Ra
     """
     groups = owner.param_groups
     params = UserParameters(groups)
-    rule = format_rule(config.tiered_zero.state_format, make_rule(source, is_own=_is_lossy(config)))
+    shares_cores = params.device.type == "cpu"
+    threads = num_kernel_threads(shares_cores=shares_cores)
+    rule = format_rule(
+        config.tiered_zero.state_format, make_rule(source, is_own=_is_lossy(config), num_threads=threads)
+    )
     layouts = _lay_out(params, rule, groups, config)
     in_buffers = [
         SubGroupSize(
@@ -140,7 +145,7 @@ def open_pipeline(source: Optimizer, owner: Optimizer, config: Config, ranks: Ra
     given = config.tiered_zero.host_memory_limit
     if given is not None and given <= free:
         limits["host"] = given, "host_memory_limit"
-    request = plan_request(config, limits=limits, shares_cores=params.device.type == "cpu")
+    request = plan_request(config, limits=limits, shares_cores=shares_cores)
     plan = make_plan(list(staged.values()), in_buffers, request)
     plan.check()
     offload = config.zero_optimization.offload_optimizer
