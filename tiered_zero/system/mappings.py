@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
+import sys
+import threading
+
+from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 logger = logging.getLogger("tiered_zero")
 
@@ -21,3 +26,31 @@ def map_memory(nbytes: int, *advice: str, flags: int = 0) -> mmap.mmap:
             except OSError as error:
                 logger.debug("%s is refused: %s", name, error)
     return mapping
+
+
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of madvise(2), since Linux 5.14; Python has no name for it."""
+
+_LEAST_STRETCH_NBYTES = 16 << 20
+
+
+def touch_pages(address: int, nbytes: int, num_threads: int) -> None:
+    """Give the pages of a mapping memory, on several threads, and keep what is in them.
+
+    Before pages are pinned, which one thread would do: the system clears each when it is touched first, in 0.4 s of a
+    core per GiB (0.05 s in huge pages). Nothing happens where there is too little for two threads, or the system
+    refuses.
+    """
+    stretch_nbytes = align_up(max(_LEAST_STRETCH_NBYTES, -(-nbytes // num_threads)), PAGE_NBYTES)
+    if sys.platform != "linux" or nbytes <= stretch_nbytes:
+        return
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    threads = [
+        threading.Thread(target=advise, args=(address + start, min(stretch_nbytes, nbytes - start), _POPULATE_WRITE))
+        for start in range(0, nbytes, stretch_nbytes)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.device.cpu import CpuAccelerator
+from tiered_zero.hardware.memory import host_memory
 from tiered_zero.hardware.memory.host_memory import HostArena, temporary_zeros, typed_view
 from tiered_zero.hardware.probe import huge_pages
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
+from tiered_zero.system import mappings
 from tiered_zero.telemetry.ledger import Ledger
 
 
@@ -155,6 +157,31 @@ def test_what_crosses_to_the_device_is_pinned_slot_by_slot(ledger):
     assert len(accelerator.pinned) == 3
     arena.close()
     assert not accelerator.pinned and not arena.pinned_nbytes
+
+
+def resident(slot):
+    """How many pages of a slot have memory."""
+    found = (ctypes.c_ubyte * (slot.nbytes // PAGE_NBYTES))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(slot.tensor.data_ptr()), ctypes.c_size_t(slot.nbytes), found) == 0
+    return sum(page & 1 for page in found)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mincore"), reason="the system does not say what is resident")
+def test_pages_are_touched_by_several_threads_before_they_are_pinned(ledger, monkeypatch):
+    monkeypatch.setattr(host_memory, "available_cpus", lambda: 3)
+    started = []
+    monkeypatch.setattr(mappings.threading.Thread, "start", lambda self: started.append(self))
+    monkeypatch.setattr(mappings.threading.Thread, "join", lambda self, timeout=None: self.run())
+    accelerator = Pinning(1 << 40)
+    accelerator._poison = False
+    arena = HostArena(72 * MIB, accelerator, pin=True, ledger=ledger)
+    slots = {kind: arena.take(nbytes, kind) for kind, nbytes in (("param", 50 * MIB), ("state", 20 * MIB))}
+    if not resident(slots["param"]):
+        pytest.skip("Linux before 5.14 has no MADV_POPULATE_WRITE")
+    assert len(started) == 3 and resident(slots["param"]) == 50 * MIB // PAGE_NBYTES
+    assert not resident(slots["state"])
+    assert not slots["param"].tensor.any()
+    arena.close()
 
 
 def test_not_asked_is_pageable_and_works(ledger):

@@ -13,8 +13,9 @@ import torch
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.layout.extents import ExtentMap
+from tiered_zero.native.update import available_cpus
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
-from tiered_zero.system.mappings import map_memory
+from tiered_zero.system.mappings import map_memory, touch_pages
 from tiered_zero.telemetry.ledger import Ledger
 
 _MAPPED_NBYTES = 128 * 1024
@@ -142,8 +143,10 @@ class HostArena:
             tensor, memory = self._tensor[offset:end], self._memory[offset:end]
             slot = HostSlot(offset=offset, nbytes=size, kind=kind, tensor=tensor, memory=memory, _arena=self)
             self._taken[offset] = slot
-            if self._pin and kind not in UNPINNED_KINDS and self._accelerator.pin(tensor.data_ptr(), size):
-                self._pinned[offset] = size
+            if self._pin and kind not in UNPINNED_KINDS:
+                touch_pages(tensor.data_ptr(), size, available_cpus())
+                if self._accelerator.pin(tensor.data_ptr(), size):
+                    self._pinned[offset] = size
         return slot
 
     def _release(self, slot: HostSlot) -> None:
