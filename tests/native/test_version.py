@@ -13,7 +13,7 @@ from tiered_zero.io.native import load_library
 from tiered_zero.native import VERSION
 from tiered_zero.native.update import UpdateKernel
 
-SOURCES_DIGEST = "74bb87dd49f59805"
+SOURCES_DIGEST = "923d4259a921fc2c"
 """Of the C sources of VERSION."""
 
 
