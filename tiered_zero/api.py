@@ -24,6 +24,7 @@ from tiered_zero.hardware.cores import bind_to_share
 from tiered_zero.hardware.device.select import find_device
 from tiered_zero.hardware.ranks.collectives import Collectives, make_collectives
 from tiered_zero.hardware.ranks.launcher import world_size_here
+from tiered_zero.hardware.ranks.rank_device import choose_device
 from tiered_zero.update.handle import TieredOptimizer
 
 
@@ -81,6 +82,7 @@ def initialize(
     INTERRUPTS.install()
     try:
         collectives.open()
+        choose_device(collectives, settings.tiered_zero.device)
         bind_to_share(collectives, find_device(settings.tiered_zero.device))
         run_spec = specify_run(settings, model, optimizer, model_parameters, collectives=collectives)
         loader = None

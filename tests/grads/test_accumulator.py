@@ -396,7 +396,9 @@ def test_reduced_gradients_reach_the_home_of_a_shard(on_device: bool, dtype: tor
     reduced = [Completion(), Completion()]
     received = []
     for grad, after in zip(grads, reduced, strict=True):
-        received.append(world.store.receive(unit, start, grad, adds=bool(received), after=after))
+        received.append(
+            world.store.receive(unit, range(start, start + len(grad)), grad, adds=bool(received), after=after)
+        )
         assert not received[-1].done()
         after.complete()
         received[-1].wait()

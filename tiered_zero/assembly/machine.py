@@ -89,6 +89,7 @@ def open_runtime(run_spec: RunSpec, collectives: Collectives, resources: Teardow
     for lane in ("fetch", "reduce", "update", *(["activations"] if run_spec.plan.activations is not None else [])):
         accelerator.lane(lane)  # a thread that cannot be started fails here, not in mid-run
     resources.add("ranks", collectives.close)
+    collectives.connect_device(accelerator)
     resources.add("rule", run_spec.rule.close)
     torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
     return Runtime(accelerator=accelerator, ledger=ledger, recorder=collectives.recorder, collectives=collectives)

@@ -105,8 +105,9 @@ def make_gradients(
     if runtime.collectives.world_size == 1:
         return store, None
     size, ranks = plan.staging.buckets, plan.request.ranks
-    slots = [tiers.host.reserve(f"bucket/{index}", size.nbytes, "bucket") for index in range(size.count)]
-    memory = [tiers.host.view(slot)[: size.nbytes] for slot in slots]
+    tier = tiers.device if plan.staging.bucket_tier == "device" else tiers.host
+    slots = [tier.reserve(f"bucket/{index}", size.nbytes, "bucket") for index in range(size.count)]
+    memory = [tier.view(slot)[: size.nbytes] for slot in slots]
     buckets = cut_buckets(trainable, ranks.world_size, ranks.bucket_numel)
     reduction = make_reduction(run_spec.config, ranks, buckets, on_device=len(on_device) == len(trainable))
     return store, GradientReducer(store, units, runtime, memory, reduction)

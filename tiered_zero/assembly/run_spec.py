@@ -196,11 +196,6 @@ def _check_ranks(config: Config, world_size: int) -> None:
             "each other's new parameters inside step(); found 'delayed'. Leave it out, or set zero_optimization.stage "
             "to 0 or 3."
         )
-    if (device := find_device(settings.device)).type != "cpu":
-        raise ModelError(
-            f"tiered_zero.device: expected cpu with {world_size} ranks, whose collectives run over gloo on CPU tensors "
-            f"in this version; found {device}. Set it to cpu, or start one process."
-        )
 
 
 def _config_facts(config: Config) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 
 from tiered_zero.errors import MissingNameError
 from tiered_zero.hardware.device.select import find_device
+from tiered_zero.hardware.ranks.backends import HOST_BACKEND
 from tiered_zero.hardware.ranks.launcher import local_rank
 
 __all__ = ["CurrentAccelerator", "get_accelerator"]
@@ -55,8 +56,8 @@ class CurrentAccelerator:
         return True
 
     def communication_backend_name(self) -> str:
-        """Name the backend that collectives run over here."""
-        return "gloo"
+        """Name the backend of a default group here; the engine's own groups of devices are of the device's."""
+        return HOST_BACKEND
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait for the device's work; a CPU has none that is not done."""

@@ -15,8 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.in_flight import Arrival, InFlightGradients, land
-from tiered_zero.grads.norms import GradNorm, Norm
+from tiered_zero.grads.in_flight import Arrival, InFlightGradients
+from tiered_zero.grads.norms import GradNorm, Norm, span_squares
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.runtime import Runtime
@@ -68,6 +68,7 @@ class GradientStore:
         self._norms = norms
         self._accelerator = runtime.accelerator
         self._recorder = runtime.recorder
+        self._span = runtime.accelerator.timer(runtime.recorder)
         self._ledger = runtime.ledger
         self._in_flight = in_flight
         self._overflow = overflow
@@ -153,29 +154,47 @@ class GradientStore:
         self._ledger.discharge("device", "gradient_in_flight", sum(source.nbytes for source in taken.values()))
 
     def receive(
-        self, unit: Unit, start: int, source: torch.Tensor, *, adds: bool, after: Transfer, divisor: float = 1.0
+        self,
+        unit: Unit,
+        span: range,
+        source: torch.Tensor,
+        *,
+        adds: bool,
+        after: Transfer,
+        divisor: float = 1.0,
+        measures: bool = False,
     ) -> Transfer:
-        """Bring reduced gradients to elements [start, start + n) of their unit's flat: the one way to the home of a
-        shard. Driver or autograd's thread.
+        """Bring reduced gradients to elements `span` of their unit's flat: the one way to the home of a shard. Driver
+        or autograd's thread.
 
         `source`: [n], complete once `after` is done, and the home's to read until the transfer that is returned is.
         `adds`: to what earlier reductions of this step brought, in fp32, instead of replacing it. `divisor`: of
-        `source`, which then changes.
+        `source`, which then changes. `measures`: the squares of averages on the device are summed as they pass, where
+        no more are added.
         """
         gradients = self._units[unit.index]
         self.wait_update(unit)
         if adds:
             self.promote(gradients)
+            gradients.squares = {}
+        squares = gradients.squares
 
         def bring() -> None:
             with (
                 gradients.opened("reduce") as flat,
-                self._recorder.span("reduce", "receive", unit.name, source.nbytes),
+                self._span("reduce", "receive", unit.name, source.nbytes),
             ):
-                land(source, flat[start - gradients.start :][: source.numel()], adds=adds, divisor=divisor)
+                target = flat[span.start - gradients.start :][: len(span)]
+                self._in_flight.receive(source, target, adds=adds, divisor=divisor)
+                if measures and not adds and not source.is_cpu:
+                    for index, more in span_squares(source, span, unit).items():
+                        squares.setdefault(index, []).extend(more)
+                if gradients.paged is not None and not source.is_cpu:
+                    self._accelerator.record().wait()  # the disk reads them next
 
         waits = gradients.paged is not None
-        gradients.last = self._accelerator.lane("reduce").submit(bring, after=[after], holds=[source], waits=waits)
+        marks = [after, self._accelerator.record_compute()]  # which has turned the flat to fp32, or set it to 0
+        gradients.last = self._accelerator.lane("reduce").submit(bring, after=marks, holds=[source], waits=waits)
         return gradients.last
 
     def show_sum(self, param: nn.Parameter) -> None:

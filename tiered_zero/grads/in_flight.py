@@ -176,6 +176,22 @@ class InFlightGradients:
             if gradients.paged is not None and on_device:
                 self._accelerator.record().wait()  # the disk reads them next
 
+    def receive(self, source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: float) -> None:
+        """Copy `source` [n], which `divisor` changes, to `target`, or add it there. On the reduce lane; the host waits
+        for the device where they are added up in host memory."""
+        if source.is_cpu and target.is_cpu:
+            land(source, target, adds=adds, divisor=divisor)
+            return
+        if divisor != 1.0:
+            source.div_(divisor)
+        if not target.is_cpu:
+            source = source.to(target.device)
+            target.add_(source) if adds else target.copy_(source)
+        elif not adds and source.dtype == target.dtype:
+            self._accelerator.copy(target, source)
+        else:
+            self._add([GradCopy(index=-1, target=target, source=source, adds=adds)])
+
     def _add(self, copies: Sequence[GradCopy]) -> None:
         """On the reduce lane: to host memory by way of staging buffers, then into the fp32 sums. Each buffer is filled
         with all that it holds, and waited for once; where there are two, one is on its way while the other is added."""

@@ -3,14 +3,14 @@ brings it to its home where there is a kernel; and the sum of squares of those o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
 
 from tiered_zero.grads.unit_gradients import UnitGradients
-from tiered_zero.layout.flat import FlatEntry
+from tiered_zero.layout.flat import Unit
 from tiered_zero.native.update import CopyNorm, Dtype, UpdateKernel
 
 SQUARES_CHUNK_NUMEL = 1 << 18
@@ -109,28 +109,48 @@ def _find_fused_tail(kernel: UpdateKernel) -> bool | None:
     return None
 
 
-def sum_squares(units: Iterable[UnitGradients], rank: int) -> tuple[float, int]:
+def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, list[torch.Tensor]]:
+    """Sum the squares of elements `span` of a unit's gradients, [n] averages, in fp64: 0-d each, by parameter. Launches
+    where `values` lie."""
+    squares: dict[int, list[torch.Tensor]] = {}
+    for entry in unit.entries:
+        stop = min(entry.stop, span.stop)
+        for start in range(max(entry.start, span.start), stop, SQUARES_CHUNK_NUMEL):
+            last = min(start + SQUARES_CHUNK_NUMEL, stop)
+            part = values[start - span.start : last - span.start].double()
+            squares.setdefault(entry.param.index, []).append((part * part).sum())
+    return squares
+
+
+def sum_squares(units: Iterable[UnitGradients], spans: Mapping[int, Sequence[range]]) -> tuple[float, int]:
     """Return the sum of squares of the averaged gradients in this rank's shards, in fp64, and the index of the first
-    parameter with one that is not finite, else NONE_BAD."""
-    total, bad = 0.0, NONE_BAD
+    parameter with one that is not finite, else NONE_BAD. `spans`: of a unit, the elements that this rank reduces, as
+    its buckets cut them. What was not measured as it arrived is read at its home. One wait of the host for the
+    device."""
+    found: list[tuple[int, list[torch.Tensor]]] = []
     for each in units:
-        present = [entry for entry in each.unit.entries if entry.param.index in each.present]
-        if not present:
+        if not each.present:
             continue
-        with each.opened() as flat:
-            for entry in present:
-                squares = _squares_of_shard(flat, each.start, entry, each.unit.shard(rank))
-                total += squares
-                if not squares < float("inf"):
-                    bad = entry.param.index if bad == NONE_BAD else min(bad, entry.param.index)
+        squares = each.squares
+        if not squares:
+            with each.opened() as flat:
+                for span in spans.get(each.unit.index, ()):
+                    values = flat[span.start - each.start : span.stop - each.start]
+                    for index, more in span_squares(values, span, each.unit).items():
+                        squares.setdefault(index, []).extend(more)
+        order = [entry.param.index for entry in each.unit.entries if entry.param.index in each.present]
+        found += [(index, squares[index]) for index in order if index in squares]
+    numbers = iter(_on_host([square for _, squares in found for square in squares]))
+    total, bad = 0.0, NONE_BAD
+    for index, parts in found:
+        total += (of_param := sum(next(numbers) for _ in parts))
+        if not of_param < float("inf"):
+            bad = index if bad == NONE_BAD else min(bad, index)
     return total, bad
 
 
-def _squares_of_shard(flat: torch.Tensor, first: int, entry: FlatEntry, shard: range) -> float:
-    """`flat`: the unit's elements from `first` on."""
-    total, stop = 0.0, min(entry.stop, shard.stop)
-    for start in range(max(entry.start, shard.start), stop, SQUARES_CHUNK_NUMEL):
-        last = min(start + SQUARES_CHUNK_NUMEL, stop)
-        part = flat[start - first : last - first].double()
-        total += (part * part).sum().item()
-    return total
+def _on_host(numbers: Sequence[torch.Tensor]) -> list[float]:
+    """Return the values of 0-d tensors, in their order; those of the device come together."""
+    on_device = [number for number in numbers if not number.is_cpu]
+    came = iter(torch.stack(on_device).tolist() if on_device else ())
+    return [float(number) if number.is_cpu else next(came) for number in numbers]

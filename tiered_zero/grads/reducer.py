@@ -84,9 +84,16 @@ class GradientReducer:
         self._runtime = runtime
         self._collectives = runtime.collectives
         self._reduction = reduction
+        self._accelerator = runtime.accelerator
+        self._on_device = any(not each.is_cpu for each in memory)
         self._free = deque(memory)
         self._under_way: deque[tuple[torch.Tensor, Transfer, Transfer]] = deque()
         """Memory of buckets, the reduction in it, and what frees it."""
+        self._own_spans: dict[int, list[range]] = {}
+        """Unit -> the parts of this rank's shard, as buckets cut it: squares are summed part by part."""
+        for bucket in reduction.buckets:
+            for part in bucket.parts:
+                self._own_spans.setdefault(part.unit.index, []).append(part.spans[self._collectives.rank])
         self._names = {entry.param.index: entry.param.name for each in units for entry in each.unit.entries}
         self.is_sharded = any(each.shard is not None for each in units)
         self.shards_params = reduction.defers
@@ -231,7 +238,10 @@ class GradientReducer:
             self._reduce_all(self._agree_on_presence(micro_steps, global_steps))
             while self._under_way:
                 self._free.append(self._finish_oldest())
-            own, bad = sum_squares(self._units.values(), self._collectives.rank)
+            for each in self._units.values():
+                if not each.on_device:
+                    each.wait_transfers()  # the host reads them
+            own, bad = sum_squares(self._units.values(), self._own_spans)
             squares, bad = self._calls.add_squares(own, bad, json.dumps(group_values).encode())
         self._uses.end_step()
         self._calls.end_step()
@@ -290,7 +300,8 @@ class GradientReducer:
         with self._runtime.recorder.span("compute", "reduce", name, packed.nbytes):
             self._pack(bucket, packed)
         what, bounds = f"the gradients of {name}", bucket.bounds
-        done = self._collectives.reduce_scatter(packed, room, what, bounds=bounds)
+        after = [self._accelerator.record_compute()] if self._on_device else []
+        done = self._collectives.reduce_scatter(packed, room, what, after=after, bounds=bounds)
         if self._reduction.gathers:
             row = bucket.row(self._collectives.rank)
             total = packed[row.start : row.stop]
@@ -319,10 +330,14 @@ class GradientReducer:
         return self._free.popleft() if self._free else self._finish_oldest()
 
     def _finish_oldest(self) -> torch.Tensor:
-        """Wait until the oldest bucket's sums are at their homes; return its memory."""
+        """Wait until the oldest bucket's sums are at their homes; return its memory. On a device compute waits, which
+        fills it next."""
         memory, _, received = self._under_way.popleft()
         with self._runtime.recorder.span("compute", "wait_grad"):
-            received.wait()
+            if self._on_device:
+                self._accelerator.wait_on_compute(received)
+            else:
+                received.wait()
         return memory
 
     def _pack(self, bucket: Bucket, packed: torch.Tensor) -> None:
@@ -353,6 +368,8 @@ class GradientReducer:
 
     def _divide(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """In the wider of the two dtypes."""
+        if values.device != out.device:
+            values = values.to(out.device)
         if out.itemsize > values.itemsize:
             values = out.copy_(values)
         torch.div(values, self._reduction.before, out=out)
@@ -367,8 +384,15 @@ class GradientReducer:
             each = self._units[part.unit.index]
             adds, divisor = part.unit.index in self._adding, self._reduction.after
             spans = list(zip(part.spans, part.starts, strict=True))
-            for span, start in spans if self._reduction.gathers else [spans[rank]]:
-                source = packed[start : start + len(span)]
-                done = self._store.receive(part.unit, span.start, source, adds=adds, divisor=divisor, after=done)
+            for owner, (span, start) in enumerate(spans) if self._reduction.gathers else [(rank, spans[rank])]:
+                done = self._store.receive(
+                    part.unit,
+                    span,
+                    packed[start : start + len(span)],
+                    adds=adds,
+                    after=done,
+                    divisor=divisor,
+                    measures=owner == rank,
+                )
             each.num_sums += part.is_first
         return done

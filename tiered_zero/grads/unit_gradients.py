@@ -40,7 +40,8 @@ class UnitGradients:
     rest on NVMe, as `paged` and `paged_spare`: `opened` gives them in any case.
 
     All sets and dicts are of parameter indices. `present`: parameters with a gradient in this step. `arrived`: those of
-    this backward. `norms`: of gradients that were measured as they arrived. `last`: the event of the one that left the
+    this backward. `norms`: of gradients that were measured as they arrived. `squares`: parts of the sum of squares of
+    averages that were, in this rank's shard. `last`: the event of the one that left the
     device last. `frozen`: their update has begun. `spare`: a second flat, where the update of one step runs under the
     backward of the next. `shown`: what users got as `param.grad`: a view of the flat in the parameter's shape; under a
     loss scale, or on NVMe, a copy without it; or, for those in `assigned`, the user's own tensor, which
@@ -60,6 +61,7 @@ class UnitGradients:
     present: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)
     norms: dict[int, float | torch.Tensor] = field(default_factory=dict)
+    squares: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     last: Transfer | None = None
     frozen: bool = False
     shown: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -168,6 +170,7 @@ class UnitGradients:
         self.present.clear()
         self.arrived.clear()
         self.norms.clear()
+        self.squares = {}  # a job that failed may still fill the old one
         self.zeroed.clear()
         if self.shown:
             self.expire_views()
@@ -288,6 +291,7 @@ class UnitGradients:
         self.wait_transfers()
         self.present |= self.earlier
         self.waiting.clear()
+        self.squares = {}
         self.num_sums = 0
         with self.opened() as flat:
             if self.shard is not None:

@@ -149,6 +149,7 @@ class ShardGather:
     """
 
     def __init__(self, runtime: Runtime, units: Sequence[Unit], flat_of: Callable[[Unit], torch.Tensor]) -> None:
+        self._accelerator = runtime.accelerator
         self._collectives, self._recorder = runtime.collectives, runtime.recorder
         self.units = units
         self._flat_of = flat_of
@@ -163,4 +164,5 @@ class ShardGather:
         flat = self._flat_of(unit).data  # with a version counter of its own: views that autograd saved stay valid
         shard = unit.shard(self._collectives.rank)
         own, name = flat[shard.start : shard.stop], f"the parameters of {unit.name}"
-        return self._collectives.all_gather(flat, own, name, bounds=unit.bounds)
+        after = [self._accelerator.record_compute()]  # what may still read the shards of before
+        return self._collectives.all_gather(flat, own, name, after=after, bounds=unit.bounds)

@@ -218,7 +218,7 @@ def _plan(
         ("host", "staging_state", staging.state.total_nbytes, "optimizer staging buffers"),
         ("host", "staging_gradient", staging.gradients.total_nbytes, "gradient staging buffer"),
         ("host", "gradient_window", staging.gradient_windows.total_nbytes, "gradients on their way to and from nvme"),
-        ("host", "bucket", staging.buckets.total_nbytes, buckets),
+        (staging.bucket_tier, "bucket", staging.buckets.total_nbytes, buckets),
     ]
     activations = None
     if request.activations is not None:

@@ -61,6 +61,7 @@ class Staging:
     gradients: StagingSize
     gradient_windows: StagingSize = StagingSize()
     buckets: StagingSize = StagingSize()
+    bucket_tier: str = "host"
 
 
 def size_staging(
@@ -74,8 +75,8 @@ def size_staging(
     unit's gradients at their home."""
     to_host = [unit for unit in units if unit.trainable and tiers.gradients[unit.index] != "device"]
     window = max((gradient_nbytes(unit) for unit in to_host if tiers.gradients[unit.index] == "nvme"), default=0)
-    if request.ranks.shards_gradients:
-        to_host = []  # their sums come from buckets
+    if request.ranks.shards_gradients and request.update.shares_cores:
+        to_host = []  # their sums come from buckets, in memory that the CPU adds from
     largest = max((entry.param.numel * unit.itemsize for unit in to_host for entry in unit.entries), default=0)
     return Staging(
         params=_param_staging([unit for unit in units if tiers.params[unit.index] == "nvme"], tiers, request.params),
@@ -83,6 +84,7 @@ def size_staging(
         gradients=_gradient_staging(largest, request),
         gradient_windows=StagingSize(nbytes=window, count=NUM_GRADIENT_WINDOWS if window else 0),
         buckets=_buckets([unit for unit in units if unit.trainable], request),
+        bucket_tier=_bucket_tier(units, tiers, request),
     )
 
 
@@ -101,6 +103,13 @@ def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:
         return StagingSize()
     buckets = cut_buckets(trainable, ranks.world_size, ranks.bucket_numel)
     return StagingSize(nbytes=max(bucket.nbytes(4) for bucket in buckets), count=NUM_BUCKETS)
+
+
+def _bucket_tier(units: Sequence[Unit], tiers: Placement, request: PlanRequest) -> str:
+    """Where the gradients lie that are reduced: what waits for its bucket, and whole ones at their home."""
+    homes = {tiers.gradients[unit.index] for unit in units if unit.trainable}
+    on_device = request.ranks.shards_gradients or homes == {"device"}
+    return "device" if on_device and not request.update.shares_cores else "host"
 
 
 def _param_staging(on_nvme: Sequence[Unit], tiers: Placement, request: ParamRequest) -> StagingSize:

@@ -95,17 +95,20 @@ class LaneTransfer(Transfer):
     def wait_launched(self) -> Failure | None:
         """Block until the job was launched or failed."""
         if not self._launched.is_set():
-            wait_for_event(self._launched)
+            self._await_launch()
         return self.failure
 
     def check_launched(self) -> None:
         """Block until the job was launched; raise its error if it failed."""
         if not self._launched.is_set():
-            wait_for_event(self._launched)
+            self._await_launch()
         if (failure := self.failure) is not None:
             failure.collected = True
             # the error may be raised several times: each from where it happened, without the earlier raisers' frames
             raise failure.error.with_traceback(failure.traceback)
+
+    def _await_launch(self) -> None:
+        wait_for_event(self._launched)
 
     def done(self) -> bool:
         return self._launched.is_set() and (self.marker is None or self.marker.query())
@@ -172,7 +175,12 @@ class Lane:
             ) from error
 
     def submit(
-        self, job: Job, after: Sequence[Transfer] = (), holds: Sequence[torch.Tensor] = (), waits: bool = True
+        self,
+        job: Job,
+        after: Sequence[Transfer] = (),
+        holds: Sequence[torch.Tensor] = (),
+        waits: bool = True,
+        transfer: LaneTransfer | None = None,
     ) -> LaneTransfer:
         """Run `job` on this lane's thread and stream, after all earlier jobs and after `after`.
 
@@ -180,18 +188,20 @@ class Lane:
         after `wait_on_compute(transfer)` or `transfer.wait()`: the allocator knows of no stream but compute.
         `waits`: False of a job that waits for nothing but `after`. Where the device is the CPU and nothing is before
         it, it runs at once on the calling thread: on its own thread it would take a core from compute.
+        `transfer`: a new one, of a kind of its own, that stands for the job.
         Returns the transfer that is done when the job is complete on the device. Any thread.
         """
         work = Work(job=job, after=[each for each in after if each is not COMPLETED], holds=tuple(holds))
         with self._lock:  # nothing is queued behind the end mark
             if self._closed:
                 raise RuntimeError(f"lane {self.name} is closed; jobs are submitted before the accelerator is closed")
-            runs_now = self._inline and not waits and not self._num_queued
-            for transfer in work.after:
-                runs_now = runs_now and transfer.done()
+            runs_now = self._inline and not waits and not self._num_queued and transfer is None
+            for earlier in work.after:
+                runs_now = runs_now and earlier.done()
             if not runs_now:
                 self._num_queued += 1
-                self._queue.put((work, queued := LaneTransfer(launched=threading.Event())))
+                queued = transfer or LaneTransfer(launched=threading.Event())
+                self._queue.put((work, queued))
                 return queued
         with self._running:
             return LaneTransfer(*self._perform(work))

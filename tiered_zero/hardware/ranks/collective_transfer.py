@@ -10,12 +10,15 @@ from typing import final
 
 from tiered_zero.concurrency.interrupts import INTERRUPTS
 from tiered_zero.concurrency.transfer import Transfer
-from tiered_zero.hardware.device.lanes import runs_on_lane
+from tiered_zero.hardware.device.lanes import LaneTransfer, runs_on_lane
 from tiered_zero.hardware.ranks.rank_failures import CollectiveCall, RankFailures
 from tiered_zero.telemetry.spans import Recorder
 
 POLL_S = 0.5
 """A blocked wait looks in the store this often for the message of a rank that failed."""
+
+QUERY_S = 0.5e-3
+"""The pause between two questions whether a device is done, where the host has to know."""
 
 
 @dataclass(kw_only=True)
@@ -35,6 +38,35 @@ class WaitContext:
     failures: RankFailures
     traffic: RankTraffic
     recorder: Recorder
+
+    def wait(
+        self,
+        is_over: Callable[[float], bool],
+        has_failed: Callable[[], bool],
+        what: str,
+        call: CollectiveCall,
+        gives_up: Callable[[], bool] | None,
+    ) -> bool:
+        """Wait for `is_over(seconds)`, or until `gives_up`, asked twice a second; return whether it is over. Raises
+        RankError where another rank has failed."""
+        start_s, failures, has_given_up = time.perf_counter(), self.failures, False
+        if not is_over(POLL_S):
+            blocks_driver = gives_up is None and not runs_on_lane()
+            failures.post_wait(what, call if blocks_driver else None)
+            try:
+                while not is_over(POLL_S) and not (has_given_up := gives_up is not None and gives_up()):
+                    failures.check()
+                    INTERRUPTS.check()
+                    if blocks_driver:
+                        failures.check_blocked()
+            finally:
+                if not has_failed():
+                    failures.end_wait()
+        if not runs_on_lane():
+            end_s = time.perf_counter()
+            self.traffic.waited_s += end_s - start_s
+            self.recorder.add("compute", "wait_ranks", what, start_s, end_s)
+        return not has_given_up
 
 
 @final
@@ -69,23 +101,41 @@ class CollectiveTransfer(Transfer):
 
     def _wait(self, gives_up: Callable[[], bool] | None) -> bool:
         """Wait until it is complete, or `gives_up`, asked twice a second; return whether it is."""
-        start_s, failures, has_given_up = time.perf_counter(), self._waits.failures, False
-        if not self._event.wait(POLL_S):
-            blocks_driver = gives_up is None and not runs_on_lane()
-            failures.post_wait(self.what, self._call if blocks_driver else None)
-            try:
-                while not self._event.wait(POLL_S) and not (has_given_up := gives_up is not None and gives_up()):
-                    failures.check()
-                    INTERRUPTS.check()
-                    if blocks_driver:
-                        failures.check_blocked()
-            finally:
-                if self.error is None:
-                    failures.end_wait()
-        if not runs_on_lane():
-            end_s = time.perf_counter()
-            self._waits.traffic.waited_s += end_s - start_s
-            self._waits.recorder.add("compute", "wait_ranks", self.what, start_s, end_s)
+        is_over = self._waits.wait(self._event.wait, lambda: self.error is not None, self.what, self._call, gives_up)
         if self.error is not None:
-            raise failures.explain(self.error, self.what)
-        return not has_given_up
+            raise self._waits.failures.explain(self.error, self.what)
+        return is_over
+
+
+@final
+class DeviceCollective(LaneTransfer):
+    """One collective of a device. What comes after it is ordered by its event; the host waits for its launch, which may
+    have to wait for the other ranks' calls. A wait ends early, with RankError, where another rank has failed."""
+
+    def __init__(self, waits: WaitContext, call: CollectiveCall, what: str) -> None:
+        super().__init__(launched=threading.Event())
+        self._waits = waits
+        self._call = call
+        self.what = what
+
+    def wait(self) -> None:
+        super().wait()
+        if self._waits.failures.found is not None:  # its groups were ended, and its memory has any content
+            raise self._waits.failures.found
+
+    def wait_unless_gathering(self) -> bool:
+        """Wait; return False, before it is complete, where another rank waits in a gather."""
+        return self._wait(self._is_complete_within, self._waits.failures.others_gather)
+
+    def _await_launch(self) -> None:
+        self._wait(self._launched.wait)
+
+    def _wait(self, is_over: Callable[[float], bool], gives_up: Callable[[], bool] | None = None) -> bool:
+        return self._waits.wait(is_over, lambda: self.failure is not None, self.what, self._call, gives_up)
+
+    def _is_complete_within(self, seconds: float) -> bool:
+        """Ask the device for so long: an event cannot be waited for with a limit."""
+        until_s = time.perf_counter() + seconds
+        while not self.done() and time.perf_counter() < until_s:
+            time.sleep(QUERY_S)
+        return self.done()

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all
 from tiered_zero.errors import ModelError, RankError
+from tiered_zero.hardware.device.accelerator import Accelerator
+from tiered_zero.hardware.ranks.backends import HOST_BACKEND
 from tiered_zero.hardware.ranks.collective_transfer import RankTraffic
 from tiered_zero.hardware.ranks.launcher import (
     is_initialized,
@@ -61,12 +63,18 @@ class Collectives(Protocol):
         known to be the same."""
 
     def reduce_scatter(
-        self, bucket: torch.Tensor, room: torch.Tensor, what: str = ..., *, bounds: Sequence[int] | None = ...
+        self,
+        bucket: torch.Tensor,
+        room: torch.Tensor,
+        what: str = ...,
+        *,
+        after: Sequence[Transfer] = ...,
+        bounds: Sequence[int] | None = ...,
     ) -> Transfer:
         """Start to sum part `rank` of all ranks' `bucket` [W * n] into this rank's: that of rank 0 first, then the
         others' in rank order, so that an element's sum depends on its values alone. Other parts are undefined then.
         `room`, 1-D: [W - 1] at least, to receive others' parts in; (W - 1) n are received at once. Both are this call's
-        until the transfer is done. `bounds`: as of `all_gather`."""
+        until the transfer is done. `after`, `bounds`: as of `all_gather`."""
 
     def wait_reduced(self, reduction: Transfer) -> bool:
         """Block until what `reduce_scatter` has returned is complete. Return False, before, where another rank waits in
@@ -89,6 +97,10 @@ class Collectives(Protocol):
     def open(self) -> None:
         """Connect to the other ranks. Once, before any other call; every rank calls it at the same time. `close` ends
         what it has begun where it raises. Raises ModelError and RankError."""
+
+    def connect_device(self, accelerator: Accelerator) -> None:
+        """Let tensors on the device of `accelerator` be gathered and reduced there. Once, after `open`; every rank
+        calls it at the same time. Nothing where that is the CPU. Raises ConfigError and RankError."""
 
     def close(self) -> None:
         """Free what this has created. Idempotent."""
@@ -133,7 +145,7 @@ def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> Non
         )
     try:
         with network_interface():
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group(HOST_BACKEND, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError, OSError) as error:
         raise RankError(
             f"rank {rank}: the process group of {world_size} ranks cannot be made at {os.environ['MASTER_ADDR']}:"
@@ -196,8 +208,15 @@ class SingleRank:
         return COMPLETED
 
     def reduce_scatter(
-        self, bucket: torch.Tensor, room: torch.Tensor, what: str = "", *, bounds: Sequence[int] | None = None
+        self,
+        bucket: torch.Tensor,
+        room: torch.Tensor,
+        what: str = "",
+        *,
+        after: Sequence[Transfer] = (),
+        bounds: Sequence[int] | None = None,
     ) -> Transfer:
+        wait_all(after)
         return COMPLETED
 
     def wait_reduced(self, reduction: Transfer) -> bool:
@@ -215,6 +234,9 @@ class SingleRank:
     def fail_unless_known(self, message: str) -> None:
         """There is no other rank."""
 
+    def connect_device(self, accelerator: Accelerator) -> None:
+        """There is no other rank."""
+
     def close(self) -> None:
         """Destroy the group if this object created it. Idempotent."""
         if self._owns_group and dist.is_initialized():
@@ -225,7 +247,7 @@ class SingleRank:
         hook = sys.excepthook
         try:
             with network_interface():
-                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+                dist.init_process_group(HOST_BACKEND, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         except (RuntimeError, ValueError, OSError) as error:
             logger.warning("no torch.distributed group was created, scripts that ask for a rank will fail: %s", error)
         else:

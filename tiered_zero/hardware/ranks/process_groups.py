@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from enum import Enum, auto
-from hashlib import sha256
-from itertools import pairwise
 from typing import Any, final
 from zlib import crc32
 
@@ -21,10 +19,19 @@ import torch.distributed as dist
 
 from tiered_zero.concurrency.transfer import Transfer, wait_all
 from tiered_zero.errors import RankError
+from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.device.lanes import DeviceMarker, Lane, Work
-from tiered_zero.hardware.ranks.collective_transfer import CollectiveTransfer, RankTraffic, WaitContext
+from tiered_zero.hardware.ranks.backends import HOST_BACKEND
+from tiered_zero.hardware.ranks.collective_transfer import (
+    CollectiveTransfer,
+    DeviceCollective,
+    RankTraffic,
+    WaitContext,
+)
+from tiered_zero.hardware.ranks.device_collectives import DeviceCollectives
 from tiered_zero.hardware.ranks.launcher import network_interface
 from tiered_zero.hardware.ranks.rank_failures import CollectiveCall, RankFailures
+from tiered_zero.hardware.ranks.rank_order import ORDER_NBYTES, add_in_order, compare_order, split_rows
 from tiered_zero.telemetry.spans import Recorder
 
 logger = logging.getLogger("tiered_zero")
@@ -47,10 +54,6 @@ _HEAD = struct.Struct("<II")
 
 _CLOSED = 0
 """The kind of what a rank that closes its engine answers to an exchange of the others."""
-
-_ORDER_NBYTES = 256
-"""What ranks compare of the order of a gather: a digest, and as much of its text as there is room for. The names of
-calls that differ have as much room."""
 
 
 class _Phase(Enum):
@@ -98,17 +101,10 @@ def _exchange_parts(
             yield dist.isend(part, group_dst=other, group=group)
 
 
-def _add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Put the sum of `parts`, the first first, into `out`, which is one of them; the others are overwritten."""
-    first, *others = parts
-    room = first if first is not out else others[0]
-    for number, part in enumerate(others, start=1):
-        first = torch.add(first, part, out=out if number == len(others) else room)
-
-
 @final
 class ProcessGroups:
-    """Rank `rank` of `world_size`: `Collectives` of CPU tensors over three gloo groups of its own.
+    """Rank `rank` of `world_size`: `Collectives` of CPU tensors over three gloo groups of its own, and of tensors on a
+    device over that device's.
 
     Driver thread, but for the lanes inside. A rank that fails calls `fail`: it posts its message to the store and
     closes its groups, and every other rank raises RankError with the message, at most seconds later. A rank that is
@@ -131,6 +127,7 @@ class ProcessGroups:
         self.recorder = Recorder()
         self._groups: dict[str, Any] = {}
         self._lanes: dict[str, Lane] = {}
+        self._device: DeviceCollectives | None = None
         self._last: dict[str, CollectiveTransfer] = {}
         """The last collective of each lane."""
         self._phase = _Phase.NEW
@@ -144,7 +141,7 @@ class ProcessGroups:
             with network_interface():
                 for name in GROUPS:
                     timeout = timedelta(seconds=self._timeout_s)
-                    self._groups[name] = dist.new_group(backend="gloo", timeout=timeout)
+                    self._groups[name] = dist.new_group(backend=HOST_BACKEND, timeout=timeout)
             run = f"tiered_zero/{_next_run(self._groups['control'])}"
         except RuntimeError as error:
             raise RankError(
@@ -157,6 +154,11 @@ class ProcessGroups:
         self._phase = _Phase.OPEN  # from now on `fail` reaches the others
         for name in GROUPS:
             self._lanes[name] = Lane(f"rank {name}", _launch)
+
+    def connect_device(self, accelerator: Accelerator) -> None:
+        if accelerator.device.type != "cpu":
+            self._device = DeviceCollectives(accelerator, self._waits, self.rank, self.world_size, self._timeout_s)
+            self._device.open(self._count)
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -171,15 +173,17 @@ class ProcessGroups:
         bounds: Sequence[int] | None = None,
     ) -> Transfer:
         """See [Note: Collectives by owner]. At most `gather_numel` elements are under way at once."""
-        rows = self._rows(flat, bounds)
+        rows = split_rows(flat, bounds, self.world_size)
         assert rows[self.rank].numel() == shard.numel(), "the part is this rank's"
-        group = self._groups.get("all_gather")
         self.traffic.gathered_nbytes += flat.nbytes
+        if not flat.is_cpu:
+            return self._on_device.all_gather(flat, rows, shard, what, self._count("all_gather"), after, order)
+        group = self._groups.get("all_gather")
         part_numel = max(1, self._gather_numel // self.world_size)
 
         def gather() -> None:
             if order is not None:
-                self._compare(order, group)
+                compare_order(order, group, self.world_size)
             if rows[self.rank].data_ptr() != shard.data_ptr():
                 rows[self.rank].copy_(shard)
             for start in range(0, max(row.numel() for row in rows), part_numel):
@@ -192,37 +196,23 @@ class ProcessGroups:
 
         return self._submit("all_gather", what, gather, flat.nbytes, after)
 
-    def _compare(self, order: str, group: Any) -> None:
-        """Raise RankError where another rank gathers something else now. On the lane of gathers."""
-        message = sha256(order.encode()).digest() + order.encode()
-        own = torch.frombuffer(bytearray(message[:_ORDER_NBYTES].ljust(_ORDER_NBYTES)), dtype=torch.uint8)
-        out = torch.empty(self.world_size * _ORDER_NBYTES, dtype=torch.uint8)
-        dist.all_gather_single(out, own, group=group)
-        found = [bytes(message.tolist()) for message in out.view(self.world_size, -1)]
-        if len(set(found)) > 1:
-            texts = [message[sha256().digest_size :].decode(errors="replace").strip() for message in found]
-            raise RankError(
-                "Every rank was expected to use the same modules in the same order, as each has a shard of their "
-                f"parameters; now {', '.join(f'rank {rank} gathers {text}' for rank, text in enumerate(texts))}. Let "
-                "every rank call every module (a part that some leave out can be multiplied by zero), or set "
-                "zero_optimization.stage to 2. Experts that a rank chooses belong inside one block, and "
-                "tiered_zero.unit_size_cap left out."
-            )
-
     def reduce_scatter(
         self,
         bucket: torch.Tensor,
         room: torch.Tensor,
         what: str = "gradients",
         *,
+        after: Sequence[Transfer] = (),
         bounds: Sequence[int] | None = None,
     ) -> Transfer:
         """See [Note: Collectives by owner]."""
-        rows = self._rows(bucket, bounds)
-        group = self._groups.get("reduce_scatter")
+        rows = split_rows(bucket, bounds, self.world_size)
         self.traffic.reduced_nbytes += bucket.nbytes
         part_numel = room.numel() // (self.world_size - 1)
         assert part_numel, "there is room for an element of each other rank"
+        if not bucket.is_cpu:
+            return self._on_device.reduce_scatter(bucket, rows, room, what, self._count("reduce_scatter"), after)
+        group = self._groups.get("reduce_scatter")
 
         def reduce() -> None:
             for start in range(0, max(row.numel() for row in rows), part_numel):
@@ -231,31 +221,24 @@ class ProcessGroups:
                 received = [room[other * part_numel :][:own_numel] for other in range(self.world_size - 1)]
                 received.insert(self.rank, parts[self.rank])
                 _wait_each(_exchange_parts(parts, received, self.rank, group))
-                _add_in_order(received, parts[self.rank])
+                add_in_order(received, parts[self.rank])
 
-        return self._submit("reduce_scatter", what, reduce, bucket.nbytes)
+        return self._submit("reduce_scatter", what, reduce, bucket.nbytes, after)
 
     def wait_reduced(self, reduction: Transfer) -> bool:
-        assert isinstance(reduction, CollectiveTransfer), "reduce_scatter has returned it"
+        assert isinstance(reduction, (CollectiveTransfer, DeviceCollective)), "reduce_scatter has returned it"
         return reduction.wait_unless_gathering()
-
-    def _rows(self, flat: torch.Tensor, bounds: Sequence[int] | None) -> list[torch.Tensor]:
-        """View the part of each rank: gloo ends the process where sizes differ from those of another rank."""
-        ends = range(0, flat.numel() + 1, flat.numel() // self.world_size or 1) if bounds is None else bounds
-        rows = [flat[start:stop] for start, stop in pairwise(ends)]
-        assert len(rows) == self.world_size and ends[-1] == flat.numel(), "bounds are of the whole"
-        return rows
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "values") -> None:
         if not tensor.numel():
             return
         group = self._groups.get("control")
-        values = tensor.detach().contiguous()
+        values = tensor.detach().cpu().contiguous()
         memory = values.view(-1).view(torch.uint8)  # gloo takes few dtypes
         self._submit(
             "control", what, lambda: dist.broadcast(memory, group_src=source, group=group), kind="broadcast"
         ).wait()
-        if values.data_ptr() != tensor.data_ptr():
+        if not tensor.is_cpu or values.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(values)
 
     def exchange(self, data: bytes, what: str = "messages", *, kind: str = "") -> list[bytes]:
@@ -298,9 +281,7 @@ class ProcessGroups:
     ) -> CollectiveTransfer:
         """`nbytes`: that this rank hands over. `after`: what comes before, on which no time is counted. `kind`: where a
         group has collectives that do not meet."""
-        self._check_open()
-        self.failures.num_calls[name] += 1
-        call = CollectiveCall(group=name, number=self.failures.num_calls[name], kind=kind)
+        call = self._count(name, kind)
         transfer = CollectiveTransfer(self._waits, call, f"{name} of {what}")
         timed = nullcontext() if name == "control" else self.recorder.span(name, name, what, nbytes)
 
@@ -318,6 +299,17 @@ class ProcessGroups:
         self._lanes[name].submit(run)
         return transfer
 
+    def _count(self, name: str, kind: str = "") -> CollectiveCall:
+        """Count a collective of a group that begins now."""
+        self._check_open()
+        self.failures.num_calls[name] += 1
+        return CollectiveCall(group=name, number=self.failures.num_calls[name], kind=kind)
+
+    @property
+    def _on_device(self) -> DeviceCollectives:
+        assert self._device is not None, "a device is connected before anything on it is gathered or reduced"
+        return self._device
+
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def fail(self, message: str) -> None:
@@ -328,6 +320,8 @@ class ProcessGroups:
         self._phase, self._why_closed = _Phase.FAILED, message
         self.failures.post(message)
         self._close_groups()
+        if self._device is not None:
+            self._device.abort()
 
     def fail_unless_known(self, message: str) -> None:
         if self._caught is None and self._phase is _Phase.OPEN:
@@ -361,6 +355,8 @@ class ProcessGroups:
                 if not transfer.wait_at_most(LINGER_S):  # for those that wait in a gather
                     self.failures.post("it has closed its engine, or ended, while others go on")
         self._close_groups()
+        if self._device is not None:
+            self._device.close()
         self._close_lanes()
         self._phase = _Phase.CLOSED
         logger.removeFilter(self._notices)
@@ -404,7 +400,7 @@ def _packed(kind: int, data: bytes) -> bytes:
 
 def _name_of(call: str) -> bytes:
     """A call's name as the other ranks receive it: of one size on every rank."""
-    return call.encode()[:_ORDER_NBYTES].ljust(_ORDER_NBYTES)
+    return call.encode()[:ORDER_NBYTES].ljust(ORDER_NBYTES)
 
 
 def _launch(work: Work) -> DeviceMarker | None:

@@ -1,0 +1,28 @@
+"""The backends of torch.distributed: one of host memory, and the one that each kind of device has."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tiered_zero.errors import ConfigError
+
+HOST_BACKEND = "gloo"
+"""Carries control, and bytes in host memory."""
+
+
+def device_backend(device: torch.device) -> str:
+    """Return the backend that carries what lies on `device`, an accelerator. Raises ConfigError where this torch has
+    none."""
+    try:
+        backend = dist.get_default_backend_for_device(device)
+    except ValueError:
+        backend = ""
+    if not backend or backend == HOST_BACKEND or not dist.is_backend_available(backend):
+        found = f"its backend {backend} is not in this build" if backend not in ("", HOST_BACKEND) else "it has none"
+        raise ConfigError(
+            f"tiered_zero.device: expected a device on which this torch ({torch.__version__}) can communicate, as "
+            f"several ranks do; found {device.type}, and {found}. Install a build of torch with a backend of "
+            f"torch.distributed for {device.type}, set tiered_zero.device to cpu, or start one process."
+        )
+    return backend

@@ -1,0 +1,168 @@
+"""Gathers and reductions of memory on a device, over the backend that torch has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from tiered_zero.concurrency.transfer import Transfer
+from tiered_zero.errors import RankError
+from tiered_zero.hardware.device.accelerator import Accelerator
+from tiered_zero.hardware.ranks.backends import HOST_BACKEND, device_backend
+from tiered_zero.hardware.ranks.collective_transfer import DeviceCollective, WaitContext
+from tiered_zero.hardware.ranks.device_watch import DeviceWatch
+from tiered_zero.hardware.ranks.rank_failures import CollectiveCall
+from tiered_zero.hardware.ranks.rank_order import add_in_order, compare_order, split_rows
+
+BACKSTOP_S = 60.0
+"""A backend that watches its collectives itself, and may end the process, does so that much later than the watch."""
+
+
+@final
+class DeviceCollectives:
+    """The device's side of `ProcessGroups`. Driver thread, but for the lanes inside.
+
+    [Note: Collectives of a device] Each kind has a group and a lane, whose stream waits for the events of what comes
+    before and is waited for by an event: the host launches, and waits for no device. Within a group calls are in one
+    order on all ranks; which call of the other group lies between them may differ, so there are two. A gather moves
+    bytes. A reduction is an exchange of parts and a sum in rank order here, as on the host ([Note: Collectives by
+    owner]), and not the backend's own, whose order depends on the number of ranks and of bytes. Whether ranks gather
+    the same is compared over the host's backend before the launch: what differs would hang.
+    """
+
+    def __init__(self, accelerator: Accelerator, waits: WaitContext, rank: int, world_size: int, timeout_s: float):
+        self._accelerator = accelerator
+        self._waits = waits
+        self._span = accelerator.timer(waits.recorder)
+        self._rank, self._world_size = rank, world_size
+        self._timeout_s = timeout_s
+        self._groups: dict[str, Any] = {}
+        self._watch: DeviceWatch | None = None
+
+    def open(self, call: Callable[[str], CollectiveCall]) -> None:
+        """Connect the devices, and try both kinds of collectives. `call`: counts one of a group. Raises ConfigError and
+        RankError."""
+        device = self._accelerator.device
+        backend = device_backend(device)
+        host, later = timedelta(seconds=self._timeout_s), timedelta(seconds=self._timeout_s + BACKSTOP_S)
+        try:
+            for name in ("all_gather", "reduce_scatter"):
+                self._groups[name] = dist.new_group(backend=backend, timeout=later)
+                self._accelerator.lane(name)  # a thread that cannot be started fails here
+            self._groups["order"] = dist.new_group(backend=HOST_BACKEND, timeout=host)
+            self._watch = DeviceWatch(device, self._waits.failures, self._timeout_s, self.abort)
+            self._try(call)
+        except (RuntimeError, ValueError) as error:
+            raise RankError(
+                f"rank {self._rank} of {self._world_size} cannot connect {device} to the other ranks' devices by "
+                f"{backend}: {error}"
+            ) from error
+
+    def _try(self, call: Callable[[str], CollectiveCall]) -> None:
+        """Many backends connect at the first collective: better here than under the first step."""
+        ranks = torch.arange(self._world_size, device=self._accelerator.device)
+        rows, others = split_rows(ranks, None, self._world_size), torch.empty_like(ranks)[1:]
+        own, after = rows[self._rank], [self._accelerator.record_compute()]
+        self.all_gather(ranks, rows, own, "the first gather", call("all_gather"), after, None).wait()
+        self.reduce_scatter(ranks, rows, others, "the first reduction", call("reduce_scatter"), ()).wait()
+        if int(own) != (expected := self._rank * self._world_size):
+            raise RuntimeError(f"the sum of all ranks was expected to be {expected}; found {int(own)}")
+
+    def all_gather(
+        self,
+        flat: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        shard: torch.Tensor,
+        what: str,
+        call: CollectiveCall,
+        after: Sequence[Transfer],
+        order: str | None,
+    ) -> Transfer:
+        """Gather `rows` of `flat`, of which `shard` is this rank's."""
+        groups, own = self._groups, rows[self._rank]
+
+        def gather() -> None:
+            group = groups["all_gather"]
+            if order is not None:
+                compare_order(order, groups["order"], self._world_size)
+            with self._span("all_gather", "all_gather", what, flat.nbytes):
+                if own.data_ptr() != shard.data_ptr():
+                    self._accelerator.copy(own, shard)
+                parts = [row.view(torch.uint8) for row in rows]  # not every backend has every dtype
+                if len({part.numel() for part in parts}) == 1:
+                    dist.all_gather_single(flat.view(torch.uint8), parts[self._rank], group=group)
+                    return
+                for owner, part in enumerate(parts):
+                    if part.numel():
+                        dist.broadcast(part, group_src=owner, group=group)
+
+        return self._submit(gather, f"all_gather of {what}", call, after, [flat, shard])
+
+    def reduce_scatter(
+        self,
+        bucket: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        room: torch.Tensor,
+        what: str,
+        call: CollectiveCall,
+        after: Sequence[Transfer],
+    ) -> Transfer:
+        """Sum this rank's row of `bucket` over all ranks, in rank order."""
+        groups, rank = self._groups, self._rank
+        part_numel = room.numel() // (self._world_size - 1)
+
+        def reduce() -> None:
+            with self._span("reduce_scatter", "reduce_scatter", what, bucket.nbytes):
+                for start in range(0, max(row.numel() for row in rows), part_numel):
+                    parts = [row[start : start + part_numel] for row in rows]
+                    own = parts[rank]
+                    received = [room[i * part_numel :][: own.numel()] for i in range(self._world_size - 1)]
+                    received.insert(rank, own[:0])
+                    sent = [own[:0] if other == rank else part for other, part in enumerate(parts)]
+                    dist.all_to_all(received, sent, group=groups["reduce_scatter"])
+                    received[rank] = own
+                    add_in_order(received, own)
+
+        return self._submit(reduce, f"reduce_scatter of {what}", call, after, [bucket, room])
+
+    def _submit(
+        self,
+        job: Callable[[], None],
+        what: str,
+        call: CollectiveCall,
+        after: Sequence[Transfer],
+        holds: Sequence[torch.Tensor],
+    ) -> Transfer:
+        transfer = DeviceCollective(self._waits, call, what)
+
+        def run() -> None:
+            try:
+                job()
+            except Exception as error:
+                raise self._waits.failures.explain(error, what) from error
+
+        assert self._watch is not None, "it is open"
+        self._accelerator.lane(call.group).submit(run, after=after, holds=holds, transfer=transfer)
+        self._watch.add(call.group, transfer, after)
+        return transfer
+
+    def abort(self) -> None:
+        """Free whatever hangs in the groups, on this rank. No collective is begun any more. Any thread; idempotent."""
+        for name, group in tuple(self._groups.items()):
+            if name != "order":
+                with suppress(Exception):
+                    group.abort()
+
+    def close(self) -> None:
+        """End the watch and the groups. Idempotent."""
+        if self._watch is not None:
+            self._watch.close()
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            with suppress(Exception):
+                dist.destroy_process_group(group)

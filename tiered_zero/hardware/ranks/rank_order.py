@@ -1,0 +1,51 @@
+"""What collectives of host and of device memory share: the parts of ranks, the order of a sum, the order of gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tiered_zero.errors import RankError
+
+ORDER_NBYTES = 256
+"""What ranks compare of the order of a gather: a digest, and as much of its text as there is room for. The names of
+calls that differ have as much room."""
+
+
+def split_rows(flat: torch.Tensor, bounds: Sequence[int] | None, world_size: int) -> list[torch.Tensor]:
+    """View the part of each rank: gloo ends the process where sizes differ from those of another rank."""
+    ends = range(0, flat.numel() + 1, flat.numel() // world_size or 1) if bounds is None else bounds
+    rows = [flat[start:stop] for start, stop in pairwise(ends)]
+    assert len(rows) == world_size and ends[-1] == flat.numel(), "bounds are of the whole"
+    return rows
+
+
+def add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Put the sum of `parts`, the first first, into `out`, which is one of them; the others are overwritten."""
+    first, *others = parts
+    room = first if first is not out else others[0]
+    for number, part in enumerate(others, start=1):
+        first = torch.add(first, part, out=out if number == len(others) else room)
+
+
+def compare_order(order: str, group: Any, world_size: int) -> None:
+    """Raise RankError where another rank gathers something else now. On the lane of gathers; `group` is of the host."""
+    message = sha256(order.encode()).digest() + order.encode()
+    own = torch.frombuffer(bytearray(message[:ORDER_NBYTES].ljust(ORDER_NBYTES)), dtype=torch.uint8)
+    out = torch.empty(world_size * ORDER_NBYTES, dtype=torch.uint8, device="cpu")
+    dist.all_gather_single(out, own, group=group)
+    found = [bytes(message.tolist()) for message in out.view(world_size, -1)]
+    if len(set(found)) > 1:
+        texts = [message[sha256().digest_size :].decode(errors="replace").strip() for message in found]
+        raise RankError(
+            "Every rank was expected to use the same modules in the same order, as each has a shard of their "
+            f"parameters; now {', '.join(f'rank {rank} gathers {text}' for rank, text in enumerate(texts))}. Let "
+            "every rank call every module (a part that some leave out can be multiplied by zero), or set "
+            "zero_optimization.stage to 2. Experts that a rank chooses belong inside one block, and "
+            "tiered_zero.unit_size_cap left out."
+        )
