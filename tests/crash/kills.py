@@ -135,19 +135,16 @@ def kill_command(directory: Path, swap_path: Path, num_kills: int, seed: int) ->
     config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(swap_path)
     config["tiered_zero"]["checkpoint"] = {"in_place": True}
     (directory / "config.json").write_text(json.dumps(config))
-    num_steps = 20 * (num_kills + 1)
     command = ["-m", "tiered_zero", "train", str(directory / "config.json"), "--json"]
-    command += ["--model", "gpt:layers=1,hidden=32,context=16", "--steps", str(num_steps)]
+    command += ["--model", "gpt:layers=1,hidden=32,context=16"]
     saved = directory / "saved"
     saving = [*command, "--save", str(saved), "--save-every", "1", "--resume"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     chance = random.Random(seed)
-    undisturbed = run_forked(*command, env=environment)
-    assert undisturbed.returncode == 0, undisturbed.stderr[-4000:]
     num_in_save, durable = 0, 0
     for kill in range(1, num_kills + 1):
         first = 20 * kill - chance.randrange(10)
-        process = ForkedProgram(*saving, env=environment)
+        process = ForkedProgram(*saving, "--steps", 1_000_000, env=environment)
         while process.poll() is None and latest_step(saved) < first:
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.05))
@@ -157,8 +154,11 @@ def kill_command(directory: Path, swap_path: Path, num_kills: int, seed: int) ->
         assert latest_step(saved) >= durable, "a durable step was lost"
         durable = latest_step(saved)
         num_in_save += is_in_save(saved, swap_path)
-    last = run_forked(*saving, env=environment)
+    num_steps = durable + 20
+    last = run_forked(*saving, "--steps", num_steps, env=environment)
     assert last.returncode == 0, last.stderr[-4000:]
+    undisturbed = run_forked(*command, "--steps", num_steps, env=environment)
+    assert undisturbed.returncode == 0, undisturbed.stderr[-4000:]
     values, expected = json.loads(last.stdout), json.loads(undisturbed.stdout)
     assert values["resumed_step"] >= durable and values["steps"] == num_steps - values["resumed_step"]
     assert values["last_loss"] == expected["last_loss"], f"{values['last_loss']}, not {expected['last_loss']} ({seed=})"

@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ import torch
 
 import tiered_zero
 from tests.crash.run_commits import STEPS_PER_KILL, config, digest, read_until, take_step
-from tests.support.hosts import enter_host
+from tests.support.hosts import enter_host, free_port
 from tests.support.imports import freeze_imports
 from tests.support.models import ParityGPT
 from tiered_zero.errors import EngineFailedError, RankError, TieredZeroError
@@ -85,9 +84,7 @@ def run_rank(
 
 def fork(world_size: int, run: Callable[[int], None]) -> tuple[list[int], list[int]]:
     """Start every rank. Returns their process ids and pipes. `run`: gets the pipe to write to."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     children, pipes = [], []
     for rank in range(world_size):
         read, write = os.pipe()

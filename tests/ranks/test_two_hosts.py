@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from tests.ranks.torchrun import SCRIPTS, forked, launched, ranks_of, still_running
+from tests.support.hosts import free_port
 
 LOOP = str(SCRIPTS / "run_loop.py")
 NAMES = ("tz_test_0", "tz_test_1")
@@ -59,13 +59,6 @@ def hosts() -> Iterator[tuple[Host, Host]]:
     finally:
         for name in NAMES:
             ip("netns", "delete", name)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 def folders(scratch: Path) -> list[Path]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
+import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
@@ -22,6 +25,17 @@ def enter_host(directory: Path, own: Mapping[str, str], names: Sequence[str]) ->
     for name, there in own.items():
         _mount(os.fsencode(directory / there), os.fsencode(directory / name), MS_BIND)
     return [directory / name for name in names]
+
+
+def free_port() -> int:
+    """Find a free TCP port that no connection is given before a server takes it: below those that the kernel gives."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(10_000, max(first_given, 11_000))
+    for port in random.SystemRandom().sample(ports, 1000):
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("", port))
+            return port
+    raise AssertionError(f"1000 ports from 10000 to {ports.stop} are taken (net.ipv4.ip_local_port_range)")
 
 
 def _unshare_mounts() -> bool:
