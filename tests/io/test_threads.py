@@ -236,7 +236,7 @@ def test_a_slow_disk_is_no_stall(build: Build, swap_path: Path, monkeypatch: pyt
     real, now_s = os.preadv, [1.0]
 
     def preadv(fd: int, views: list[memoryview], offset: int) -> int:
-        now_s[0] += 200.0
+        now_s[0] += 0.5
         time.sleep(0.01)  # the one that waits looks at the clock
         return real(fd, views, offset)
 
@@ -245,10 +245,35 @@ def test_a_slow_disk_is_no_stall(build: Build, swap_path: Path, monkeypatch: pyt
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     path = swap_path / "data"
     path.write_bytes(bytes(4096 * 64))
-    engine = build(queue_depth=1, io_timeout_s=300.0)
+    engine = build(queue_depth=1, io_timeout_s=0.75)
     file = engine.open(str(path))
     transfers = [engine.read(file, 0, pages(4096)) for _ in range(16)]
-    transfers[-1].wait()  # 3200 s in all, but a read ended every 200 s
+    transfers[-1].wait()  # 8 s in all, but a read ended every 0.5 s
+    file.close()
+
+
+def test_a_process_that_was_stopped_is_no_stall(
+    build: Build, swap_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    """As by Ctrl-Z: the clock goes on, and neither the workers nor what waits for them does."""
+    times_s = iter([1.0, *[1000.0] * 8])
+
+    def monotonic() -> float:
+        now_s = next(times_s, None)
+        if now_s is None:
+            gate.set()
+        return now_s or 1000.0
+
+    for module in (disk_engine, pieces_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1.0))
+    path = swap_path / "data"
+    path.write_bytes(bytes(4096))
+    engine = build(queue_depth=1, io_timeout_s=60.0)
+    file = engine.open(str(path))
+    transfer = engine.read(file, 0, pages(4096))
+    monkeypatch.setattr(disk_engine, "time", SimpleNamespace(monotonic=monotonic))
+    transfer.wait()
+    assert gate.is_set()
     file.close()
 
 

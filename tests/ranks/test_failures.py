@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import tiered_zero
 from tests.ranks.pool import RankPool
 from tests.ranks.training import Case, begin_run, build_model, make_optimizer, micro_batches, rank_and_config
 from tiered_zero.errors import EngineFailedError, RankError
+from tiered_zero.hardware.ranks import process_groups
 
 
 def raise_in_forward(path: str) -> list[str]:
@@ -102,6 +104,7 @@ class Fragile(nn.Sequential):
         return x.square().mean()
 
 
+@patch.object(process_groups, "CAUGHT_S", 60.0)  # it asks by then, however slow it is
 def skip_a_batch(path: str, stage: int, fails: str, asks: str) -> list[str]:
     """Rank 1 catches what its own second pass raises, and goes on with the next batch. `asks`: when it next calls the
     engine: "then", or "at once" in its handler. Returns what each rank has heard."""

@@ -37,6 +37,9 @@ _Result = TypeVar("_Result")
 POLL_S = 0.05
 """A blocked wait of the main thread looks for an interrupt this often."""
 
+STOPPED_S = 5.0
+"""A blocked wait that looks so late was stopped with its process (Ctrl-Z, a machine that slept): no limit counts it."""
+
 
 class _Mark(Enum):
     """The effect of a function on a signal that comes inside it. SAFE_POINT: it raises the deferred interrupt."""

@@ -8,6 +8,7 @@ import time
 from abc import abstractmethod
 
 from tiered_zero.concurrency.failure_latch import FailureLatch
+from tiered_zero.concurrency.interrupts import STOPPED_S
 from tiered_zero.errors import TransferError
 from tiered_zero.io.disk_file import DiskFile, memory_address, open_descriptor
 from tiered_zero.io.engine import File, IOEngine, IOSettings, IOTransfer, Request
@@ -40,8 +41,11 @@ class DiskTransfer(IOTransfer):
 
     def wait(self) -> None:
         self.engine.check_process(self.request.path)
-        begun_s = time.monotonic()
+        begun_s = looked_s = time.monotonic()
         while not self.finished_within(min(_SLICE_S, max(_POLL_S, self._patience_s(begun_s)))):
+            before_s, looked_s = looked_s, time.monotonic()
+            if looked_s - before_s > STOPPED_S:
+                begun_s = looked_s  # the workers have not run either
             if self._patience_s(begun_s) <= 0.0:
                 raise self.engine.stall(self)
         if self.error is not None:

@@ -4,12 +4,14 @@ import logging
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.device.cpu import CpuAccelerator
+from tiered_zero.hardware.memory import staging
 from tiered_zero.hardware.memory.host_memory import HostArena
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.sizes import PAGE_NBYTES
@@ -113,6 +115,23 @@ def test_a_deadlock_is_an_error_with_the_holders(arena, recorder):
     for lease in held:
         lease.release()
     pool.lease(1).release()
+    pool.close()
+
+
+def test_a_process_that_was_stopped_is_no_deadlock(arena, recorder, monkeypatch):
+    """As by Ctrl-Z, for longer than a lease may be waited for."""
+    pool = StagingPool(arena, PAGE_NBYTES, 1, "state staging", recorder, timeout_s=60.0)
+    held, times_s = pool.lease(1), [1000.0, 1000.0, 1.0]
+
+    def monotonic():
+        if len(times_s) == 1:
+            thread.start()
+        return times_s.pop() if times_s else 1000.0
+
+    thread = threading.Thread(target=held.release)
+    monkeypatch.setattr(staging, "time", SimpleNamespace(monotonic=monotonic))
+    pool.lease(1).release()
+    thread.join()
     pool.close()
 
 

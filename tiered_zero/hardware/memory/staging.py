@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from tiered_zero.concurrency.interrupts import INTERRUPTS, POLL_S
+from tiered_zero.concurrency.interrupts import INTERRUPTS, POLL_S, STOPPED_S
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.memory.host_memory import HostArena, typed_view
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
@@ -107,11 +107,15 @@ class StagingPool:
 
     def _wait_free(self) -> bool:
         """Wait until a buffer is free or the pool closed, `timeout_s` at most; return whether it is. Under the lock."""
-        until_s = time.monotonic() + self._timeout_s
-        while (left_s := until_s - time.monotonic()) > 0:
+        looked_s = time.monotonic()
+        until_s = looked_s + self._timeout_s
+        while (left_s := until_s - looked_s) > 0:
             if self._changed.wait_for(lambda: self.num_free or self._closed, min(left_s, POLL_S)):
                 return True
             INTERRUPTS.check()
+            before_s, looked_s = looked_s, time.monotonic()
+            if looked_s - before_s > STOPPED_S:
+                until_s += looked_s - before_s
         return bool(self.num_free or self._closed)
 
     def holders(self) -> list[tuple[str, float]]:
