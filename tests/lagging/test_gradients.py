@@ -15,6 +15,7 @@ from tests.lagging.cuda import LaggingDevice
 from tests.support.trainers import adamw, tiered
 from tiered_zero.grads import in_flight
 from tiered_zero.grads.norms import GradCopy, GradNorm
+from tiered_zero.hardware.device.lanes import Lane, LaneTransfer
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.plan import staging
 
@@ -66,3 +67,32 @@ def test_one_buffer_is_filled_while_the_other_is_added(device: LaggingDevice, sw
     finally:
         patch.undo()
     assert sorted(sums) == [(1, 1), (1, 2), (1, 2), (1, 2), (NUM_SMALL, 1)]
+
+
+@on_device
+def test_small_gradients_of_a_unit_leave_together(device: LaggingDevice, swap_path: Path) -> None:
+    """In one job of the lane, with one mark of compute and one to wait for; a large gradient has its own."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(in_flight, "BATCH_NBYTES", 32 << 10)
+    jobs: list[int] = []
+    submit = Lane.submit
+
+    def submit_counted(self: Lane, job: Any, after: Any = (), holds: Any = (), waits: bool = True) -> LaneTransfer:
+        if self.name == "reduce":
+            jobs.append(len(holds))
+        return submit(self, job, after, holds, waits)
+
+    patch.setattr(Lane, "submit", submit_counted)
+    zero, runtime = {"stage3_param_persistence_threshold": 0}, {"device": "cuda", "update": "barrier"}
+    try:
+        with tiered(Block(), swap_path, ("none", "cpu"), adamw, 1, 1.0, zero=zero, runtime=runtime) as engine:
+            loss = engine(torch.ones(8, 256, device="cuda"))
+            torch.accelerator.synchronize()
+            device.take_counts()
+            engine.backward(loss)
+            torch.accelerator.synchronize()
+            counts = device.take_counts()
+    finally:
+        patch.undo()
+    assert sorted(jobs) == [1, NUM_SMALL]
+    assert counts["copy.d2h.async"] == 1 + NUM_SMALL and counts.get("host_wait.event", 0) <= len(jobs)
