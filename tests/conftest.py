@@ -25,6 +25,7 @@ import torch
 from hypothesis import settings
 
 from tests.ranks.pool import RankPool
+from tests.support.collection import import_tests
 from tests.support.failed_tests import end_failed_test, restore_signal_handlers, signal_handlers
 from tests.support.imports import freeze_imports
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
@@ -42,6 +43,12 @@ if threading.current_thread() is threading.main_thread():
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """See `import_tests`."""
+    import_tests(session.config)
 
 
 def pytest_collection_finish() -> None:

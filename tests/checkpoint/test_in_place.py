@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch.distributed.checkpoint import load as dcp_load
 
 import tiered_zero
 from tests.support.configs import SMALL_DEVICE
+from tests.support.forked import run_forked
 from tests.support.models import LENGTH, VOCAB, ParityGPT
 from tiered_zero.checkpoint.dcp import DcpReader
 from tiered_zero.checkpoint.directory import list_tags
@@ -370,7 +369,7 @@ def test_a_live_run_is_not_taken(swap_path: Path, tmp_path: Path) -> None:
             start(config(swap_path, {"in_place": True, "resume": str(tmp_path)}))
         child = "import sys; from tiered_zero.checkpoint.open import open_commit; open_commit(sys.argv[1])"
         (run,) = list_runs(swap_path)
-        done = subprocess.run([sys.executable, "-c", child, run.path], capture_output=True, text=True)
+        done = run_forked("-c", child, run.path)
         assert "belongs to a live run" in done.stderr
         train(engine, 1, tmp_path)
 

@@ -2,8 +2,8 @@
 
     python run_forks.py SWAP_PATH POLICY...
 
-For each policy it prints a line of JSON for each child: how it used the engine, what it met, and its exit status; then
-one of the parent.
+For each policy it prints a line of JSON for each child: the policy, how it used the engine, what it met, and its exit
+status; then one of the parent. Children of the first policy use the engine in every way.
 """
 
 import gc
@@ -23,6 +23,8 @@ from tests.support.imports import freeze_imports
 from tests.support.models import batch, named_weights
 from tiered_zero.errors import TieredZeroError
 
+OWNS_NOTHING = ("end", "drop", "close", "leave the block", "SIGTERM")
+"""Ways to end; the others use the engine, which is refused."""
 PATIENCE_S = 30.0
 
 
@@ -37,11 +39,12 @@ def use(act: Callable[[], object]) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     freeze_imports()  # a child that ends would walk them all
-    for policy in sys.argv[2:]:
-        run(Path(sys.argv[1]), policy)
+    for number, policy in enumerate(sys.argv[2:]):
+        run(Path(sys.argv[1]), policy, refusals=number == 0)
 
 
-def run(swap_path: Path, policy: str) -> None:
+def run(swap_path: Path, policy: str, refusals: bool) -> None:
+    """`refusals`: use the engine too in each way that is refused, before anything that has a policy is asked."""
     engines = [build(swap_path, policy)]
     assert train(engines[0], 1) is None
 
@@ -67,6 +70,8 @@ def run(swap_path: Path, policy: str) -> None:
         "gathered": lambda: use(lambda: tiered_zero.gathered(engines[0].module).__enter__()),
         "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM) or "",
     }
+    if not refusals:
+        ways = {way: ways[way] for way in OWNS_NOTHING}
     for way, act in ways.items():
         reading, writing = os.pipe()
         pid = os.fork()
@@ -76,11 +81,16 @@ def run(swap_path: Path, policy: str) -> None:
         os.close(writing)
         status = wait_for(pid)
         with os.fdopen(reading, "rb") as reader:
-            print(json.dumps({"way": way, "met": reader.read().decode(), "status": status}), flush=True)
+            print(
+                json.dumps({"policy": policy, "way": way, "met": reader.read().decode(), "status": status}), flush=True
+            )
     failure = train(engines[0], 3, first=1)
     wrong = differing(reference(policy, 3), dict(named_weights(engines[0].module)))
     engines[0].close()
-    print(json.dumps({"failure": str(failure), "wrong": wrong, "left": os.listdir(swap_path)}), flush=True)
+    print(
+        json.dumps({"policy": policy, "failure": str(failure), "wrong": wrong, "left": os.listdir(swap_path)}),
+        flush=True,
+    )
 
 
 def wait_for(pid: int) -> int | None:

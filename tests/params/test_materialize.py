@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import tiered_zero
 from tests.support.configs import SMALL_DEVICE
@@ -112,7 +111,9 @@ class Rotary(nn.Module):
         self.frequency = 1.0 / (10000 ** (torch.arange(4) / 4))
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel  # seconds, in each process that collects tests
+
     sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 3, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 

@@ -1,16 +1,10 @@
-"""Run as a program: ranks on two hosts, each with a disk of its own, which commit in place and are started again.
-
-    python run_hosts.py
-
-Reads a `Start` as JSON from each line of the input, and answers with one line: what each rank came to. The ranks are
-forked after the imports.
-"""
+"""Ranks on two hosts, each with a disk of its own, which commit in place and are started again."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +15,6 @@ import torch
 from tests.crash.run_commits import digest, take_step
 from tests.crash.run_rank_commits import end, fork, lines_of, start
 from tests.support.hosts import enter_host
-from tests.support.imports import freeze_imports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +25,7 @@ class Start:
     hosts share `saved`, else it is `saved{number}`."""
 
     directory: str
-    disks: tuple[int, ...]
+    disks: Sequence[int]
     stop: int
     world_size: int = 2
     stage: int = 3
@@ -65,7 +58,9 @@ def run_rank(pipe: int, asked: Start) -> None:
 
 
 def answer(asked: Start) -> list[dict[str, Any]]:
-    """Of each rank the lines that it wrote, as one record: the last of each field."""
+    """Fork the ranks from this process, which has done nothing but import (support/forked.py). Returns of each rank
+    the lines that it wrote, as one record: the last of each field."""
+    torch.set_num_threads(1)
     children, pipes = fork(asked.world_size, partial(run_rank, asked=asked))
     statuses = end(children)
     found: list[dict[str, Any]] = []
@@ -74,14 +69,3 @@ def answer(asked: Start) -> list[dict[str, Any]]:
         for line in lines_of(pipe, bytearray()):
             found[-1] |= line
     return found
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    freeze_imports()  # each rank would import them anew
-    for line in sys.stdin:
-        print(json.dumps(answer(Start(**json.loads(line)))), flush=True)
-
-
-if __name__ == "__main__":
-    main()

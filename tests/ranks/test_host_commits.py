@@ -2,49 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import run_hosts
+from tests.ranks.run_hosts import Start, answer
+from tests.support.forked import call_in_fork
 
-ROOT = Path(__file__).parents[2]
 Starter = Callable[..., list[dict[str, Any]]]
-"""Starts all ranks, with fields of run_hosts.Start, and returns what each came to."""
-
-
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    """It imports once."""
-    errors = tmp_path_factory.mktemp("hosts") / "stderr.txt"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with errors.open("w") as stderr:
-        program = subprocess.Popen(
-            [sys.executable, "-m", run_hosts.__name__],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT, env=environment,
-        )  # fmt: skip
-    with program:
-        yield program
-        assert program.stdin is not None
-        program.stdin.close()
-        assert program.wait(60) == 0, errors.read_text()[-4000:]
+"""Starts all ranks, with fields of `Start`, and returns what each came to."""
 
 
 @pytest.fixture
-def start(program: subprocess.Popen[str], swap_path: Path) -> Starter:
+def start(swap_path: Path) -> Starter:
     def starting(**asked: Any) -> list[dict[str, Any]]:
-        assert program.stdin is not None and program.stdout is not None
-        program.stdin.write(json.dumps({"directory": str(swap_path), **asked}) + "\n")
-        program.stdin.flush()
-        found: list[dict[str, Any]] = json.loads(program.stdout.readline())
+        found: list[dict[str, Any]] = call_in_fork(answer, Start(directory=str(swap_path), **asked))
         return found
 
     return starting

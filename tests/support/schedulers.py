@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from tiered_zero.rules.lr import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
@@ -37,6 +37,13 @@ def chained(optimizer: Optimizer) -> Any:
     return lr_scheduler.ChainedScheduler(parts, optimizer)
 
 
+def of_transformers(name: str, optimizer: Optimizer) -> Any:
+    """Its import takes seconds of the processor, in each process that collects tests."""
+    import transformers
+
+    return getattr(transformers, name)(optimizer, 2, 9)
+
+
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda e: 0.9**e, Doubling()]),
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda e: 0.9 + e / 100),
@@ -53,8 +60,8 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2, 2),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.2], total_steps=12, three_phase=True),
     "SWALR": lambda o: SWALR(o, 0.05, anneal_epochs=4),
-    "transformers' cosine": lambda o: get_cosine_schedule_with_warmup(o, 2, 9),
-    "transformers' linear": lambda o: get_linear_schedule_with_warmup(o, 2, 9),
+    "transformers' cosine": partial(of_transformers, "get_cosine_schedule_with_warmup"),
+    "transformers' linear": partial(of_transformers, "get_linear_schedule_with_warmup"),
     "LRRangeTest": lambda o: LRRangeTest(o, 0.01, 2),
     "OneCycle": lambda o: OneCycle(o, 0.01, 0.1, cycle_first_step_size=3, decay_step_size=1, decay_lr_rate=0.1),
     "WarmupLR": lambda o: WarmupLR(o, warmup_num_steps=5),

@@ -5,19 +5,18 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.forked import run_forked
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "kills.py"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(TOOL), *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    return run_forked(TOOL, *arguments)
 
 
 def record(case: str, num_kills: int | None) -> dict[str, Any]:
