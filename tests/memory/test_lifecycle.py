@@ -34,6 +34,11 @@ def held() -> tuple[set[int], set[str]]:
     return threads, {link for link in links if "/proc/" not in link}
 
 
+def is_held_by(before: tuple[set[int], set[str]]) -> bool:
+    """Whether nothing is held that was not before; what earlier tests have left may end at any time."""
+    return all(now <= then for now, then in zip(held(), before, strict=True))
+
+
 def tensor_nbytes() -> int:
     """Bytes of all live tensors: a closed engine that anything still refers to keeps its model's and its arena's."""
     gc.collect()
@@ -58,7 +63,7 @@ def test_20_open_and_close_cycles(placement, swap_path):
             before = held(), tensor_nbytes()
         one_life(swap_path, placement)
         assert not any(swap_path.iterdir())
-    assert (held(), tensor_nbytes()) == before
+    assert is_held_by(before[0]) and tensor_nbytes() <= before[1]
 
 
 def test_close_twice_and_close_after_an_error(swap_path, no_leaks):
@@ -104,7 +109,7 @@ def test_initialize_that_fails_leaves_nothing(place, error, swap_path, monkeypat
     with pytest.raises(type(error)):
         tiered(ParityGPT(), swap_path, make_scheduler=raising(error) if place == "scheduler" else None)
     assert not any(swap_path.iterdir())
-    assert held() == before
+    assert is_held_by(before)
 
 
 def test_a_model_that_cannot_be_initialized_leaves_nothing(swap_path, no_leaks):
@@ -112,7 +117,7 @@ def test_a_model_that_cannot_be_initialized_leaves_nothing(swap_path, no_leaks):
     with pytest.raises(tiered_zero.ModelError, match="bad"):
         tiered(Unborn(), swap_path)
     assert not any(swap_path.iterdir())
-    assert held() == before
+    assert is_held_by(before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
