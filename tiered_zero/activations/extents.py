@@ -10,16 +10,18 @@ import torch
 
 from tiered_zero.concurrency.transfer import Transfer, wait_all
 from tiered_zero.errors import TieredZeroError
+from tiered_zero.hardware.memory.blocks import BlockPool, HeapTrim
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.extents import ExtentMap
-from tiered_zero.sizes import PAGE_NBYTES, align_up
-from tiered_zero.system.mappings import map_memory
+from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.tier import BufferView
 
 LANE = "activations"
+MAX_HOLES_NBYTES = 64 * MIB
+"""Of malloc's heap, where the CPU computes: see `HeapTrim`. Less where less is on its way."""
 
 
 class Place(Protocol):
@@ -93,15 +95,20 @@ class NvmePlace:
 
     waits = True
 
-    def __init__(self, tier: NvmeTier, nbytes: int, staging: StagingPool, runtime: Runtime) -> None:
+    def __init__(
+        self, tier: NvmeTier, nbytes: int, in_flight_nbytes: int, staging: StagingPool, runtime: Runtime
+    ) -> None:
         self._tier = tier
         self._slot = tier.reserve("activation", nbytes, "activation")
         self._staging = staging
         self._accelerator, self._recorder = runtime.accelerator, runtime.recorder
-        self._in_place = runtime.accelerator.device.type == "cpu"
+        self._targets = BlockPool(in_flight_nbytes) if runtime.accelerator.device.type == "cpu" else None
+        self._heap = HeapTrim(min(in_flight_nbytes, MAX_HOLES_NBYTES))
         self._writes: deque[tuple[range, Transfer, Lease]] = deque()
 
     def write(self, at: int, source: torch.Tensor) -> None:
+        if self._targets is not None:
+            self._heap.check()
         self._finish(range(at, at + source.numel()))
         for start in range(0, source.numel(), self._staging.buffer_nbytes):
             part = source[start : start + self._staging.buffer_nbytes]
@@ -116,7 +123,8 @@ class NvmePlace:
 
     def read(self, at: int, target: torch.Tensor) -> None:
         self._finish(range(at, at + target.numel()))
-        if self._in_place:
+        if self._targets is not None:
+            self._heap.check()
             self._wait(self._tier.read(self._slot, _pages(target), at, urgent=True))
             return
         reads: deque[tuple[torch.Tensor, Transfer, Lease]] = deque()
@@ -139,11 +147,13 @@ class NvmePlace:
                     read.wait()
 
     def new_target(self, nbytes: int) -> torch.Tensor:
-        if not self._in_place:
+        if self._targets is None:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._accelerator.device)
-        return torch.frombuffer(map_memory(align_up(nbytes, PAGE_NBYTES)), dtype=torch.uint8)[:nbytes]
+        return self._targets.take(nbytes)[:nbytes]
 
     def finish(self) -> None:
+        if self._targets is not None:
+            self._targets.trim()
         try:
             wait_all(transfer for _, transfer, _ in self._writes)
         finally:
@@ -175,7 +185,7 @@ class NvmePlace:
 
 
 def _pages(target: torch.Tensor) -> BufferView:
-    """The whole pages of a target that `new_target` has mapped."""
+    """The whole pages of a target that the pool has mapped."""
     pages = torch.empty(0, dtype=torch.uint8).set_(target.untyped_storage())
     array: Any = pages.numpy()
     return BufferView(pages, memoryview(array))

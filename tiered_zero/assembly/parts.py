@@ -19,7 +19,6 @@ from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.reducer import GradientReducer, Reduction
 from tiered_zero.grads.unit_gradients import UnitGradients
-from tiered_zero.hardware.memory.host_memory import MAX_MAPPED_FROM_NBYTES, map_blocks_from
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.buckets import Bucket, cut_buckets
 from tiered_zero.native.update import num_kernel_threads
@@ -49,7 +48,7 @@ def make_activations(
         return None
     place: Place
     if tiers.activation_nvme is not None and tiers.activation_staging is not None:
-        place = NvmePlace(tiers.activation_nvme, plan.nbytes, tiers.activation_staging, runtime)
+        place = NvmePlace(tiers.activation_nvme, plan.nbytes, plan.in_flight_nbytes, tiers.activation_staging, runtime)
     else:
         place = HostPlace(tiers.host, plan.nbytes, runtime)
     settings = MoverSettings(
@@ -58,9 +57,6 @@ def make_activations(
         synchronize=asked.synchronize_checkpoint_boundary,
         profile=asked.profile,
     )
-    if runtime.accelerator.device.type == "cpu":
-        map_blocks_from(plan.min_nbytes)
-        resources.add("activations", partial(map_blocks_from, MAX_MAPPED_FROM_NBYTES))
     mover = ActivationMover(place, plan.nbytes, settings, runtime)
     resources.add("activations", mover.close)
     return mover

@@ -52,23 +52,6 @@ def trim_malloc() -> None:
         trim(0)
 
 
-MAX_MAPPED_FROM_NBYTES = 32 << 20
-"""glibc's own limit, up to which its threshold rises by itself."""
-
-_M_MMAP_THRESHOLD = -3
-"""Of mallopt(3)."""
-
-
-def map_blocks_from(nbytes: int) -> None:
-    """Let malloc give blocks from this size on, at most `MAX_MAPPED_FROM_NBYTES`, mappings of their own; glibc only.
-
-    Freed, they return to the system at once. In the heap small blocks that live longer come to lie between large ones,
-    which then fit into none of the holes: 64 checkpoints of 4 MiB, whose inputs were offloaded, left 250 MiB there.
-    """
-    if set_option := getattr(ctypes.CDLL(None), "mallopt", None):
-        set_option(_M_MMAP_THRESHOLD, min(max(nbytes, _MAPPED_NBYTES), MAX_MAPPED_FROM_NBYTES))
-
-
 def temporary_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros on the CPU that are needed for a moment; large ones in a mapping of their own.
 
