@@ -12,14 +12,17 @@ from torch import Tensor, nn
 
 from tests.ranks.pool import RankPool, open_collectives
 from tiered_zero import checkpointing
-from tiered_zero.activations.partition import PartitionedInputs, _Part
+from tiered_zero.activations.partition import PartitionedInputs, _Checks, _Part
 from tiered_zero.errors import ModelError
 
 
 class Parallel:
-    """What configure() takes as an mpu: all ranks are one group."""
+    """What configure() takes as an mpu: all ranks are one group. `num_asked`: how often it was asked for."""
+
+    num_asked = 0
 
     def get_model_parallel_group(self) -> Any:
+        Parallel.num_asked += 1
         return dist.group.WORLD
 
     def get_model_parallel_rank(self) -> int:
@@ -60,17 +63,28 @@ def train_in_parts(_: str) -> dict[str, Any]:
                     whole = gradients(lambda function, *args: function(*args), dtype)
                     checkpointing.configure(Parallel(), partition_activations=True, checkpoint_in_cpu=in_cpu)
                     kept.clear()
+                    Parallel.num_asked = 0
                     split = gradients(run, dtype)
+                    assert not Parallel.num_asked, "the group is asked for in configure(), not at each checkpoint"
                     checkpointing.partition_activations_in_checkpoint(False)
                     parts = sorted({part.memory.numel() for part in kept if isinstance(part, _Part)})
                     same = all(torch.equal(a, b) for a, b in zip(whole, split, strict=True))
                     found[f"{dtype} {run.__name__} {in_cpu}"] = (same, parts)
         checkpointing.configure(Parallel(), partition_activations=True)
         kept.clear()
+        finish, num_waits = _Checks.finish, []
+
+        def finish_counted(self: _Checks) -> None:
+            num_waits.append(len(self.found))
+            finish(self)
+
+        _Checks.finish = finish_counted  # type: ignore[method-assign]
         try:
             gradients(checkpointing.checkpoint, torch.float32, seed=dist.get_rank())
         except ModelError as error:
             found["other inputs"] = str(error)
+        _Checks.finish = finish  # type: ignore[method-assign]
+        found["waits"] = num_waits
     finally:
         PartitionedInputs.pack = pack  # type: ignore[method-assign]
         checkpointing.configure(partition_activations=False, checkpoint_in_cpu=False)
@@ -82,6 +96,7 @@ def test_gradients_are_those_of_whole_inputs(ranks: RankPool) -> None:
     for found in ranks.run(train_in_parts, 2, ""):
         error = found.pop("other inputs")
         assert "expected the inputs of a checkpoint to be equal on all ranks" in error and "[3, 5]" in error
+        assert found.pop("waits") == [6], "one comparison a backward, of all that three checkpoints gathered"
         assert len(found) == 8
         assert all(each == (True, [2, 8]) for each in found.values()), "half of 3 and of 15 elements, and no weight"
 

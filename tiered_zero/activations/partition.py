@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -26,12 +26,35 @@ class _Part:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class PartitionedInputs:
-    """Hooks for `torch.autograd.graph.saved_tensors_hooks` around a checkpoint. `in_cpu`: parts rest in host memory."""
+@dataclass(kw_only=True)
+class _Checks:
+    """What one backward has gathered: per tensor, whether it is equal, on its device, and its size. `graph_task`: -1
+    outside of a backward."""
 
-    ranks: ModelParallelRanks
-    in_cpu: bool = False
+    graph_task: int
+    found: list[tuple[torch.Tensor, torch.Size]] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Wait for the device, once. Raises ModelError."""
+        device = self.found[-1][0].device
+        flags = torch.stack([equal.to(device) for equal, _ in self.found]).tolist()
+        for (_, size), equal in zip(self.found, flags, strict=True):
+            if not equal:
+                raise ModelError(
+                    "checkpointing: partition_activations expected the inputs of a checkpoint to be equal on all ranks "
+                    f"of the model-parallel group; found other values of one of shape {list(size)}. Set "
+                    "partition_activations to false, or give checkpoints inputs that are not split."
+                )
+
+
+@final
+class PartitionedInputs:
+    """Hooks for `torch.autograd.graph.saved_tensors_hooks` around checkpoints."""
+
+    def __init__(self, ranks: ModelParallelRanks, *, in_cpu: bool = False) -> None:
+        """`in_cpu`: parts rest in host memory."""
+        self.ranks, self.in_cpu = ranks, in_cpu
+        self._checks = _Checks(graph_task=-1)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
         """Keep this rank's part; parameters, and what is no plain memory or too small to split, stay whole."""
@@ -50,17 +73,24 @@ class PartitionedInputs:
         return _Part(tensor, memory, _sum(flat))
 
     def unpack(self, packed: torch.Tensor | _Part) -> torch.Tensor:
-        """Gather the whole. All ranks of the group run backward in the same order. Raises ModelError."""
+        """Gather the whole. All ranks of the group run backward in the same order.
+
+        Where the ranks' inputs differ the backward raises ModelError at its end, so that a device waits once."""
         if not isinstance(packed, _Part):
             return packed
         whole = self.ranks.gather(packed.memory.to(packed.device))[: packed.numel]
-        if not torch.equal(_sum(whole), packed.sum):
-            raise ModelError(
-                "checkpointing: partition_activations expected the inputs of a checkpoint to be equal on all ranks of "
-                f"the model-parallel group; found other values of one of shape {list(packed.size)}. Set "
-                "partition_activations to false, or give checkpoints inputs that are not split."
-            )
+        self._compare(_sum(whole) == packed.sum, packed.size)
         return whole.as_strided(packed.size, packed.stride)
+
+    def _compare(self, equal: torch.Tensor, size: torch.Size) -> None:
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task == -1:
+            _Checks(graph_task=-1, found=[(equal, size)]).finish()
+            return
+        if self._checks.graph_task != graph_task:
+            self._checks = _Checks(graph_task=graph_task)
+            torch.autograd.Variable._execution_engine.queue_callback(self._checks.finish)
+        self._checks.found.append((equal, size))
 
 
 def _sum(flat: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -24,7 +25,7 @@ from tiered_zero.config.section import Section
 from tiered_zero.config.values import switch
 from tiered_zero.deepspeed.accelerator import get_accelerator
 from tiered_zero.errors import ConfigError
-from tiered_zero.hardware.ranks.model_parallel import ModelParallelRanks, find_model_parallel_ranks
+from tiered_zero.hardware.ranks.model_parallel import find_model_parallel_ranks
 from tiered_zero.params.saved_views import moves_saved_tensors
 
 logger = logging.getLogger("tiered_zero")
@@ -55,10 +56,12 @@ class _Settings:
     synchronize: bool = False
     profile: bool = False
 
-    @property
-    def ranks(self) -> ModelParallelRanks | None:
-        """Those over which inputs are split; None where each keeps them whole."""
-        return find_model_parallel_ranks(self.mpu) if self.partition_activations else None
+    @cached_property
+    def inputs(self) -> PartitionedInputs | None:
+        """What splits inputs over the group that `mpu` has as this is first asked; None where each rank keeps them
+        whole."""
+        ranks = find_model_parallel_ranks(self.mpu) if self.partition_activations else None
+        return None if ranks is None else PartitionedInputs(ranks, in_cpu=self.checkpoint_in_cpu)
 
 
 @final
@@ -96,7 +99,8 @@ def configure(
     wait for the device around each. `profile`: log the seconds of each. `partition_activations`: inputs of checkpoints,
     which are equal on all ranks of the model-parallel group of `mpu_`, are split over it, and gathered in backward; not
     inside of an engine, whose ranks hold other inputs each, and without such a group it has no effect, with a notice.
-    Contiguous buffers have none: an engine's budget is one piece. Raises ConfigError.
+    The group is asked for here: call this again when it is another one. Contiguous buffers have no effect: an
+    engine's budget is one piece. Raises ConfigError.
     """
     given = {
         "partition_activations": partition_activations,
@@ -173,9 +177,8 @@ def _saving(settings: _Settings) -> AbstractContextManager[Any]:
     """What becomes of the inputs that a checkpoint saves inside of the block."""
     if not torch.is_grad_enabled():
         return nullcontext()
-    ranks = settings.ranks
-    if ranks is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        inputs = PartitionedInputs(ranks=ranks, in_cpu=settings.checkpoint_in_cpu)
+    inputs = settings.inputs
+    if inputs is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return saved_tensors_hooks(inputs.pack, inputs.unpack)
     return save_on_cpu() if settings.checkpoint_in_cpu and not moves_saved_tensors() else nullcontext()
 
@@ -200,7 +203,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 def _notice_partitions() -> None:
     settings = _Namespace.settings
-    if settings is not None and settings.partition_activations and settings.ranks is None:
+    if settings is not None and settings.partition_activations and settings.inputs is None:
         logger.warning(
             "checkpointing: partition_activations has no effect: it splits what the ranks of a model-parallel group "
             "hold twice, and no mpu with a group of several ranks was given to configure()"
