@@ -47,6 +47,11 @@ class StepGradients:
         share = self.shares.get(unit.index)
         return share is not None and param.index in share.present
 
+    def has_arrived(self, unit: Unit) -> bool:
+        """Whether `wait_transfers` would return at once."""
+        last = self.shares[unit.index].last
+        return last is None or last.done()
+
     def wait_transfers(self, unit: Unit) -> None:
         """Block until the unit's gradients are where `part` says."""
         last = self.shares[unit.index].last

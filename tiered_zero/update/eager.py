@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import threading
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,14 +21,14 @@ class ReadyQueue:
     """Sub-groups in the order in which the next forward needs them, among those that are ready. Any thread.
 
     Update windows are nested (last gradient out, first forward in), so the shallowest ready one is always the right
-    one. After `close` nothing is added; `take_skipped` names sub-groups that this step leaves as they are.
+    one, once its gradients have arrived: an accelerator's backward is launched ahead of the device. After `close`
+    nothing is added; `take_skipped` names sub-groups that this step leaves as they are.
     """
 
     def __init__(self, ready: Iterable[StateLayout] = (), skipped: Iterable[StateLayout] = ()) -> None:
         self._changed = threading.Condition()
         self._ready = {layout.subgroup.index: layout for layout in ready}
-        self._heap = sorted(self._ready)
-        """Their indices, and perhaps some that are taken."""
+        self._order = sorted(self._ready)
         self._added = list(self._ready)
         """Those that have become ready since the last `take_among`."""
         self._skipped = list(skipped)
@@ -38,7 +38,7 @@ class ReadyQueue:
     def add(self, layout: StateLayout) -> None:
         with self._changed:
             self._ready[layout.subgroup.index] = layout
-            heapq.heappush(self._heap, layout.subgroup.index)
+            insort(self._order, layout.subgroup.index)
             self._added.append(layout.subgroup.index)
             self._changed.notify()
 
@@ -57,19 +57,29 @@ class ReadyQueue:
         with self._changed:
             dropped = [layout for index, layout in self._ready.items() if index not in keep]
             self._ready = {index: layout for index, layout in self._ready.items() if index in keep}
+            self._order = sorted(self._ready)
             return dropped
 
     def peek(self) -> StateLayout | None:
         """Return the shallowest that is ready now."""
         with self._changed:
-            while self._heap and self._heap[0] not in self._ready:
-                heapq.heappop(self._heap)
-            return self._ready[self._heap[0]] if self._heap else None
+            return self._ready[self._order[0]] if self._order else None
+
+    def choose(self, gradients: GradientSource) -> StateLayout | None:
+        """Return the shallowest that is ready and whose gradients have arrived; where none have, that which became
+        ready first, for gradients arrive in this order."""
+        with self._changed:
+            for index in self._order:
+                layout = self._ready[index]
+                if all(gradients.has_arrived(segment.unit) for segment in layout.subgroup.segments):
+                    return layout
+            return next(iter(self._ready.values()), None)
 
     def take(self, layout: StateLayout) -> None:
-        """Remove what `peek` gave; something shallower may have come before it since, or all have been removed."""
+        """Remove what `choose` gave; something shallower may have come before it since, or all have been removed."""
         with self._changed:
-            self._ready.pop(layout.subgroup.index, None)
+            if self._ready.pop(index := layout.subgroup.index, None) is not None:
+                del self._order[bisect_left(self._order, index)]
 
     def take_among(self, subgroups: Collection[int]) -> list[StateLayout]:
         """Remove and return those of these sub-groups that have become ready since the last call, in the order given;
@@ -77,7 +87,10 @@ class ReadyQueue:
         with self._changed:
             added, self._added = self._added, []
             found = [i for i in added if i in subgroups] if len(added) < len(subgroups) else subgroups
-            return [self._ready.pop(index) for index in found if index in self._ready]
+            taken = [self._ready.pop(index) for index in found if index in self._ready]
+            if taken:
+                self._order = sorted(self._ready)
+            return taken
 
     def take_skipped(self) -> list[StateLayout]:
         with self._changed:

@@ -23,6 +23,9 @@ class GradientSource(Protocol):
     def has(self, unit: Unit, param: ParamSpec) -> bool:
         """Return whether the parameter has a gradient in this step."""
 
+    def has_arrived(self, unit: Unit) -> bool:
+        """Return whether `wait_transfers` would return at once."""
+
     def wait_transfers(self, unit: Unit) -> None:
         """Block until the unit's gradients are where `part` says."""
 

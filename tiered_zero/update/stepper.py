@@ -58,6 +58,11 @@ class StreamingStepper:
         """Whether the state of some sub-group rests on the device. Homes of state never change."""
         return any(self._io.updates_on_device(layout.subgroup) for layout in self._view.layouts)
 
+    @cached_property
+    def _reads(self) -> bool:
+        """Whether anything is read for the update of some sub-group."""
+        return any(map(self._io.reads, self._view.layouts))
+
     def freeze_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Copy the values of the live param groups for the step that is taken: schedulers change them while it runs.
         The live groups get what the step itself makes of them."""
@@ -127,14 +132,20 @@ class StreamingStepper:
             step.prefetcher.end_step()
 
     def _fill(self, step: _Step) -> None:
-        """Begin to read what is ready: first all that was prefetched; then in order, as buffers are free."""
+        """Begin to read what is ready: first all that was prefetched; then in order, as buffers are free. Where nothing
+        is read, for all rests in memory, one at a time is opened: in backward a shallower one may follow."""
         if self._ending.is_set():
             step.progress.count_skipped(self._drop_unseen(step))
         step.progress.count_skipped(step.queue.take_skipped())
-        for prefetched in map(step.prefetcher.take, step.queue.take_among(step.prefetcher.subgroups)):
-            step.opened.append(prefetched)
-            self._read_gradients(prefetched, step.job)
-        while (layout := step.queue.peek()) is not None:
+        if self._reads:
+            for prefetched in map(step.prefetcher.take, step.queue.take_among(step.prefetcher.subgroups)):
+                step.opened.append(prefetched)
+                self._read_gradients(prefetched, step.job)
+        while self._reads or not step.opened:
+            # one whose gradients have arrived, which step() has waited for where the job has no queue
+            layout = step.queue.peek() if step.job.queue is None else step.queue.choose(step.job.gradients)
+            if layout is None:
+                return
             work = self._open_nowait(layout, step.job.param_kind)
             if work is not None:
                 step.queue.take(layout)
@@ -177,7 +188,9 @@ class StreamingStepper:
             step.progress.count_skipped(step.queue.take_skipped())
             step.job.computed.complete()
         self._prefetch(step)
-        must_wait = all_computed or (not step.opened and step.queue.peek() is not None)
+        must_wait = all_computed
+        if self._stages and not (all_computed or step.opened) and step.queue.peek() is not None:
+            must_wait = not self._io.num_free
         while step.written and (must_wait or step.written[0].is_written()):
             self._io.finish(step.written[0])
             step.prefetcher.note_ended(step.written[0])

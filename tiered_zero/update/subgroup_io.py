@@ -75,6 +75,12 @@ class SubGroupIO:
     def updates_on_device(self, subgroup: SubGroup) -> bool:
         return self._inventory.home(subgroup, "state").tier.name == "device"
 
+    def reads(self, layout: StateLayout) -> bool:
+        """Whether state, parameters or gradients are read to where the sub-group is updated."""
+        home = self._inventory.home(layout.subgroup, "state")
+        is_staged = home.tier.view(home.slot) is None
+        return is_staged or layout.masters.needs_params or bool(self._gradient_dtypes)
+
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def resident_part(self, subgroup: SubGroup) -> SubGroup:

@@ -1,0 +1,57 @@
+"""In which order things happen where backward is launched ahead of the device."""
+
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tests.lagging.child import on_device
+from tests.lagging.cuda import LaggingDevice
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import adamw, tiered
+from tiered_zero.update.eager import EagerUpdate
+from tiered_zero.update.stepper import StreamingStepper
+
+
+@on_device
+def test_updates_that_backward_leaves_come_in_the_order_of_the_next_forward(device: LaggingDevice):
+    """The second update begins when a few units have their gradients, and goes on when all have them. Where state rests
+    in memory all that were ready were opened by then, and the shallow ones, which forward needs first, came last."""
+    order: list[int] = []
+    num_added = [0]
+    some_are_ready, second_has_begun, all_are_ready = (threading.Event() for _ in range(3))
+    update, add = StreamingStepper._update, EagerUpdate.add
+
+    def held_update(stepper: StreamingStepper, work: Any, job: Any) -> None:
+        order.append(work.subgroup.index)
+        if len(order) == 2:
+            second_has_begun.set()
+        assert (some_are_ready if len(order) == 1 else all_are_ready).wait(60)
+        update(stepper, work, job)
+
+    def counted_add(eager: EagerUpdate, unit: Any, after: Any) -> None:
+        add(eager, unit, after)
+        num_added[0] += 1
+        if num_added[0] == 3:
+            some_are_ready.set()
+            assert second_has_begun.wait(60)
+
+    zero = {"stage3_param_persistence_threshold": 0, "sub_group_size": 1}
+    runtime = {"device": "cuda", "update": "overlapped"}
+    tokens, targets = (values.cuda() for values in batch(0))
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        tiered(ParityGPT(), Path(directory), ("cpu", "cpu"), adamw, 1, 0.0, zero=zero, runtime=runtime) as engine,
+    ):
+        assert engine.plan.update_policy.optimizer_in_backward
+        engine.backward(engine(tokens, targets, False))  # the first updates start behind backward
+        engine.step()
+        engine.flush()
+        with patch.object(StreamingStepper, "_update", held_update), patch.object(EagerUpdate, "add", counted_add):
+            engine.backward(engine(tokens, targets, False))
+            engine.step()
+            all_are_ready.set()
+            engine.flush()
+    left = order[2:]
+    assert len(left) > 3 and left == sorted(left), order
