@@ -40,14 +40,15 @@ class LaggingDevice:
         self.reset()
 
     def set(self, **settings: float) -> None:
-        """delay_seed, kernel_s, h2d_bytes_per_s, d2h_bytes_per_s, comm_bytes_per_s, capacity_nbytes: see streams.h."""
+        """delay_seed, kernel_s, flops_per_s, h2d_bytes_per_s, d2h_bytes_per_s, comm_bytes_per_s, capacity_nbytes: see
+        streams.h."""
         for name, value in settings.items():
             assert self._library.lagging_set(name.encode(), float(value)), f"there is no setting {name}"
 
     def reset(self) -> None:
         """As it is at first: no delays, 8 GiB."""
-        self.set(delay_seed=-1, kernel_s=0, h2d_bytes_per_s=0, d2h_bytes_per_s=0, comm_bytes_per_s=0)
-        self.set(capacity_nbytes=8 << 30)
+        rates = ("flops_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "comm_bytes_per_s")
+        self.set(delay_seed=-1, kernel_s=0, capacity_nbytes=8 << 30, **dict.fromkeys(rates, 0.0))
         self.take_counts()
 
     def take_counts(self) -> dict[str, int]:

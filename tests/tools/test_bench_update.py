@@ -6,6 +6,9 @@ import json
 import runpy
 from pathlib import Path
 
+import pytest
+
+from tests.lagging.build import why_not
 from tests.support.forked import run_forked
 from tests.support.native_build import ROOT
 from tiered_zero.native.update import UpdateKernel
@@ -63,7 +66,18 @@ def test_the_benchmark_of_gradients_runs(swap_path: Path, tmp_path: Path) -> Non
     assert size["bound_s"] > 0 and size["own_nbytes"] > 0
 
 
+@pytest.mark.skipif(why_not() != "", reason=why_not())
+def test_the_benchmark_of_modelled_steps_runs(tmp_path: Path) -> None:
+    out = tmp_path / "modelled.jsonl"
+    ran = run_forked(ROOT / "tools/bench/modelled.py", "--smoke", "--out", out)
+    assert ran.returncode == 0, ran.stderr
+    record = json.loads(out.read_text())
+    found = record["results"]["overlapped, clipping 0"]
+    assert record["name"] == "modelled" and found["bounds_s"]["compute"] == 0.05 and found["in_backward"]
+    assert found["times_bound"] >= 1 and found["copied_nbytes"]["h2d"] > found["copied_nbytes"]["d2h"] > 0
+
+
 def test_every_benchmark_has_a_smoke_run() -> None:
     found = {path.stem for path in (ROOT / "tools/bench").glob("*.py")}
-    known = {"activations", "checkpoint", "gradients", "io", "optimizer", "ranks", "step", "update"}
+    known = {"activations", "checkpoint", "gradients", "io", "modelled", "optimizer", "ranks", "step", "update"}
     assert found - {"gpt2", "record"} == known, "io: tests/io; others: test_bench_*.py here"

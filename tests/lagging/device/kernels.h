@@ -52,11 +52,18 @@ class Call {
     counts().add("kernel");
     current_stream(device_).launch(
         [op = op_, late = std::move(late), targets = std::move(targets)]() mutable { run(op, late, targets); },
-        settings.kernel_s.load());
+        least_s());
     return results_;
   }
 
  private:
+  // By `kernel_s`, or that of a product of matrices by `flops_per_s`.
+  double least_s() const {
+    const double rate = settings.flops_per_s.load();
+    if (rate <= 0 || schema_.name() != "aten::mm") return settings.kernel_s.load();
+    return 2.0 * arguments_[0].toTensor().numel() * arguments_[1].toTensor().size(1) / rate;
+  }
+
   static void run(const c10::OperatorHandle& op, torch::jit::Stack& stack, const std::vector<Tensor>& targets) {
     at::AutoDispatchBelowAutograd below;
     op.callBoxed(&stack);

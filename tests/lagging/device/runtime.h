@@ -14,7 +14,7 @@ namespace lagging {
 struct Event {
   Stream* stream = nullptr;
   uint64_t number = 0;
-  std::shared_ptr<Clock::time_point> time;  // with enable_timing
+  std::shared_ptr<Time> time;  // with enable_timing
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -54,8 +54,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto& mark = *static_cast<Event*>(*event);
     mark.stream = &of(stream);
     if (flag == c10::EventFlag::BACKEND_DEFAULT) {  // with enable_timing
-      mark.time = std::make_shared<Clock::time_point>();
-      mark.number = mark.stream->note([time = mark.time] { *time = Clock::now(); });
+      mark.time = std::make_shared<Time>();
+      mark.number = mark.stream->note([time = mark.time, stream = mark.stream] { *time = stream->free_at(); });
     } else {
       mark.number = mark.stream->num_launched();
     }
@@ -65,7 +65,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     counts().add("event_wait");
     if (event == nullptr) return;
     auto [from, number, time] = *static_cast<Event*>(event);
-    if (from != &of(stream)) of(stream).note([from = from, number = number] { from->wait(number); });
+    if (from != &of(stream)) of(stream).launch_wait(*from, number);
   }
   bool queryEvent(void* event) const override {
     auto* mark = static_cast<Event*>(event);

@@ -26,14 +26,18 @@ namespace lagging {
 
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
+using Time = std::chrono::time_point<Clock, Seconds>;
 
 constexpr int NUM_DEVICES = 2;
+constexpr size_t NUM_ENDS = 1 << 14;        // tasks of a stream whose ends are known
+constexpr Seconds MOST_LATE{0.05};          // by which a stream's modelled time is behind, as threads wake up late
 constexpr int64_t NUM_POOLED_STREAMS = 32;  // as many as torch makes on a CUDA device; further ones share them
 
 // What a test sets by name.
 struct Settings {
   std::atomic<double> delay_seed{-1};       // below 0: no random delays
   std::atomic<double> kernel_s{0};          // least duration of a kernel
+  std::atomic<double> flops_per_s{0};       // rate of products of two matrices; 0: as fast as they go
   std::atomic<double> h2d_bytes_per_s{0};   // rates of copies; 0: as fast as they go
   std::atomic<double> d2h_bytes_per_s{0};
   std::atomic<double> comm_bytes_per_s{0};  // of what a rank sends in a collective
@@ -42,6 +46,7 @@ struct Settings {
   std::atomic<double>* find(const std::string& name) {
     if (name == "delay_seed") return &delay_seed;
     if (name == "kernel_s") return &kernel_s;
+    if (name == "flops_per_s") return &flops_per_s;
     if (name == "h2d_bytes_per_s") return &h2d_bytes_per_s;
     if (name == "d2h_bytes_per_s") return &d2h_bytes_per_s;
     if (name == "comm_bytes_per_s") return &comm_bytes_per_s;
@@ -111,6 +116,12 @@ class Stream {
     return put({std::move(work), at_least_s, true});
   }
   uint64_t note(std::function<void()> work) { return put({std::move(work), 0, false}); }
+  uint64_t launch_wait(Stream& other, uint64_t number) {
+    return note([this, &other, number] {
+      other.wait(number);
+      free_at_ = std::max(free_at_, other.end_of(number));
+    });
+  }
 
   uint64_t num_launched() {
     std::lock_guard<std::mutex> guard(lock_);
@@ -124,16 +135,25 @@ class Stream {
     std::unique_lock<std::mutex> guard(lock_);
     done_.wait(guard, [&] { return num_done_ >= number; });
   }
+  // On this stream's thread: when the tasks so far were to end.
+  Time free_at() const { return free_at_; }
+  // When the task, which is done, was to end; "long ago" of one of very long ago.
+  Time end_of(uint64_t number) {
+    std::lock_guard<std::mutex> guard(lock_);
+    return number == 0 || num_done_ - number >= NUM_ENDS ? Time{} : ends_[(number - 1) % NUM_ENDS];
+  }
 
  private:
   struct Task {
     std::function<void()> work;
     double at_least_s;
     bool is_delayed;
+    Time launched_at = {};
   };
 
   uint64_t put(Task task) {
     std::lock_guard<std::mutex> guard(lock_);
+    task.launched_at = Clock::now();
     tasks_.push_back(std::move(task));
     launched_.notify_one();
     return ++num_launched_;
@@ -149,18 +169,19 @@ class Stream {
         task = std::move(tasks_.front());
         tasks_.pop_front();
       }
-      const auto start = Clock::now();
+      free_at_ = std::max(free_at_, task.launched_at) + Seconds(task.at_least_s);
       if (task.is_delayed) delay();
-      if (task.at_least_s > 0) std::this_thread::sleep_until(start + Seconds(task.at_least_s));
+      if (task.at_least_s > 0) std::this_thread::sleep_until(free_at_);
       try {
         task.work();
       } catch (const std::exception& error) {
         device_error().set(error.what());
       }
       task.work = nullptr;
+      if (Clock::now() - free_at_ > MOST_LATE) free_at_ = Clock::now();  // the work itself has waited
       {
         std::lock_guard<std::mutex> guard(lock_);
-        ++num_done_;
+        ends_[num_done_++ % NUM_ENDS] = free_at_;
         done_.notify_all();
       }
     }
@@ -181,6 +202,8 @@ class Stream {
   std::condition_variable launched_, done_;
   std::deque<Task> tasks_;
   uint64_t num_launched_ = 0, num_done_ = 0;
+  Time free_at_ = {};  // one that wakes up late does not delay the next
+  std::vector<Time> ends_ = std::vector<Time>(NUM_ENDS);
   int64_t seed_ = -1;
   std::mt19937_64 random_;
 };
