@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import tiered_zero
 from tests.ranks.pool import RankPool
 from tests.ranks.test_parity import assert_equal, reference
 from tests.ranks.test_stage3 import TOGETHER
-from tests.ranks.training import Case, assert_all_ranks_agree, train_tiered
+from tests.ranks.training import Case, assert_all_ranks_agree, make_optimizer, rank_and_config, train_tiered
+from tests.support.inspection import gradient_traffic
+from tests.support.models import ParityGPT, batch
 
 NVME = {"device": "nvme"}
 
@@ -55,3 +59,25 @@ def test_accumulation_and_clipping_change_nothing(train: Any, stage: int, precis
     first, found = (train(on_nvme(case, stage, gradients)) for gradients in ("cpu", "nvme"))
     assert_equal(found, first)
     assert str(found[0]["norms"]) == str(first[0]["norms"]) and found[0]["applied"] == first[0]["applied"]
+
+
+def count_gradient_bytes(path: str) -> dict[str, int]:
+    """Of the last step() of six micro-batches on this rank, with more units than windows."""
+    rank, config = rank_and_config(path, stage=2, reduce_bucket_size=4096)
+    config |= {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2}
+    config["tiered_zero"]["gradients"] = "nvme"
+    torch.manual_seed(3)
+    model = ParityGPT(6)
+    with tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)[0] as engine:
+        for number in range(6):
+            engine.backward(engine(*batch(2 * number + rank)))
+            before = gradient_traffic(engine)
+            engine.step()
+        engine.flush()
+        return {kind: nbytes - before[kind] for kind, nbytes in gradient_traffic(engine).items()}
+
+
+def test_squares_are_summed_as_gradients_arrive(ranks: RankPool, swap_path: Path) -> None:
+    """In step() the update reads what was written, and nothing is written again, as a window for the norm would be."""
+    for moved in ranks.run(count_gradient_bytes, 2, str(swap_path)):
+        assert moved["read"] > 0 and not moved["write"], moved

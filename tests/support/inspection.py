@@ -39,8 +39,11 @@ def activations(engine: tiered_zero.Engine) -> ActivationMover:
 
 
 def gradient_traffic(engine: tiered_zero.Engine) -> dict[str, int]:
-    """Bytes of gradients that were read from NVMe (unverified: without a checksum) and written there."""
-    flats = [each.paged for each in engine._inspect().gradients._units.values() if each.paged is not None]
+    """Bytes of gradients that were read from NVMe (unverified: without a checksum) and written there, by all that have
+    arrived."""
+    gradients = engine._inspect().gradients
+    gradients.wait_transfers()
+    flats = [each.paged for each in gradients._units.values() if each.paged is not None]
     tier = flats[0].home.tier
     assert isinstance(tier, NvmeTier)
     return {kind: sum(tier.store.nbytes(kind).values()) for kind in ("read", "unverified", "write")}

@@ -169,14 +169,13 @@ class GradientStore:
 
         `source`: [n], complete once `after` is done, and the home's to read until the transfer that is returned is.
         `adds`: to what earlier reductions of this step brought, in fp32, instead of replacing it. `divisor`: of
-        `source`, which then changes. `measures`: the squares of averages on the device are summed as they pass, where
-        no more are added.
+        `source`, which then changes. `measures`: squares are summed as the averages pass: of those on the device where
+        no more are added, of those in host memory at their home.
         """
         gradients = self._units[unit.index]
         self.wait_update(unit)
         if adds:
             self.promote(gradients)
-            gradients.squares = {}
         squares = gradients.squares
 
         def bring() -> None:
@@ -186,8 +185,8 @@ class GradientStore:
             ):
                 target = flat[span.start - gradients.start :][: len(span)]
                 self._in_flight.receive(source, target, adds=adds, divisor=divisor)
-                if measures and not adds and not source.is_cpu:
-                    for index, more in span_squares(source, span, unit).items():
+                if measures and (source.is_cpu or not adds):
+                    for index, more in span_squares(target if source.is_cpu else source, span, unit).items():
                         squares.setdefault(index, []).extend(more)
                 if gradients.paged is not None and not source.is_cpu:
                     self._accelerator.record().wait()  # the disk reads them next

@@ -112,13 +112,13 @@ def _find_fused_tail(kernel: UpdateKernel) -> bool | None:
 def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, list[torch.Tensor]]:
     """Sum the squares of elements `span` of a unit's gradients, [n] averages, in fp64: 0-d each, by parameter. Launches
     where `values` lie."""
-    squares: dict[int, list[torch.Tensor]] = {}
+    squares: dict[int, list[torch.Tensor]] = {entry.param.index: [] for entry in unit.entries}
     for entry in unit.entries:
         stop = min(entry.stop, span.stop)
         for start in range(max(entry.start, span.start), stop, SQUARES_CHUNK_NUMEL):
             last = min(start + SQUARES_CHUNK_NUMEL, stop)
             part = values[start - span.start : last - span.start].double()
-            squares.setdefault(entry.param.index, []).append((part * part).sum())
+            squares[entry.param.index].append((part * part).sum())
     return squares
 
 

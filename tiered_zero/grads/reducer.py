@@ -115,6 +115,8 @@ class GradientReducer:
         """Whether a backward that reduces has begun, and not ended."""
         self._waits = True
         """Whether buckets of this backward wait for memory."""
+        self._is_last = False
+        """Whether shards are complete once these reductions are: in the last backward of a step, and in step()."""
         self._calls = RankCalls(self._collectives)
 
     def close(self) -> None:
@@ -143,6 +145,7 @@ class GradientReducer:
         if self.is_open or not (self.is_sharded or (is_last and self._reduction.in_backward)):
             return
         self.is_open = self._waits = True
+        self._is_last = False
         units = self._units.values()
         self._uses.note_late(units)
         flags = [self._uses.is_expected(index) for index in self._units]
@@ -157,6 +160,7 @@ class GradientReducer:
             each = self._units[index]
             if each.num_sums or index in self._wide:
                 self._store.promote(each)  # here every rank's earlier buckets end; in mid-backward they may not
+        self._is_last = is_last
         self._queue = deque(bucket for bucket in self._reduction.buckets if bucket.units & self._receiving)
 
     def pass_mark(self, mark: UseMark) -> None:
@@ -235,6 +239,7 @@ class GradientReducer:
         """
         with self._runtime.recorder.span("compute", "reduce_ranks"):
             self._uses.note_late(self._units.values())
+            self._is_last = True
             self._reduce_all(self._agree_on_presence(micro_steps, global_steps))
             while self._under_way:
                 self._free.append(self._finish_oldest())
@@ -382,6 +387,8 @@ class GradientReducer:
             if part.unit.index not in self._receiving:
                 continue
             each = self._units[part.unit.index]
+            if part.is_first:
+                each.squares = {}  # those of an earlier sum
             adds, divisor = part.unit.index in self._adding, self._reduction.after
             spans = list(zip(part.spans, part.starts, strict=True))
             for owner, (span, start) in enumerate(spans) if self._reduction.gathers else [(rank, spans[rank])]:
@@ -392,7 +399,7 @@ class GradientReducer:
                     adds=adds,
                     after=done,
                     divisor=divisor,
-                    measures=owner == rank,
+                    measures=owner == rank and (self._is_last or self._on_device),
                 )
             each.num_sums += part.is_first
         return done
