@@ -170,11 +170,27 @@ def test_updates_in_backward_leave_nothing_to_write(swap_path):
 def test_gradients_in_16_bit_on_nvme_are_not_summed(swap_path):
     with engine_of(swap_path, runtime=ON_NVME, clipping=0.5, bf16={"enabled": True}) as engine:
         engine.backward(engine(*batch(0)))
-        with pytest.raises(ModelError, match="gradient_accumulation_steps"):
+        with pytest.raises(ModelError, match=r"found another backward.* managed_gradient_accumulation to false"):
             engine.backward(engine(*batch(1)))
         engine.backward(engine(*batch(0)))
         engine.step()
         assert engine.global_steps == 1
+
+
+def test_the_caller_may_sum_as_many_as_it_likes(swap_path):
+    """The key that the refusal names plans fp32, with the bits of host memory."""
+
+    def script(trainer, accumulation):
+        seen = []
+        for first, count in ((0, 1), (1, 3), (4, 2)):
+            for number in range(first, first + count):
+                trainer.backward(trainer(*batch(number)))
+            trainer.step()
+            seen.append(trainer.get_global_grad_norm())
+        return seen
+
+    unmanaged = {"managed_gradient_accumulation": False, "bf16": {"enabled": True}}
+    assert_same_bits(*both(swap_path, script, clipping=0.5, **unmanaged))
 
 
 def test_auto_rests_on_nvme_what_host_memory_has_no_room_for(swap_path, caplog):

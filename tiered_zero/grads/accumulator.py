@@ -472,11 +472,12 @@ class GradientStore:
         if gradients.flat.dtype == torch.float32:
             return
         if gradients.paged is not None:
+            found = "another backward" if why is _SECOND_BACKWARD else "a gradient changed under a loss scale"
             raise ModelError(
-                f"Gradients of {gradients.unit.name} rest on NVMe in 16 bit, as planned; expected one backward in a "
-                "step, and gradients that stay as backward leaves them under a loss scale; found sums, or changes, "
-                "that need fp32. Set gradient_accumulation_steps to the number of backwards, which plans fp32, or "
-                '"tiered_zero": {"gradients": "cpu"}.'
+                f"Gradients of {gradients.unit.name} rest on NVMe in 16 bit, as planned for one backward in a step; "
+                f"found {found}, which needs fp32. Set gradient_accumulation_steps to the number of backwards, or "
+                "managed_gradient_accumulation to false where that varies: either plans fp32. Or keep gradients in "
+                'host memory: "tiered_zero": {"gradients": "cpu"}.'
             )
         tier = gradients.tier_name
         nbytes = _sum_nbytes(gradients)
