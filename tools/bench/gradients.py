@@ -41,8 +41,9 @@ from tools.bench.record import append_record
 from tools.bench.step import measure_disk
 
 MIB = 1 << 20
-BESIDE_NBYTES = 64 * MIB
-"""Of the engine's threads, queues and Python objects, and of malloc's holes, whatever the model's size."""
+BESIDE_NBYTES = 160 * MIB
+"""Of the engine's threads and Python objects, and of what malloc keeps of gradients that are freed, whatever the
+model's size: larger blocks than 32 MiB return to the system at once."""
 NUM_UNLIKE_STEPS = 2
 """The first steps, which read less than others."""
 SIZES = {
