@@ -80,7 +80,8 @@ class RuntimeSection(Section):
     device: Annotated[str, AfterValidator(_compute_device)] = Field(
         "auto",
         description="where the model computes: auto (an accelerator if any), cpu, or an "
-        "accelerator as torch names it: cuda, cuda:1, xpu",
+        "accelerator as torch names it: cuda, cuda:1, xpu; without an index each of several ranks has that of its "
+        "LOCAL_RANK",
     )
     device_memory_limit: Nbytes = Field(
         None,
