@@ -74,13 +74,14 @@ def test_small_gradients_of_a_unit_leave_together(device: LaggingDevice, swap_pa
     """In one job of the lane, with one mark of compute and one to wait for; a large gradient has its own."""
     patch = pytest.MonkeyPatch()
     patch.setattr(in_flight, "BATCH_NBYTES", 32 << 10)
-    jobs: list[int] = []
+    jobs: list[tuple[int, LaneTransfer]] = []
     submit = Lane.submit
 
     def submit_counted(self: Lane, job: Any, after: Any = (), holds: Any = (), waits: bool = True) -> LaneTransfer:
+        transfer = submit(self, job, after, holds, waits)
         if self.name == "reduce":
-            jobs.append(len(holds))
-        return submit(self, job, after, holds, waits)
+            jobs.append((len(holds), transfer))
+        return transfer
 
     patch.setattr(Lane, "submit", submit_counted)
     zero, runtime = {"stage3_param_persistence_threshold": 0}, {"device": "cuda", "update": "barrier"}
@@ -90,9 +91,10 @@ def test_small_gradients_of_a_unit_leave_together(device: LaggingDevice, swap_pa
             torch.accelerator.synchronize()
             device.take_counts()
             engine.backward(loss)
-            torch.accelerator.synchronize()
+            for _, transfer in jobs:
+                assert transfer.wait_launched() is None
             counts = device.take_counts()
     finally:
         patch.undo()
-    assert sorted(jobs) == [1, NUM_SMALL]
+    assert sorted(num_gradients for num_gradients, _ in jobs) == [1, NUM_SMALL]
     assert counts["copy.d2h.async"] == 1 + NUM_SMALL and counts.get("host_wait.event", 0) <= len(jobs)
