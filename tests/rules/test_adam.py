@@ -383,8 +383,11 @@ def test_a_run_that_does_not_fit_is_refused_before_any_write(kernel: UpdateKerne
     assert torch.equal(good.master, torch.ones(10)) and good.scalars == {}
 
 
-def test_an_option_that_needs_more_state_than_was_planned_is_refused_by_name(kernel: UpdateKernel) -> None:
-    rule = AdamRule(decoupled=True, kernel=kernel)
+@pytest.mark.parametrize("is_native", [True, False])
+def test_an_option_that_needs_more_state_than_was_planned_is_refused_by_name(
+    kernel: UpdateKernel, is_native: bool
+) -> None:
+    rule = AdamRule(decoupled=True, kernel=kernel if is_native else None)
     run = make_run(rule, torch.ones(10), {})
     run.grad, run.hyper = torch.ones(10), {"amsgrad": True}
     with pytest.raises(ModelError, match=r"max_exp_avg_sq.* amsgrad .* before initialize"):

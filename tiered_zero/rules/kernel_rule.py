@@ -272,6 +272,7 @@ class NativeRule(UpdateRule):
         device; other formats pass through fp32 copies of chunks."""
         first = runs[0]
         hyper = self._completed(first.hyper)
+        self._reference.refuse_unplanned(set(self._array_names(hyper)) - first.state.keys(), first.state)
         scalars = self._reference_scalars(hyper, first.scalars)
         if first.master.dtype is not torch.int16 and self.state_dtype is torch.float32:
             self._reference.update([replace(run, scalars=scalars, hyper=hyper) for run in runs])
