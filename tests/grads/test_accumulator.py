@@ -414,7 +414,7 @@ def test_gradients_that_wait_for_a_bucket_are_dropped_with_the_step(runtime: Run
     world.give(world.params[0][0], randn(8))
     world.store.discard()
     assert runtime.ledger.by_kind()["device"]["gradient_in_flight"][0] == 0
-    assert not world.homes[0].waiting and not world.store.has_gradients
+    assert not world.homes[0].waiting and not world.store.homes.has_gradients
 
 
 def test_a_gradient_waits_until_the_last_update_has_read_the_one_before(runtime: Runtime) -> None:

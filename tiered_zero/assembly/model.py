@@ -125,7 +125,7 @@ def _make_step(
     resources.add("gradients", gradients.close)
     if reducer is not None:
         resources.add("gradients", reducer.close)
-    visible_gradients = VisibleGradients(gradients, runtime.collectives.world_size)
+    visible_gradients = VisibleGradients(gradients.param_grads, runtime.collectives.world_size)
     resources.add("param.grad", visible_gradients.close)
     params = UnitParameters(inventory, runtime, _flats(pager))
     stepper = StreamingStepper(view, runtime, params, paged_gradients(run_spec))

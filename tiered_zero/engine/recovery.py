@@ -190,8 +190,8 @@ class StepRecovery:
         self._arrivals.reset()
         visible.hide()
         visible.set_hidden()
-        if are_taken and not gradients.has_gradients:
-            gradients.drop_unstored()
+        if are_taken and not gradients.homes.has_gradients:
+            gradients.param_grads.take_unstored()
         else:
             gradients.discard()
 

@@ -327,10 +327,10 @@ class TrainStep:
     def _take_step(self, optimizer: TieredOptimizer, lr_scheduler: Any) -> None:
         if self._activations is not None:
             self._activations.end_step()
-        self.gradients.collect_assigned()
+        self.gradients.param_grads.collect_assigned()
         self.gradients.wait_transfers()
         check = self.counts.grad_check = self._check_gradients()
-        if not self.gradients.has_gradients and not self._warned_of_no_gradient:
+        if not self.gradients.homes.has_gradients and not self._warned_of_no_gradient:
             self._warned_of_no_gradient = True
             logger.warning(
                 "step() without backward(): no parameter has a gradient, so this step changes no weight. It counts "

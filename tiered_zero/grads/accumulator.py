@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,31 +12,16 @@ from torch.autograd.graph import get_gradient_edge
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ModelError
+from tiered_zero.grads.homes import GRAD_SLOT, GradientHomes
 from tiered_zero.grads.in_flight import Arrival, InFlightGradients
 from tiered_zero.grads.norms import GradNorm, Norm, span_squares
 from tiered_zero.grads.overflow import OverflowGuard
+from tiered_zero.grads.param_grads import ParamGrads
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
-from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
-
-logger = logging.getLogger("tiered_zero")
-
-GRAD_SLOT: Any = torch.Tensor.grad
-"""The descriptor of autograd's own attribute, past the `grad` property of guarded parameters."""
-
-_PRESENT: Callable[[UnitGradients], set[int]] = attrgetter("present")
-
-_SECOND_BACKWARD = (
-    "backward() called again before step(): gradients accumulate in fp32 (%s). If unintended, call engine.step() or "
-    "engine.zero_grad()."
-)
-_CHANGED = (
-    "A gradient was changed between backward() and step(): fp16 may not hold it times the loss scale, so gradients "
-    "rest in fp32 from now on (%s)."
-)
 
 
 class GradientStore:
@@ -60,24 +42,16 @@ class GradientStore:
         overflow: OverflowGuard,
     ) -> None:
         """`overflow`: has the loss scale, which multiplies gradients at their homes."""
-        self._units = {gradients.unit.index: gradients for gradients in units}
-        self._places = {param: (self._units[unit.index], entry) for param, (unit, entry) in params.items()}
-        """None of an empty parameter, which is in no unit."""
-        self._storages = {storage for each in self._units.values() for storage in each.storages()}
-        self._inventory = inventory
+        self.homes = GradientHomes(params, units, inventory, runtime, in_flight)
+        self.param_grads = ParamGrads(self.homes, overflow)
+        self._units, self._places = self.homes.units, self.homes.places
         self._norms = norms
         self._accelerator = runtime.accelerator
         self._recorder = runtime.recorder
         self._span = runtime.accelerator.timer(runtime.recorder)
         self._ledger = runtime.ledger
         self._in_flight = in_flight
-        self._overflow = overflow
-        self._windows = {each.paged.windows for each in self._units.values() if each.paged is not None}
-        """Of gradients that rest on NVMe."""
-        self._extra_nbytes: Counter[str] = Counter()
-        """Tier -> bytes that the plan does not hold, see `promote`."""
         self._measures_norms = True
-        self._hidden: str | None = None
 
     # -- filling -----------------------------------------------------------------------------------------------------
 
@@ -119,12 +93,12 @@ class GradientStore:
         """Bring a gradient [numel] to its home, which holds whole units."""
         index = entry.param.index
         if not gradients.arrived:  # else a gradient of the unit that came before has waited
-            self.wait_update(gradients.unit)
+            self.homes.wait_update(gradients.unit)
         if gradients.shown:
-            self._store_shown(gradients)
+            self.param_grads.store_shown(gradients)
         adds = gradients.adds_to(index)
         if adds:
-            self.promote(gradients)
+            self.homes.promote(gradients)
         gradients.zeroed.discard(index)
         place = slice(entry.start, entry.stop)
         if not gradients.on_device:
@@ -173,9 +147,9 @@ class GradientStore:
         no more are added, of those in host memory at their home.
         """
         gradients = self._units[unit.index]
-        self.wait_update(unit)
+        self.homes.wait_update(unit)
         if adds:
-            self.promote(gradients)
+            self.homes.promote(gradients)
         squares = gradients.squares
 
         def bring() -> None:
@@ -207,10 +181,10 @@ class GradientStore:
             return
         gradients, entry = place
         gradients.check_new(entry, grad)
-        self._store_shown(gradients)
+        self.param_grads.store_shown(gradients)
         if gradients.shard is not None or gradients.num_sums or not gradients.adds_to(entry.param.index):
             return
-        self.promote(gradients)
+        self.homes.promote(gradients)
         gradients.wait_transfers()
         with gradients.opened() as flat:
             total = entry.param.view(flat[entry.start : entry.stop]).to(grad.device) + grad
@@ -233,17 +207,12 @@ class GradientStore:
 
     def wait_transfers(self) -> None:
         """Block until every gradient so far rests at its home, the empty ones too."""
-        self._in_flight.wait_all()
-        for gradients in self._units.values():
-            if gradients.shard is not None or gradients.num_sums:
-                gradients.wait_transfers()
-        for windows in self._windows:
-            windows.finish_writes()
+        self.homes.wait_transfers()
 
     def freeze(self, unit: Unit, into: StepGradients) -> None:
         """Detach one unit's gradients for an update that begins in backward: later ones of this step are refused."""
         gradients = self._units[unit.index]
-        self._store_shown(gradients)
+        self.param_grads.store_shown(gradients)
         gradients.expire_views()
         into.shares[unit.index] = gradients.share()
         gradients.frozen = True
@@ -282,84 +251,17 @@ class GradientStore:
                 if gradients.paged is not None:
                     gradients.paged.windows.drop(gradients.paged)
                 gradients.clear()
-            self._take_unstored()
-
-    def drop_unstored(self) -> None:
-        """Drop the gradients that are in autograd's own attribute."""
-        self._take_unstored()
+            self.param_grads.take_unstored()
 
     def abort(self) -> None:
         """Free what a `discard` that failed has left. The lanes are idle."""
         self._in_flight.clear()
 
-    # -- param.grad --------------------------------------------------------------------------------------------------
-
-    def set_hidden(self, why: str | None) -> None:
-        """Refuse to read and assign `param.grad` from now on, with the reason `why`; None allows both."""
-        self._hidden = why
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient in this step."""
-        return any(map(_PRESENT, self._units.values()))
-
-    def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return `param.grad` between backward and step(): a live view of the gradient's home, to be read and changed
-        in place. Under a loss scale it is a copy in fp32 without that factor; changes of it count as well. Waits until
-        the gradient is there. Raises ModelError while hidden. Driver thread."""
-        if (place := self._places.get(param)) is None or place[1].param.index not in place[0].present:
-            return None
-        self._refuse_if_hidden(place[1])
-        return place[0].show(place[1], self._overflow.loss_scale)
-
-    def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
-        """Do `param.grad = value`; None drops the gradient. The tensor itself is the gradient until the next
-        backward or step() copies it to its home.
-
-        `value`: of the parameter's shape, of the dtype and on the device of the parameter or of the gradient's home; or
-        fp32 where there is a loss scale, by which it is not multiplied. Raises ModelError for others, and while hidden.
-        Driver thread."""
-        if (place := self._places.get(param)) is None:
-            return
-        gradients, entry = place
-        index = entry.param.index
-        if value is None and index not in gradients.present:
-            return
-        self._refuse_if_hidden(entry)
-        if value is None:
-            gradients.remove(entry)
-            return
-        if value is gradients.shown.get(index):  # as in `param.grad *= 2`
-            return
-        gradients.check_new(entry, value)
-        devices, dtypes = (param.device, gradients.flat.device), [gradients.unit.dtype, gradients.flat.dtype]
-        if self._overflow.loss_scale != 1.0:
-            dtypes.append(torch.float32)
-            value = value.detach()  # it may be the copy of another gradient, which ends before this one
-        if value.shape != entry.param.shape or value.dtype not in dtypes or value.device not in devices:
-            raise ModelError(
-                f"A gradient of shape {tuple(entry.param.shape)}, {gradients.unit.dtype}, on {param.device} was "
-                f"expected for {entry.param.name}; found shape {tuple(value.shape)}, {value.dtype}, on {value.device}."
-            )
-        if value.untyped_storage()._cdata in self._storages:
-            value = value.detach().clone()  # a view of another gradient's home, which may get another value first
-        self.wait_update(gradients.unit)
-        gradients.assign(entry, value)
-
-    def collect_assigned(self) -> None:
-        """Copy the gradients that users assigned to their homes, before a step; also those assigned while a forward or
-        a backward was running."""
-        for param, grad in self._take_unstored():
-            self.assign(param, grad)
-        for gradients in self._units.values():
-            if gradients.shown:
-                self._store_shown(gradients)
-
     def zero(self) -> None:
         """Set gradients to 0 instead of None, also those of earlier steps since they were last set to None."""
         for gradients in self._units.values():
             if gradients.present or gradients.earlier or gradients.num_sums:
-                self.wait_update(gradients.unit)
+                self.homes.wait_update(gradients.unit)
                 self.free_taken(gradients.waiting)
                 gradients.set_zero()
 
@@ -425,82 +327,4 @@ class GradientStore:
     def close(self) -> None:
         """Lanes have ended."""
         self._in_flight.clear()
-        self._places.clear()
-        self._units.clear()
-        for tier, nbytes in self._extra_nbytes.items():
-            self._ledger.discharge(tier, "gradient_sums", nbytes)
-        self._extra_nbytes.clear()
-
-    # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _store_shown(self, gradients: UnitGradients) -> None:
-        """Copy home the gradients of a unit that users assigned, and those that they changed of which they have
-        copies."""
-        scale = self._overflow.loss_scale
-        if scale == 1.0 and gradients.paged is None:
-            gradients.store_assigned()
-        elif changed := gradients.take_changed(scale):
-            if scale != 1.0:
-                self.promote(gradients, _CHANGED)
-            for entry, value in changed:
-                gradients.replace(entry, value if scale == 1.0 else value.to(torch.float32) * scale)
-
-    def _take_unstored(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Take the gradients that are in autograd's own attribute, which no hook has moved to their homes."""
-        found = []
-        with torch._C.DisableTorchFunctionSubclass():
-            for param in self._places:
-                if (grad := GRAD_SLOT.__get__(param)) is not None:
-                    GRAD_SLOT.__set__(param, None)
-                    found.append((param, grad))
-        return found
-
-    def _refuse_if_hidden(self, entry: FlatEntry) -> None:
-        if self._hidden is not None:
-            raise ModelError(f"The gradient of {entry.param.name} cannot be read or changed now: {self._hidden}")
-
-    def wait_update(self, unit: Unit) -> None:
-        """Block until the unit's last update has read its gradients. Raises the error of one that has failed."""
-        update = self._inventory.last_update(unit)
-        if update is not None and not update.written.done():
-            with self._recorder.span("compute", "wait_update", unit.name):
-                update.computed.wait()
-
-    def promote(self, gradients: UnitGradients, why: str = _SECOND_BACKWARD) -> None:
-        """Turn the unit's flat to fp32, if it is not: for the second gradient of a parameter in a step planned without
-        sums (several backwards), as 16-bit sums would round. `why`: the warning of any other cause."""
-        if gradients.flat.dtype == torch.float32:
-            return
-        if gradients.paged is not None:
-            found = "another backward" if why is _SECOND_BACKWARD else "a gradient changed under a loss scale"
-            raise ModelError(
-                f"Gradients of {gradients.unit.name} rest on NVMe in 16 bit, as planned for one backward in a step; "
-                f"found {found}, which needs fp32. Set gradient_accumulation_steps to the number of backwards, or "
-                "managed_gradient_accumulation to false where that varies: either plans fp32. Or keep gradients in "
-                'host memory: "tiered_zero": {"gradients": "cpu"}.'
-            )
-        tier = gradients.tier_name
-        nbytes = _sum_nbytes(gradients)
-        if not self._extra_nbytes:
-            more = Counter[str]()
-            for each in self._units.values():
-                more[each.tier_name] += _sum_nbytes(each)
-            logger.warning(
-                why,
-                ", ".join(f"+{format_nbytes(extra)} on {where}" for where, extra in more.items()),
-            )
-        self._ledger.charge(tier, "gradient_sums", nbytes)
-        self._extra_nbytes[tier] += nbytes
-        self.wait_transfers()
-        gradients.expire_views()
-        gradients.flat = gradients.flat.to(torch.float32)
-        if gradients.spare is not None:
-            gradients.spare = gradients.spare.to(torch.float32)
-        self._storages |= gradients.storages()
-
-
-def _sum_nbytes(gradients: UnitGradients) -> int:
-    """Bytes of the unit's gradients as fp32 sums; none for a unit of fp32, whose gradients are sums anyway."""
-    if gradients.unit.dtype == torch.float32:
-        return 0
-    return 4 * gradients.flat.numel() * (1 if gradients.spare is None else 2)
+        self.homes.close()

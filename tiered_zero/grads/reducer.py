@@ -159,7 +159,7 @@ class GradientReducer:
         for index in sorted(self._receiving):
             each = self._units[index]
             if each.num_sums or index in self._wide:
-                self._store.promote(each)  # here every rank's earlier buckets end; in mid-backward they may not
+                self._store.homes.promote(each)  # here every rank's earlier buckets end; in mid-backward they may not
         self._is_last = is_last
         self._queue = deque(bucket for bucket in self._reduction.buckets if bucket.units & self._receiving)
 
@@ -272,15 +272,15 @@ class GradientReducer:
             absent = [e for e in each.unit.entries if e.param.index in present and e.param.index not in each.present]
             each.present.update(entry.param.index for entry in absent)
             if index in self._wide and (each.shard is None or index in reduced):
-                self._store.promote(each)
+                self._store.homes.promote(each)
             if not absent or each.num_sums:
                 continue
             if each.shard is None:
-                self._store.wait_update(each.unit)
+                self._store.homes.wait_update(each.unit)
                 for entry in absent:
                     each.flat[entry.start : entry.stop] = 0
             elif index not in reduced:  # zero_grad() set the other ranks' gradients to 0
-                self._store.wait_update(each.unit)
+                self._store.homes.wait_update(each.unit)
                 with each.opened() as flat:
                     flat.zero_()
         return reduced
