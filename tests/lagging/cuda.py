@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ class LaggingDevice:
         torch.ops.load_library(library)
         self._library = ctypes.CDLL(str(library))
         self._library.lagging_set.argtypes = [ctypes.c_char_p, ctypes.c_double]
+        self._library.lagging_hold.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
         self._library.lagging_counts.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
         self._library.lagging_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._library.lagging_unpin.argtypes = [ctypes.c_void_p]
@@ -50,6 +52,16 @@ class LaggingDevice:
         rates = ("flops_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "comm_bytes_per_s")
         self.set(delay_seed=-1, kernel_s=0, capacity_nbytes=8 << 30, **dict.fromkeys(rates, 0.0))
         self.take_counts()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Let the current stream run nothing inside of the block: whoever waits for it on the host, waits for ever."""
+        stream = torch.accelerator.current_stream()
+        self._library.lagging_hold(stream.device_index, stream.stream_id, 1)
+        try:
+            yield
+        finally:
+            self._library.lagging_hold(stream.device_index, stream.stream_id, 0)
 
     def take_counts(self) -> dict[str, int]:
         """Return what was counted since the last call: kernels, copies, events, and the host's waits by cause."""

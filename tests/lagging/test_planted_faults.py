@@ -6,7 +6,10 @@ fault has the bits of plain PyTorch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +20,17 @@ import torch
 from tests.lagging.child import Outcome
 from tests.lagging.cuda import LaggingDevice
 from tests.lagging.training import Course, data_on_device, differences_of, engine_for
-from tiered_zero.concurrency.transfer import Transfer
+from tests.parity.test_activations import Blocks
+from tests.support.trainers import tiered
+from tiered_zero.checkpoint import capture
+from tiered_zero.checkpoint.capture import Capture
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer
+from tiered_zero.engine.engine import Engine
 from tiered_zero.grads.in_flight import InFlightGradients
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.device.lanes import Lane, LaneTransfer
 from tiered_zero.hardware.device.streams import StreamAccelerator
+from tiered_zero.update.places import UnitParameters
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -161,3 +170,99 @@ def test_an_end_that_does_not_wait_is_found(swap_path, lagging):
     assert lagging.run(close_under_copies, planted=True, swap_path=swap_path) > 0
     lagging.close()  # copies read memory that is gone
     assert lagging.run(close_under_copies, planted=False, swap_path=swap_path) == 0
+
+
+def write_back_without_after(patch: pytest.MonkeyPatch) -> None:
+    lane_does_not_wait("write_back")(patch)
+
+
+def write_back_behind_the_lanes_own_mark(patch: pytest.MonkeyPatch) -> None:
+    """`record_compute` refuses lanes; `record` does not."""
+    write = UnitParameters.write
+
+    def write_behind_own(
+        self: UnitParameters, segment: object, kind: str, window: object, after: object, *rest: object
+    ) -> object:
+        return write(self, segment, kind, window, self._runtime.accelerator.record(), *rest)
+
+    patch.setattr(UnitParameters, "write", write_behind_own)
+
+
+def write_under_compute(device: LaggingDevice, plant: Plant, is_early: bool, swap_path: Path) -> bool:
+    """Step while a kernel that reads a weight has not run yet; return whether it has read what was there."""
+    read: list[torch.Tensor] = []
+    held = contextlib.ExitStack()
+    with pytest.MonkeyPatch.context() as patch, engine_for(RESIDENT, swap_path, optimizer_in_backward=False) as engine:
+        plant(patch)
+        weight = engine.module.blocks[0].out.weight.detach()
+        before = weight.cpu()
+
+        def let_go() -> None:
+            """Once the weight is written; where it must not be, at any time."""
+            deadline = time.monotonic() + (60 if is_early else 0.1)
+            with torch.Stream("cuda"):
+                while torch.equal(weight.cpu(), before) and time.monotonic() < deadline:
+                    time.sleep(0.001)
+            held.close()
+
+        def read_late(*_: object) -> None:
+            held.enter_context(device.held())
+            read.append(weight.clone())
+            threading.Thread(target=let_go).start()
+
+        engine.backward(engine(*data_on_device(0)))
+        engine.optimizer.register_step_pre_hook(read_late)
+        engine.step()
+        engine.flush()
+    return torch.equal(read[0].cpu(), before)
+
+
+@pytest.mark.parametrize(
+    ("plant", "is_early"),
+    [(write_back_without_after, True), (write_back_behind_the_lanes_own_mark, False), (nothing, False)],
+)
+def test_parameters_that_are_written_under_compute_are_found(plant, is_early, swap_path, lagging):
+    """The update lane's own mark is as late as compute's: its job is launched behind that."""
+    has_read = lagging.run(write_under_compute, plant=plant, is_early=is_early, swap_path=swap_path)
+    assert has_read == (not is_early)
+
+
+def saves_do_not_wait(patch: pytest.MonkeyPatch) -> None:
+    write = Capture.write
+
+    def write_at_once(self: Capture, state: object, tag: object, ready: object, *rest: object) -> object:
+        return write(self, state, tag, COMPLETED, *rest)
+
+    patch.setattr(Capture, "write", write_at_once)
+
+
+def save_under_compute(device: LaggingDevice, plant: Plant, is_early: bool, swap_path: Path, tmp_path: Path) -> bool:
+    """Save while a kernel that changes a frozen weight has not run yet; return whether the change was saved."""
+
+    def engine_of() -> Engine:
+        torch.manual_seed(0)
+        model = Blocks("no checkpoint")
+        list(model.parameters())[-1].requires_grad_(False)
+        return tiered(model, swap_path, ("none", "none"), runtime={"device": "cuda", "checkpoint": {"async": True}})
+
+    with pytest.MonkeyPatch.context() as patch, engine_of() as engine, contextlib.ExitStack() as held:
+        plant(patch)
+        patch.setattr(capture, "_MOST_COPIED_NBYTES", 0)  # more than a save copies before it returns
+        frozen = list(engine.module.parameters())[-1]
+        held.enter_context(device.held())
+        frozen.add_(1)
+        late = threading.Timer(60 if is_early else 0.1, held.close)
+        late.start()
+        engine.save_checkpoint(str(tmp_path), tag="t")
+        late.cancel()
+        held.close()
+        expected = frozen.cpu()
+    with engine_of() as engine:
+        engine.load_checkpoint(str(tmp_path), tag="t")
+        return torch.equal(list(engine.module.parameters())[-1].cpu(), expected)
+
+
+@pytest.mark.parametrize(("plant", "is_early"), [(saves_do_not_wait, True), (nothing, False)])
+def test_a_save_that_does_not_wait_is_found(plant, is_early, swap_path, tmp_path, lagging):
+    arguments = {"plant": plant, "is_early": is_early, "swap_path": swap_path, "tmp_path": tmp_path}
+    assert lagging.run(save_under_compute, **arguments) == (not is_early)

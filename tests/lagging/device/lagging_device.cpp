@@ -61,6 +61,8 @@ int lagging_set(const char* name, double value) {
   return found != nullptr;
 }
 
+void lagging_hold(int device, int64_t stream, int is_held) { lagging::streams().at(device, stream).hold(is_held); }
+
 // Writes "name count\n" for each, and starts again from nothing. Returns 0 where `size` is too small.
 int lagging_counts(char* text, size_t size) {
   std::string lines;

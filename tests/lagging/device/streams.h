@@ -123,6 +123,13 @@ class Stream {
     });
   }
 
+  // Run nothing more until it is let go.
+  void hold(bool is_held) {
+    std::lock_guard<std::mutex> guard(lock_);
+    is_held_ = is_held;
+    launched_.notify_one();
+  }
+
   uint64_t num_launched() {
     std::lock_guard<std::mutex> guard(lock_);
     return num_launched_;
@@ -165,7 +172,7 @@ class Stream {
       Task task;
       {
         std::unique_lock<std::mutex> guard(lock_);
-        launched_.wait(guard, [&] { return !tasks_.empty(); });
+        launched_.wait(guard, [&] { return !tasks_.empty() && !is_held_; });
         task = std::move(tasks_.front());
         tasks_.pop_front();
       }
@@ -204,6 +211,7 @@ class Stream {
   uint64_t num_launched_ = 0, num_done_ = 0;
   Time free_at_ = {};  // one that wakes up late does not delay the next
   std::vector<Time> ends_ = std::vector<Time>(NUM_ENDS);
+  bool is_held_ = false;
   int64_t seed_ = -1;
   std::mt19937_64 random_;
 };
