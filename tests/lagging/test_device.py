@@ -9,7 +9,7 @@ from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
 
 LATE_S = 0.03
-"""Of a kernel: the host asks long before. Nothing here fails where the host is slower than that."""
+"""Of a kernel, where only its order or its length is asked for."""
 
 
 def host_memory(numel: int) -> torch.Tensor:
@@ -18,14 +18,14 @@ def host_memory(numel: int) -> torch.Tensor:
 
 @on_device
 def test_kernels_run_late_and_in_order(device: LaggingDevice):
-    device.set(kernel_s=LATE_S)
-    x = torch.ones(4, device="cuda")
-    for _ in range(5):
-        x = x * 2 + 1
-    event = torch.Event("cuda")
-    event.record()
-    assert not event.query(), "launched, and not run"
-    assert not any(name.startswith("host_wait") for name in device.take_counts()), "a launch waits for nothing"
+    with device.held():
+        x = torch.ones(4, device="cuda")
+        for _ in range(5):
+            x = x * 2 + 1
+        event = torch.Event("cuda")
+        event.record()
+        assert not event.query(), "launched, and not run"
+        assert not any(name.startswith("host_wait") for name in device.take_counts()), "a launch waits for nothing"
     assert x.tolist() == [63.0] * 4 and event.query()
     assert device.take_counts()["host_wait.copy_to_host"] == 1
 
@@ -35,13 +35,16 @@ def test_streams_are_ordered_by_events_alone(device: LaggingDevice):
     x = torch.zeros(4, device="cuda")
     late, own = torch.Stream("cuda"), torch.Stream("cuda")
     torch.accelerator.synchronize()
-    device.set(kernel_s=LATE_S)
-    with late:
+    with late, device.held():
         x.add_(1)
-    with own:
-        assert x.tolist() == [0.0] * 4, "another stream has not been waited for"
-        own.wait_stream(late)
-        assert x.tolist() == [1.0] * 4
+        with own:
+            assert x.tolist() == [0.0] * 4, "another stream has not been waited for"
+            own.wait_stream(late)
+            seen = x.clone()
+            event = own.record_event()
+            assert not event.query(), "it waits for the stream that is held"
+    event.synchronize()
+    assert seen.tolist() == [1.0] * 4
 
 
 @on_device
@@ -65,14 +68,14 @@ def test_a_stream_that_was_not_ordered_reads_what_is_freed(device: LaggingDevice
         x = torch.ones(1000, device="cuda")
         other = torch.Stream("cuda")
         torch.accelerator.synchronize()
-        with other:
-            device.set(kernel_s=LATE_S)
-            torch.zeros(1, device="cuda")  # the copy comes after it
-            device.set(kernel_s=0)
+        compute = torch.accelerator.current_stream()
+        with other, device.held():
             copy = x.clone()
-        if recorded:
-            x.record_stream(other)
-        del x
+            if recorded:
+                x.record_stream(other)
+            with compute:
+                del x
+                compute.synchronize()
         other.synchronize()
         found[recorded] = copy.tolist()
     assert all(value != value for value in found[False])
@@ -82,12 +85,12 @@ def test_a_stream_that_was_not_ordered_reads_what_is_freed(device: LaggingDevice
 @on_device
 def test_copies_use_host_memory_late(device: LaggingDevice):
     source, target = host_memory(4), host_memory(4)
-    device.set(h2d_bytes_per_s=16 / LATE_S, kernel_s=LATE_S)
-    x = torch.zeros(4, device="cuda")
-    x.copy_(source, non_blocking=True)
-    target.copy_(x + 1, non_blocking=True)
-    source.fill_(7)
-    assert target.tolist() == [0.0] * 4
+    with device.held():
+        x = torch.zeros(4, device="cuda")
+        x.copy_(source, non_blocking=True)
+        target.copy_(x + 1, non_blocking=True)
+        source.fill_(7)
+        assert target.tolist() == [0.0] * 4
     torch.accelerator.synchronize()
     assert target.tolist() == [8.0] * 4
 
@@ -182,9 +185,9 @@ def test_pinned_memory_under_a_copy_is_counted(device: LaggingDevice):
     runtime, memory = torch.cuda.cudart(), torch.zeros(1024)
     assert runtime.cudaHostRegister(memory.data_ptr(), 4096, 0) == 0 and memory.is_pinned()
     assert runtime.cudaHostRegister(memory.data_ptr() + 8, 8, 0) != 0, "registered already"
-    device.set(h2d_bytes_per_s=4096 / LATE_S)
-    x = memory.to("cuda", non_blocking=True)
-    assert runtime.cudaHostUnregister(memory.data_ptr()) == 0
+    with device.held():
+        x = memory.to("cuda", non_blocking=True)
+        assert runtime.cudaHostUnregister(memory.data_ptr()) == 0
     assert device.take_counts()["unpinned_under_a_copy"] == 1
     assert x.sum().item() == 0 and not memory.is_pinned()
 
