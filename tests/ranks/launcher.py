@@ -19,6 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.support.forked import run_program
 
+ROOT = str(Path(__file__).resolve().parents[2])
 CLONE_NEWNET = 0x40000000
 
 
@@ -41,6 +42,8 @@ def run_rank(scratch: str, namespace: str, command: list[str]) -> None:
 def main() -> None:
     scratch, num_ranks, node_rank, address, port, namespace, *command = sys.argv[1:]
     enter(namespace)
+    os.environ["PYTHONPATH"] = ROOT  # for the process that the ranks are forked from
+    sys.path.insert(0, ROOT)  # for the ranks, which have this process's
     if int(node_rank) < 0:
         place = {"max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(uuid.uuid4())}
     else:
