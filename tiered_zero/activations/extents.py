@@ -108,7 +108,7 @@ class NvmePlace:
 
     def write(self, at: int, source: torch.Tensor) -> None:
         if self._targets is not None:
-            self._heap.check()
+            self._heap.add(source.numel())
         self._finish(range(at, at + source.numel()))
         for start in range(0, source.numel(), self._staging.buffer_nbytes):
             part = source[start : start + self._staging.buffer_nbytes]
@@ -124,7 +124,7 @@ class NvmePlace:
     def read(self, at: int, target: torch.Tensor) -> None:
         self._finish(range(at, at + target.numel()))
         if self._targets is not None:
-            self._heap.check()
+            self._heap.add(target.numel())
             self._wait(self._tier.read(self._slot, _pages(target), at, urgent=True))
             return
         reads: deque[tuple[torch.Tensor, Transfer, Lease]] = deque()

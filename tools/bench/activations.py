@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
+from tiered_zero.hardware.memory.host_memory import trim_malloc
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.measure import fill_file, measure_rate
 from tiered_zero.io.select import select_engine
@@ -62,12 +63,14 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-def peak_of(task: Callable[[], object], peaks: list[int]) -> None:
-    """Run the task; add the highest resident set meanwhile."""
+def peak_of(task: Callable[[], object]) -> int:
+    """Run the task; return the highest resident set meanwhile. What others have left in malloc's heap is returned
+    first."""
+    trim_malloc()
     Path("/proc/self/clear_refs").write_text("5")
     task()
     status = Path("/proc/self/status").read_text()
-    peaks.append(int(status.partition("VmHWM:")[2].split()[0]) * 1024)
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def main(arguments: list[str] | None = None) -> dict[str, object]:
@@ -122,8 +125,8 @@ def run(options: argparse.Namespace, ends: ExitStack) -> dict[str, object]:
         tasks[f"nvme{suffix}"] = engine_step(engine, x)
 
     before_nbytes = int(psutil.Process().memory_info().rss)
-    peaks: dict[str, list[int]] = {name: [] for name in tasks}
-    samples = measure({name: peak_for(task, peaks[name]) for name, task in tasks.items()}, options.rounds)
+    samples = measure(tasks, options.rounds)
+    peaks = {name: peak_of(task) - before_nbytes for name, task in tasks.items() if name not in rates}
     moved = {}
     for name, engine in engines.items():
         assert engine.step_report is not None
@@ -151,11 +154,7 @@ def run(options: argparse.Namespace, ends: ExitStack) -> dict[str, object]:
         "ratios": ratios,
         "moved_nbytes": moved,
         "disk_bytes_per_s": {mode: statistics.median(values[1:]) for mode, values in rates.items()},
-        "peak_nbytes": {
-            name: int(statistics.median(values[1:])) - before_nbytes
-            for name, values in peaks.items()
-            if name not in rates
-        },
+        "peak_nbytes": peaks,
     }
     if options.out:
         bound = {name: statistics.median(values) for name, values in samples.items() if not name.startswith("nvme")}
@@ -184,10 +183,6 @@ def engine_step(engine: tiered_zero.Engine, x: Tensor) -> Callable[[], object]:
         engine.step()
 
     return step
-
-
-def peak_for(task: Callable[[], object], peaks: list[int]) -> Callable[[], object]:
-    return lambda: peak_of(task, peaks)
 
 
 if __name__ == "__main__":

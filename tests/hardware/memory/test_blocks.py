@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 
-from tiered_zero.hardware.memory.blocks import BlockPool
+from tiered_zero.hardware.memory import blocks
+from tiered_zero.hardware.memory.blocks import BlockPool, HeapTrim
 
 MIB = 1 << 20
 
@@ -41,3 +43,22 @@ def test_free_mappings_go_where_all_would_take_more_than_was_asked_for() -> None
     held.clear()
     pool.trim()
     assert pool.mapped_nbytes == 0
+
+
+def test_the_heap_is_trimmed_where_moved_blocks_have_left_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for holes of which nothing has moved: plain PyTorch's blocks come and go."""
+    unused, trims = [0], list[int]()
+    monkeypatch.setattr(HeapTrim, "_unused_nbytes", lambda self: unused[0])
+    monkeypatch.setattr(blocks, "trim_malloc", lambda: trims.append(unused.pop()) or unused.append(MIB))
+    heap = HeapTrim(8 * MIB)
+    unused[:] = [20 * MIB]
+    heap.add(7 * MIB)
+    assert trims == []
+    heap.add(MIB)
+    assert trims == [20 * MIB]
+    unused[:] = [9 * MIB]
+    heap.add(8 * MIB)
+    assert len(trims) == 1, "8 MiB more than the least stay"
+    unused[:] = [9 * MIB + 1]
+    heap.add(8 * MIB)
+    assert len(trims) == 2

@@ -65,7 +65,7 @@ class BlockPool:
 
 @final
 class HeapTrim:
-    """Trims malloc's heap when too much of it is free and resident; glibc only (2.33). One thread.
+    """Trims malloc's heap when moved blocks have left too much of it free and resident; glibc only (2.33). One thread.
 
     Small blocks that live longer come to lie between large ones in the heap, which then fit into none of the holes: 64
     checkpoints of 4 MiB, whose inputs were offloaded, left 250 MiB there. A mapping for each large block
@@ -73,17 +73,21 @@ class HeapTrim:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """`nbytes`: of holes, which stay for the next blocks."""
+        """`nbytes`: of holes, which stay for the next blocks; and of blocks that are moved before holes are looked for:
+        others come and go in plain PyTorch too."""
         self._nbytes = nbytes
+        self._moved_nbytes = 0
         self._info = getattr(ctypes.CDLL(None), "mallinfo2", None)
         if self._info is not None:
             self._info.restype = _Mallinfo2
             self._least_nbytes = self._unused_nbytes()
 
-    def check(self) -> None:
-        """Trim where holes have grown beyond the size that is left alone. Tens of microseconds."""
-        if self._info is None:
+    def add(self, nbytes: int) -> None:
+        """Count a block that is moved; trim where holes have grown beyond the size that is left alone."""
+        self._moved_nbytes += nbytes
+        if self._info is None or self._moved_nbytes < self._nbytes:
             return
+        self._moved_nbytes = 0
         found = self._unused_nbytes()
         if found - self._least_nbytes > self._nbytes:
             trim_malloc()
