@@ -74,7 +74,7 @@ class HeapTrim:
 
     def __init__(self, nbytes: int) -> None:
         """`nbytes`: of holes, which stay for the next blocks; and of blocks that are moved before holes are looked for:
-        others come and go in plain PyTorch too."""
+        plain PyTorch leaves holes too."""
         self._nbytes = nbytes
         self._moved_nbytes = 0
         self._info = getattr(ctypes.CDLL(None), "mallinfo2", None)
