@@ -34,11 +34,16 @@ NOTHING: Mapping[str, str] = {}
 
 def on_device(body: Callable[..., None]) -> Callable[..., None]:
     """Make a test of a function `body(device, ...)`, which runs in the child; pytest gives its other arguments."""
+    return as_test(body, "lagging")
 
-    def test(lagging: Child, **arguments: Any) -> None:
-        lagging.run(body, **arguments)
 
-    own = inspect.Parameter("lagging", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+def as_test(body: Callable[..., None], fixture: str) -> Callable[..., None]:
+    """Make a test that `fixture` runs `body` in, with the other arguments, which pytest gives."""
+
+    def test(**arguments: Any) -> None:
+        arguments.pop(fixture).run(body, **arguments)
+
+    own = inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     others = list(inspect.signature(body).parameters.values())[1:]
     vars(test).update(__signature__=inspect.Signature([own, *others]), body=body)
     test.__name__, test.__qualname__, test.__doc__ = body.__name__, body.__qualname__, body.__doc__

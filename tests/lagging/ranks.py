@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from tests.lagging.child import DEADLINE_S, Child, Outcome
+from tests.lagging.child import DEADLINE_S, Child, Outcome, as_test
 from tests.ranks.pool import launcher_environment, open_store
 
 NUM_RANKS = 2
@@ -20,16 +19,7 @@ GRACE_S = 30.0
 def on_ranks(body: Callable[..., None]) -> Callable[..., None]:
     """Make a test of a function `body(device, ...)`, which runs on each rank; pytest gives its other arguments. What a
     launcher puts into the environment is there, and device 0 is current."""
-
-    def test(lagging_ranks: LaggingRanks, **arguments: Any) -> None:
-        lagging_ranks.run(body, **arguments)
-
-    own = inspect.Parameter("lagging_ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    others = list(inspect.signature(body).parameters.values())[1:]
-    vars(test).update(__signature__=inspect.Signature([own, *others]), body=body)
-    test.__name__, test.__qualname__, test.__doc__ = body.__name__, body.__qualname__, body.__doc__
-    test.__module__ = body.__module__
-    return test
+    return as_test(body, "lagging_ranks")
 
 
 class LaggingRanks:

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 
 from tests.lagging.child import Outcome
 from tests.lagging.cuda import LaggingDevice
+from tests.lagging.faults import Plant, lane_does_not_wait
 from tests.lagging.training import Course, data_on_device, differences_of, engine_for
 from tests.parity.test_activations import Blocks
 from tests.support.trainers import tiered
@@ -28,11 +28,9 @@ from tiered_zero.concurrency.transfer import COMPLETED, Transfer
 from tiered_zero.engine.engine import Engine
 from tiered_zero.grads.in_flight import InFlightGradients
 from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.device.lanes import Lane, LaneTransfer
+from tiered_zero.hardware.device.lanes import LaneTransfer
 from tiered_zero.hardware.device.streams import StreamAccelerator
 from tiered_zero.update.places import UnitParameters
-
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 LATE_COMPUTE = {"kernel_s": 1e-3}
 SLOW_H2D = {"h2d_bytes_per_s": 4e6}
@@ -49,18 +47,6 @@ def compute_does_not_wait(patch: pytest.MonkeyPatch) -> None:
         transfer.check_launched()
 
     patch.setattr(StreamAccelerator, "wait_on_compute", wait)
-
-
-def lane_does_not_wait(name: str) -> Plant:
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        submit = Lane.submit
-
-        def submit_at_once(self: Lane, job: Callable[[], None], after: object = (), *rest: object, **more: object):
-            return submit(self, job, () if self.name == name else after, *rest, **more)
-
-        patch.setattr(Lane, "submit", submit_at_once)
-
-    return plant
 
 
 def copies_do_not_finish(patch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tiered_zero
 from tests.lagging.cuda import LaggingDevice
+from tests.lagging.faults import lane_does_not_wait
 from tests.lagging.ranks import LaggingRanks
 from tests.support.models import ParityGPT, batch
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ConfigError, RankError
-from tiered_zero.hardware.device.lanes import Lane
 from tiered_zero.hardware.device.select import build_accelerator
 from tiered_zero.hardware.device.streams import StreamAccelerator
 from tiered_zero.hardware.ranks.collective_transfer import DeviceCollective
@@ -250,18 +249,6 @@ def test_a_device_without_a_backend_is_refused(lagging_ranks: LaggingRanks) -> N
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------
-
-
-def lane_does_not_wait(name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        submit = Lane.submit
-
-        def submit_at_once(self: Lane, job: Callable[[], None], after: object = (), *rest: object, **more: object):
-            return submit(self, job, () if self.name == name else after, *rest, **more)
-
-        patch.setattr(Lane, "submit", submit_at_once)
-
-    return plant
 
 
 def compute_does_not_wait(patch: pytest.MonkeyPatch) -> None:

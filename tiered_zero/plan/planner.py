@@ -150,9 +150,9 @@ class Plan:
 def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
     """Place every byte. Raises ConfigError where a size that the config fixes cannot work; does not check limits.
 
-    Gradients are placed last: with "auto" those for which all else leaves room rest in host memory. So parameters that
-    `max_in_cpu` keeps there go before them: a byte of memory spares the disk 2n + 1 bytes of a parameter in a step of n
-    micro-batches, which both passes read and the update writes, and at most 2n of a gradient."""
+    Gradients are placed last: with "auto" as many rest in host memory as there is room for beside all else. Parameters
+    that `max_in_cpu` keeps there go before them: a byte of memory spares the disk 2n + 1 bytes of a parameter in a step
+    of n micro-batches, which both passes read and the update writes, and at most 2n of a gradient."""
     if request.gradients == "nvme":
         return _plan(units, subgroups, request, 0)
     plan = _plan(units, subgroups, request, NO_LIMIT)
