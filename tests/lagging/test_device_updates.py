@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,11 @@ from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
 from tests.support.trainers import tiered
 from tiered_zero.engine.engine import Engine
+from tiered_zero.rules import packed_runs
+from tiered_zero.rules.native_rules import AdamRule
+from tiered_zero.rules.quantized import QuantizedAdam
+from tiered_zero.rules.rule import Run, UpdateRule
+from tiered_zero.rules.state_formats import split_master
 
 FLAGS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": False}, "fused": {"fused": True}}
 
@@ -81,14 +86,80 @@ def test_the_bits_are_those_of_torchs_optimizer_on_the_device(
             assert torch.equal(engine.module.state_dict()[name].cpu(), found.cpu()), name
 
 
-@pytest.mark.parametrize("flags", ["default", "fused"])
+LAUNCHES = {
+    ("fp32", "default"): 25,
+    ("fp32", "fused"): 16,
+    ("bf16_remainder", "default"): 86,
+    ("lossy_bf16_moments", "default"): 135,
+    ("lossy_8bit_moments", "default"): 212,
+}
+"""Most kernels, copies on the device among them, of an update of two param groups in one sub-group."""
+
+
+@pytest.mark.parametrize(("state_format", "flags"), LAUNCHES)
 @on_device
-def test_launches_do_not_grow_with_the_parameters(device: LaggingDevice, swap_path: Path, flags: str) -> None:
+def test_launches_do_not_grow_with_the_parameters(
+    device: LaggingDevice, swap_path: Path, state_format: str, flags: str
+) -> None:
     found = []
-    for num_layers in (2, 8):
-        with build(Net(num_layers), swap_path / str(num_layers), FLAGS[flags], bf16={"enabled": True}) as engine:
-            found.append(count_step(device, engine).get("kernel", 0))
-    assert found[0] == found[1] < 32
+    runtime = {"state_format": state_format}
+    for num_layers in (2, 6):
+        net, path = Net(num_layers), swap_path / str(num_layers)
+        with build(net, path, FLAGS[flags], bf16={"enabled": True}, runtime=runtime) as engine:
+            counts = count_step(device, engine)
+            found.append(counts["kernel"] + counts.get("copy.d2d", 0))
+    assert found[0] == found[1] <= LAUNCHES[state_format, flags]
+
+
+RULES: dict[str, Callable[[], UpdateRule]] = {
+    "bf16_remainder": lambda: AdamRule(decoupled=True, kernel=None),
+    "lossy_bf16_moments": lambda: AdamRule(decoupled=True, kernel=None, state_dtype=torch.bfloat16),
+    "lossy_8bit_moments": lambda: QuantizedAdam(AdamRule(decoupled=True, kernel=None)),
+}
+
+
+def runs_of(rule: UpdateRule, state_format: str, hyper: dict[str, Any], where: str) -> list[Run]:
+    """Of lengths that end inside of blocks, and inside of what is stepped at once."""
+    runs = []
+    for numel in (5, 64, 1, 333, 32, 200):
+        torch.manual_seed(numel)
+        master, state = torch.randn(numel), {}
+        for field in rule.state_fields((numel,), hyper):
+            state[field.name] = torch.zeros(field.shape, dtype=field.dtype, device=where)
+        out = master.bfloat16()
+        if state_format == "bf16_remainder":
+            out, master, mark = split_master(master)
+            state["exp_avg_sq"].copy_(torch.where(mark, -0.0, 0.0))
+        grad = torch.empty(numel, device=where)
+        runs.append(Run(master=master.to(where), grad=grad, state=state, scalars={}, hyper=hyper, out=out.to(where)))
+    return runs
+
+
+def step_runs(rule: UpdateRule, runs: Sequence[Run], together: bool) -> list[torch.Tensor]:
+    """Take three steps; return all that the runs hold."""
+    for step in range(3):
+        for run in runs:
+            generator = torch.Generator().manual_seed(1000 * step + run.master.numel())
+            run.grad.copy_(torch.randn(run.master.numel(), generator=generator))
+        for some in [runs] if together else [[run] for run in runs]:
+            rule.update(some)
+    assert all(run.scalars == {"step": 3.0} for run in runs)
+    return [x.cpu() for run in runs for x in (run.master, run.out, *run.state.values()) if x is not None]
+
+
+@pytest.mark.parametrize("state_format", RULES)
+@on_device
+def test_runs_that_are_stepped_together_have_the_bits_of_each_alone(device: LaggingDevice, state_format: str) -> None:
+    """On the device, and on the CPU without the native kernel."""
+    hyper = {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1}
+    rule = RULES[state_format]()
+    expected = step_runs(rule, runs_of(rule, state_format, hyper, "cpu"), together=False)
+    for most_numel in (96, 1 << 22):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packed_runs, "DEVICE_CHUNK_NUMEL", most_numel)
+            for together in (True, False):
+                found = step_runs(rule, runs_of(rule, state_format, hyper, "cuda"), together)
+                assert all(map(torch.equal, expected, found)), (most_numel, together)
 
 
 @on_device

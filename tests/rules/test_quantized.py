@@ -138,7 +138,7 @@ def cut(run: Run, places: list[int]) -> list[Run]:
 def test_neither_a_cut_between_blocks_nor_the_kernel_changes_a_bit(
     kernel: UpdateKernel | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized, "_CHUNK_NUMEL", 1 << 14)
+    monkeypatch.setattr(quantized, "_CPU_CHUNK_NUMEL", 1 << 14)
     rule, reference = (QuantizedAdam(AdamRule(decoupled=True, kernel=k)) for k in (kernel, None))
     master = wild((1 << 16) + 77)
     whole, parts = make_run(reference, master.clone()), make_run(rule, master.clone())

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from tiered_zero.errors import ModelError
 from tiered_zero.native import find_library, why_missing
 from tiered_zero.native.update import ADDRESSES_PER_RUN, Dtype, Flag, Hyper, UpdateKernel
+from tiered_zero.rules.packed_runs import batches, packed
 from tiered_zero.rules.rule import Run, StateField, UpdateRule
 from tiered_zero.rules.state_formats import join_master, round_randomly, split_master
 from tiered_zero.rules.torch_bits import choose_root, find_torch_root
@@ -28,8 +29,6 @@ from tiered_zero.rules.torch_rule import TorchRule
 _LOG = logging.getLogger("tiered_zero")
 _DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 _MASTER_DTYPES = {torch.float32: Dtype.FLOAT32, torch.int16: Dtype.REMAINDER}
-_CHUNK_NUMEL = 1 << 17
-_DEVICE_CHUNK_NUMEL = 1 << 22
 _MOST_STEPS = 2.0**53
 """What a float counts one by one."""
 
@@ -152,19 +151,22 @@ class NativeRule(UpdateRule):
         """Take one step on every run. Raises ModelError, with nothing written, for a run that breaks the contract."""
         alike: dict[Hashable, list[Run]] = {}
         for run in runs:
-            dtypes = run.master.dtype, run.grad.dtype, None if run.out is None else run.out.dtype
-            key = id(run.hyper), self._phase(run.scalars), run.grad_scale, run.master.is_cpu, run.grad.is_cpu, dtypes
-            alike.setdefault(key, []).append(run)
-        batches = [self._pack(group) for group in alike.values() if self._runs_natively(group[0])]
-        if batches and self.kernel:
-            table = numpy.concatenate([batch.table for batch in batches])
+            alike.setdefault(self.kind_of(run), []).append(run)
+        tables = [self._pack(group) for group in alike.values() if self._runs_natively(group[0])]
+        if tables and self.kernel:
+            table = numpy.concatenate([batch.table for batch in tables])
             self.kernel.update(table.ctypes.data, len(table))
-        for batch in batches:
+        for batch in tables:
             for run in batch.runs:
                 run.scalars = dict(batch.scalars)
         for group in alike.values():
             if not self._runs_natively(group[0]):
                 self._update_by_torch(group)
+
+    def kind_of(self, run: Run) -> Hashable:
+        """Return what runs have in common that are stepped by the same numbers."""
+        dtypes = run.master.dtype, run.grad.dtype, None if run.out is None else run.out.dtype
+        return id(run.hyper), self._phase(run.scalars), run.grad_scale, run.master.is_cpu, run.grad.is_cpu, dtypes
 
     def report(self) -> dict[str, Any]:
         """Report what runs the update: backend, isa, threads, elements a second (with bf16 gradients), whether the
@@ -277,36 +279,34 @@ class NativeRule(UpdateRule):
         if first.master.dtype is not torch.int16 and self.state_dtype is torch.float32:
             self._reference.update([replace(run, scalars=scalars, hyper=hyper) for run in runs])
         else:
-            for run in runs:
-                self._update_copies(run, hyper, scalars)
+            for batch in batches(runs):
+                with packed(batch) as kept:
+                    self._update_copies(kept, hyper, scalars)
         for run in runs:
             run.scalars = self._next_scalars(hyper, run.scalars)
 
-    def _update_copies(self, run: Run, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-        """Step a run of another format, chunk by chunk."""
-        joined, lossy = run.master.dtype is torch.int16, self.state_dtype is not torch.float32
-        seed = self._kernel_hyper(hyper, run.scalars).seed
-        chunk = _CHUNK_NUMEL if run.master.is_cpu else _DEVICE_CHUNK_NUMEL
-        for start in range(0, run.master.numel(), chunk):
-            kept = run.part(start, start + chunk)
-            state = {name: array.float() for name, array in kept.state.items()}
-            floats = replace(kept, state=state, scalars=dict(scalars), hyper=hyper)
-            if joined:
-                marked = kept.state[self.unsigned_field or ""]
-                assert kept.out is not None, "remainders come with their parameters"
-                floats.master, floats.out = join_master(kept.out, kept.master, marked.signbit()), None
-                state[self.unsigned_field or ""] = marked.float().abs()
-            self._reference.update([floats])
-            for which, name in enumerate(self._array_names(hyper)):
-                if lossy:
-                    kept.state[name].copy_(round_randomly(state[name], seed + which))
-                elif joined:
-                    kept.state[name].copy_(state[name])
-            if joined and kept.out is not None:
-                *halves, mark = split_master(floats.master)
-                for target, half in zip((kept.out, kept.master), halves, strict=True):
-                    target.copy_(half)
-                marked.copy_(torch.where(mark, -marked.abs(), marked.abs()))
+    def _update_copies(self, kept: Run, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
+        """Step a run of another format by copies of all of it."""
+        joined, lossy = kept.master.dtype is torch.int16, self.state_dtype is not torch.float32
+        seed = self._kernel_hyper(hyper, kept.scalars).seed
+        state = {name: array.float() for name, array in kept.state.items()}
+        floats = replace(kept, state=state, scalars=dict(scalars), hyper=hyper)
+        if joined:
+            marked = kept.state[self.unsigned_field or ""]
+            assert kept.out is not None, "remainders come with their parameters"
+            floats.master, floats.out = join_master(kept.out, kept.master, marked.signbit()), None
+            state[self.unsigned_field or ""] = marked.float().abs()
+        self._reference.update([floats])
+        for which, name in enumerate(self._array_names(hyper)):
+            if lossy:
+                kept.state[name].copy_(round_randomly(state[name], seed + which))
+            elif joined:
+                kept.state[name].copy_(state[name])
+        if joined and kept.out is not None:
+            *halves, mark = split_master(floats.master)
+            for target, half in zip((kept.out, kept.master), halves, strict=True):
+                target.copy_(half)
+            marked.copy_(torch.where(mark, -marked.abs(), marked.abs()))
 
     def _find_torch_bits(self) -> bool:
         """Find whether fp32 gradients give torch's bits, and with which square root: see [Note: bits of torch]."""

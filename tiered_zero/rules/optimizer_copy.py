@@ -116,9 +116,22 @@ def same(left: Any, right: Any) -> bool:
     return left is right or bool(left == right) or (isinstance(left, float) and left != left and right != right)
 
 
-def cloned(scalars: State) -> State:
+def cloned(scalars: Mapping[str, Any]) -> State:
     """Copy the tensors among plain values."""
     return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in scalars.items()}
+
+
+def cloned_all(scalars: Sequence[Mapping[str, Any]]) -> list[State]:
+    """Copy the tensors among many plain values, by one launch for those of one device and dtype."""
+    copies, pairs = [dict(each) for each in scalars], defaultdict(list)
+    for each in copies:
+        for name, value in each.items():
+            if isinstance(value, torch.Tensor):
+                each[name] = torch.empty_like(value)
+                pairs[value.device, value.dtype].append((each[name], value))
+    for alike in pairs.values():
+        torch._foreach_copy_([copy for copy, _ in alike], [value for _, value in alike])
+    return copies
 
 
 def example_leaf(values: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import Any, final
@@ -12,11 +13,12 @@ import torch
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL
 from tiered_zero.native.update import Moments, UpdateKernel
 from tiered_zero.rules.native_rules import AdamRule
+from tiered_zero.rules.packed_runs import batches, packed
 from tiered_zero.rules.rule import Run, StateField, UpdateRule
 from tiered_zero.rules.state_formats import hash_noise
 
-_CHUNK_NUMEL = 1 << 19
-_DEVICE_CHUNK_NUMEL = 1 << 22
+_CPU_CHUNK_NUMEL = 1 << 19
+_SCALE = "_scale"
 _SIGNED = 127
 _UNSIGNED = 255
 _TINY = torch.finfo(torch.float32).tiny
@@ -60,12 +62,16 @@ class QuantizedAdam(UpdateRule):
         ]
 
     def update(self, runs: Sequence[Run]) -> None:
+        alike: dict[Hashable, list[Run]] = {}
         for run in runs:
-            scalars = run.scalars
-            chunk = _CHUNK_NUMEL if run.master.is_cpu else _DEVICE_CHUNK_NUMEL
-            for start in range(0, run.master.numel(), chunk):
-                scalars = self._update_chunk(run, start, min(start + chunk, run.master.numel()))
-            run.scalars = scalars
+            alike.setdefault(self._inner.kind_of(run), []).append(run)
+        for group in alike.values():
+            scalars, scales = group[0].scalars, [name for name in group[0].state if name.endswith(_SCALE)]
+            for batch in batches(group, _part, _CPU_CHUNK_NUMEL):
+                with packed(batch, QUANTIZED_BLOCK_NUMEL, scales) as packed_run:
+                    scalars = self._update_chunk(packed_run)
+            for run in group:
+                run.scalars = dict(scalars)
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
         return self._inner.first_state(shape, hyper)
@@ -100,40 +106,38 @@ class QuantizedAdam(UpdateRule):
     def close(self) -> None:
         self._inner.close()
 
-    def _update_chunk(self, run: Run, start: int, stop: int) -> dict[str, Any]:
-        part = slice(start, stop)
-        blocks = slice(start // QUANTIZED_BLOCK_NUMEL, -(-stop // QUANTIZED_BLOCK_NUMEL))
-        kernel = self.kernel if run.master.is_cpu else None
+    def _update_chunk(self, chunk: Run) -> dict[str, Any]:
+        """Step a run by fp32 copies of its moments; return its scalars after that."""
+        kernel = self.kernel if chunk.master.is_cpu else None
         arrays = {
-            name: (array[part], run.state[_scale(name)][blocks], self._scratch(name, array, stop - start))
-            for name, array in run.state.items()
-            if _scale(name) in run.state
+            name: (array, chunk.state[_scale(name)], self._scratch(name, array))
+            for name, array in chunk.state.items()
+            if _scale(name) in chunk.state
         }
         for array in arrays.values():
             decode(*array, kernel)
-        state = {name: values for name, (_, _, values) in arrays.items()}
-        out = None if run.out is None else run.out[part]
-        chunk = Run(
-            master=run.master[part],
-            grad=run.grad[part],
-            state=state,
-            scalars=dict(run.scalars),
-            hyper=run.hyper,
-            out=out,
-            grad_scale=run.grad_scale,
-        )
-        self._inner.update([chunk])
-        seed = self._inner.seed_of(chunk.scalars["step"])
+        floats = {name: values for name, (_, _, values) in arrays.items()}
+        stepped = replace(chunk, state=floats, scalars=dict(chunk.scalars))
+        self._inner.update([stepped])
+        seed = self._inner.seed_of(stepped.scalars["step"])
         for which, array in enumerate(arrays.values()):
             encode(*array, seed + which, kernel)
-        return chunk.scalars
+        return stepped.scalars
 
-    def _scratch(self, name: str, array: torch.Tensor, numel: int) -> torch.Tensor:
-        """[numel] fp32 for one chunk; kept, so that it stays in the cache."""
-        kept = self._floats.get(name)
+    def _scratch(self, name: str, array: torch.Tensor) -> torch.Tensor:
+        """fp32 for as many elements as the codes of one chunk; kept, so that it stays in the cache."""
+        kept, numel = self._floats.get(name), array.numel()
         if kept is None or kept.numel() < numel or kept.device != array.device:
             kept = self._floats[name] = torch.empty(numel, device=array.device)
         return kept[:numel]
+
+
+def _part(run: Run, start: int, stop: int) -> Run:
+    """Return elements [start, stop) of a run; start is that of a block."""
+    blocks = slice(start // QUANTIZED_BLOCK_NUMEL, -(-stop // QUANTIZED_BLOCK_NUMEL))
+    part = run.part(start, stop)
+    part.state |= {name: array[blocks] for name, array in run.state.items() if name.endswith(_SCALE)}
+    return part
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, kernel: UpdateKernel | None) -> None:
@@ -188,7 +192,7 @@ def _spread(scales: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def _scale(name: str) -> str:
-    return f"{name}_scale"
+    return name + _SCALE
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -107,8 +107,8 @@ class MasterFormat(ABC):
         """
 
     @abstractmethod
-    def copy_unstepped(self, master: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the parameters of masters that are not stepped to `out` [n]: they are what their masters say."""
+    def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
+        """Write the parameters of masters that are not stepped to `outs`, as long: they are what their masters say."""
 
 
 class FullMasters(MasterFormat):
@@ -130,8 +130,8 @@ class FullMasters(MasterFormat):
         changed = master.to(new.dtype) != new  # a NaN differs from everything, and is taken over
         return (torch.where(changed, new.to(torch.float32), master),) if changed.any() else None
 
-    def copy_unstepped(self, master: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(master)
+    def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
+        torch._foreach_copy_(list(outs), list(masters))
 
 
 @final
@@ -144,8 +144,8 @@ class FollowingMasters(FullMasters):
         (followed,) = self.follow((master,), params, None) or (master,)
         return master if followed is master else master.copy_(followed)
 
-    def copy_unstepped(self, master: torch.Tensor, out: torch.Tensor) -> None:
-        """Nothing: `out` holds the parameters, which the masters follow."""
+    def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
+        """Nothing: `outs` hold the parameters, which the masters follow."""
 
 
 @final
@@ -170,7 +170,7 @@ class ParamMasters(MasterFormat):
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
         return None
 
-    def copy_unstepped(self, master: torch.Tensor, out: torch.Tensor) -> None:
+    def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
         """Nothing: they are the same memory."""
 
 
@@ -203,8 +203,8 @@ class RemainderMasters(MasterFormat):
             return None
         return torch.where(changed, 0, remainder), torch.where(changed, square.abs(), square)
 
-    def copy_unstepped(self, master: torch.Tensor, out: torch.Tensor) -> None:
-        """Nothing: `out` holds the parameters as they were read."""
+    def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
+        """Nothing: `outs` hold the parameters as they were read."""
 
 
 def master_format(name: str) -> MasterFormat:

@@ -20,6 +20,7 @@ from tiered_zero.rules.optimizer_copy import (
     bare_copy,
     changes,
     cloned,
+    cloned_all,
     copied,
     copied_group,
     dry_steps,
@@ -154,7 +155,7 @@ class TorchRule(UpdateRule):
         return {} if self._construct is None else self._first_state(torch.zeros(shape, requires_grad=True), hyper)
 
     def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> State:
-        return self._state_of(state, scalars) if scalars else {}
+        return self._state_of(state, cloned(scalars)) if scalars else {}
 
     def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
         fields = {found.name: found for found in self.state_fields(shape, hyper)}
@@ -229,8 +230,10 @@ class TorchRule(UpdateRule):
         pieces = [piece for piece, _ in batch]
         leaves = _leaves(pieces)
         states = [
-            self._state_of(piece.state, piece.scalars) if piece.scalars else self._first_state(leaf, piece.hyper)
-            for piece, leaf in zip(pieces, leaves, strict=True)
+            self._state_of(piece.state, scalars) if scalars else self._first_state(leaf, piece.hyper)
+            for piece, leaf, scalars in zip(
+                pieces, leaves, cloned_all([piece.scalars for piece in pieces]), strict=True
+            )
         ]
         afters = advance_all(self._optimizer, leaves, pieces[0].hyper, states)
         for (piece, run), leaf, after in zip(batch, leaves, afters, strict=True):
@@ -242,10 +245,11 @@ class TorchRule(UpdateRule):
     def _step(self, run: Run) -> None:
         """Step one piece by torch's own code."""
         [leaf] = _leaves([run])
-        state = self._state_of(run.state, run.scalars) if run.scalars else self._first_state(leaf, run.hyper)
+        state = self._state_of(run.state, cloned(run.scalars)) if run.scalars else self._first_state(leaf, run.hyper)
         after, changed = advance(self._optimizer, leaf, run.hyper, state, tracks_group=not self.elementwise)
         self._check_group(run.hyper, changed)
         self._store(run, leaf, after)
+        run.scalars = cloned(run.scalars)  # a class may keep its own
         if run.out is not None:
             run.out.copy_(run.master)
 
@@ -265,7 +269,7 @@ class TorchRule(UpdateRule):
     def _state_of(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> State:
         absent = {name for name, value in scalars.items() if isinstance(value, str) and value == _ABSENT}
         kept = {name: value for name, value in scalars.items() if name not in {_INITIALIZED, *absent}}
-        return {name: home.detach() for name, home in state.items() if name not in scalars} | cloned(kept)
+        return {name: home.detach() for name, home in state.items() if name not in scalars} | kept
 
     def _first_state(self, leaf: torch.Tensor, group: Mapping[str, Any]) -> State:
         if self._construct is None:
@@ -302,7 +306,7 @@ class TorchRule(UpdateRule):
                     f"{self.name} was expected to keep tensors and plain values as state; found {name}: "
                     f"{type(value).__name__}. Such an optimizer cannot be moved between tiers."
                 )
-        return arrays, cloned(scalars)
+        return arrays, scalars
 
     def _dry_run(self, shape: tuple[int, ...], hyper: Mapping[str, Any], device: str) -> list[StateField]:
         """Return the arrays after two steps on ones. Raises ModelError if a step fails."""

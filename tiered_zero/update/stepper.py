@@ -282,7 +282,8 @@ class StreamingStepper:
             self._view.initialize(layout, work.raw, layout.subgroup.pieces, job.groups)
         runs: list[Run] = []
         stepped: list[list[ParamPiece]] = []
-        masters, copy_unstepped = layout.master(work.raw), layout.masters.copy_unstepped
+        masters = layout.master(work.raw)
+        unstepped: list[tuple[torch.Tensor, torch.Tensor]] = []
         views = layout.views(work.raw)
         self._io.bind_outputs(work)
         for segment, out, grad in zip(work.subgroup.segments, work.outs, grads, strict=True):
@@ -309,10 +310,12 @@ class StreamingStepper:
                 stepped.append(pieces)
                 # what is not stepped (padding, no gradient) stays what its master says
                 if position < first:
-                    copy_unstepped(master[position:first], out[position:first])
+                    unstepped.append((master[position:first], out[position:first]))
                 position = last
             if position < segment.numel:
-                copy_unstepped(master[position:], out[position:])
+                unstepped.append((master[position:], out[position:]))
+        if unstepped:
+            layout.masters.copy_unstepped(*zip(*unstepped, strict=True))
         self._rule.update(runs)
         for run, pieces in zip(runs, stepped, strict=True):
             for piece in pieces:
