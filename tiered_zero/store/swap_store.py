@@ -16,9 +16,9 @@ from tiered_zero.concurrency.transfer import COMPLETED, Transfer
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.store import manifest
-from tiered_zero.store.checksums import ChecksumMode, Checksums, first_mismatch, is_same
+from tiered_zero.store.checksums import CHUNK_NBYTES, first_mismatch, hashed, is_same
 from tiered_zero.store.manifest import Manifest, Record
-from tiered_zero.store.ranges import Range, join
+from tiered_zero.store.ranges import Range, cut, join
 from tiered_zero.store.records import InFlight, RecordTable
 from tiered_zero.store.stripes import PieceRequest, StripedFiles, Stripes
 from tiered_zero.store.swap_dir import SwapDir
@@ -45,7 +45,7 @@ class SwapStore:
         engine: IOEngine,
         *,
         capacity_nbytes: int,
-        checksums: ChecksumMode = "all",
+        checksums: Literal["all", "off"] = "all",
         weights: Sequence[float] = (),
         state: Manifest | None = None,
         recorder: Recorder | None = None,
@@ -56,7 +56,7 @@ class SwapStore:
         as this manifest describes them instead (use `recover`). `recorder`: gets a span for each request. Raises
         StoreError when the disk is too small; the directory is removed then.
         """
-        self._checksums = Checksums(checksums)
+        self._is_hashed = checksums == "all"
         stripes = Stripes(weights or (state.weights if state is not None else [1.0] * len(directory.paths)))
         if len(stripes.weights) != len(directory.paths):
             raise StoreError(f"{len(directory.paths)} swap paths need as many weights; found {list(weights)}.")
@@ -73,9 +73,7 @@ class SwapStore:
             open_files = StripedFiles.create if state is None else StripedFiles.open
             self._files = open_files(engine, directory.paths, stripes, self.capacity_nbytes)
             unfinished.callback(self._files.close)
-            self._commits = TwoPhaseCommit(
-                directory, self._files, self._table, self._latch, state, not self._checksums.is_off
-            )
+            self._commits = TwoPhaseCommit(directory, self._files, self._table, self._latch, state, self._is_hashed)
             self._hashing = Worker("tiered_zero-hash")
             unfinished.callback(self._hashing.close)
             self._finalizing = Worker("tiered_zero-finalize")
@@ -89,7 +87,7 @@ class SwapStore:
         *,
         step: int | None = None,
         metadata: Mapping[str, Any] = MappingProxyType({}),
-        checksums: ChecksumMode = "all",
+        checksums: Literal["all", "off"] = "all",
         recorder: Recorder | None = None,
     ) -> SwapStore:
         """Open the last committed state of a run that ended (`SwapDir.open`).
@@ -152,11 +150,10 @@ class SwapStore:
         committed: bool = False,
         write_once: bool = False,
     ) -> Record:
-        """A record of `nbytes`, page-aligned; a committed one takes two slots. Its bytes cannot be read before written.
+        """Reserve `nbytes`, page-aligned; a committed record takes two slots. Its bytes cannot be read before written.
 
-        `write_once`: of a committed one that will hardly change: it takes one slot, and the second when bytes of a
-        commit are changed after all, for which the files may grow. Raises StoreError: the name is taken, or the
-        capacity is used up.
+        `write_once`: a committed one takes one slot, and the second once bytes of a commit are changed, for which the
+        files may grow. Raises StoreError: the name is taken, or the capacity is used up.
         """
         num_slots = 2 if committed and not write_once else 1
         return self._table.reserve(name, nbytes, dtype, shape, committed=committed, num_slots=num_slots)
@@ -191,7 +188,8 @@ class SwapStore:
         request = InFlight(kind="read", start=offset, end=end)
         with self._ended_on_error(record, request):
             ranges = self._table.begin_read(record, request)
-            checks = self._checksums.verifiable(ranges, offset, end)
+            whole = (r for r in ranges if r.digest is not None and offset <= r.start and r.end <= end)
+            checks = list(whole) if self._is_hashed else []
             runs = join(Range(max(r.start, offset), min(r.end, end), r.slot, None) for r in ranges)
             read = partial(self._files.engine.read, urgent=urgent)
             finalize = partial(self._end_read, record, request, into, checks)
@@ -213,15 +211,14 @@ class SwapStore:
         request = InFlight(kind="write", start=offset, end=offset + len(data))
         with self._ended_on_error(record, request):
             runs = self._table.begin_write(record, request)
-            pieces = self._checksums.cut(runs)
-            written: list[Range] = []
+            written = [piece for run in runs for piece in cut(run, CHUNK_NBYTES)]
 
             def compute() -> None:
-                written[:] = self._checksums.hashed(pieces, data, offset)
+                written[:] = hashed(written, data, offset)
 
-            hashing = Once(compute)
+            hashing = Once(compute) if self._is_hashed else COMPLETED
             finalize = partial(self._end_write, record, request, hashing, written)
-            if not self._checksums.is_off:
+            if isinstance(hashing, Once):
                 self._hashing.submit(hashing.run)
             return self._start(request, self._files.engine.write, record, data, runs, finalize)
 
@@ -253,8 +250,7 @@ class SwapStore:
         return self._commits.is_undecided
 
     def cancel_prepared(self) -> None:
-        """Drop the prepared state, durably: another store of the same commit could not prepare. Nothing happens where
-        none is prepared."""
+        """Drop the prepared state, if there is one, durably: another store of the same commit could not prepare."""
         self._commits.cancel()
 
     def revert(self) -> None:
@@ -263,8 +259,7 @@ class SwapStore:
         self._table.revert()
 
     def drain_all(self) -> None:
-        """Wait for every request. No other thread uses the store at this time. Does not raise the error of a failed
-        one."""
+        """Wait for every request, without its error. No other thread uses the store at this time."""
         self._files.engine.drain()
         finalized = threading.Event()
         self._finalizing.submit(finalized.set)
@@ -332,8 +327,7 @@ class SwapStore:
         return transfer
 
     def _add_slot(self, record: Record) -> None:
-        """Give a record that is written once the slot for other values than those of the last commit. Raises
-        StoreError."""
+        """Give a record that is written once its second slot. Raises StoreError."""
         if not self._table.add_slot(record):
             capacity_nbytes = self.capacity_nbytes + record.extent_nbytes
             self._files.grow(capacity_nbytes)
@@ -353,7 +347,7 @@ class SwapStore:
         self._count(record, read=len(into), unverified=len(into) - sum(item.end - item.start for item in checks))
 
     def _end_write(
-        self, record: Record, request: InFlight, hashing: Once, written: list[Range], error: Exception | None
+        self, record: Record, request: InFlight, hashing: Transfer, written: list[Range], error: Exception | None
     ) -> None:
         hashing.wait()  # on failure too: it reads the caller's memory
         if error is not None:
