@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypedDict
@@ -74,64 +74,53 @@ def select_engine(
         raise ConfigError(f"there is no I/O engine {prefer!r}; use auto, {', '.join(ENGINES)}")
     if io_uring and prefer not in ("auto", "native"):
         raise ConfigError(f"tiered_zero.io_uring is of the engine native, not of {prefer}; leave out one of the two")
-    settings = settings or IOSettings()
     names = ["io_uring"] if io_uring else [*ENGINES] if prefer == "auto" else [prefer]
     paths = [os.fspath(directory) for directory in directories]
-    reasons: list[str] = []
-    for name, engine, direct, alignment in _engines(names, settings, io_timeout_s, reasons):
-        try:
-            for path in paths:
-                _try(engine, path, 2 * max(alignment, 512))
-        except TransferError as error:
-            engine.close()
-            access = f"O_DIRECT at {alignment}" if direct else "buffered access"
-            reasons.append(f"{name} with {access} is off: {error}")
-            continue
-        except Exception:
-            engine.close()
-            raise
-        how = f"direct I/O ({alignment}-byte aligned)" if direct else "buffered I/O"
-        with_ring = " with io_uring" if io_uring else ""
-        reasons.append(f"swap I/O: {engine.name} engine{with_ring}, {how}, write-and-read check passed")
-        return Selection(engine=engine, alignment=alignment, direct=direct, reasons=tuple(reasons))
-    tried = "; ".join(reasons)
-    if io_uring:
+
+    def trial(engine: DiskEngine) -> None:
+        for path in paths:
+            _try(engine, path, 2 * max(engine.alignment, 512))
+
+    found, tried = _first_working(names, settings or IOSettings(), io_timeout_s, trial)
+    if found is None and io_uring:
         raise ConfigError(
-            f"tiered_zero.io_uring is true, but does not work in {', '.join(paths)}: {tried}. Leave it out."
+            f"tiered_zero.io_uring is true, but does not work in {', '.join(paths)}: {'; '.join(tried)}. Leave it out."
         )
-    raise ConfigError(f"no I/O engine works in {', '.join(paths)}: {tried}")
+    if found is None:
+        raise ConfigError(f"no I/O engine works in {', '.join(paths)}: {'; '.join(tried)}")
+    how = f"direct I/O ({found.alignment}-byte aligned)" if found.direct else "buffered I/O"
+    with_ring = " with io_uring" if io_uring else ""
+    line = f"swap I/O: {found.name} engine{with_ring}, {how}, write-and-read check passed"
+    return Selection(engine=found, alignment=found.alignment, direct=found.direct, reasons=(*tried, line))
 
 
-def select_reader(
-    *paths: str | os.PathLike[str], settings: IOSettings | None = None, io_timeout_s: float = 60.0
-) -> Selection:
+def select_reader(*paths: str | os.PathLike[str], settings: IOSettings | None = None) -> Selection:
     """The best engine that reads the first page of every one of these files; nothing is written.
 
-    Raises TransferError where none does: the error of buffered reads, which says most of the file.
+    Raises TransferError if none does: the error of buffered reads, which says most of the file.
     """
-    failure, reasons = TransferError("there is no I/O engine here"), list[str]()
-    for name, engine, direct, alignment in _engines([*ENGINES], settings or IOSettings(), io_timeout_s, reasons):
+    failures = [TransferError("there is no I/O engine here")]
+
+    def trial(engine: DiskEngine) -> None:
         try:
             for path in paths:
                 _try_to_read(engine, os.fspath(path))
         except TransferError as error:
-            engine.close()
-            reasons.append(f"{name} is off: {error}")
-            failure = error
-            continue
-        except Exception:
-            engine.close()
+            failures.append(error)
             raise
-        return Selection(engine=engine, alignment=alignment, direct=direct, reasons=tuple(reasons))
-    raise failure
+
+    found, tried = _first_working([*ENGINES], settings or IOSettings(), 60.0, trial)
+    if found is None:
+        raise failures[-1]
+    return Selection(engine=found, alignment=found.alignment, direct=found.direct, reasons=tuple(tried))
 
 
-def _engines(
-    names: list[str], settings: IOSettings, io_timeout_s: float, reasons: list[str]
-) -> Iterator[tuple[str, DiskEngine, bool, int]]:
-    """Build each engine with each access, best first: (name, engine, O_DIRECT?, alignment). `reasons`: takes a line for
-    each of `names` that does not work on this machine at all."""
-    working = [*names]
+def _first_working(
+    names: Sequence[str], settings: IOSettings, io_timeout_s: float, trial: Callable[[DiskEngine], None]
+) -> tuple[DiskEngine | None, list[str]]:
+    """Return the first engine, with each access, best first, that is built and passes `trial`; and a line for each one
+    before it that does not work."""
+    working, reasons = [*names], list[str]()
     for direct, alignment in _ACCESS:
         for name in [*working]:
             try:
@@ -141,8 +130,18 @@ def _engines(
             except ConfigError as error:
                 reasons.append(f"{name} is off: {error}")
                 working.remove(name)
-            else:
-                yield name, engine, direct, alignment
+                continue
+            try:
+                trial(engine)
+                return engine, reasons
+            except TransferError as error:
+                engine.close()
+                access = f"O_DIRECT at {alignment}" if direct else "buffered access"
+                reasons.append(f"{name} with {access} is off: {error}")
+            except Exception:
+                engine.close()
+                raise
+    return None, reasons
 
 
 def _try_to_read(engine: DiskEngine, path: str) -> None:
