@@ -276,13 +276,12 @@ class Config(Section):
     def _sections_agree(self) -> Config:
         if self.fp16.enabled and self.bf16.enabled:
             raise ConfigError("fp16.enabled, bf16.enabled: expected at most one; found both true. Set one to false.")
-        _check_offload(self.zero_optimization)
+        _check_offload(self.zero_optimization, self.tiered_zero.activations)
         if not self.managed_gradient_accumulation and self.zero_optimization.stage < 2:
             _check_unmanaged(self.zero_optimization)
         _check_state_limits(self.zero_optimization.offload_optimizer, self.tiered_zero.state_limits)
         _check_io_uring(self.tiered_zero)
         _check_in_place(self.zero_optimization.offload_optimizer, self.tiered_zero)
-        _check_activations(self.tiered_zero.activations)
         _check_gradients(self.zero_optimization.offload_optimizer, self.tiered_zero)
         return self
 
@@ -324,18 +323,22 @@ class Config(Section):
         return explaining.json_schema(cls)
 
 
-def _check_offload(zero: ZeroSection) -> None:
+def _check_offload(zero: ZeroSection, activations: ActivationsSection) -> None:
     """Every stage x offload_param x offload_optimizer trains, or is refused here."""
     if zero.offload_param.device != "none" and zero.stage != 3:
         raise ConfigError(
             f"zero_optimization.offload_param.device: expected stage 3 with it; found {zero.offload_param.device!r} at "
             f"stage {zero.stage}. Set zero_optimization.stage to 3, or offload_param.device to none."
         )
-    for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+    for path, section in (
+        ("zero_optimization.offload_param", zero.offload_param),
+        ("zero_optimization.offload_optimizer", zero.offload_optimizer),
+        ("tiered_zero.activations", activations),
+    ):
         if section.device == "nvme" and not section.nvme_paths:
             raise ConfigError(
-                f"zero_optimization.{name}.nvme_path: expected a directory for device nvme; found "
-                f"{section.nvme_path!r}. Give the path of a directory on a local disk."
+                f"{path}.nvme_path: expected a directory for device nvme; found {section.nvme_path!r}. Give the path "
+                "of a directory on a local disk."
             )
 
 
@@ -371,14 +374,6 @@ def _check_in_place(state: OffloadOptimizerSection, runtime: RuntimeSection) -> 
         raise ConfigError(
             'tiered_zero.checkpoint.in_place: expected tiered_zero.checksums "all", so that whatever is resumed is '
             f"verified; found {runtime.checksums!r}. Leave checksums out, or set in_place to false."
-        )
-
-
-def _check_activations(activations: ActivationsSection) -> None:
-    if activations.device == "nvme" and not activations.nvme_paths:
-        raise ConfigError(
-            "tiered_zero.activations.nvme_path: expected a directory for device nvme; found "
-            f"{activations.nvme_path!r}. Give the path of a directory on a local disk."
         )
 
 
