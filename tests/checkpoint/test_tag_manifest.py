@@ -121,8 +121,6 @@ def test_no_cut_manifest_passes(length: int) -> None:
 def test_another_format_or_version_is_refused_by_name() -> None:
     with pytest.raises(StoreError, match=r"version 2, found tiered_zero\.checkpoint version 3"):
         TagManifest.decode(DATA.replace(b'"version": 2', b'"version": 3', 1), PATH)
-    with pytest.raises(StoreError, match=r"has the format of checkpoints before 0\.1 \(version 1\).*no longer read"):
-        TagManifest.decode(DATA.replace(b'"version": 2', b'"version": 1', 1), PATH)
     with pytest.raises(StoreError, match=r"expected tiered_zero\.checkpoint version 2, found tiered_zero\.store"):
         TagManifest.decode(DATA.replace(b"tiered_zero.checkpoint", b"tiered_zero.store", 1), PATH)
 

@@ -1,14 +1,13 @@
-"""Tags as PyTorch's Distributed Checkpoint (DCP) reads them: `torch.distributed.checkpoint.load(..., storage_reader=
-DcpReader(tag))`, for programs that have no engine. Nothing of this package imports this file.
+"""Tags as PyTorch's Distributed Checkpoint (DCP) reads them, for programs that have no engine:
+`torch.distributed.checkpoint.load(..., storage_reader=DcpReader(tag))`. Nothing of this package imports this file.
 
-Each tensor is one chunk. Of what an item wants, the elements from its first to its last are read: its own where tensors
-are cut by rows, as FSDP cuts them.
+Each tensor is one chunk. Of an item, the elements from its first to its last are read: its own where tensors are cut by
+rows, as FSDP cuts them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -31,8 +30,8 @@ from tiered_zero.errors import StoreError
 
 @final
 class DcpReader(StorageReader):
-    """Reads a tag, or the newest commit of a run, by the keys of [Note: Portable form]. One thread drives it; `close`
-    ends it, as does the end of a `with` block."""
+    """Reads a tag, or a run's newest commit, by the keys of [Note: Portable form]. One thread; a `with` block closes
+    it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """`path`: as of `tiered_zero.checkpoint.resume`. Raises StoreError."""
@@ -91,17 +90,9 @@ class DcpReader(StorageReader):
         entry = self.reader.manifest.tensors.get(key)
         if item.type is not LoadItemType.TENSOR or entry is None:
             raise StoreError(f"The checkpoint has no tensor {key!a}.")
-        sizes, strides = tuple(item.lengths), _row_major_strides(entry.shape)
+        sizes, strides = tuple(item.lengths), torch.empty(entry.shape, device="meta").stride()
         if 0 in sizes:
             return torch.empty(sizes, dtype=torch_dtype(entry.dtype))
         first = sum(at * stride for at, stride in zip(item.storage_offsets, strides, strict=True))
         last = first + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         return self.reader.read(key, first, last + 1).as_strided(sizes, strides)
-
-
-def _row_major_strides(shape: Sequence[int]) -> list[int]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return strides[::-1]

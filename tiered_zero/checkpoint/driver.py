@@ -23,6 +23,7 @@ from tiered_zero.checkpoint.schedules import (
     scheduler_state,
 )
 from tiered_zero.checkpoint.values import encode
+from tiered_zero.data import TrainingLoader
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.grads.overflow import OverflowCounts, OverflowGuard
 from tiered_zero.hardware.random_states import check_random_states, random_states, restore_random_states
@@ -43,25 +44,13 @@ class Counts(Protocol):
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
 
-class Position(Protocol):
-    """A loader of training data that knows how many of its batches were taken."""
-
-    def state_dict(self) -> State: ...
-
-    def check_state_dict(self, state: Any, /) -> None: ...
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
-
-    def resplit(self, state: Mapping[str, Any], num_ranks: int, /) -> State: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoadParts:
     """The parts that a load restores: DeepSpeed's arguments of `load_checkpoint`, with its defaults.
 
-    `module_only`: weights alone. `optimizer_states`: off, the optimizer, its learning rates and the loss scale are
-    those of this run. `lr_scheduler_states`: off, the schedule is this run's. Counts, random states and the position in
-    the training data are restored unless `module_only`. Source: DeepSpeed 0.19.8, runtime/engine.py, _load_checkpoint.
+    `module_only`: weights alone. Without `optimizer_states` the optimizer, its learning rates and the loss scale stay
+    this run's; without `lr_scheduler_states` the schedule. Counts, random states and the position in the training data
+    are restored unless `module_only`. Source: DeepSpeed 0.19.8, runtime/engine.py, _load_checkpoint.
     """
 
     optimizer_states: bool = True
@@ -82,7 +71,7 @@ class DriverState:
     policy: UpdatePolicy
     optimizer: TieredOptimizer | None
     lr_scheduler: Any
-    loader: Position | None = None
+    loader: TrainingLoader | None = None
     module: nn.Module | None = None
 
     def capture(self, client_state: Mapping[str, Any]) -> State:
@@ -107,11 +96,11 @@ class DriverState:
         return {name: encode(value, name) for name, value in state.items()}
 
     def check(self, saved: Any, parts: LoadParts | None = None, ranks: Collectives | None = None) -> State:
-        """Decode what `capture` gave, as it was read from a file: untrusted. Returns what `restore` takes: of what each
-        of `ranks` has its own of, this rank's.
+        """Decode what `capture` gave, read from a file: untrusted. Return what `restore` takes, with this rank's own
+        parts.
 
-        Raises StoreError for what `capture` does not give, and ModelError for a state that does not fit this run, with
-        nothing changed.
+        Raises StoreError for what `capture` does not give, and ModelError for a state that does not fit, with nothing
+        changed.
         """
         parts = parts or LoadParts()
         state = decode_state(saved)
@@ -183,7 +172,7 @@ class DriverState:
         if groups is not None and (parts.optimizer_states or has_schedule):
             optimizer.load_group_options(state["options"])
 
-    def _restore_position(self, loader: Position, saved: State | None) -> None:
+    def _restore_position(self, loader: TrainingLoader, saved: State | None) -> None:
         if saved is not None:
             loader.load_state_dict(saved)
         else:
@@ -209,8 +198,7 @@ def _check_extra_states(saved: Any) -> None:
 
 
 def _restore_extra_states(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Give modules what was saved of them; a module that has no such state, or of which none was saved, is warned of.
-    Raises ModelError."""
+    """Set the saved states of modules; warn of states and modules without their counterpart. Raises ModelError."""
     own = {
         path: module
         for path, module in model.named_modules()
@@ -244,10 +232,10 @@ def join_states(first: State, own: Sequence[Mapping[str, Any]]) -> State:
 
 
 def _select_rank(state: State, ranks: Collectives) -> int:
-    """Put this rank's part of what each has its own of into `state`; return how many ranks have saved theirs.
+    """Put this rank's own part of what was saved into `state`; return how many ranks have saved theirs.
 
-    A rank that was not there has no random states: it goes on with those that it has, for with rank 0's it would draw
-    the numbers that rank 0 draws. Its place in the data is rank 0's.
+    A rank that did not exist then keeps its random states, for with rank 0's it would draw rank 0's numbers; its place
+    in the data is rank 0's.
     """
     of_ranks = state.pop("ranks", None) or [own_state(state)]
     if ranks.rank < len(of_ranks):

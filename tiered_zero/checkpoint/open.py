@@ -26,12 +26,13 @@ from tiered_zero.store.stripes import DATA_NAME, Stripes, check_data_files
 def open_tag(
     tag_dir: str | os.PathLike[str], engine: IOEngine | None = None, manifest: TagManifest | None = None
 ) -> TensorReader:
-    """Open a whole tag of a full save. `engine`: None: one that is chosen by reading the files. `manifest`: of the tag,
-    where it was just read. Raises StoreError."""
+    """Open a tag of a full save. `engine`: None: chosen by reading the files. `manifest`: if it was just read. Raises
+    StoreError."""
     path = Path(tag_dir)
     manifest = manifest or read_manifest(path)
+    files = [RecordFiles(paths=[path / file_name(n)], contents=store) for n, store in enumerate(manifest.stores)]
     try:
-        return TensorReader(manifest, RecordReader(_files_of(path, manifest.stores), engine))
+        return TensorReader(manifest, RecordReader(files, engine))
     except ValueError as error:
         raise StoreError(f"{path} is not a whole checkpoint: {error}.") from error
 
@@ -41,9 +42,8 @@ def open_commit(
 ) -> TensorReader:
     """Open the newest commit of a run, in the swap directories of all its ranks.
 
-    `path`: any directory of the run. `own_runs`: ids of the stores of this run's ranks, which make no commit while this
-    is open. `engine`: as of `open_tag`. Raises StoreError: nothing committed, damaged, not all of it here, or its owner
-    lives (unless it is this run).
+    `path`: any directory of the run. `own_runs`: ids of this run's stores, which make no commit while this is open.
+    Raises StoreError: nothing committed, damaged, not all of it here, or its owner lives (unless it is this run).
     """
     commit = Commit.read(Path(owner_of(Path(path)).paths[0]))
     with ExitStack() as resources:
@@ -64,15 +64,10 @@ def find_damage(tag_dir: str | os.PathLike[str]) -> list[str]:
         return [str(error)]
 
 
-def _files_of(path: Path, stores: Sequence[Any]) -> list[RecordFiles]:
-    return [RecordFiles(paths=[path / file_name(rank)], contents=store) for rank, store in enumerate(stores)]
-
-
 def open_stores(
     locations: Sequence[Mapping[str, Any]], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
 ) -> list[RecordFiles]:
-    """Open the stores that are at `locations`, of `commit`, and keep other processes from adopting them. Raises
-    StoreError."""
+    """Open the stores of `commit` at `locations`, and keep other processes from adopting them. Raises StoreError."""
     found, step = [], commit.manifest.step
     for location in locations:
         paths = [Path(path) for path in location["paths"]]

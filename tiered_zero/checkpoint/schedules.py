@@ -52,7 +52,7 @@ def checked_options(optimizer: TieredOptimizer, options: Any) -> list[State]:
 @contextmanager
 def kept_groups(optimizer: TieredOptimizer) -> Iterator[None]:
     """Set the param groups back after the block, which may set learning rates."""
-    before = copied(optimizer.group_options())
+    before = deepcopy(optimizer.group_options())
     names = [set(group) for group in optimizer.param_groups]
     try:
         yield
@@ -92,8 +92,8 @@ _CODE = (FunctionType, MethodType, BuiltinFunctionType)
 
 
 def _without_code(state: Any) -> Any:
-    """Leave functions out of the state of torch's schedulers, which load what is there over their own attributes; a
-    Counter (of MultiStepLR) is a dict from there on."""
+    """Leave functions out of the state of torch's schedulers, which keep their own; a Counter (MultiStepLR) becomes a
+    dict."""
     if type(state) in (dict, Counter):
         return {name: _without_code(value) for name, value in state.items() if not isinstance(value, _CODE)}
     if type(state) is list:
@@ -103,7 +103,7 @@ def _without_code(state: Any) -> Any:
 
 def loadable(scheduler: Any, state: Any) -> Any:
     """Copy what was saved of a scheduler, with a Counter where it has one."""
-    found = copied(state)
+    found = deepcopy(state)
     _restore_counters(scheduler, found)
     return found
 
@@ -186,8 +186,8 @@ def _hides_attributes(scheduler: Any, state: Any) -> bool:
 
 
 def _alike(own: Any, saved: Any, *, takes_none: bool = True) -> bool:
-    """Whether `saved` can stand where `own` stands: the same types in the same places. `takes_none`: None stands for
-    anything; anything stands for None."""
+    """Whether `saved` has the types of `own` in the same places. `takes_none`: a saved None fits anything, as anything
+    fits None."""
     if own is None or saved is None:
         return own is None or takes_none
     if type(own) is type(saved) and isinstance(own, bool | float | str):
@@ -208,8 +208,3 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, Real) and not isinstance(value, bool)  # numpy's are numbers too
-
-
-def copied(state: Any) -> Any:
-    """Copy plain values: a scheduler keeps the lists and tensors that it loads."""
-    return deepcopy(state)

@@ -63,7 +63,6 @@ ITEMSIZES: Final[Mapping[str, int]] = {
 
 Limits = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
-_OLD_VERSION = 1
 _MOST_DIMENSIONS = 64
 _MOST_TEXT = 4096
 _MOST_NUMEL = 2**48
@@ -225,14 +224,6 @@ class TagManifest:
             return cls.from_body(decode_checked(data, path, FORMAT, VERSION))
         except ValueError as error:
             raise StoreError(f"{path} is not the manifest of a checkpoint ({error}).") from error
-        except StoreError as error:
-            if f"found {FORMAT} version {_OLD_VERSION}." not in str(error):
-                raise
-            raise StoreError(
-                f"{path} has the format of checkpoints before 0.1 (version {_OLD_VERSION}), which is no longer read. "
-                "Load it with the tiered_zero that wrote it, and take its weights along with save_16bit_model and its "
-                "state with optimizer.state_dict()."
-            ) from error
 
     @classmethod
     def from_body(cls, body: Any) -> TagManifest:

@@ -22,6 +22,8 @@ from typing import Any, Final, final
 import numpy
 import torch
 
+from tiered_zero.checkpoint.tag_manifest import ITEMSIZES
+from tiered_zero.checkpoint.tensors import torch_dtype
 from tiered_zero.errors import ModelError
 from tiered_zero.sizes import format_nbytes
 
@@ -33,17 +35,6 @@ MAX_DATA_NBYTES = 256 << 20
 
 SAVED_TYPES: Final = "None, bool, int, float, str, bytes, list, tuple, dict, tensors, and arrays and scalars of numpy"
 
-TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
-    name: getattr(torch, name)
-    for name in (
-        "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 complex64 "
-        "complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
-    ).split()
-    if hasattr(torch, name)
-}
-"""Every dtype that a tensor in a checkpoint may have, by its name."""
-
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NUMPY_DTYPE = re.compile(
     r"\|b1|\|[iu]1|[<>](?:[iu][248]|f[248]|c8|c16|[mM]8(?:\[[0-9]{0,9}[a-zA-Z]{1,2}\])?|U[0-9]{1,9})|\|S[0-9]{1,9}"
 )
@@ -76,9 +67,8 @@ _INSTEAD: Final = {
 def encode(value: Any, where: str) -> Any:
     """Return `value` as JSON has it, with copies of all data. `where`: what the value is, for messages.
 
-    Raises ModelError, naming the path to it, for a value of any other type than `SAVED_TYPES` (a subclass is another
-    type), for text that is no Unicode, for nesting deeper than `MAX_DEPTH`, as of a list that contains itself, and for
-    more than `MAX_DATA_NBYTES` of data.
+    Raises ModelError, with the path, for any other type than `SAVED_TYPES` (a subclass is another type), for text that
+    is no Unicode, nesting deeper than `MAX_DEPTH`, and more than `MAX_DATA_NBYTES` of data.
     """
     encoder = _Encoder()
     try:
@@ -161,13 +151,14 @@ class _Encoder:
         return base64.b64encode(data).decode("ascii")
 
     def _tensor(self, tensor: torch.Tensor) -> dict[str, Any]:
-        if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in _DTYPE_NAMES:
+        name = str(tensor.dtype).removeprefix("torch.")
+        if tensor.layout is not torch.strided or tensor.is_meta or name not in ITEMSIZES:
             found = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
             raise _RefusedError(f"a {found} tensor cannot be saved; make it a dense one of a plain dtype")
         self._take_room(tensor.nbytes)
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         data = base64.b64encode(flat.view(torch.uint8).numpy().data if flat.numel() else b"").decode("ascii")
-        return {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data": data}
+        return {"dtype": name, "shape": list(tensor.shape), "data": data}
 
     def _array(self, array: numpy.ndarray[Any, Any]) -> dict[str, Any]:
         if not _NUMPY_DTYPE.fullmatch(array.dtype.str) or array.dtype.itemsize == 0:
@@ -304,9 +295,9 @@ def _check_data(data: bytes, shape: list[int], itemsize: int, is_bool: bool) -> 
 
 def _tensor(values: Any) -> torch.Tensor:
     name, shape, data = _data_of(values)
-    if name not in TORCH_DTYPES:
+    if name not in ITEMSIZES:
         raise ValueError(f"no dtype of torch: {name!a:.80}")
-    dtype = TORCH_DTYPES[name]
+    dtype = torch_dtype(name)
     _check_data(data, shape, dtype.itemsize, dtype is torch.bool)
     if not data:
         return torch.empty(shape, dtype=dtype)
