@@ -26,8 +26,7 @@ from tiered_zero.update.state_view import Scalars
 from tiered_zero.version import __version__
 
 _MOST_COPIED_NBYTES = 64 * MIB
-"""Of units with parameters that no update writes and that rest on the device, where a script can change them at any
-time, are copied at the call; a save of more returns when it is written."""
+"""Of units on the device that no update writes, and a script can change: a save of more returns when it is written."""
 
 
 def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, Any]:
@@ -46,10 +45,10 @@ def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """A copy of what a script may change while a save is written. Taken by the driver; written on any thread.
+    """Copies of what a script may change while a save is written. Taken by the driver; written on any thread.
 
-    `params`: unit index -> a copy of a unit on the device. `may_return`: whether all are copied that a script may
-    change. `fields`: of the manifest; `needed_nbytes`: of the data.
+    `params`: unit index -> a copy of a unit on the device. `may_return`: whether all that a script may change is
+    copied. `fields`: of the manifest; `needed_nbytes`: of the data.
     """
 
     fields: Mapping[str, Any]
@@ -64,8 +63,8 @@ class Capture:
     def take(
         cls, state: RunState, fields: Mapping[str, Any], *, has_files: bool, with_frozen: bool, save_latest: bool
     ) -> Capture:
-        """`fields`: step, driver and written_by, without the time. `has_files`: off, all that the save needs is in the
-        stores that it commits."""
+        """`fields`: of the manifest, without the time. `has_files`: False where the save commits stores and writes no
+        data."""
         named = list(state.named_buffers()) if has_files and state.runtime.collectives.rank == 0 else []
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named}
         units = state.saved_units(with_frozen) if has_files else []

@@ -1,8 +1,8 @@
-"""Saves and loads of one run: what `save_checkpoint` and `load_checkpoint` of the engine do, but for DeepSpeed's words.
+"""Saves and loads of one run: what `save_checkpoint` and `load_checkpoint` of the engine do, without DeepSpeed's words.
 
-A save captures what the driver holds at the call, and is then queued behind the update that is under way, so that both
-overlap with what the driver computes next. It is durable once a later save, load, flush or close has returned; the
-first of those raises its error. A save that fails changes nothing: training goes on.
+A save captures what the driver holds at the call, and is queued behind the update that is under way; both overlap with
+what the driver computes next. It is durable once a later save, load, flush or close has returned; the first of those
+raises its error. After a save that fails training goes on.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class Checkpoints:
         save_latest: bool = True,
         exclude_frozen: bool = False,
     ) -> None:
-        """Queue a save of the state after the last step. Raises the error of the save before, and of this one where it
-        is known by now. `begin`: checks that the state can be saved now; returns the step and the tag's name.
+        """Queue a save of the state after the last step. Raises the error of the save before, and of this one if it is
+        known by now. `begin`: checks that the call is allowed now; returns the step and the tag's name.
 
         With many ranks all of them call this; it returns on all once the tag is durable, or raises on all.
         """
@@ -170,8 +170,7 @@ class Checkpoints:
         return self._at_cut(save, write)
 
     def _at_cut(self, save: QueuedSave, act: Callable[[], T]) -> T:
-        """Return what `act` makes of a save between two updates: the driver joins it with what the other ranks have
-        made, for an update lane makes no collective."""
+        """Return what `act` makes of a save between two updates, for the driver: an update lane makes no collective."""
         made: list[T] = []
         self._queue(save, partial(save.write, lambda: made.append(act())))
         self.wait()
@@ -258,8 +257,8 @@ class Checkpoints:
     def find(
         self, load_dir: str | os.PathLike[str], tag: str | None, begin: Callable[[], None]
     ) -> FoundCheckpoint | None:
-        """Find the tag to load; return None, with a warning, where there is no checkpoint at all. `begin`: checks that
-        one can be loaded now. Raises StoreError."""
+        """Find the tag to load; None, with a warning, if there is no checkpoint. `begin`: see `save`. Raises
+        StoreError."""
 
         def look() -> FoundCheckpoint | None:
             if tag is None and (why := nothing_to_load(load_dir)):
@@ -328,7 +327,7 @@ class Checkpoints:
         return matched, driver
 
     def adopt(self, adoption: Adoption, values: AdoptedValues) -> None:
-        """Go on with the commit that the stores of this run were opened at. Raises ModelError and StoreError, on every
+        """Resume from the commit that this run's stores were opened at. Raises ModelError and StoreError, on every
         rank."""
         self._guard.invalidate_all()
         load_together(self._ranks, partial(self._adopt, adoption, values))

@@ -123,8 +123,8 @@ class Commits:
         )
 
     def commit(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
-        """Make the state durable, of a run with one rank. Raises StoreError: the last commit is as it was, and may be
-        tried again where the error says so."""
+        """Make the state durable, with one rank. Raises StoreError: the last commit stays, and the error says if to try
+        again."""
         if len(self._stores) == 1:
             self._stores[0].commit(manifest.step, metadata_of(manifest, shares))
             return
@@ -138,8 +138,7 @@ class Commits:
             raise
 
     def prepare(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
-        """Make the state durable beside the last commit; records rest from now on. Raises StoreError, with nothing
-        changed."""
+        """Make the state durable beside the last commit, and block writes. Raises StoreError, with nothing changed."""
         first = _parts(shares)[0].stores[0]
         followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: dict(first)}
         try:
@@ -156,8 +155,8 @@ class Commits:
             store.cancel_prepared()
 
     def decide(self) -> None:
-        """Make what all ranks have prepared the last commit, of rank 0. Raises StoreError: which of the two it is
-        is not known, and training does not go on."""
+        """Make what all ranks have prepared the commit, on rank 0. Raises StoreError: which of the two it is is not
+        known."""
         self._stores[0].confirm()
 
     def confirm(self) -> None:
@@ -171,8 +170,8 @@ def _location(store: SwapStore) -> dict[str, Any]:
 
 
 def metadata_of(manifest: TagManifest, shares: Sequence[Share]) -> dict[str, Any]:
-    """Return the metadata of a commit in the store that decides: the tag's manifest, with what all ranks have. Raises
-    StoreError where that is not the whole."""
+    """Return the metadata of a commit in the store that decides: the manifest of all ranks. Raises StoreError if a part
+    lacks."""
     whole = replace(manifest, **join_shares(shares))
     return {
         COMMIT_ID: shares[0].commit_id,

@@ -1,7 +1,6 @@
-"""A hash of where each byte lies in the slots that the in-place commits of one rank make durable.
+"""Hash where each byte lies in the slots that one rank's in-place commits make durable, before anything is allocated.
 
-A run adopts the commit of another where the two hashes are equal on every rank. Computed from the plan, before anything
-is allocated.
+A run adopts the commit of another if the two hashes are equal on every rank.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class InPlaceSave:
     at_cut: Callable[[Callable[[], Share]], Share]
 
     def run(self) -> None:
-        """Queue it, with one rank; with many it is durable on return. Driver thread. Raises StoreError, TransferError,
-        UntaggedCommitError and RankError."""
+        """Queue it with one rank; with many, return when it is durable. Driver thread. Raises UntaggedCommitError and
+        others."""
         if self.runtime.collectives.world_size == 1:
             self.queue(partial(self.save.write, self._commit_alone))
             return

@@ -78,7 +78,7 @@ def _rank_part(item: Any) -> RankPart:
 
 
 def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Read the metadata of a run's newest commit, and the first directory of the store that has decided it. `path`: the
+    """Return the metadata of a run's newest commit, and the first directory of the store that decided it. `path`: the
     first of any store of the run. Raises StoreError."""
     committed = _committed(path)
     if DECIDED_BY in committed.metadata:
@@ -133,7 +133,7 @@ def is_committed(tag: TagManifest, committed: Manifest) -> bool:
 
 
 def owner_of(path: Path, which: str = "") -> Owner:
-    """The owner of the directory of a store. `which`: of a commit, as "of step 5 ". Raises StoreError where it is not
+    """Return the owner of a store's directory. `which`: of a commit, as "of step 5 ". Raises StoreError if it is not
     here."""
     try:
         return read_owner(path)

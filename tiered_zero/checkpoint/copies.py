@@ -1,8 +1,7 @@
 """Durable copies, in the store of the state, of what rests in memory and is not made of it.
 
-Frozen parameters and buffers are compared at a save, and written where they have changed. Parameters that are half of
-their masters change in each update: a commit writes them between two updates, directly from where they rest. 2 of the
-10 bytes of their state, at a save; a mirror that each update writes would cost as much in every step.
+Frozen parameters and buffers are compared at a save, and written if they have changed. Parameters that are half of
+their masters change in each update: a commit writes them from where they rest, 2 of the 10 bytes of their state.
 """
 
 from __future__ import annotations

@@ -33,11 +33,9 @@ _PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
 class TagInfo:
     """One tag of a save directory. `reason`: why it is not complete, else "". `nbytes`: on the disk.
 
-    `run_id`, `commit_id`, `held_id`: of an in-place commit, the run that made it, its own id, and that of the commit
-    which this run holds by now.
-
-    `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 where there is no manifest.
-    `manifest`: of one that `find_tag` has read alone.
+    `run_id`, `commit_id`: of an in-place commit, its run's and its own. `held_id`: id of the commit that the run holds
+    now. `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 without a manifest.
+    `manifest`: of a tag that `find_tag` has read alone.
     """
 
     tag: str
@@ -179,10 +177,9 @@ def _skipped(tags: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
-    """Say why a run that resumes from `load_dir` begins at step 0; "" where there is something to load or to refuse.
+    """Say why a run that resumes from `load_dir` begins at step 0; "" if there is something to load or to refuse.
 
-    Only a directory that is missing or empty is a new start, or one whose first save was never completed. Raises
-    StoreError where it cannot be read.
+    A new start is a directory that is missing or empty, or whose first save was never completed. Raises StoreError.
     """
     path = Path(load_dir)
     if not os.path.lexists(path):
@@ -195,8 +192,7 @@ def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
 
 
 def _content(path: Path) -> list[str]:
-    """Names in `path`, without what a new run may find there: hidden files, lost+found of a disk, runs' swap
-    directories."""
+    """List names in `path`, without what a new run may find there: hidden files, lost+found, runs' swap directories."""
     shown = (TEMPORARY, OLD, _DCP_METADATA)
     names = [name for name in _names(path) if name != "lost+found" and (name[0] != "." or name.startswith(shown))]
     return [name for name in names if not os.path.lexists(path / name / OWNER_NAME)]

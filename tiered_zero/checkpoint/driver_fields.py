@@ -29,8 +29,7 @@ def read_client_state(saved: Any) -> dict[str, Any]:
 
 
 def decode_state(saved: Any) -> State:
-    """Decode what `DriverState.capture` gave, and `own_state` of each rank where there were others. Raises
-    StoreError."""
+    """Decode what `DriverState.capture` gave, and each rank's `own_state` if there were others. Raises StoreError."""
     if type(saved) is not dict or saved.keys() - {"ranks"} != set(_PARTS):
         found = sorted(saved)[:12] if type(saved) is dict else type(saved).__name__
         raise StoreError(f"The checkpoint's driver state was expected to have {', '.join(_PARTS)}; found {found!a}.")

@@ -29,8 +29,7 @@ def export_weights(
     replaces: bool = False,
     with_frozen: bool = True,
 ) -> list[Path]:
-    """Write the weights that `reader` has to the directory `out`; see `list_weights` and `write_weights`. `replaces`:
-    also the weights of another model in `out`."""
+    """Write the weights of `reader` to `out`; see `list_weights`. `replaces`: another model's weights there too."""
     weights = list_weights(reader, dtype, with_frozen=with_frozen)
     return write_weights(out, weights, max_shard_nbytes=max_shard_nbytes, replaces=replaces)
 
@@ -38,12 +37,11 @@ def export_weights(
 def list_weights(
     reader: TensorReader, dtype: torch.dtype = torch.float32, *, with_frozen: bool = True
 ) -> list[WeightTensor]:
-    """List the weights that `reader` has, tied ones under each of their names. `with_frozen`: also parameters that have
-    no master.
+    """List the weights of a checkpoint, tied ones under each name. `with_frozen`: also parameters without a master.
 
-    Floating-point parameters are written as `dtype`, those that are trained from their fp32 masters, rounded once.
-    Other parameters, and buffers, keep their dtype. Raises StoreError: no weights; and as they are read, for a value
-    that `dtype` cannot hold, or CorruptionError for bytes that are not those written.
+    Floating-point parameters are written as `dtype`, trained ones from their fp32 masters, rounded once. Others, and
+    buffers, keep their dtype. Raises StoreError: no weights; and as they are read, StoreError for a value that `dtype`
+    cannot hold, and CorruptionError.
     """
     aliases: dict[str, list[str]] = {}
     for alias, name in reader.manifest.aliases.items():

@@ -16,8 +16,8 @@ logger = logging.getLogger("tiered_zero")
 
 @final
 class QueuedSave:
-    """One save of one tag, or of this rank's part of it. The driver thread makes it and waits for it; that thread or a
-    lane's writes it, unless an update has failed before it."""
+    """One save of one tag, or of this rank's part of it. The driver thread makes it and waits for it; a lane may write
+    it."""
 
     def __init__(self, tag: TagWriter) -> None:
         self.tag = tag
@@ -60,8 +60,8 @@ class QueuedSave:
         self.tag.writer.hurry()
 
     def wait(self) -> None:
-        """Return when it is ended. Raises the error of its write; that of an update before it is logged, for the engine
-        raises it."""
+        """Return when it is ended. Raises the error of its write; that of an update, which the engine raises, is
+        logged."""
         self.hurry()
         try:
             self._wait()

@@ -1,8 +1,8 @@
-"""A checkpoint on its way to the homes of a run: sub-group by sub-group, whatever the placement that wrote it; the next
-are read while one is made from what was read.
+"""Write a checkpoint to the homes of a run, sub-group by sub-group, whatever the placement that wrote it.
 
-Masters and state are read to where they rest, or to a staging buffer; parameters become their masters, rounded, as
-after an update. Driver thread, while no update runs and nothing is read ahead.
+The next sub-groups are read while one is made from what was read. Masters and state are read to where they rest, or to
+a staging buffer; parameters become their masters, rounded. Driver thread, while no update runs and nothing is read
+ahead.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ class StateLoader:
     def _masters(
         self, layout: StateLayout, work: SubGroupWork, keeps: bool, entries: Sequence[_Placed]
     ) -> torch.Tensor:
-        """[numel] fp32 to be filled: the masters themselves, or, where they rest as remainders, a copy. Zeros, or what
-        they are now where some of them stay."""
+        """[numel] fp32 to be filled: the masters, or a copy of remainders, joined. Zeros, or, where some stay, what
+        they are."""
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)
             for start, stop in gaps([(first, last) for _, _, first, last in entries], 0, layout.subgroup.numel):

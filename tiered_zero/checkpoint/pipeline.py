@@ -27,9 +27,8 @@ def run_ahead(
 ) -> None:
     """Begin, work on and retire each sub-group once, in order; several are begun before the first is worked on.
 
-    `begin`: starts its reads; None while no buffer is free. `work`: waits for them, and adds what it begins to write to
-    the work's `writes`. `retire`: is called when these are done and its buffer is free. Raises what they raise, once
-    nothing uses a buffer any more.
+    `begin`: starts its reads; None while no buffer is free. `work`: waits for them, and adds what it writes to the
+    work's `writes`. `retire`: called when these are done. Raises what they raise, once nothing uses a buffer any more.
     """
     waiting, begun, written = deque(layouts), deque[SubGroupWork](), deque[SubGroupWork]()
 

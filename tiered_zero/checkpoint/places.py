@@ -148,8 +148,7 @@ def list_tensors(
     *,
     with_frozen: bool = True,
 ) -> TensorList:
-    """List everything that this rank saves of a run. `scalars`: of now. `buffers`: by name, where this rank saves them.
-    Any thread."""
+    """List everything that this rank saves of a run. `buffers`: by name, if this rank saves them. Any thread."""
     found = TensorList()
     for layout in state.own_layouts:
         _list_subgroup(found, state, places, scalars, layout)

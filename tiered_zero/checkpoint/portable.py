@@ -101,8 +101,7 @@ class RunState:
 
     @cached_property
     def own_units(self) -> Sequence[Unit]:
-        """The units whose parameters without a master this rank saves: its shards, or its part of what every rank
-        has."""
+        """The units whose parameters without a master this rank saves: its shards, or its part of whole ones."""
         return [unit for unit in self.units if self._is_own(unit.index) or self.is_part(unit)]
 
     def is_part(self, unit: Unit) -> bool:

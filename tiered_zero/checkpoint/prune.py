@@ -1,8 +1,7 @@
 """Remove tags from a save directory: old whole ones, and pointers to in-place commits whose run has made another since.
 
-A pointer is removed with its tag; the swap directory that it points to never is. While that holds a commit, the newest
-pointer to it is the way to it: it counts as any other whole tag where it is the commit's own, and stays where the
-run was killed between a commit and its tag.
+A pointer is removed with its tag; the swap directory that it points to never is. The newest pointer to a commit leads
+to it: it counts as a whole tag if it is the commit's own, and stays if the run was killed between a commit and its tag.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ logger = logging.getLogger("tiered_zero")
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
     """Remove whole tags but the newest `keep`, and superseded pointers; never what `latest` names, nor the newest
-    pointer to a commit that no tag is of. Return those removed, or with `dry_run` those that would be. A tag that
-    holds files of others stays, with a warning.
-
-    Raises StoreError.
-    """
+    pointer to a commit that has no tag of its own. Return those removed, or with `dry_run` those that would be. A tag
+    that holds other programs' files stays, with a warning. Raises StoreError."""
     if keep < 1:
         raise StoreError(f"Keep at least one checkpoint; found {keep}.")
     if dry_run:

@@ -71,8 +71,8 @@ def begin_tag(
     wanted: Sequence[Wanted],
     engine: IOEngine | None = None,
 ) -> TagWriter:
-    """Begin the tag on rank 0, where space is checked for what all ranks write, and join it on the others. `engine`:
-    see `TagWriter.begin`."""
+    """Begin the tag on rank 0, which checks the space for all ranks, and join it on the others. `engine`: see
+    `TagWriter.begin`."""
     tag, rank = wanted[0].tag, ranks.rank
     sizes = [own.nbytes for own in wanted]
     begun: list[TagWriter] = []
@@ -111,8 +111,8 @@ def publish_together(
 def find_together(
     ranks: Collectives, directory: str | os.PathLike[str], find: Callable[[], FoundCheckpoint | None]
 ) -> FoundCheckpoint | None:
-    """Let rank 0 find a checkpoint below `directory`, with lines for the log; every rank looks for it in its own
-    directory of that name. None where there is none."""
+    """Let rank 0 find a checkpoint below `directory`; every rank takes it from its own directory of that name. None:
+    none."""
     base = Path(os.path.abspath(directory))
 
     def encode(found: FoundCheckpoint | None) -> list[str | None] | None:
@@ -159,9 +159,8 @@ def write_together(
 ) -> None:
     """Let rank 0 `write` tensors that every rank has parts of: all ranks read each of them, in this order.
 
-    An error of `write` is raised on all of them, once every tensor is read, and the run goes on. A read that fails
-    ends the run on all ranks at once, since the others wait in the gather of that tensor: it is raised where it
-    failed, and RankError on the others.
+    An error of `write` is raised on all ranks once every tensor is read, and the run goes on. A read that fails ends
+    the run: it is raised where it failed, and RankError on the others, which wait in the gather of that tensor.
     """
     begun: list[WeightTensor] = []
     failed: list[Exception] = []

@@ -1,8 +1,7 @@
-"""Find the checkpoint that a path names, for a load and for `tiered_zero.checkpoint.resume`, and adopt an in-place
-commit of the same layout.
+"""Find the checkpoint that a path names, for a load and for `tiered_zero.checkpoint.resume`; adopt an in-place commit.
 
-A run that adopts a commit takes over the swap directory of the run before with its records, and copies nothing. Every
-other checkpoint is loaded into the homes of the new run, as by `load_checkpoint`, and its files stay as they are.
+A run that adopts a commit takes over the swap directory of the run before, and copies nothing. Every other checkpoint
+is loaded into the homes of the new run, as by `load_checkpoint`, and its files stay as they are.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ logger = logging.getLogger("tiered_zero")
 @final
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """A checkpoint. `path`: of the tag, or of the swap directory itself; `swap`: the first directory of the store where
-    it is an in-place commit. `lines`: what was skipped or chosen, for the log. `manifest`: of a tag that was read here
-    and now."""
+    """A checkpoint. `path`: of the tag, or the swap directory. `swap`: the first directory of an in-place commit's
+    store. `lines`: for the log. `manifest`: of a tag that was just read."""
 
     path: Path
     swap: Path | None = None
@@ -58,11 +56,10 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> FoundCheckpoint:
-    """Find what `directory` names: the swap directory of a run, one tag, or a directory of tags, of which `tag` is
-    taken, or the newest.
+    """Find what `directory` names: a run's swap directory, one tag, or tags, of which `tag` or the newest is taken.
 
     An in-place commit holds one step. A pointer that was not renewed after the last commit, because the run was killed
-    between the two, finds that commit, and says so; one that is asked for by its tag does not. Raises StoreError.
+    between the two, leads to that commit, and says so; a tag that is asked for by name does not. Raises StoreError.
     """
     path = Path(os.path.abspath(directory))
     if tag is None and (path / OWNER_NAME).exists():
@@ -146,9 +143,8 @@ def adopt(
     slots: Sequence[PlannedSlot],
     layouts: list[StateLayout],
 ) -> Adoption | None:
-    """Adopt an in-place commit where every rank lays everything out as that one did which has committed its part; None
-    where it has to be loaded, with the reason in the log. Collective. Raises StoreError: damaged, or its owner
-    lives."""
+    """Adopt an in-place commit if every rank lays everything out as the rank that committed its part; None, with the
+    reason in the log, if it has to be loaded. Collective. Raises StoreError: damaged, or its owner lives."""
     if found.swap is None:
         return None
     swap = found.swap
@@ -212,8 +208,8 @@ class AdoptedValues:
     copies: DurableCopies
 
     def flat(self, unit: Unit) -> torch.Tensor:
-        """[P] of the unit's dtype, on the CPU: its masters rounded, or what was kept of it; zeros where another rank
-        has them."""
+        """[P] of the unit's dtype, on the CPU: its masters rounded, or its durable copy; zeros where another rank has
+        them."""
         if unit.index in self.state.updated_units and not self.state.view.need_params:
             return self.state.view.read_masters(unit).to(unit.dtype)
         home = self.copies.homes.get(unit.index) or self.state.inventory.home(unit, "param")

@@ -159,8 +159,8 @@ class SaveDirectory:
             )
 
     def rename(self, name: str, tag: str) -> str | None:
-        """The directory `name` becomes `tag`; what one of that name before is called now. Durable with `finish`. Raises
-        OSError: then `name` has not become `tag`."""
+        """Rename the directory `name` to `tag`; return the new name of the tag that it replaced. Durable with `finish`.
+        Raises OSError: then nothing has changed."""
         try:
             os.stat(tag, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -175,8 +175,8 @@ class SaveDirectory:
         return replaced
 
     def finish(self, replaced: str | None, latest: str | None = None) -> None:
-        """Make a `rename`, or `latest`, durable; what was replaced is removed, or named in a warning. Raises OSError:
-        then that is still there.
+        """Make a `rename`, or `latest`, durable, and remove what was replaced. Raises OSError: then that is still
+        there.
 
         `latest`: a file of `prepare_latest`, which becomes `latest` with the same sync. A crash may leave either of the
         two new: for tags that all point to one state, which outlives them.

@@ -25,12 +25,11 @@ class RankPart:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One rank's part. `tensors`: with the parts that it has; `records`: their numbers count. `scalars`: of the
-    parameters that it has parts of, as in the manifest. `driver`: what every rank has its own of, as
-    `DriverState.capture` gives it.
+    """One rank's part. `tensors`: with the parts that it has; `records`: their numbers count. `scalars`: of its
+    parameters, as in the manifest. `driver`: the rank's own part of what `DriverState.capture` gives.
 
-    `stores`: of a full save, what it has written. `rank`, `commit_id`: of an in-place commit; the id on
-    rank 0."""
+    `stores`: of a full save, what it has written. `rank`, `commit_id`: of an in-place commit; the id is rank 0's.
+    """
 
     tensors: Mapping[str, TensorEntry]
     records: Sequence[RecordName]

@@ -58,11 +58,10 @@ class TagWriter:
         needed_nbytes: int = 0,
         own_nbytes: int | None = None,
     ) -> TagWriter:
-        """Lock the save directory, clear what dead writers left there, check the space, make the temporary directory.
+        """Lock the save directory, remove what dead writers left, check the space, make the temporary directory.
 
         `engine`: None: the tag's own, so that its failure concerns no other transfer. `needed_nbytes`: of all records;
-        `own_nbytes`: of those that this process writes, where others join it.
-        Raises StoreError.
+        `own_nbytes`: of those that this process writes, if others join it. Raises StoreError.
         """
         check_tag(tag)
         directory = SaveDirectory.open(save_dir)
@@ -136,9 +135,8 @@ class TagWriter:
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> TagManifest:
         """Make all durable and give it its name; then `latest`. Raises StoreError: then it is discarded.
 
-        `fields`: of TagManifest, but for the tag and what `shares` have: of every rank, durable but for this writer's.
-        Its data, the manifest and the new `latest` become durable beside each other, and all of them before the tag has
-        its name.
+        `fields`: of TagManifest, without the tag and what `shares` have. Data, manifest and the new `latest` become
+        durable beside each other, before the tag has its name.
         """
         assert not self._joins, "rank 0 publishes"
         no_latest = None
@@ -175,8 +173,7 @@ class TagWriter:
                 self._latest = self._directory.prepare_latest(self.tag) if save_latest else None
 
     def publish_pointer(self) -> None:
-        """Give the prepared tag its name, and `latest` its value: the state is durable. Raises OSError,
-        StoreError."""
+        """Give the prepared tag its name, and `latest` its value: the state is durable. Raises OSError, StoreError."""
         try:
             self._give_name(self._latest)
             self._latest = None
@@ -198,8 +195,8 @@ class TagWriter:
             ) from error
 
     def discard(self) -> None:
-        """Remove what was written, unless it was published; end the lock. Idempotent; one that was interrupted is
-        carried through by the next. A failure is logged. Waits for a `prepare_pointer` that has begun."""
+        """Remove what was written, unless it was published; end the lock. Idempotent; logs a failure. Waits for a
+        `prepare_pointer`."""
         with self._pointing:
             self._discard()
 

@@ -53,8 +53,7 @@ _DTYPES = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightTensor:
-    """A tensor that is to be written. `read`: CPU tensors of its dtype and of any shape, which together hold its
-    elements in row-major order."""
+    """A tensor that is to be written. `read`: CPU tensors of any shape that together hold its row-major elements."""
 
     name: str
     dtype: torch.dtype
@@ -151,12 +150,12 @@ def write_weights(
     file_name: str = WEIGHTS_NAME,
     replaces: bool = True,
 ) -> list[Path]:
-    """Write `file_name`, or where that would be larger than `max_shard_nbytes` numbered files and their index.
+    """Write `file_name`, or numbered files of at most `max_shard_nbytes` and their index. Returns the paths, the index
+    last.
 
-    All files are written under temporary names and synced before the first is renamed. Earlier weights of this name in
-    the directory go at that moment; until the last rename there are then none, and never a mixture. A tensor larger
-    than a file may be has a file of its own. `replaces`: False refuses to replace the weights of another model. Returns
-    the paths, the index last. Raises StoreError.
+    All files are written under temporary names and synced before the first is renamed. Earlier weights of this name go
+    at that moment: until the last rename there are none, and never a mixture. A tensor larger than a file has one of
+    its own. `replaces`: False refuses to replace the weights of another model. Raises StoreError.
     """
     stem = file_name.removesuffix(".safetensors")
     shards = _split(tensors, max_shard_nbytes)
@@ -198,8 +197,8 @@ def reading_order(tensors: Sequence[WeightTensor], max_shard_nbytes: int) -> lis
 
 
 def _split(tensors: Sequence[WeightTensor], max_nbytes: int) -> list[list[WeightTensor]]:
-    """Fill one file after another, in the order given. Inside a file the widest dtype is first, as readers that map
-    tensors need them aligned."""
+    """Fill one file after another; inside a file the widest dtype is first, as readers that map tensors need them
+    aligned."""
     shards: list[list[WeightTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -247,8 +246,8 @@ def _shard_bytes(header: bytes, tensors: Sequence[WeightTensor]) -> Iterator[byt
 
 @contextmanager
 def _temporaries(directory: Path, names: Sequence[str]) -> Iterator[Mapping[str, Path]]:
-    """Name -> a hidden name in the same directory, of this process. What is left under one is removed at the end, as
-    is what processes have left that are gone."""
+    """Yield name -> a hidden name of this process in the same directory. Removes what is left, also by processes that
+    are gone."""
     for path in directory.glob(".*.part-*-*"):
         owner = path.name.rpartition(".part-")[2].partition("-")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():

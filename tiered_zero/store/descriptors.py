@@ -116,8 +116,9 @@ def _remove(name: str, dir_fd: int) -> None:
 def remove_directory(path: str | Path, dir_fd: int | None = None) -> None:
     """Remove an empty directory, never a link. Raises OSError.
 
-    FUSE and NFS say later that a file was closed: until then one that was unlinked before stays under a hidden name. So
-    this waits for such names to go, at most a second."""
+    FUSE and NFS hear late that a file was closed, and keep one that was unlinked before under a hidden name: wait for
+    such names to go, at most a second.
+    """
     for _ in range(100):
         try:
             return os.rmdir(path, dir_fd=dir_fd)

@@ -69,8 +69,7 @@ class Record:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """The records of a store, in data files of `capacity_nbytes` together that are striped by `weights`. `ranges`: by
-    record name, what of it rests where."""
+    """The records of a store, in data files of `capacity_nbytes`, striped by `weights`. `ranges`: by record name."""
 
     capacity_nbytes: int
     weights: tuple[float, ...]

@@ -55,8 +55,8 @@ def _make(path: Path, made: list[Path]) -> None:
 
 
 def _doubt(path: Path, first: Path) -> str:
-    """Say that no disk is mounted where a config's absolute path seems to mean one. `first`: the outermost directory
-    that was made."""
+    """Warn if an absolute path seems to mean a disk that is not mounted. `first`: the outermost directory that was
+    made."""
     is_placeholder = path.is_absolute() and (first != path or first.parent == _ROOT)
     if not is_placeholder or first.stat().st_dev != _ROOT.stat().st_dev:
         return ""

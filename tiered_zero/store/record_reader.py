@@ -28,12 +28,10 @@ from tiered_zero.system.mappings import map_memory
 
 BUFFER_NBYTES: Final = 2 * MIB
 NUM_BUFFERS: Final = 12
-"""24 MiB, most of which are on their way at any time. A load took 11% longer with 8, and 9% with 16, which is more than
-a processor keeps near."""
+"""24 MiB, most of which are on their way at any time. A load took 11% longer with 8, and 9% with 16."""
 
 _READ_BLOCKS: Final = IOSettings(block_size=MIB)
-"""Of a system call. With 4 MiB, which suits training and saves beside it, a load ends later: windows come in order, and
-what is behind a late block waits."""
+"""Windows come in order, and wait for a late block: with 4 MiB, which suits training, a load ends later."""
 
 
 @final
@@ -80,8 +78,7 @@ class Broken:
 
 
 class _Span(NamedTuple):
-    """Bytes `[start, stop)` of a record, at `address` of the store number `store`. `checks`: (length, checksum) of the
-    ranges that make them up."""
+    """Bytes `[start, stop)` of a record, at `address` of the store. `checks`: (length, checksum) of its ranges."""
 
     store: int
     record: str
@@ -134,8 +131,8 @@ class RecordReader:
         return _covers(self._overlapping(store, name, start, stop), start, stop)
 
     def submit(self, wanted: Iterable[Wanted]) -> Reading:
-        """Begin to read, behind what was submitted before, in the order of the files. Raises TransferError, and
-        StoreError for bytes that were not written."""
+        """Begin to read, in the order of the files. Raises TransferError, and StoreError for bytes that were not
+        written."""
         reading = Reading()
         found: list[tuple[tuple[int, int], _Span, Wanted]] = []
         for one in wanted:

@@ -1,14 +1,12 @@
-"""Append records to a new data file: the caller's memory goes to the disk without a copy, while a thread computes its
-checksums.
+"""Append records to a new data file: the caller's memory goes to the disk without a copy, while a thread hashes it.
 
 Blocks are reserved when the file is made, so that a full disk is an error early, and so that direct writes need not
 change the file's size, which Linux does one at a time.
 
-[Note: Checksums during training]  A checksum reads memory that is in no cache: 0.1 s of a processor for 1.6 GB, and
-0.3 s during training, which waits for its slowest thread. At a low priority it takes what training leaves of the
-processors: a step under a save then took 4 to 8% longer, and 9 to 12% at the usual one (3% without checksums). Where
-nothing is left, as beside other programs, it could take long: the usual priority takes over as soon as something waits
-for the save.
+[Note: Checksums during training] A checksum reads memory that is in no cache: 0.1 s of a processor for 1.6 GB, and 0.3
+s during training, which waits for its slowest thread. On a thread of low priority a step under a save took 4 to 8%
+longer, on one of the usual priority 9 to 12% (3% without checksums). Beside other programs that could take long: the
+usual priority takes over as soon as something waits for the save.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ _LOWEST_PRIORITY = 19
 @final
 @dataclass(eq=False, kw_only=True)
 class _Appended:
-    """A record that is being written. `parts`: bytes of each append, and the checksums of its chunks, once the hasher
-    has made them."""
+    """A record that is being written. `parts`: bytes of each append, and its checksums, once they are computed."""
 
     offset: int
     parts: list[tuple[int, list[int]]] = field(default_factory=list)
@@ -75,10 +72,10 @@ class RecordWriter:
 
     def append(self, name: str, memory: memoryview) -> Transfer:
         """Write whole pages, at an address in whole pages, as the next bytes of the record `name`: a new one, or the
-        last one.
+        last.
 
         Nothing is copied: the memory must stay as it is until the transfer is done. Raises TransferError, and
-        ConfigError where no I/O engine works.
+        ConfigError if no I/O engine works.
         """
         nbytes = len(memory)
         if nbytes == 0 or nbytes % PAGE_NBYTES or memory_address(memory) % PAGE_NBYTES:
@@ -158,8 +155,7 @@ def _ranges(own: _Appended) -> list[Range]:
 
 @final
 class Hasher:
-    """Computes checksums on a thread of the usual priority or, until `hurry`, on one that yields to training. See
-    [Note: Checksums during training]."""
+    """Computes checksums; until `hurry` on a thread that yields to training. See [Note: Checksums during training]."""
 
     def __init__(self, *, is_patient: bool) -> None:
         """`is_patient`: yield to training. Raises StoreError where a thread cannot be started."""

@@ -231,10 +231,10 @@ class RecordTable:
             self._retired.clear()
 
     def revert(self) -> None:
-        """Return the committed records to the last commit, with what was written and what was released since.
+        """Return the committed records to the last commit, with what was written and released since; newer ones are
+        empty.
 
-        A committed record that is newer than the commit has no bytes then. Scratch records stay as they are. Raises
-        StoreError while one of them is in use, or rests.
+        Scratch records stay as they are. Raises StoreError while a committed one is in use, or prepared.
         """
         with self._lock:
             released = {state.record.name for state in self._retired}

@@ -123,10 +123,9 @@ class SwapDir:
 
     @classmethod
     def open(cls, path: Path) -> SwapDir:
-        """Take over a run that ended with its directories kept; `path`: any of them.
+        """Take over a run that ended with its directories kept; `path`: any of them. It stays on disk until `remove`.
 
-        It stays on disk until `remove`. Raises StoreError while its owner lives, when a directory is missing, and
-        where one belongs to another user.
+        Raises StoreError while its owner lives, and if a directory is missing, or belongs to another user.
         """
         owner = read_owner(path)
         holds: list[_Hold] = []

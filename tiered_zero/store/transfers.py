@@ -102,8 +102,7 @@ class Joined(Transfer):
 
 @final
 class Worker:
-    """One daemon thread that runs callables in order; they must not raise. It ends with the object, where an interrupt
-    came before `close`."""
+    """One daemon thread that runs callables in order; they must not raise. It ends with the object."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -27,9 +27,8 @@ _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 class TwoPhaseCommit:
     """The durable states of one store: the committed one, and one that is prepared. Driven by the store's thread.
 
-    Data before manifest, manifest before its name, and no extent that the durable manifest names is written until the
-    next one is durable (`RecordTable` keeps that rule). A failure that can pass leaves all as it was; any other latches
-    the store.
+    Data before manifest, manifest before its name; `RecordTable` keeps writes from extents that the durable manifest
+    names. A failure that can pass leaves all as it was; any other latches the store.
     """
 
     def __init__(
@@ -163,8 +162,7 @@ class TwoPhaseCommit:
         return found
 
     def _with_digest(self, record: Record, item: Range) -> Range:
-        """Return `item` with its digest. The whole of which it is the rest is verified first, where the last commit
-        names that."""
+        """Return `item` with its digest, after the range of the last commit that it is the rest of was verified."""
         durable = self._table.durable(record, item.start, item.end)
         whole = next((one for one in durable if one.slot == item.slot and one.digest is not None), item)
         memory, parts = memoryview(map_memory(whole.end - whole.start)), list[IOTransfer]()

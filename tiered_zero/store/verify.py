@@ -33,12 +33,9 @@ def verify_run(
 ) -> Verified | None:
     """Check the committed state of the run in `paths`; None if it has none. A live run may commit at the same time.
 
-    `step`, `metadata`: of that state, as of `SwapStore.recover`: it may be one that is only prepared, where another
-    store has decided it.
-
-    Extents that the durable manifest names are not rewritten before the next one is durable, so what was found
-    counts if the manifest is still the same at the end. Raises StoreError for a damaged manifest, and for a data file
-    that is missing or cut off.
+    `step`, `metadata`: see `SwapStore.recover`; the state may be one that is only prepared, and that another store has
+    decided. What was found counts if the manifest is the same at the end, for extents that it names are not rewritten
+    before. Raises StoreError for a damaged manifest, and for a data file that is missing or cut off.
     """
     for _ in range(_ATTEMPTS):
         state = _find_state(paths[0], step, metadata)
