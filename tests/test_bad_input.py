@@ -168,7 +168,9 @@ def test_errors_say_what_to_do(swap_path: Path) -> None:
             model=build_model(), config=merged(good_config(swap_path), {"tiered_zero": {"host_memory_limit": "16KiB"}})
         )
     lines = str(caught.value).splitlines()
-    assert re.search(r"Largest: [a-z ]+ \d.*iB\. Raise tiered_zero.host_memory_limit: no other setting", lines[0])
+    assert re.search(
+        r"Largest: [a-z ]+ \d.*iB.*\. Raise tiered_zero.host_memory_limit to at least .*: no other setting", lines[0]
+    )
     assert {line.split(":")[0].strip() for line in lines if line.startswith("  ") and not line.startswith("    ")} == {
         "device",
         "host",

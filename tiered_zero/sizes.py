@@ -34,6 +34,15 @@ def format_nbytes(nbytes: float) -> str:
     return f"{size:.2f} TiB"
 
 
+def ceil_nbytes(nbytes: int) -> str:
+    """Return a limit that a user may set, read back as no less: 1537 -> '1.6 KiB'."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if nbytes >= unit:
+            tenths = -(-10 * nbytes // unit)
+            return f"{tenths // 10}.{tenths % 10} {name}"
+    return f"{nbytes} B"
+
+
 def parse_nbytes(text: str | int | float) -> int:
     """'1.5GiB', '512 MB', 4096 -> bytes. Raises ValueError on anything else."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):

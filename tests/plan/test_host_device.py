@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +14,14 @@ import torch
 
 import tiered_zero
 from tests.support.configs import ADAMW, SMALL_DEVICE, config_of, zero_section
-from tests.support.models import rows, two_layers
-from tests.support.trainers import assert_same_bits, follow
+from tests.support.models import ParityGPT, batch, rows, two_layers
+from tests.support.trainers import Plain, assert_same_bits, follow, tiered
+from tests.support.trainers import train as train_gpt
 from tiered_zero.assembly.run_spec import specify_run
 from tiered_zero.config.load import load
+from tiered_zero.errors import PlanError
 from tiered_zero.plan.host_device import resolve_host_tiers
-from tiered_zero.sizes import MIB
+from tiered_zero.sizes import MIB, parse_nbytes
 
 CPU: dict[str, Any] = {"device": "cpu", "device_memory_limit": None}
 
@@ -115,3 +120,45 @@ def test_paged_parameters_in_use_are_of_host_memory(runtime: dict[str, Any]) -> 
     is_host = runtime == CPU
     assert plan.needed_nbytes("host") == plan.nbytes("host") + (in_use if is_host else 0)
     assert (", in host memory" in plan.text) == is_host
+
+
+def gpt() -> ParityGPT:
+    torch.manual_seed(0)
+    return ParityGPT(6)
+
+
+def paged_gpt(path: Path, limit: int | str | None) -> tiered_zero.Engine:
+    """Everything on nvme, sub-groups of the size that the planner chooses."""
+    runtime = {**CPU, "host_memory_limit": limit}
+    return tiered(gpt(), path, zero={"sub_group_size": None}, runtime=runtime)
+
+
+def test_a_plan_shrinks_to_the_limit_of_host_memory_and_names_the_smallest_that_does(tmp_path: Path) -> None:
+    """First the window, then sub-groups; the bits are those of plain PyTorch down to the limit that a refusal names."""
+    with paged_gpt(tmp_path, None) as engine:
+        free = engine.plan
+    script = partial(train_gpt, data=batch)
+    expected = follow(script, Plain(gpt()))
+    with pytest.raises(PlanError, match=r"Largest: parameter staging buffers 4\.0 MiB; ") as refused:
+        paged_gpt(tmp_path, MIB)
+    named = re.search(r"raise tiered_zero.host_memory_limit to at least (\S+ \S+)\.", str(refused.value))
+    assert named is not None
+    small_window = free.needed_nbytes("host") - 8192
+    for limit in (small_window, parse_nbytes(named[1])):
+        engine = paged_gpt(tmp_path, limit)
+        assert engine.plan.needed_nbytes("host") <= limit < free.needed_nbytes("host")
+        assert engine.plan.pager_limits.live_nbytes < free.pager_limits.live_nbytes
+        is_cut = engine.plan.nbytes("host", "staging_state") < free.nbytes("host", "staging_state")
+        assert is_cut == (limit < small_window), "sub-groups are cut smaller only where the window does not suffice"
+        assert_same_bits(expected, follow(script, engine))
+
+
+def test_the_smallest_limit_of_a_refusal_is_the_smallest() -> None:
+    def plan_of(**limit: int) -> Any:
+        given = config("nvme", "nvme", **limit)
+        return specify_run(load(given), gpt()).plan
+
+    least = plan_of(host_memory_limit=1).needed_nbytes("host")
+    plan_of(host_memory_limit=least).check()
+    with pytest.raises(PlanError):
+        plan_of(host_memory_limit=least - 1).check()

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.plan.test_planner import SIZES, K, request, some_units, subgroup
 from tests.support.units import make_unit
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.remedies import how_to_fit
-from tiered_zero.sizes import MIB
+from tiered_zero.sizes import MIB, ceil_nbytes, parse_nbytes
 
 
 def planned(param_tier: str, state_tier: str, tier: str, short: int = 1, **fields: Any) -> Plan:
@@ -65,7 +67,8 @@ LARGE_PARAMS = [subgroup(K, {})]
 )
 def test_the_setting_that_acts_is_named(plan: Plan, tier: str, advice: str) -> None:
     text = how_to_fit(plan, tier)
-    assert f". {advice}" in text and text.endswith("or raise tiered_zero.host_memory_limit."), text
+    least = f"or raise tiered_zero.host_memory_limit to at least {ceil_nbytes(plan.needed_nbytes(tier))}."
+    assert f". {advice}" in text and text.endswith(least), text
 
 
 def test_a_device_in_host_memory_is_freed_by_its_own_settings() -> None:
@@ -77,9 +80,9 @@ def test_a_device_in_host_memory_is_freed_by_its_own_settings() -> None:
 def test_gradients_are_said_to_be_moved_where_state_is_on_nvme() -> None:
     plan = planned("device", "host", "host", sizes=LARGE_PARAMS, num_buffers=1)
     text = how_to_fit(plan, "host")
-    assert "Largest: gradients 352.0 KiB, which rest nowhere else. " in text and "gradients to" not in text, text
+    assert "Largest: gradients 352.0 KiB, which rest nowhere else; " in text and "gradients to" not in text, text
     text = how_to_fit(planned("device", "nvme", "host", sizes=LARGE_PARAMS, num_buffers=1), "host")
-    assert "Largest: gradients 352.0 KiB. Set tiered_zero.gradients to auto; or raise" in text, text
+    assert "Largest: gradients 352.0 KiB; " in text and ". Set tiered_zero.gradients to auto; or raise" in text, text
     sums = planned("device", "host", "host", sizes=LARGE_PARAMS, sums_gradients=True)
     assert "Set gradient_accumulation_steps to 1, which needs no fp32 sums" in how_to_fit(sums, "host")
     twice = planned("device", "host", "host", sizes=LARGE_PARAMS, update="delayed")
@@ -95,7 +98,13 @@ def test_several_settings_are_named_until_they_suffice_and_what_they_lack_is_sai
         in how_to_fit(plan, "host")
     )
     plan = planned("host", "device", "host", short=47 * K, sizes=[])
-    assert "memory_limit: no other setting frees the 376.0 KiB that are missing." in how_to_fit(plan, "host")
+    least = ceil_nbytes(plan.needed_nbytes("host"))
+    assert f"to at least {least}: no other setting frees the 376.0 KiB that are missing." in how_to_fit(plan, "host")
+
+
+@given(st.integers(0, 1 << 45))
+def test_a_limit_that_is_named_is_read_back_as_no_less(nbytes: int) -> None:
+    assert nbytes <= parse_nbytes(ceil_nbytes(nbytes)) <= nbytes * 1.1
 
 
 def test_a_machine_is_named_where_no_setting_limits_it() -> None:
@@ -111,6 +120,8 @@ def test_a_unit_of_one_module_is_not_said_to_be_cut() -> None:
     pager_limits = replace(one.pager_limits, one_module=False)
     assert "Lower tiered_zero.unit_size_cap; or raise" in how_to_fit(replace(one, pager_limits=pager_limits), "device")
     assert how_to_fit(one, "device") == (
-        "Largest: paged parameters in use, fetched ahead or kept 144.0 KiB, which rest nowhere else. Raise "
-        "tiered_zero.device_memory_limit: no other setting frees the 288.0 KiB that are missing."
+        "Largest: paged parameters in use, fetched ahead or kept 144.0 KiB, which rest nowhere else; "
+        "gradients on their way to host memory 144.0 KiB, which rest nowhere else. "
+        "Raise tiered_zero.device_memory_limit to at least 288.0 KiB: no other setting frees the 288.0 KiB that are "
+        "missing."
     )

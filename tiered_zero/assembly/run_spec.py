@@ -41,7 +41,7 @@ from tiered_zero.rules.from_config import format_rule, group_params, make_optimi
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_formats import check_params, master_format
 from tiered_zero.rules.state_layout import StateLayout
-from tiered_zero.sizes import TIERS, format_nbytes
+from tiered_zero.sizes import TIERS, align_up, format_nbytes
 
 ACTIVATION_SHARE = 8
 """This part of a device's free memory is left to activations, of which the plan knows nothing, where the config sets no
@@ -62,6 +62,8 @@ class RunSpec:
     rule: UpdateRule
     layouts: list[StateLayout]
     plan: Plan
+    sub_group_numel: int
+    """Elements at which sub-groups are cut."""
     slots: list[PlannedSlot]
     """Of units, sub-groups and durable copies."""
     trained: frozenset[str]
@@ -129,22 +131,27 @@ def specify_run(
         )
     size = sub_group_numel(config.zero_optimization.sub_group_size, units, in_place=_updates_in_place(request))
     rank = ranks.rank if request.ranks.shards_state else None
-    subgroups = cut_subgroups(
-        units, group_of, size, elementwise=rule.elementwise, apart=request.state.is_split, rank=rank
-    )
-    layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
-    sizes = [
-        SubGroupSize(state_nbytes=layout.nbytes, parts=layout.subgroup.parts, embedding=layout.subgroup.embedding)
-        for layout in layouts
-    ]
-    if rule.keeps_group_state and request.ranks.shards_state:
-        raise ModelError(
-            f"{rule.name} keeps state of whole param groups, and at stage {config.zero_optimization.stage} each of "
-            f"{ranks.world_size} ranks steps a part of them. Set zero_optimization.stage to 0."
+    while True:
+        subgroups = cut_subgroups(
+            units, group_of, size, elementwise=rule.elementwise, apart=request.state.is_split, rank=rank
         )
-    if rule.keeps_group_state:  # known from the layouts on; such state changes when a step is taken, and not before
-        request = replace(request, update=replace(request.update, in_backward=False))
-    plan = make_plan(units, sizes, request)
+        layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
+        sizes = [
+            SubGroupSize(state_nbytes=layout.nbytes, parts=layout.subgroup.parts, embedding=layout.subgroup.embedding)
+            for layout in layouts
+        ]
+        if rule.keeps_group_state and request.ranks.shards_state:
+            raise ModelError(
+                f"{rule.name} keeps state of whole param groups, and at stage {config.zero_optimization.stage} each of "
+                f"{ranks.world_size} ranks steps a part of them. Set zero_optimization.stage to 0."
+            )
+        if rule.keeps_group_state:  # known from the layouts on; such state changes when a step is taken, and not before
+            request = replace(request, update=replace(request.update, in_backward=False))
+        plan = make_plan(units, sizes, request)
+        smaller = _smaller_sub_groups(size, units, plan)
+        if smaller == size:
+            break
+        size = smaller
     check_params(masters, subgroups, plan.tiers.params, plan.tiers.state)
     slots = list_slots(units, sizes, plan.tiers, plan.request, delayed=plan.delayed)
     if ranks.world_size > 1:  # before anything is allocated
@@ -174,6 +181,7 @@ def specify_run(
         rule=rule,
         layouts=layouts,
         plan=plan,
+        sub_group_numel=size,
         slots=slots,
         trained=frozenset(
             entry.param.name
@@ -293,6 +301,14 @@ def _updates_in_place(request: PlanRequest) -> bool:
     return not request.update.shares_cores and request.state.tier != "nvme" and not request.state.is_split
 
 
+def _smaller_sub_groups(numel: int, units: list[Unit], plan: Plan) -> int:
+    """Return the size at which sub-groups are cut next, where the plan stages them and needs more host memory than is
+    allowed: half of `numel`, as long as there are not too many. Else `numel`: a size is a limit, not a demand."""
+    if plan.missing_nbytes("host") <= 0 or not plan.staging.state.count:
+        return numel
+    return min(numel, max(align_up(numel // 2, CUT_NUMEL), sub_group_numel(1, units)))
+
+
 def _limits(config: Config, model: nn.Module, given: Limits, ranks: Collectives) -> Limits:
     """Bytes that this rank may use on each tier: those `given` go before the config's and the machine's.
 
@@ -364,8 +380,7 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
             f"tiered_zero.activations: the plan leaves no host memory for them ({plan.limits['host'][1]}), so they "
             "stay on the device. Set tiered_zero.activations.limit, or offload more to nvme."
         )
-    given = zero.sub_group_size
-    numel = sub_group_numel(given, run_spec.units, in_place=_updates_in_place(plan.request))
+    given, numel = zero.sub_group_size, run_spec.sub_group_numel
     if numel < given < 1_000_000_000:  # DeepSpeed's default asks for nothing, here and below
         lines.append(f"zero_optimization.sub_group_size: {given} is a limit; sub-groups are cut at {numel} elements")
     elif numel > max(given, CUT_NUMEL):

@@ -89,7 +89,10 @@ class RuntimeSection(Section):
         "eighths of what the device has free",
     )
     host_memory_limit: Nbytes = Field(
-        None, description='most host memory to use: bytes, or text such as "8GiB"; null: what machine and cgroup leave'
+        None,
+        description='most host memory to use: bytes, or text such as "8GiB"; null: what machine and cgroup leave. '
+        "Buffers and sub-groups shrink to it; a plan that still needs more is refused, with the smallest limit that "
+        "would do",
     )
     state_limits: StateLimitsSection = StateLimitsSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -275,7 +275,7 @@ class UnitCache:
                 f"Unit {unit.name} needs {format_nbytes(unit.nbytes)}, but units in use at the same time already fill "
                 f"{format_nbytes(self._live_nbytes)} of the {format_nbytes(room_nbytes)} that paged parameters may "
                 f"take on the device (on it: {', '.join(held)}). Raise stage3_max_live_parameters or "
-                "tiered_zero.device_memory_limit, or lower tiered_zero.unit_size_cap."
+                f"tiered_zero.{self._limits.tier}_memory_limit, or lower tiered_zero.unit_size_cap."
             )
         if not self._has_warned:
             self._has_warned = True

@@ -14,7 +14,8 @@ State stays in host memory where the update policy that was asked for needs it o
 tiers, and where parameters rest on nvme, from which its update would read them by one copy more.
 
 Whatever is paged, what the device holds counts against the limit of host memory, unless the device has one of its own
-or is simulated: the window of parameters that rest on nvme is of the process's memory as any buffer is.
+or is simulated: the window of parameters that rest on nvme is of the process's memory as any buffer is, and shrinks to
+that limit as it does to a device's.
 """
 
 from __future__ import annotations

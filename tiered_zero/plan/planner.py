@@ -13,7 +13,7 @@ from tiered_zero.plan.placement import Placement, gradients_to_nvme, place
 from tiered_zero.plan.remedies import how_to_fit
 from tiered_zero.plan.request import NO_LIMIT, Limits, LookAhead, ParamRequest, PlanRequest, RankRequest, SubGroupSize
 from tiered_zero.plan.slots import PlannedSlot, list_slots
-from tiered_zero.plan.staging import Staging, size_staging
+from tiered_zero.plan.staging import NUM_STATE_STAGING, Staging, size_staging
 from tiered_zero.plan.update_policy import UpdateChoice, choose_update_policy
 from tiered_zero.sizes import TIERS, format_nbytes
 
@@ -36,13 +36,15 @@ class PagerLimits:
     """`live_nbytes`: planned bytes of paged units on the device at once. `most_live_nbytes`: as many as the config
     allows, where code uses more units at the same time than a forward of nested modules does (a checkpointed region of
     many blocks, `gathered`). `one_module`: the largest unit is the parameters of one, which no size cap cuts.
-    `limited_by`: what keeps fewer units on the device, or fetches fewer ahead, than could be in use.
+    `limited_by`: what keeps fewer units on the device, or fetches fewer ahead, than could be in use. `tier`: whose
+    limit they count against, host where the device's memory is the host's.
     """
 
     live_nbytes: int
     most_live_nbytes: int = 0
     one_module: bool = False
     limited_by: tuple[str, ...] = ()
+    tier: str = "device"
     look_ahead: LookAhead = field(default_factory=LookAhead)
 
 
@@ -126,12 +128,16 @@ class Plan:
     def __str__(self) -> str:
         return f"{self.text}\n  {self.update_policy.text}"
 
+    def missing_nbytes(self, tier: str) -> int:
+        """Bytes that the tier's limit is short of the plan; 0 or less where it fits."""
+        return self.needed_nbytes(tier) - self.limits.get(tier, (NO_LIMIT, ""))[0]
+
     def check(self) -> None:
         """Raise PlanError, with the table, for the first tier that is too small."""
         for tier, (limit, source) in self.limits.items():
-            needed = self.needed_nbytes(tier)
-            if needed <= limit:
+            if self.missing_nbytes(tier) <= 0:
                 continue
+            needed = self.needed_nbytes(tier)
             raise PlanError(
                 f"The plan needs {format_nbytes(needed)} of {tier} memory; {format_nbytes(limit)} is allowed "
                 f"({source}). {how_to_fit(self, tier)}\n{self.text}"
@@ -150,14 +156,26 @@ class Plan:
 def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
     """Place every byte. Raises ConfigError where a size that the config fixes cannot work; does not check limits.
 
-    Gradients are placed last: with "auto" as many rest in host memory as there is room for beside all else. Parameters
+    What has room to shrink does so before a limit is missed: first the window of paged parameters, then gradients leave
+    memory, then as few sub-groups are in flight as the pipeline needs; the caller may cut those smaller. A plan that
+    still needs more than a limit therefore needs the least that these units and sub-groups can have.
+    """
+    plan = _plan_gradients(units, subgroups, request)
+    if plan.missing_nbytes("host") <= 0 or request.state.num_buffers is not None:
+        return plan
+    few = replace(request, state=replace(request.state, num_buffers=NUM_STATE_STAGING))
+    return replace(_plan_gradients(units, subgroups, few), request=request)
+
+
+def _plan_gradients(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
+    """Place gradients last: with "auto" as many rest in host memory as there is room for beside all else. Parameters
     that `max_in_cpu` keeps there go before them: a byte of memory spares the disk 2n + 1 bytes of a parameter in a step
     of n micro-batches, which both passes read and the update writes, and at most 2n of a gradient."""
     if request.gradients == "nvme":
         return _plan(units, subgroups, request, 0)
     plan = _plan(units, subgroups, request, NO_LIMIT)
     limit = request.limits.get("host", (NO_LIMIT, ""))[0]
-    if request.gradients == "host" or plan.needed_nbytes("host") <= limit:
+    if request.gradients == "host" or plan.missing_nbytes("host") <= 0:
         return plan
     least = _plan(units, subgroups, request, 0)
     if least.needed_nbytes("host") >= plan.needed_nbytes("host"):
@@ -229,9 +247,10 @@ def _plan(
             (activations.tier, "activation", activations.nbytes, "activations saved for backward"),
             ("host", "staging_activation", activations.staging.total_nbytes, "activation staging buffers"),
         ]
-    room = request.limits.get("device", (NO_LIMIT, ""))[0] - sum(n for tier, _, n, _ in table if tier == "device")
+    tier, counted = ("host", ("host", "device")) if request.device_is_host else ("device", ("device",))
+    room = request.limits.get(tier, (NO_LIMIT, ""))[0] - sum(n for own, _, n, _ in table if own in counted)
     paged = [unit for unit in units if not tiers.is_resident(unit)]
-    pager_limits = _pager_limits(paged, request.params, room - gradients.in_flight_nbytes)
+    pager_limits = _pager_limits(paged, request.params, room - gradients.in_flight_nbytes, tier)
     second = _second_in_flight_nbytes(to_host, request, room - gradients.in_flight_nbytes - pager_limits.live_nbytes)
     gradients = replace(gradients, in_flight_nbytes=gradients.in_flight_nbytes + second)
     table[1:1] = [
@@ -298,10 +317,10 @@ def _commit_rows(slots: Iterable[PlannedSlot]) -> list[tuple[str, str, int, str]
     ]
 
 
-def _pager_limits(paged: Sequence[Unit], request: ParamRequest, room_nbytes: int) -> PagerLimits:
+def _pager_limits(paged: Sequence[Unit], request: ParamRequest, room_nbytes: int, tier: str) -> PagerLimits:
     """The largest chain of units that are in use together (a module inside a module), and the next largest to fetch.
 
-    `room_nbytes`: what the device's limit leaves; the window shrinks to it, but not below the chain.
+    `room_nbytes`: what the limit of `tier` leaves; the window shrinks to it, but not below the chain.
     """
     if not paged:
         return PagerLimits(live_nbytes=0, look_ahead=request.look_ahead)
@@ -320,8 +339,9 @@ def _pager_limits(paged: Sequence[Unit], request: ParamRequest, room_nbytes: int
     return PagerLimits(
         live_nbytes=live,
         most_live_nbytes=most_live,
-        limited_by=tuple(name for name, most in {**limits, "device": room_nbytes}.items() if most < window),
+        limited_by=tuple(name for name, most in {**limits, tier: room_nbytes}.items() if most < window),
         one_module=len(modules) == 1,
+        tier=tier,
         look_ahead=request.look_ahead,
     )
 

@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING
 
 from tiered_zero.plan.request import NO_LIMIT
 from tiered_zero.plan.staging import NUM_STATE_STAGING
-from tiered_zero.sizes import format_nbytes
+from tiered_zero.sizes import ceil_nbytes, format_nbytes
 
 if TYPE_CHECKING:
     from tiered_zero.plan.planner import Plan, PlanRow
 
 
+NUM_NAMED = 3
+"""Rows that a refusal names ahead of its table."""
+
+
 def how_to_fit(plan: Plan, tier: str) -> str:
-    """Name the largest row of a tier that is too small, and the settings that free what is missing, largest first."""
-    limit_nbytes, source = plan.limits[tier]
-    missing_nbytes = plan.needed_nbytes(tier) - limit_nbytes
+    """Name the largest rows of a tier that is too small, the settings that free what is missing, largest first, and the
+    smallest limit that would do: what can shrink without a change of settings has done so."""
+    source, missing_nbytes = plan.limits[tier][1], plan.missing_nbytes(tier)
     rows = sorted(plan.rows_of(tier), key=lambda row: -row.nbytes)
     changes: dict[str, None] = {}
     freed_nbytes = 0
@@ -27,9 +31,13 @@ def how_to_fit(plan: Plan, tier: str) -> str:
         if change and freed_nbytes < missing_nbytes:
             changes[change] = None
             freed_nbytes += int(row.nbytes * share)
-    largest = f"Largest: {rows[0].what} {format_nbytes(rows[0].nbytes)}"
-    largest += "" if _change(plan, rows[0])[0] else ", which rest nowhere else"
-    more = f"raise {source}" if source.startswith(("tiered_zero.", "--")) else f"take a machine with more {tier} memory"
+    fixed = ", which rest nowhere else"
+    largest = "Largest: " + "; ".join(
+        f"{row.what} {format_nbytes(row.nbytes)}{'' if _change(plan, row)[0] else fixed}" for row in rows[:NUM_NAMED]
+    )
+    more = f"take a machine with more {tier} memory"
+    if source.startswith("--") or source.endswith("memory_limit"):
+        more = f"raise {source} to at least {ceil_nbytes(plan.needed_nbytes(tier))}"
     if freed_nbytes < missing_nbytes:
         missing = f"no other setting frees the {format_nbytes(missing_nbytes)} that are missing"
         return f"{largest}. {_sentence(f'{more}: {missing}')}"
@@ -101,7 +109,8 @@ def open_settings(plan: Plan) -> list[str]:
     request, staging = plan.request, plan.staging
     room = {tier: request.limits.get(tier, (NO_LIMIT, ""))[0] - plan.needed_nbytes(tier) for tier in ("device", "host")}
     paged_nbytes, on_nvme = plan.nbytes("host", "param") + plan.nbytes("nvme", "param"), plan.nbytes("nvme", "state")
-    limited_by, device_source = plan.pager_limits.limited_by, request.limits.get("device", (0, ""))[1]
+    limited_by, tier = plan.pager_limits.limited_by, plan.pager_limits.tier
+    limit_source = request.limits.get(tier, (0, ""))[1]
     off_device = request.state.tier != "device"
     worth = ENOUGH_SHARE * (plan.nbytes("host", "state") + on_nvme)
     apart = request.ranks.shards_state and not request.ranks.shards_params
@@ -110,7 +119,7 @@ def open_settings(plan: Plan) -> list[str]:
         "offload_param.device cpu": 0 < plan.nbytes("nvme", "param") <= room["host"],
         "stage3_max_live_parameters": "stage3_max_live_parameters" in limited_by,
         "stage3_prefetch_bucket_size": "stage3_prefetch_bucket_size" in limited_by,
-        "device_memory_limit": "device" in limited_by and device_source.endswith("device_memory_limit"),
+        f"{tier}_memory_limit": tier in limited_by and limit_source.endswith("memory_limit"),
         "offload_param.buffer_count": 0 < staging.params.nbytes <= room["host"] and staging.params.count > 0,
         "offload_optimizer.device cpu": 0 < on_nvme <= room["host"],
         "state_limits.host": room["host"] < on_nvme and 0 < worth <= room["host"],

@@ -74,6 +74,7 @@ _WAITS: dict[str, tuple[Remedy, ...]] = {
         ("stage3_prefetch_bucket_size", "a larger stage3_prefetch_bucket_size, which fetches more ahead"),
         ("stage3_max_live_parameters", "a larger stage3_max_live_parameters, which fetches more ahead"),
         ("device_memory_limit", "a larger tiered_zero.device_memory_limit, in which more is fetched ahead"),
+        ("host_memory_limit", "a larger tiered_zero.host_memory_limit, in which more is fetched ahead"),
         _MORE_TOKENS,
     ),
     "wait_update": (
