@@ -110,14 +110,16 @@ class ClockedLane(Lane):
 
     clocks: Clocks
 
-    def submit(self, job: Any, after: Any = (), holds: Any = (), waits: bool = True) -> LaneTransfer:
+    def submit(
+        self, job: Any, after: Any = (), holds: Any = (), waits: bool = True, transfer: Any = None
+    ) -> LaneTransfer:
         clocks, known = self.clocks, dict(self.clocks.known)
 
         def run() -> None:
             join(clocks.known, known)
             job()
 
-        return super().submit(run, after, holds, waits)
+        return super().submit(run, after, holds, waits, transfer)
 
 
 def pass_completions(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:

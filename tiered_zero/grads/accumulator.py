@@ -162,12 +162,9 @@ class GradientStore:
                 if measures and (source.is_cpu or not adds):
                     for index, more in span_squares(target if source.is_cpu else source, span, unit).items():
                         squares.setdefault(index, []).extend(more)
-                if gradients.paged is not None and not source.is_cpu:
-                    self._accelerator.record().wait()  # the disk reads them next
 
-        waits = gradients.paged is not None
         marks = [after, self._accelerator.record_compute()]  # which has turned the flat to fp32, or set it to 0
-        gradients.last = self._accelerator.lane("reduce").submit(bring, after=marks, holds=[source], waits=waits)
+        gradients.last = gradients.submit(self._accelerator.lane("reduce"), bring, marks, [source])
         return gradients.last
 
     def show_sum(self, param: nn.Parameter) -> None:

@@ -1,4 +1,11 @@
-"""Gradients on their way from the device to host memory: back-pressure, and when their device memory is freed."""
+"""Gradients on their way from the device to host memory: back-pressure, and when their device memory is freed.
+
+[Note: Waits for gradients]
+Copies leave as gradients come, and the host waits for those of a whole unit: the lane's stream is in order, so the last
+one stands for all. Autograd's thread waits where a third unit's gradients find no room, the update where it needs them,
+and a window of gradients on NVMe before it is written: the first of the three, for the others find the same transfer
+complete. Sums in host memory are waited for buffer by buffer, on the lane.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,7 @@ from typing import final
 
 import torch
 
-from tiered_zero.concurrency.transfer import COMPLETED, Transfer
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_quietly
 from tiered_zero.grads.norms import GradCopy, GradNorm
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
@@ -22,7 +29,8 @@ SUM_CHUNK_NUMEL = 1 << 15
 
 BATCH_NBYTES = 1 << 20
 """Gradients of one unit go together until they are so many bytes, or the unit's last one has come: a job of the lane
-costs more than the copy of a bias."""
+costs more than the copy of a bias. Those that are added up in host memory, until they fill a staging buffer: each is
+waited for."""
 
 STAGED_ALIGNMENT = 64
 """Of gradients in one staging buffer, in bytes: a cache line."""
@@ -109,7 +117,12 @@ class InFlightGradients:
     def send(self, gradients: UnitGradients, arrival: Arrival, *, measures: bool) -> None:
         """Send a gradient, perhaps with the next ones of its unit; wait for the oldest until there is room."""
         nbytes, batch = arrival.source.nbytes, self._open
-        if batch is not None and (batch.gradients is not gradients or batch.measures != measures):
+        sums = self._staging if arrival.adds and not arrival.source.is_cpu else None
+        if batch is not None and (
+            batch.gradients is not gradients
+            or batch.measures != measures
+            or (sums is not None and batch.nbytes + nbytes > sums.buffer_nbytes)
+        ):
             self.flush()
         held_nbytes = self._in_flight_nbytes + self._transferred_nbytes
         if self._open is None or held_nbytes + nbytes > self._limit_nbytes:
@@ -119,7 +132,7 @@ class InFlightGradients:
         batch.arrivals.append(arrival)
         batch.nbytes += nbytes
         self._in_flight_nbytes += nbytes
-        if batch.nbytes >= BATCH_NBYTES:
+        if batch.nbytes >= (BATCH_NBYTES if sums is None else sums.buffer_nbytes):
             self.flush()
 
     def flush(self) -> None:
@@ -131,8 +144,7 @@ class InFlightGradients:
         if batch.measures and not batch.arrivals[0].source.is_cpu:
             self._measure_on_device(batch)
         after, holds = [self._accelerator.record_compute()], [arrival.source for arrival in batch.arrivals]
-        lane, waits = self._accelerator.lane("reduce"), batch.gradients.paged is not None
-        batch.job = lane.submit(partial(self._bring, batch), after=after, holds=holds, waits=waits)
+        batch.job = batch.gradients.submit(self._accelerator.lane("reduce"), partial(self._bring, batch), after, holds)
         self._batches.append(batch)
 
     def _measure_on_device(self, batch: GradientBatch) -> None:
@@ -143,8 +155,7 @@ class InFlightGradients:
         batch.gradients.norms.update((arrival.index, norm) for arrival, norm in zip(new, norms, strict=True))
 
     def _bring(self, batch: GradientBatch) -> None:
-        """On the reduce lane: launch the copies; wait for none but those that are added up in host memory, or go on
-        to NVMe."""
+        """On the reduce lane: launch the copies; wait for none but those that are added up in host memory."""
         gradients, norms = batch.gradients, batch.gradients.norms
         on_device = not batch.arrivals[0].source.is_cpu
         for arrival in batch.arrivals:
@@ -173,8 +184,6 @@ class InFlightGradients:
             if batch.measures:
                 left = {copy.index: copy.target for copy in copies if copy.adds or not on_device}
                 norms.update(zip(left, self._norms.in_memory(list(left.values())), strict=True))
-            if gradients.paged is not None and on_device:
-                self._accelerator.record().wait()  # the disk reads them next
 
     def receive(self, source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: float) -> None:
         """Copy `source` [n], which `divisor` changes, to `target`, or add it there. On the reduce lane; the host waits
@@ -284,18 +293,27 @@ class InFlightGradients:
                     break
                 self.flush()
             oldest = self._batches[0]
-            if not (is_over or oldest.done()):
-                break
+            if not oldest.done():
+                if not is_over:
+                    break
+                with self._recorder.span("compute", "wait_grad"):
+                    wait_quietly(self._awaited(allowed_nbytes))
             self._batches.popleft()
             self._in_flight_nbytes -= oldest.nbytes
             self._transferred.append(oldest)
             self._transferred_nbytes += oldest.nbytes
-            if oldest.done():
-                oldest.wait()  # returns at once, or raises
-                continue
-            with self._recorder.span("compute", "wait_grad"):
-                oldest.wait()
+            oldest.wait()  # returns at once, or raises
         self._free(NUM_KEPT, allowed_nbytes - self._in_flight_nbytes)
+
+    def _awaited(self, allowed_nbytes: int) -> Transfer:
+        """The batch that is waited for where too much is in flight: the last of the oldest unit; the oldest, where all
+        are of one unit, and its other gradients may go on; the last of all, where none is to be left."""
+        if allowed_nbytes < 0:
+            return self._batches[-1]
+        oldest = self._batches[0]
+        if oldest.gradients is self._batches[-1].gradients:
+            return oldest
+        return next(batch for batch in reversed(self._batches) if batch.gradients is oldest.gradients)
 
     def _free(self, num_kept: int, allowed_nbytes: int) -> None:
         """Free the oldest transferred batches until at most so many, and so many bytes, are left."""

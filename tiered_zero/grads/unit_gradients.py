@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +13,7 @@ import torch
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ModelError
+from tiered_zero.hardware.device.lanes import Lane, LaneTransfer
 from tiered_zero.hardware.memory.host_memory import typed_view
 from tiered_zero.layout.flat import FlatEntry, Unit
 from tiered_zero.tiers.inventory import Home
@@ -145,6 +147,20 @@ class UnitGradients:
     def opened(self, lane: str = "compute") -> AbstractContextManager[torch.Tensor]:
         """`flat`, in memory: for those on NVMe inside the block only. On `lane`, or on the driver for "compute"."""
         return nullcontext(self.flat) if self.paged is None else self.paged.windows.open(self.paged, lane)
+
+    def submit(
+        self, lane: Lane, job: Callable[[], None], after: Sequence[Transfer], holds: Sequence[torch.Tensor]
+    ) -> Transfer:
+        """Submit a job that launches copies to `opened`, which is written to NVMe only once they are complete."""
+        if (paged := self.paged) is None:
+            return lane.submit(job, after=after, holds=holds, waits=False)
+        transfer = LaneTransfer(launched=threading.Event())
+
+        def run() -> None:
+            paged.arriving = transfer
+            job()
+
+        return lane.submit(run, after=after, holds=holds, transfer=transfer)
 
     def share(self) -> UnitShare:
         return UnitShare(

@@ -77,23 +77,26 @@ def size_staging(
     window = max((gradient_nbytes(unit) for unit in to_host if tiers.gradients[unit.index] == "nvme"), default=0)
     if request.ranks.shards_gradients and request.update.shares_cores:
         to_host = []  # their sums come from buckets, in memory that the CPU adds from
-    largest = max((entry.param.numel * unit.itemsize for unit in to_host for entry in unit.entries), default=0)
     return Staging(
         params=_param_staging([unit for unit in units if tiers.params[unit.index] == "nvme"], tiers, request.params),
         state=_state_staging(units, subgroups, tiers, request),
-        gradients=_gradient_staging(largest, request),
+        gradients=_gradient_staging(to_host, request),
         gradient_windows=StagingSize(nbytes=window, count=NUM_GRADIENT_WINDOWS if window else 0),
         buckets=_buckets([unit for unit in units if unit.trainable], request),
         bucket_tier=_bucket_tier(units, tiers, request),
     )
 
 
-def _gradient_staging(largest_nbytes: int, request: PlanRequest) -> StagingSize:
-    """On an accelerator one buffer is filled while the other is added up. The CPU adds gradients where they are."""
-    if not largest_nbytes:
+def _gradient_staging(to_host: Sequence[Unit], request: PlanRequest) -> StagingSize:
+    """On an accelerator one buffer is filled while the other is added up, each with a unit's gradients as far as they
+    fit: every buffer is waited for. The CPU adds gradients where they are."""
+    if not to_host:
         return StagingSize()
-    count = 1 if request.update.shares_cores else NUM_GRADIENT_STAGING
-    return StagingSize(nbytes=min(largest_nbytes, MAX_AUTO_STAGING_NBYTES), count=count)
+    if request.update.shares_cores:
+        largest, count = max(entry.param.numel * unit.itemsize for unit in to_host for entry in unit.entries), 1
+    else:
+        largest, count = max(unit.nbytes for unit in to_host), NUM_GRADIENT_STAGING
+    return StagingSize(nbytes=min(largest, MAX_AUTO_STAGING_NBYTES), count=count)
 
 
 def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:

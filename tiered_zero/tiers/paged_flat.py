@@ -60,6 +60,8 @@ class PagedFlat:
         self.cuts = tuple(sorted({0, numel, *cuts}))
         self.lease: Lease | None = None
         """Of its window, whose bytes are newer than those of the record."""
+        self.arriving: Transfer = COMPLETED
+        """The last job that launches copies to its window. See [Note: Waits for gradients]."""
         self.writing: Transfer | None = None
         """The write of its window to the record."""
         self.is_stored = False
@@ -192,7 +194,7 @@ class FlatWindows:
                         flat.lease = lease
                         self._open.append(flat)
                         break
-                    if (oldest := self._begin_next_write()) is None:
+                    if (oldest := self._next_write()) is None:
                         with self._recorder.span(lane, "wait_lease", flat.name):
                             self._changed.wait(POLL_S)
                         INTERRUPTS.check()
@@ -202,9 +204,8 @@ class FlatWindows:
                     victim = flat
             self._finish_write(victim, writing, lane)
         try:
-            with self._changed:
-                if self._writes_ahead and not self._pool.num_free:
-                    self._begin_next_write()
+            if self._writes_ahead:
+                self._write_ahead()
             self._fill(flat, lease, lane)
         except BaseException:
             with self._changed:
@@ -221,9 +222,17 @@ class FlatWindows:
         for part in flat.padding:
             view[part] = 0
 
-    def _begin_next_write(self) -> tuple[PagedFlat, Transfer] | None:
-        """Start to write the oldest window that nothing uses, unless a write is under way; None where an update frees
-        one, or all are in use. Under the lock."""
+    def _write_ahead(self) -> None:
+        """Start to write the oldest window, if none is free any more."""
+        while True:
+            with self._changed:
+                if self._pool.num_free or (oldest := self._next_write()) is None or oldest[0].writing is not None:
+                    return
+            wait_quietly(oldest[1])
+
+    def _next_write(self) -> tuple[PagedFlat, Transfer] | None:
+        """Start to write the oldest window that nothing uses, unless a write is under way: return that, or the copies
+        to the window, which come first. None where an update frees one, or all are in use. Under the lock."""
         for flat in self._open:
             if flat.writing is not None:
                 return flat, flat.writing
@@ -231,12 +240,14 @@ class FlatWindows:
             return None
         for flat in self._open:
             if not flat.num_users and flat.lease is not None:
+                if not flat.arriving.done():
+                    return flat, flat.arriving
                 flat.writing = _write(flat, flat.lease)
                 return flat, flat.writing
         return None
 
     def _finish_write(self, flat: PagedFlat, writing: Transfer, lane: str = "update") -> None:
-        """Wait for a write, and free its window. Where it fails the window stays as it is."""
+        """Wait for a write, and free its window. Where it fails the window stays as it is. Or wait for copies to it."""
         is_stored = False
         try:
             with self._recorder.span(lane, "wait_grad", flat.name):

@@ -4,7 +4,9 @@ the host. What a kind of device has besides, such as the registration of host me
 from __future__ import annotations
 
 import logging
+import threading
 from functools import partial
+from typing import final
 
 import torch
 
@@ -48,7 +50,7 @@ class StreamAccelerator(Accelerator):
     def _build_lane(self, name: str) -> Lane:
         stream = torch.Stream(self.device)
 
-        def launch(work: Work) -> torch.Event:
+        def launch(work: Work) -> EventMarker:
             # first: a new thread's device is 0, and leaving the stream's context sets the thread's device again
             torch.accelerator.set_device_index(self.device)
             # no record_stream(): a recorded block is reused only once the host sees the event done, so that a host
@@ -61,7 +63,7 @@ class StreamAccelerator(Accelerator):
                 except Exception:
                     stream.synchronize()  # a failed job leaves nothing in flight
                     raise
-                return _mark(stream)
+                return EventMarker(stream)
 
         return Lane(name, launch)
 
@@ -87,7 +89,7 @@ class StreamAccelerator(Accelerator):
         return self.record()
 
     def record(self) -> LaneTransfer:
-        return LaneTransfer(_mark(torch.accelerator.current_stream(self.device)))
+        return LaneTransfer(EventMarker(torch.accelerator.current_stream(self.device)))
 
     def wait_on_compute(self, transfer: Transfer) -> None:
         if THIS_THREAD.is_lane:
@@ -147,13 +149,31 @@ def _no() -> bool:
     return False
 
 
+@final
+class EventMarker:
+    """An event, recorded on `stream`. The host waits for it once, however many threads wait, and not at all once it is
+    seen to be complete: a unit's gradients are waited for to make room for others, and by the update."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self.event = torch.Event(stream.device, blocking=True)  # waiting for it sleeps: the update needs the core
+        self.event.record(stream)
+        self._waiting = threading.Lock()
+        self._is_complete = False
+
+    def query(self) -> bool:
+        self._is_complete = self._is_complete or self.event.query()
+        return self._is_complete
+
+    def synchronize(self) -> None:
+        if self.query():
+            return
+        with self._waiting:
+            if not self.query():
+                self.event.synchronize()
+                self._is_complete = True
+
+
 def _order(stream: torch.Stream, transfer: Transfer) -> None:
     """Order what is launched on `stream` from now on after `transfer`, which was launched. Does not block."""
-    if isinstance(transfer, LaneTransfer) and isinstance(transfer.marker, torch.Event):
-        stream.wait_event(transfer.marker)
-
-
-def _mark(stream: torch.Stream) -> torch.Event:
-    marker = torch.Event(stream.device, blocking=True)  # waiting for it sleeps: the update needs the core
-    marker.record(stream)
-    return marker
+    if isinstance(transfer, LaneTransfer) and isinstance(transfer.marker, EventMarker):
+        stream.wait_event(transfer.marker.event)
