@@ -15,7 +15,7 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, s
 from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
-from tests.support.trainers import OptimizerMaker, Plain, adamw, tiered
+from tests.support.trainers import OptimizerMaker, Plain, adamw, assert_parity, tiered
 from tiered_zero.errors import ModelError
 
 PLACES = ("device", "host", "moved")
@@ -376,3 +376,36 @@ def test_a_checkpoint_around_a_call_computes_again(use: Use, place: str, swap_pa
         use(trainer, torch.ones(3, 4)).backward()
         counts.append(len(calls))
     assert counts == [2, 2]
+
+
+def keep(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@pytest.mark.parametrize("hooks", [save_on_cpu, lambda: saved_tensors_hooks(keep, keep)], ids=["save_on_cpu", "keep"])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_units_are_evicted_where_hooks_in_a_forward_keep_what_they_get(
+    hooks: Callable[[], Any], tier: str, swap_path: Path
+) -> None:
+    def script(trainer: Any) -> list[Any]:
+        """Two graphs at a time: the backward of one ends with its units evicted."""
+        for number in range(2):
+            losses = [trainer(torch.full((3, 4), number + part / 4)) for part in range(2)]
+            for loss in losses:
+                trainer.backward(loss)
+            trainer.step()
+        return []
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with hooks():
+                for block in self.blocks:
+                    x = block(x)
+            return x.square().sum()
+
+    assert_parity(Loss, script, swap_path, [(tier, tier)], runtime={"optimizer_in_backward": False})

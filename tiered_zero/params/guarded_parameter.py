@@ -227,7 +227,9 @@ def _fetch_for_operator(operator: Any, args: Sequence[Any], keywords: Mapping[st
     if not found:  # but a tensor that C++ code has made of a parameter's memory
         raise ParameterOffloadedError(
             f"{name} needs the bytes of a parameter that is offloaded. Read it inside "
-            "`with tiered_zero.gathered(param):`, or from engine.module.state_dict()."
+            "`with tiered_zero.gathered(param):`, or from engine.module.state_dict(). If this is a backward: hooks for "
+            "saved tensors (torch.autograd.graph), set in a module's forward, have kept the parameter itself; let them "
+            "keep a copy."
         )
     return True
 

@@ -184,15 +184,15 @@ class Pager:
             paged = self.units.by_index[unit.index]
             self._acquire(paged, frame.pass_name)
             frame.held.append(paged)
-        frame.is_in_checkpoint = self.saved_views.begin_module()
+        frame.is_inside_hooks = self.saved_views.begin_module()
 
     def exit_frame(self) -> bool:
         """Close the frame that this thread has opened last; False if it has none."""
         if not self.frames or self.frames[-1].thread != threading.get_ident():
             return False
         frame = self.frames.pop()
-        if frame.is_in_checkpoint:
-            self.saved_views.end_in_checkpoint()
+        if frame.is_inside_hooks:
+            self.saved_views.end_inside()
         for paged in frame.held:
             self._release(paged, frame.pass_name)
         if frame.faulted:

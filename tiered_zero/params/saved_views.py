@@ -146,21 +146,23 @@ class SavedViews:
         return pack in (self.pack, self.pack_and_move) or (isinstance(pack, _PackInside) and pack.views is self)
 
     def begin_module(self) -> bool:
-        """Save by name what a module computes: of a recomputation, see `save_recomputed`, or inside of a checkpoint.
-        Returns whether it is inside of one, and `end_in_checkpoint` follows.
+        """Save by name what a module computes: of a recomputation, see `save_recomputed`, or inside of hooks that the
+        program has set in a forward, a checkpoint's too. Returns whether it is inside of some, and `end_inside`
+        follows.
 
-        A checkpoint would hold the weights of what it has computed again until the backward of its region ends, and
-        their units could not be evicted. A module does the same in forward and in the recomputation, so that the
-        checkpoint counts alike."""
+        Such hooks get memory of a unit otherwise, and keep it where they copy nothing (`save_on_cpu` where the CPU
+        computes). A checkpoint would hold the weights of what it has computed again until the backward of its region
+        ends, and their units could not be evicted. A module does the same in forward and in the recomputation, so that
+        the checkpoint counts alike."""
         top: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is None:
             self.save_recomputed()
-        elif top[0] != self.pack and _is_of_checkpoint(top[0]) and self._may_save():
+        elif not self.is_own(top[0]) and self._may_save():
             torch._C._autograd._push_saved_tensors_default_hooks(_PackInside(self, top), self.unpack)
             return True
         return False
 
-    def end_in_checkpoint(self) -> None:
+    def end_inside(self) -> None:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is not None and self.is_own(top[0]):
             torch._C._autograd._pop_saved_tensors_default_hooks()

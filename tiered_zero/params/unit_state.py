@@ -215,14 +215,14 @@ def _describe(state: State) -> str:
 class Frame:
     """A running module, or the engine's forward, on `thread`. `held`: units that stay for its whole length, used by
     the pass `pass_name`. `faulted`: units of functions called in it; any of them is evicted when room is short and no
-    view is held, and fetched again when the next function is called with it. `is_in_checkpoint`: hooks for saved
+    view is held, and fetched again when the next function is called with it. `is_inside_hooks`: hooks for saved
     tensors were set as it began."""
 
     thread: int
     pass_name: str = ""
     held: list[PagedUnit] = field(default_factory=list)
     faulted: list[PagedUnit] = field(default_factory=list)
-    is_in_checkpoint: bool = False
+    is_inside_hooks: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
