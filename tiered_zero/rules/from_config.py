@@ -28,7 +28,8 @@ from tiered_zero.rules.lr import build_scheduler
 from tiered_zero.rules.native_rules import BIAS_CORRECTION, AdagradRule, AdamRule, Lion, LionRule, SgdRule
 from tiered_zero.rules.quantized import QuantizedAdam
 from tiered_zero.rules.rule import UpdateRule
-from tiered_zero.rules.torch_rule import REFUSED, TorchRule
+from tiered_zero.rules.torch_classes import REFUSED
+from tiered_zero.rules.torch_rule import TorchRule
 
 logger = logging.getLogger("tiered_zero")
 
@@ -191,8 +192,7 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOpti
 
 
 def check_sections(config: Config) -> None:
-    """Build the config's optimizer and schedule as a run does, over one element, so that `plan` and `explain` refuse
-    what a run would. Raises ConfigError."""
+    """Build the config's optimizer and schedule over one element, so that `plan` and `explain` refuse as a run does."""
     optimizer, scheduler = config.optimizer, config.scheduler
     resolved = resolve_optimizer(*(("Adam", {}) if optimizer is None else (optimizer.type, optimizer.params)))
     if scheduler is None or any(path.startswith("scheduler.") for path in config.unfilled):

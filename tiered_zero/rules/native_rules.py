@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from tiered_zero.native.update import Hyper, Rule, UpdateKernel
 from tiered_zero.rules.kernel_rule import NativeRule, flags_of
-from tiered_zero.rules.torch_rule import ELEMENTWISE
+from tiered_zero.rules.torch_classes import ELEMENTWISE
 
 BIAS_CORRECTION = "bias_correction"
 _STARTED = {"initialized": True}
@@ -22,12 +22,10 @@ _WITHOUT_BUFFER = {"momentum_buffer": "absent"}
 class AdamRule(NativeRule):
     """Adam (Kingma and Ba, 2015; weight decay in the gradient) or AdamW (Loshchilov and Hutter, 2019; decoupled).
 
-    Hyper keys are torch's: lr, betas, eps, weight_decay, amsgrad, maximize; lr and betas may be 0-d tensors. As in
-    torch, decoupled_weight_decay of the group decides; `decoupled` is its default. State: exp_avg, exp_avg_sq and,
-    with amsgrad, max_exp_avg_sq; scalar: step.
+    Hyper keys are torch's, lr and betas may be 0-d tensors. As in torch, decoupled_weight_decay of the group decides;
+    `decoupled` is its default. State: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq; scalar: step.
 
-    Where DeepSpeed's key bias_correction is false, which torch does not have, every step is one after infinitely many:
-    all powers of the betas are 0, and the factors of the correction 1.
+    If DeepSpeed's key bias_correction is false, every step is one after infinitely many: all powers of the betas are 0.
     """
 
     unsigned_field = "exp_avg_sq"

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from tiered_zero.errors import ModelError
 from tiered_zero.rules.optimizer_copy import (
+    DEVICE_CHUNK_NUMEL,
     State,
     advance,
     advance_all,
@@ -25,36 +26,15 @@ from tiered_zero.rules.optimizer_copy import (
     copied_group,
     dry_steps,
     example_leaf,
+    leaves_of,
     numbers,
+    pieces_of,
 )
 from tiered_zero.rules.rule import Run, StateField, UpdateRule
+from tiered_zero.rules.torch_classes import ELEMENTWISE, refuse_class
 
-ELEMENTWISE: set[type[Optimizer]] = {
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-}
-"""Known to give the same bits wherever a cut falls, unless fused. Exact classes: a subclass may do anything. Lion
-enters itself."""
-
-REFUSED: dict[type[Optimizer], str] = {
-    torch.optim.LBFGS: "it evaluates the model several times within a step and couples all parameters",
-    torch.optim.SparseAdam: "it needs sparse gradients, and gradients are dense here",
-}
-
-_CHUNK_NUMEL = 1 << 18
-_GRAIN_NUMEL = 1 << 16
 PROBE_STEPS = 8
 """RAdam and its kin change their formula after five."""
-_DEVICE_CHUNK_NUMEL = 1 << 26
 _INITIALIZED = "initialized"
 _ABSENT = "absent"
 
@@ -64,18 +44,17 @@ _Constructor = Callable[[list[Any]], Optimizer]
 class TorchRule(UpdateRule):
     """The bits of one plain `optimizer_class(parameters, **defaults)` over whole fp32 parameters and gradients.
 
-    A known elementwise class gets [n] runs, cut anywhere. Any other class gets whole parameters in their own shape, one
-    at a time, and must not couple parameters: `state_fields` tries that on two small ones and refuses such a class.
+    A known elementwise class gets [n] runs, cut anywhere. Any other class gets whole parameters, one at a time, and
+    must not couple them: `state_fields` tries that on two small ones.
 
-    The rule keeps no state of its own: arrays live in `Run.state`, all else in `Run.scalars`, which is empty until the
-    first step and never after it. Until that step the arrays mean nothing: torch creates the state, and it is copied
-    in. A scalar "absent" under an array's name says that torch has no such array yet, so that its zeros are not read
-    (SGD with momentum that was 0 so far).
+    Arrays live in `Run.state`, all else in `Run.scalars`, which is empty until the first step and never after it. In
+    that step torch creates the state, and it is copied in. A scalar "absent" under an array's name says that torch has
+    no such array yet, so that its zeros are not read (SGD with momentum that was 0 so far).
     """
 
     def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> None:
         """Raises ModelError where the class does not take `defaults`, or cannot be stepped piece by piece."""
-        _refuse_class(optimizer_class)
+        refuse_class(optimizer_class)
         construct: _Constructor = partial(cast(Any, optimizer_class), **defaults)
         try:
             example = construct(_example_params())
@@ -94,7 +73,7 @@ class TorchRule(UpdateRule):
         if kind in ELEMENTWISE:
             fused = any(group.get("fused") for group in optimizer.param_groups)
             return cls(kind, {**defaults, "fused": True, "foreach": None} if fused else defaults)
-        _refuse_class(kind)
+        refuse_class(kind)
         construct: _Constructor | None = None
         with contextlib.suppress(Exception):  # a user's constructor may take anything, and most create no state
             if optimizer.state and kind(_example_params(), **defaults).state:
@@ -115,11 +94,10 @@ class TorchRule(UpdateRule):
         self._fields: dict[tuple[tuple[int, ...], str], list[StateField]] = {}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        """Find the state arrays by two dry steps: on meta tensors of this shape, or on CPU tensors if the class reads
-        values.
+        """Find the state arrays by two dry steps, on meta tensors, or on CPU tensors if the class reads values.
 
-        Raises ModelError for a class that fails on this shape, keeps state that is no tensor or plain value, or couples
-        parameters.
+        Raises ModelError for a class that fails on this shape, keeps other state than tensors and plain values, or
+        couples parameters.
         """
         self._refuse_options(hyper)
         options = repr(sorted((name, value) for name, value in hyper.items() if name != "params"))
@@ -146,7 +124,7 @@ class TorchRule(UpdateRule):
                 self._step_on_device(on_device)
                 runs = [run for run in runs if run.master.is_cpu] if on_device else runs
             for run in runs:
-                for piece in _pieces(run) if self.elementwise else (run,):
+                for piece in pieces_of(run) if self.elementwise else (run,):
                     self._step(piece)
                 run.scalars = piece.scalars
 
@@ -174,8 +152,7 @@ class TorchRule(UpdateRule):
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> State:
-        """Load as torch does: a step count stays as it is, unless fused or capturable code needs it on the device;
-        every other tensor becomes fp32."""
+        """Load as torch does: a step count stays as it is unless the device counts; other tensors become fp32."""
         scalars = dict(values)
         for name, home in state.items():
             if isinstance(scalars.get(name), torch.Tensor):
@@ -210,13 +187,13 @@ class TorchRule(UpdateRule):
             ) from error
 
     def _step_on_device(self, runs: Sequence[Run]) -> None:
-        """Step runs of a known class that are on a device: all of one param group in one call, in which torch takes the
-        code that the group's flags (foreach, fused) or its own default choose, and launches each operation for many."""
+        """Step runs of a known class on a device: those of one param group in one call, in which torch takes the code
+        of the group's flags (foreach, fused) or its default, and launches each operation for many."""
         waiting: dict[tuple[int, float], list[tuple[Run, Run]]] = {}
         for run in runs:
-            for piece in _pieces(run) if self.elementwise else (run,):
+            for piece in pieces_of(run) if self.elementwise else (run,):
                 batch = waiting.setdefault((id(run.hyper), run.grad_scale), [])
-                if sum(each.master.numel() for each, _ in batch) + piece.master.numel() > _DEVICE_CHUNK_NUMEL:
+                if sum(each.master.numel() for each, _ in batch) + piece.master.numel() > DEVICE_CHUNK_NUMEL:
                     self._step_batch(batch)
                     batch.clear()
                 batch.append((piece, run))
@@ -228,7 +205,7 @@ class TorchRule(UpdateRule):
         if not batch:
             return
         pieces = [piece for piece, _ in batch]
-        leaves = _leaves(pieces)
+        leaves = leaves_of(pieces)
         states = [
             self._state_of(piece.state, scalars) if scalars else self._first_state(leaf, piece.hyper)
             for piece, leaf, scalars in zip(
@@ -244,7 +221,7 @@ class TorchRule(UpdateRule):
 
     def _step(self, run: Run) -> None:
         """Step one piece by torch's own code."""
-        [leaf] = _leaves([run])
+        [leaf] = leaves_of([run])
         state = self._state_of(run.state, cloned(run.scalars)) if run.scalars else self._first_state(leaf, run.hyper)
         after, changed = advance(self._optimizer, leaf, run.hyper, state, tracks_group=not self.elementwise)
         self._check_group(run.hyper, changed)
@@ -277,7 +254,7 @@ class TorchRule(UpdateRule):
         return dict(self._construct([{**group, "params": [leaf]}]).state[leaf])
 
     def _write_back(self, name: str, value: torch.Tensor, home: torch.Tensor) -> None:
-        """Copy what torch did not put at its home, as on the first step, or where a class replaces its arrays."""
+        """Copy what torch did not put at its home: on the first step, or if a class replaces its arrays."""
         if value.shape != home.shape or value.dtype != home.dtype:
             raise ModelError(
                 f"{self.name} was planned with {name} of {home.dtype} {tuple(home.shape)}; its step left {value.dtype} "
@@ -327,8 +304,8 @@ class TorchRule(UpdateRule):
         return [StateField(name=name, shape=tuple(array.shape), dtype=array.dtype) for name, array in arrays.items()]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """Give each param group, where the class counts steps or the like in it, the values that it has after this
-        step, found by a step on a small parameter. What the step of each real one leaves must be the same."""
+        """Give each param group what the class counts in it, found by a step on a small parameter; see `_check_group`.
+        """
         self._expected = []
         if not self.keeps_group_state:
             return
@@ -351,8 +328,8 @@ class TorchRule(UpdateRule):
             )
 
     def _refuse_coupling(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        """Step two parameters together by the class itself, and apart by this rule; the bits must agree. This finds
-        state of the optimizer itself that steers the update, and sums over all parameters. Raises ModelError."""
+        """Step two parameters together by the class itself, and apart by this rule. Raises ModelError if the bits
+        differ: the class keeps state in itself, or sums over parameters."""
         generator = torch.Generator().manual_seed(0)
         starts = torch.randn((2, *shape), generator=generator)
         grads = torch.randn((PROBE_STEPS, 2, *shape), generator=generator)
@@ -416,39 +393,6 @@ class TorchRule(UpdateRule):
             raise ModelError(
                 f"{self.name} was planned without fused=True; found it in a param group. It rounds otherwise at a cut: "
                 "set it when the optimizer is made, so that whole parameters are stepped."
-            )
-
-
-def _leaves(runs: Sequence[Run]) -> list[torch.Tensor]:
-    """Make the masters parameters with their gradients, scaled."""
-    leaves = [run.master.detach().requires_grad_() for run in runs]
-    grads = [run.grad for run in runs]
-    if any(grad.dtype != torch.float32 for grad in grads):
-        floats = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
-        torch._foreach_copy_(floats, grads)
-        grads = floats
-    if (scale := runs[0].grad_scale) != 1.0:
-        torch._foreach_mul_(grads, scale)
-    for leaf, grad in zip(leaves, grads, strict=True):
-        leaf.grad = grad
-    return leaves
-
-
-def _pieces(run: Run) -> list[Run]:
-    """Cut an elementwise run. On the CPU so large that every thread has work and calls cost little, and no larger:
-    torch's temporaries then stay in the cache (AdamW on one thread: about half the time of an uncut run, from 256 Ki to
-    512 Ki elements). On a GPU they only bound the temporaries."""
-    on_cpu = run.master.device.type == "cpu"
-    size = max(_CHUNK_NUMEL, _GRAIN_NUMEL * torch.get_num_threads()) if on_cpu else _DEVICE_CHUNK_NUMEL
-    return [run.part(start, start + size) for start in range(0, max(1, run.master.numel()), size)]
-
-
-def _refuse_class(kind: type[Optimizer]) -> None:
-    for refused, reason in REFUSED.items():
-        if issubclass(kind, refused):
-            raise ModelError(
-                f"{kind.__name__} cannot train across tiers: {reason}. Choose an optimizer that steps each parameter "
-                "by itself, such as AdamW."
             )
 
 
