@@ -60,24 +60,24 @@ def build(
     """
     _check_plan(run_spec.plan, collectives)
     check_async(run_spec.config, run_spec.plan)
-    with make_missing(nvme_paths(run_spec.config)):
-        source = find_source(run_spec, collectives)
-        for line in source.found.lines if source.found is not None else ():
-            logger.warning("%s", line)
-        with restored_on_error(run_spec.source.param_groups), Teardown(SHUTDOWN) as resources:
-            INTERRUPTS.keep(resources)
-            resources.add("interrupts", partial(INTERRUPTS.drop, resources))
-            handle = TieredOptimizer(run_spec.source) if run_spec.trains else None
-            scheduler = make_scheduler(lr_scheduler, run_spec.config.scheduler, handle)
-            runtime = open_runtime(run_spec, collectives, resources)
-            _announce(run_spec, source.warnings, collectives)
-            machine = open_machine(run_spec, runtime, source, resources)
-            placed = place_model(run_spec, machine, source, handle, resources)
-            own_state = run_spec.source.state  # the handle hides it once it is connected
-            engine = _join(run_spec, machine, placed, scheduler, loader, resources)
-            INTERRUPTS.check()  # what comes now is undone no more
-            if handle is not None:
-                own_state.clear()  # the optimizer has it again when the engine ends
+    make_missing(nvme_paths(run_spec.config))
+    source = find_source(run_spec, collectives)
+    for line in source.found.lines if source.found is not None else ():
+        logger.warning("%s", line)
+    with restored_on_error(run_spec.source.param_groups), Teardown(SHUTDOWN) as resources:
+        INTERRUPTS.keep(resources)
+        resources.add("interrupts", partial(INTERRUPTS.drop, resources))
+        handle = TieredOptimizer(run_spec.source) if run_spec.trains else None
+        scheduler = make_scheduler(lr_scheduler, run_spec.config.scheduler, handle)
+        runtime = open_runtime(run_spec, collectives, resources)
+        _announce(run_spec, source.warnings, collectives)
+        machine = open_machine(run_spec, runtime, source, resources)
+        placed = place_model(run_spec, machine, source, handle, resources)
+        own_state = run_spec.source.state  # the handle hides it once it is connected
+        engine = _join(run_spec, machine, placed, scheduler, loader, resources)
+        INTERRUPTS.check()  # what comes now is undone no more
+        if handle is not None:
+            own_state.clear()  # the optimizer has it again when the engine ends
     trim_malloc()
     return engine
 

@@ -58,8 +58,7 @@ _RUNTIME = ("state_format", "checksums", "host_memory_limit", "io_engine", "io_t
 
 
 def read_offload(offload: Mapping[str, Any]) -> Config:
-    """Read `OffloadedOptimizer(offload=...)`: keys of the config's offload_optimizer and tiered_zero sections. Raises
-    ConfigError."""
+    """Read `OffloadedOptimizer(offload=...)`: keys of offload_optimizer and tiered_zero. Raises ConfigError."""
     if not isinstance(offload, Mapping):
         raise ConfigError(
             f'offload: expected a mapping such as {{"device": "nvme", "nvme_path": "/path"}}; found {offload!r}.'
@@ -150,7 +149,8 @@ def open_pipeline(source: Optimizer, owner: Optimizer, config: Config, ranks: Ra
     plan.check()
     offload = config.zero_optimization.offload_optimizer
     paths = [offload.nvme_paths] if offload.device == "nvme" else []
-    with make_missing(paths), Teardown(_ORDER) as resources:
+    make_missing(paths)
+    with Teardown(_ORDER) as resources:
         for path in (path for group in paths for path in group):
             for line in preflight_directory(path):
                 logger.warning("%s", line)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tiered_zero.errors import ConfigError
@@ -15,36 +14,24 @@ logger = logging.getLogger("tiered_zero")
 _ROOT = Path("/")
 
 
-@contextmanager
-def make_missing(groups: Iterable[Sequence[str]]) -> Iterator[None]:
-    """Make the directories that are missing, with their parents (mode 0700); remove them again if the block raises.
+def make_missing(groups: Iterable[Sequence[str]]) -> None:
+    """Make the directories that are missing, with their parents (mode 0700).
 
-    `groups`: directories that are striped together. Where some of a group exist the missing one is left to the check
-    that follows, which refuses it: its disk may not be mounted. Raises ConfigError.
+    `groups`: directories that are striped together. If some of a group exist, the missing one is left to the check that
+    follows, which refuses it: its disk may not be mounted. Raises ConfigError.
     """
-    made: list[Path] = []
-    try:
-        for group in groups:
-            paths = [Path(path) for path in group]
-            if not any(path.exists() for path in paths if path not in made):
-                for path in paths:
-                    _make(path, made)
-        yield
-    except BaseException:
-        for path in reversed(made):
-            with suppress(OSError):  # another process's by now, or in use
-                path.rmdir()
-        raise
+    for group in groups:
+        paths = [Path(path) for path in group]
+        if not any(path.exists() for path in paths):
+            for path in paths:
+                _make(path)
 
 
-def _make(path: Path, made: list[Path]) -> None:
-    """`made`: takes each directory that is made, outermost first."""
+def _make(path: Path) -> None:
     missing = [place for place in (path, *path.parents) if not place.exists()][::-1]
     try:
         for place in missing:
-            with suppress(FileExistsError):  # another rank has made it since
-                place.mkdir(mode=0o700)
-                made.append(place)
+            place.mkdir(mode=0o700, exist_ok=True)  # another rank may have made it since
     except OSError as error:
         raise ConfigError(
             f"nvme_path {path} is missing and cannot be made: {errno_text(error.errno or 0)}. Name a directory on the "
