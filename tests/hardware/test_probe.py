@@ -11,7 +11,6 @@ from tiered_zero.hardware.probe import (
     available_host_nbytes,
     cgroup_memory_limit_nbytes,
     huge_pages,
-    memlock_nbytes,
     total_host_nbytes,
 )
 from tiered_zero.sizes import GIB
@@ -88,15 +87,6 @@ def test_over_the_limit_is_none_left(tree):
 def test_without_proc_the_physical_memory_counts(tmp_path):
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert available_host_nbytes(tmp_path, tmp_path) == physical == total_host_nbytes(tmp_path)
-
-
-def test_memlock_none_means_unlimited(monkeypatch):
-    import resource
-
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert memlock_nbytes() is None
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (65536, 65536))
-    assert memlock_nbytes() == 65536
 
 
 def test_this_machine():

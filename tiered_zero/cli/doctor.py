@@ -9,7 +9,6 @@ import mmap
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -65,7 +64,6 @@ def examine(directory: Path) -> Iterator[Finding]:
         ("directory", lambda: _directory(directory)),
         ("host memory", _memory),
         ("processors", _processors),
-        ("C compiler", _compiler),
         ("update kernel", _kernel),
         ("torch", _torch),
         ("pinned memory", _pinning),
@@ -153,9 +151,6 @@ def _memory() -> Iterator[Finding]:
         yield Finding("cgroup memory", GOOD, "no limit below the machine's memory")
     else:
         yield Finding("cgroup memory", GOOD, f"limited to {format_nbytes(limit)}; plans keep to it")
-    locked = probe.memlock_nbytes()
-    text = "unlimited" if locked is None else format_nbytes(locked)
-    yield Finding("memlock limit", GOOD, f"{text}; nothing depends on it: CUDA pins through its driver")
     pages = probe.huge_pages()
     if pages in ("always", "madvise"):
         yield Finding("huge pages", GOOD, f"{pages}: host memory lies in them, for direct I/O with little of the CPU")
@@ -176,27 +171,9 @@ def _processors() -> Iterator[Finding]:
         yield Finding("processors", GOOD, f"{found}, no quota below that")
 
 
-def _find_compiler() -> str | None:
-    names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
-    return next((found for name in names if name and (found := shutil.which(name.split()[0]))), None)
-
-
 def _missing(name: str, stem: str, instead: str = "") -> Finding:
     reason, fix = why_missing(stem)
     return Finding(name, BAD, f"no library: {reason}{instead}", fix)
-
-
-def _compiler() -> Iterator[Finding]:
-    path = _find_compiler()
-    if path is None:
-        built = find_library("_direct_io") is not None and find_library("_update") is not None
-        found = "none found" + ("; the native libraries are built, so that none is needed" if built else "")
-        fix = "" if built else "install gcc or clang, then tiered_zero again"
-        yield Finding("C compiler", GOOD if built else BAD, found, fix)
-        return
-    asked = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
-    version = (asked.stdout or asked.stderr).partition("\n")[0]
-    yield Finding("C compiler", GOOD if asked.returncode == 0 else BAD, f"{path}: {version}")
 
 
 def _kernel() -> Iterator[Finding]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
 from rich.console import Console
-from rich.table import Column, Table
 from rich.text import Text
 
 from tiered_zero.config import KeyReport, load
 
 _STYLES = {"default": "dim", "auto": "yellow", "derived": "yellow", "renamed": "yellow", "file": "bold"}
-_TABLE_WIDTH = 140
-"""Columns that the table needs; a narrower terminal, a file and a pipe get a line a key."""
 
 
 @click.command("explain")
@@ -35,11 +31,8 @@ def explain(config: str, changed: bool, as_json: bool, world_size: int) -> None:
         click.echo(json.dumps({"keys": [asdict(row) for row in rows], "notices": loaded.notices}, indent=2))
         return
     console = Console()
-    if console.is_terminal and console.width >= _TABLE_WIDTH:
-        console.print(_table(config, rows))
-    else:
-        for row in rows:
-            console.print(_line(row), soft_wrap=True)  # never cut: a key is searched for, and copied
+    for row in rows:
+        console.print(_line(row), soft_wrap=True)  # never cut: a key is searched for, and copied
     for line in loaded.notices:
         console.print(Text(line), soft_wrap=True)
 
@@ -47,15 +40,6 @@ def explain(config: str, changed: bool, as_json: bool, world_size: int) -> None:
 def _line(row: KeyReport) -> Text:
     # Text, not markup: values and paths may hold square brackets.
     return Text(f"{row.path} = {_value(row)} ({row.source}): {_effect(row)}", style=_STYLES[row.source])
-
-
-def _table(title: str, rows: Sequence[KeyReport]) -> Table:
-    columns = [Column(name, overflow="fold", no_wrap=name == "key") for name in ("key", "value", "source", "effect")]
-    table = Table(*columns, title=title, title_justify="left")
-    for row in rows:
-        cells = (row.path, _value(row), row.source, _effect(row))
-        table.add_row(*(Text(cell) for cell in cells), style=_STYLES[row.source])
-    return table
 
 
 def _value(row: KeyReport) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -73,12 +72,6 @@ def cgroup_memory_limit_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int 
     folders = cgroup_folders("memory", proc, cgroup)
     limits = (_read_int(folder / "memory.max", folder / "memory.limit_in_bytes") for folder in folders)
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def memlock_nbytes() -> int | None:
-    """The soft RLIMIT_MEMLOCK in bytes; None where there is no limit."""
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def huge_pages(system: Path = SYSTEM) -> str | None:
