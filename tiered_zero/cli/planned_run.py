@@ -55,8 +55,7 @@ class _PlannedRanks:
 def specify_planned(
     config: Config, model: nn.Module, ranks: int, device_nbytes: int | None, host_nbytes: int | None
 ) -> RunSpec:
-    """Specify the run of rank 0. `device_nbytes`, `host_nbytes`: of the machine to plan for; None: of this one. The
-    ranks of a host share its memory."""
+    """Specify rank 0's run. `device_nbytes`, `host_nbytes`: of the machine, which the ranks share; None: this one's."""
     limits = {} if device_nbytes is None else {"device": (device_nbytes, "--device-memory")}
     if host_nbytes is not None:
         limits["host"] = (host_nbytes // ranks, "--host-memory" + f" for {ranks} ranks" * (ranks > 1))

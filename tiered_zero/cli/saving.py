@@ -153,8 +153,7 @@ class Resumption:
         return result
 
     def load(self, engine: Engine) -> None:
-        """Load into an engine that was made of `settings`, and say from where. Raises StoreError, and ModelError where
-        the checkpoint does not fit."""
+        """Load into an engine that was made of `settings`, and say from where. Raises StoreError, ModelError."""
         if self._directory is None:
             return
         try:

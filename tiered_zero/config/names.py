@@ -16,8 +16,8 @@ _MAX_BITS = 1024
 
 
 def named_tree(given: Mapping[str, Any], known: Container[str], reading: Reading) -> dict[str, Any]:
-    """Copy `given` with the schema's names; what is dropped and renamed goes into `reading`. `known`: paths of keys and
-    sections. Raises ConfigError."""
+    """Copy `given` with the schema's names; `reading` notes what is dropped. `known`: paths of keys and sections.
+    ConfigError."""
     tree: dict[str, Any] = _plain(given, "", reading)
     _drop_dotted(tree, known, reading)
     _rename(tree, reading)

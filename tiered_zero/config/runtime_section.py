@@ -21,10 +21,8 @@ def _paths(value: Any) -> Any:
 
 
 class StateLimitsSection(Section):
-    """How much of master weights and optimizer state may rest on each tier. On faster tiers than the one that
-    offload_optimizer.device names it fills the limit; there it is a bound. Embeddings are the first to rest on a faster
-    tier, then what the next forward needs first.
-    """
+    """How much of masters and optimizer state may rest on each tier. Tiers faster than offload_optimizer.device are
+    filled to it; there it is a bound. Embeddings come first, then what the next forward needs first."""
 
     device: Nbytes = Field(
         None, description="most bytes of master weights and state on the device; null: what offload_optimizer says"
@@ -41,9 +39,7 @@ class StateLimitsSection(Section):
 
 
 class ActivationsSection(OffloadSection):
-    """Where tensors rest that autograd saves in forward, until backward needs them: checkpoints' inputs, or all
-    activations where nothing is recomputed.
-    """
+    """Where tensors that autograd saves in forward rest until backward: checkpoints' inputs, or all of them."""
 
     limit: Nbytes = Field(
         None,

@@ -58,8 +58,7 @@ class _Settings:
 
     @cached_property
     def inputs(self) -> PartitionedInputs | None:
-        """What splits inputs over the group that `mpu` has as this is first asked; None where each rank keeps them
-        whole."""
+        """What splits inputs over the group that `mpu` has as this is first asked; None: each rank keeps them whole."""
         ranks = find_model_parallel_ranks(self.mpu) if self.partition_activations else None
         return None if ranks is None else PartitionedInputs(ranks, in_cpu=self.checkpoint_in_cpu)
 

@@ -61,8 +61,7 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """`tiered_zero.gathered`; with `modifier_rank` the changes of that rank are kept. Before `initialize` it does
-    nothing."""
+    """`tiered_zero.gathered`, which keeps the changes of `modifier_rank`. Before `initialize` it does nothing."""
     num_ranks = get_world_size()
     if modifier_rank is not None and modifier_rank not in range(num_ranks):
         raise ModelError(

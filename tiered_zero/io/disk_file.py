@@ -169,8 +169,8 @@ class DiskFile(File):
         return os.fstat(self.fd).st_size
 
     def close(self) -> None:
-        """Idempotent. The descriptor of a stuck request is never closed: its number could be given to another file,
-        which a late write would then land in."""
+        """Idempotent. The descriptor of a stuck request stays: a late write would land in the file that gets its
+        number."""
         if self.fd >= 0 and self._drain(self):
             self._descriptor.close()
         self.fd = -1

@@ -110,8 +110,7 @@ class IOEngine(ABC):
     def register(self, memory: memoryview) -> str:
         """Announce large memory that many requests will lie in; the engine holds it until it is closed.
 
-        Once, before such requests, by one thread. Returns what came of it, for the log; "" where nothing could. Nothing
-        else depends on it.
+        Once, before such requests, by one thread. Returns what came of it, for the log; "" for nothing.
         """
         return ""
 

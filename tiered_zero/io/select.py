@@ -118,8 +118,7 @@ def select_reader(*paths: str | os.PathLike[str], settings: IOSettings | None = 
 def _first_working(
     names: Sequence[str], settings: IOSettings, io_timeout_s: float, trial: Callable[[DiskEngine], None]
 ) -> tuple[DiskEngine | None, list[str]]:
-    """Return the first engine, with each access, best first, that is built and passes `trial`; and a line for each one
-    before it that does not work."""
+    """Return the first engine and access, best first, that passes `trial`; and a line for each one before it."""
     working, reasons = [*names], list[str]()
     for direct, alignment in _ACCESS:
         for name in [*working]:

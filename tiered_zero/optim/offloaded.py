@@ -55,8 +55,8 @@ class OffloadedOptimizer(TierStateOptimizer):
         offload: Mapping[str, Any],
         **defaults: Any,
     ) -> None:
-        """Raises what `optimizer_class` raises, and ConfigError, ModelError, PlanError and StoreError, with nothing
-        left behind."""
+        """Raises what `optimizer_class` raises, ConfigError, ModelError, PlanError, StoreError; nothing is left behind
+        then."""
         if not callable(optimizer_class) or (
             isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)
         ):
@@ -159,8 +159,7 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     @protected
     def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:
-        """Write what `state_dict()` returns to safetensors files, one parameter at a time. Returns their paths. Raises
-        StoreError, and leaves what was there."""
+        """Write `state_dict()` to safetensors files, one parameter at a time; return their paths. Raises StoreError."""
         pipeline = self._current()
         pipeline.policy.check()
         pipeline.stepper.cancel_prefetch()
@@ -168,8 +167,8 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     @shielded
     def load_state(self, directory: str | os.PathLike[str]) -> None:
-        """Load what `save_state` has written, one parameter at a time. Raises StoreError and ModelError, with nothing
-        changed, where it does not fit."""
+        """Load what `save_state` has written, one parameter at a time. Raises StoreError and ModelError if it does not
+        fit."""
         self._current()
         with StateFiles(Path(directory), self.param_groups) as files:
             self._access.replace(files, files.groups)
@@ -197,8 +196,8 @@ class OffloadedOptimizer(TierStateOptimizer):
         return self._pipeline
 
     def _current(self) -> Pipeline:
-        """Return the pipeline of the parameters as they lie now. Raises ModelError once closed, and for groups that
-        were changed by hand."""
+        """Return the pipeline of the parameters as they lie now. Raises ModelError once closed, or for groups changed
+        by hand."""
         self._process.check()
         pipeline = self._running()
         if not self._end.alive:

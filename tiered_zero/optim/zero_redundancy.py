@@ -93,8 +93,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
-        """Step this rank's parameters, and give each rank those of the others. Returns what the local step returns;
-        `kwargs` are its own."""
+        """Step this rank's parameters, and exchange all. Returns what the local step returns; `kwargs` are its own."""
         notify_join_context(self)
         if (trainable := self._trainable_mask()) != self._trainable:
             logger.warning(
@@ -161,8 +160,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the state of all parameters to rank `to`, in host memory, where `state_dict()` then has it. Every rank
-        calls it. One tensor moves at a time."""
+        """Bring all state to rank `to`, in host memory, a tensor at a time; `state_dict()` then has it. Every rank
+        calls it."""
         sync_groups(self.param_groups, self.optim.param_groups)
         parts, indices = list(map(params_of, self._parts)), self._indices()
         self._consolidated = consolidate(self._ranks, parts, indices, self._local_state, to)

@@ -47,8 +47,7 @@ class GPTConfig:
 
 def describe_gpt(config: GPTConfig, dtype: Any) -> tuple[ModuleSpec, list[ParamSpec]]:
     """Describe the model that demo/gpt.py builds from `config`, as params/model_spec.py would, with parameters of
-    `dtype` on the device.
-    """
+    `dtype`."""
     specs: list[ParamSpec] = []
 
     def leaf(name: str, *sizes: tuple[int, ...], embedding: bool = False, aliases: tuple[str, ...] = ()) -> ModuleSpec:
@@ -105,8 +104,7 @@ _FAMILIES = (
     (5e7, GPTConfig(vocab=50257, context=1024)),  # GPT-2
     (3e9, GPTConfig(vocab=128256, context=8192, tied=False)),  # Llama 3
 )
-"""Parameters from which on a model has the vocabulary, the context and the head of a family. The embeddings decide how
-much is paged at once."""
+"""Parameters from which on a model has a family's vocabulary, context and head; embeddings decide how much is paged."""
 
 
 def gpt_of_size(num_wanted: float) -> GPTConfig:

@@ -32,8 +32,8 @@ class Placement:
         return unit.shard_nbytes if unit.index in self.sharded else unit.nbytes
 
     def back_tier(self, unit: Unit) -> str:
-        """Return the tier to which the delayed update writes the unit's parameters: their own tier, or host memory
-        for a resident unit."""
+        """Return the tier to which the delayed update writes the unit's parameters: their own, or host memory for
+        resident ones."""
         return "host" if self.is_resident(unit) else self.params[unit.index]
 
 
@@ -64,8 +64,8 @@ def place_params(units: Sequence[Unit], request: ParamRequest) -> dict[int, str]
 def place_state(subgroups: Sequence[SubGroupSize], request: StateRequest) -> list[str]:
     """Tier of each sub-group: as much as may rest on each tier faster than `request.tier`, the others there.
 
-    Embeddings come first, since their gradients are the last of a backward and they the first of a forward; then what
-    the next forward needs first.
+    Embeddings come first, whose gradients are the last of a backward, and which a forward needs first; then the units
+    as the next forward needs them.
     """
     total = sum(subgroup.state_nbytes for subgroup in subgroups)
     room = {"device": round((1 - request.ratio) * total), **request.limits}

@@ -109,8 +109,8 @@ class RankRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationRequest:
-    """Saved activations rest on `tier`, host or nvme. `nbytes`: of them there; None: the planner chooses. `min_nbytes`:
-    smaller tensors stay on the device."""
+    """Saved activations rest on `tier`, host or nvme. `nbytes` there; None: the planner chooses. `min_nbytes`: the
+    least moved."""
 
     tier: str
     nbytes: int | None = None
@@ -141,9 +141,8 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SubGroupSize:
-    """`state_nbytes`: its slot, masters and state. `parts`: unit index -> its elements of the unit. `embedding`: it
-    goes to faster tiers before others.
-    """
+    """`state_nbytes`: its slot. `parts`: unit index -> its elements of it. `embedding`: it goes to faster tiers before
+    others."""
 
     state_nbytes: int
     parts: Mapping[int, int]
@@ -164,9 +163,8 @@ def splits_masters_off_device(config: Config) -> bool:
 
 
 def unit_rules(config: Config, world_size: int = 1, *, whole_params: bool = False) -> UnitRules:
-    """Read from `config` how units are cut. With many ranks no parameter is kept apart for being small: it moves with
-    its block, in the same gather, and units are the same at every stage; nor where it is half of a master that is
-    updated elsewhere."""
+    """Read from `config` how units are cut. A small parameter moves with its block, in the same gather, with many
+    ranks, and if it is half of a master that is updated elsewhere."""
     zero = config.zero_optimization
     persists = zero.offload_param.device != "none" and world_size == 1 and not splits_masters_off_device(config)
     return UnitRules(

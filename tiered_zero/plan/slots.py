@@ -19,10 +19,10 @@ BUFFERS = -1
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSlot:
-    """One slot. `index`: of the unit, of the sub-group where `kind` is "state"; BUFFERS for those.
+    """One slot. `index`: of the unit, of the sub-group if `kind` is "state", or BUFFERS.
 
-    `num_durable`: places on disk for in-place commits, which write the one that the last commit does not name; 1: it is
-    written once; 0: no commit holds the slot.
+    `num_durable`: places on disk for in-place commits, which write the one that the last commit does not name; 1:
+    written once; 0: no commit holds it.
     """
 
     kind: str

@@ -36,8 +36,7 @@ embedding, whose gradient is backward's last and whose update the next forward w
 
 
 NUM_GRADIENT_WINDOWS = 3
-"""One unit's gradients are gathered, those of the one before rest until that is needed or updated, and those before
-are written."""
+"""One unit's gradients are gathered, those before rest until they are needed, those before them are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +70,8 @@ def size_staging(
     request: PlanRequest,
     gradient_nbytes: Callable[[Unit], int],
 ) -> Staging:
-    """Size every pool. Raises ConfigError for a buffer that a parameter does not fit into. `gradient_nbytes`: of a
-    unit's gradients at their home."""
+    """Size every pool. `gradient_nbytes`: of a unit at its home. Raises ConfigError for a buffer smaller than a
+    parameter."""
     to_host = [unit for unit in units if unit.trainable and tiers.gradients[unit.index] != "device"]
     window = max((gradient_nbytes(unit) for unit in to_host if tiers.gradients[unit.index] == "nvme"), default=0)
     if request.ranks.shards_gradients and request.update.shares_cores:
@@ -136,9 +135,7 @@ def _param_staging(on_nvme: Sequence[Unit], tiers: Placement, request: ParamRequ
 def _state_staging(
     units: Sequence[Unit], subgroups: Sequence[SubGroupSize], tiers: Placement, request: PlanRequest
 ) -> StagingSize:
-    """State that is not updated in place, 16-bit parameters that the update cannot write where they belong, and
-    gradients that rest on nvme. See SubGroupIO.
-    """
+    """State that is not updated in place, parameters that the update cannot write in place, gradients on nvme."""
     itemsizes = {unit.index: unit.itemsize for unit in units}
     gradients = {
         unit.index: 4 if request.sums_gradients else unit.itemsize

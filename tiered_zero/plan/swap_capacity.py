@@ -95,8 +95,8 @@ class SwapNeed:
 
     @property
     def written_per_commit(self) -> int:
-        """Parameters that are copied from memory, one of their two places: the built-in GPT has no frozen ones, which
-        are written once."""
+        """Parameters copied from memory, one of their two places. The built-in GPT has no frozen ones, which are
+        written once."""
         return self.commit_copy // 2
 
     @property
@@ -116,9 +116,7 @@ class StateArrays:
     format: str
 
     def nbytes(self, numel: int, params: Iterable[int] = ()) -> int:
-        """Bytes of a sub-group's slot, masters and state, as rules/state_layout.py lays them. `params`: elements of
-        each parameter in it.
-        """
+        """Bytes of a sub-group's slot, as rules/state_layout.py lays it. `params`: elements of each parameter in it."""
         if self.whole:
             return 4 * numel + self.count * sum(align_up(4 * param, PAGE_NBYTES) for param in params)
         master, itemsize = STATE_ITEMSIZES[self.format]
@@ -189,10 +187,8 @@ class DirectoryNeed:
 def directory_needs(
     need: SwapNeed, zero: ZeroSection, save_every: int = 1, activation_paths: tuple[str, ...] = ()
 ) -> list[DirectoryNeed]:
-    """List the directories in the order of the config: a store for each list of paths, parameters first, then state,
-    in stripes over its directories, then gradients and activations, which have stores of their own. `save_every`: steps
-    from one in-place commit to the next.
-    """
+    """List the directories in the order of the config: a store for each list of paths, striped over them, of parameters
+    and state; then gradients and activations, in stores of their own. `save_every`: steps between in-place commits."""
     copied = align_up(-(-need.written_per_commit // save_every), PAGE_NBYTES)
     stores: dict[tuple[tuple[str, ...], str], list[int]] = {}
     state_paths = zero.offload_optimizer.nvme_paths
@@ -259,8 +255,7 @@ def capacity_report(
 
 
 def look_at_drives(needs: Iterable[DirectoryNeed]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Look at the directories, as rows, and at the file systems that they lie on: what is needed there, what is free,
-    and whether it fits."""
+    """Return rows of the directories, and of their file systems: what is needed and free there, and whether it fits."""
     directories = []
     drives: dict[int, dict[str, Any]] = {}
     for need in needs:

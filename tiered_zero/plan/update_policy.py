@@ -31,11 +31,9 @@ def choose_update_policy(
 ) -> UpdateChoice:
     """Resolve `tiered_zero.update`. `state_tiers`: the tiers that hold optimizer state.
 
-    Where ranks have shards of the state and whole parameters, `barrier` runs: step() ends with the gather of the new
-    parameters. Gradients of many ranks are reduced in step(), so that no update begins before.
-
-    An update of state on the device takes compute's own time, so `barrier` runs there whatever is requested; where the
-    CPU is the device and no state comes from NVMe the same holds, but there a request for `overlapped` is honoured.
+    If ranks have shards of the state and whole parameters, `barrier` runs: step() ends with the gather of the new
+    parameters. An update of state on the device takes compute's own time: `barrier` runs whatever is requested. The
+    same holds if the CPU is the device and no state comes from NVMe, unless `overlapped` is requested.
     """
     automatic = request.policy == "auto"
     asked = f"tiered_zero.update is {request.policy}"

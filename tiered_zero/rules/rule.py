@@ -69,8 +69,7 @@ class UpdateRule(ABC):
     """True where element i of an output depends on element i of the inputs only, so that runs may be cut anywhere."""
 
     unsigned_field: str | None = None
-    """A state array that is never negative, where the rule can work with a mark in its signs ([Note: bf16 and
-    remainder])."""
+    """A state array that is never negative, whose signs may hold a mark ([Note: bf16 and remainder])."""
 
     keeps_group_state: bool = False
     """Whether a step changes values of its param group, as where a class counts steps there."""
@@ -97,15 +96,13 @@ class UpdateRule(ABC):
         return {**state, **scalars}
 
     def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        """Raise ModelError unless `values`, in torch's format, is state of a parameter of `shape` that a step can go on
-        from."""
+        """Raise ModelError unless a step of a parameter of `shape` can follow on `values`, state in torch's format."""
         return
 
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Invert `export_state`: fill `state` from `values` (arrays of the same elements), return the scalars. A format
-        with fewer bits rounds to nearest."""
+        """Invert `export_state`: fill `state` from `values`, return the scalars. Fewer bits round to nearest."""
         for name, array in state.items():
             array.copy_(values[name])
         return {name: value for name, value in values.items() if name not in state}
@@ -124,11 +121,10 @@ class UpdateRule(ABC):
         return
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """Give the live `groups` the values that a step with the values `frozen` leaves in them. Driver thread, once a
-        step, before any of its runs."""
+        """Give the live `groups` what a step with the values `frozen` leaves in them. Driver thread, before a step's
+        runs."""
         return
 
     @abstractmethod
     def update(self, runs: Sequence[Run]) -> None:
-        """Take one step on every run, and write `out` where given. Raises whatever the rule raises, before any write
-        if the arguments show it."""
+        """Take one step on every run, and write `out` if given. Raises, before any write if the arguments show it."""

@@ -119,8 +119,8 @@ class StateLayout:
             raw[start:stop].zero_()
 
     def spans(self, part: SubGroup) -> list[tuple[int, int]]:
-        """Locate the masters and the state of some of the segments: (first byte in the slot, last + 1), whole pages,
-        disjoint and in order."""
+        """Locate masters and state of some segments: (first byte in the slot, last + 1), whole pages, disjoint, in
+        order."""
         spans: list[tuple[int, int]] = []
         for segment in part.segments:
             spans += [(start, start + nbytes) for start, nbytes, _ in self.master_spans(segment)]

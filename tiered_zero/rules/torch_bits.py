@@ -56,9 +56,8 @@ def find_torch_root() -> MklRoot | None:
 
 
 def choose_root(kernel: UpdateKernel) -> Flag | None:
-    """Find the kernel's square root that has torch's bits, the quickest first: Flag(0) for the exact one,
-    Flag.NEWTON_ROOT, or Flag.TORCH_ROOT for MKL's; None if none has. Compared once per process and kernel level, in
-    about 30 ms."""
+    """Find the quickest of the kernel's square roots (ROOTS) that has torch's bits; None if none has. Compared once per
+    process and kernel level, in about 30 ms."""
     key = kernel.path, kernel.level, kernel.root
     if key not in _found:
         candidates = (flag for flag in ROOTS if kernel.root or flag is not Flag.TORCH_ROOT)
@@ -77,8 +76,7 @@ def _has_torch_bits(kernel: UpdateKernel, flag: Flag) -> bool:
 
 
 def _root_arguments() -> Iterator[numpy.ndarray[Any, Any]]:
-    """Special values; samples of every binade, denormals included, and its ends; the last values; all values from 1 to
-    4. In numpy, on this thread."""
+    """Yield special values, samples and ends of every binade, the last values, and all from 1 to 4. In numpy, here."""
     yield numpy.array(_SPECIAL * 2, numpy.float32)
     step = _MANTISSAS // _BINADE_SAMPLES
     yield numpy.arange(step // 2 + 1, 255 * _MANTISSAS, step, dtype=numpy.int32).view(numpy.float32)

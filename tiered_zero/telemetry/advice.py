@@ -127,8 +127,7 @@ MEANINGS = {
 
 
 def explain_pace(report: RunReport) -> str:
-    """Say what sets the pace of a typical step, and what would change it, as far as that was measured. "" for a run
-    without a step."""
+    """Say what sets the pace of a typical step, and what would change it; "" for a run without a step."""
     if not report.busy_s or not report.step_s:
         return ""
     lane = max(report.busy_s, key=lambda name: report.busy_s[name])

@@ -26,8 +26,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader(JsonRecord):
-    """Facts known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: any more, name -> text.
-    `open_settings`: as of RunReport."""
+    """Facts known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: any more, name -> text."""
 
     model: str
     num_parameters: int

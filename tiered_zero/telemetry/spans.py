@@ -50,9 +50,8 @@ class Span:
 class Totals:
     """Sums over an interval, usually one step. See [Note: Lanes and kinds].
 
-    `causes`: kind -> seconds of what the driver did or waited for, on whatever lane, without those of spans inside it.
-    `nbytes`: lane -> bytes that arrived (what a wait is for is not counted). `busy_s`: lane -> seconds in which it
-    worked.
+    `causes`: kind -> seconds of what the driver did or waited for, without those of spans inside it. `nbytes`: lane ->
+    bytes that arrived (not those of a wait). `busy_s`: lane -> seconds in which it worked.
     """
 
     causes: dict[str, float] = field(default_factory=dict)
