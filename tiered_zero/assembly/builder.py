@@ -10,8 +10,9 @@ from typing import Any
 from tiered_zero.assembly.homes import make_commits
 from tiered_zero.assembly.machine import Machine, find_source, nvme_paths, open_machine, open_runtime
 from tiered_zero.assembly.model import PlacedModel, place_model
+from tiered_zero.assembly.notices import planning_notices
 from tiered_zero.assembly.parts import make_observers
-from tiered_zero.assembly.run_spec import RunSpec, planning_notices
+from tiered_zero.assembly.run_spec import RunSpec
 from tiered_zero.checkpoint.capture import written_by
 from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async
 from tiered_zero.checkpoint.driver import DriverState
