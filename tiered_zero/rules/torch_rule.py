@@ -304,7 +304,7 @@ class TorchRule(UpdateRule):
         return [StateField(name=name, shape=tuple(array.shape), dtype=array.dtype) for name, array in arrays.items()]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """Give each param group what the class counts in it, found by a step on a small parameter; see `_check_group`."""
+        """Give each param group what the class counts in it, found by a step on a small one; see `_check_group`."""
         self._expected = []
         if not self.keeps_group_state:
             return
