@@ -56,6 +56,9 @@ def pytest_collection_finish() -> None:
     freeze_imports()
 
 
+seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+"""The first also formats the stack, once for each kind of device that is not there."""
+
 _FAILED = pytest.StashKey[bool]()
 
 
@@ -77,7 +80,7 @@ def _fresh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(kernel_rule, "measure_copy_rate", lambda: 0.0)  # other load slows an update, which then warns
     random.seed(0)
     numpy.random.seed(0)
-    torch.manual_seed(0)
+    seed(0)
     yield
     logging.getLogger("tiered_zero").setLevel(logging.NOTSET)  # commands that ran in this process have set it
     if request.node.stash.get(_FAILED, False):
@@ -141,3 +144,4 @@ def no_leaks() -> Iterator[None]:
     while (left := held() - before) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not left, f"left behind: {left}"
+    gc.freeze()  # what a failed engine leaves, and pytest's reports, the collections of later tests need not walk
