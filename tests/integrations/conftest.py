@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.support.trainers import FAR, adamw, tiered
 from tiered_zero.optim import OffloadedOptimizer
@@ -28,6 +27,8 @@ Placement = tuple[str, str] | None
 
 
 def gpt2(num_layers: int = 2) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel  # seconds, in each process that collects tests
+
     torch.manual_seed(0)
     drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(
