@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,36 +21,56 @@ from tiered_zero.cli.main import main
 from tiered_zero.store.runs import collect_garbage, list_runs
 
 PROGRAM = """
-import sys, time, torch, tiered_zero
 from tests.crash.run_commits import *
-torch.manual_seed(0)
-engine = tiered_zero.initialize(model=ParityGPT(), config=config(sys.argv[1], "auto", "fp32", {"in_place": True}))[0]
-for step in range(2):
-    take_step(engine, step)
-    engine.save_checkpoint(sys.argv[2])
-engine.flush()
-take_step(engine, 2)  # and is not saved
-print(digest(engine), flush=True)
-if sys.argv[3] == "raise":
-    raise RuntimeError("the script failed")
-time.sleep(500 if sys.argv[3] == "wait" else 0)
+freeze_imports()
+while line := sys.stdin.readline():
+    swap_path, saved, how = json.loads(line)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    print(os.getpid(), flush=True)
+    torch.manual_seed(0)
+    settings = config(swap_path, "auto", "fp32", {"in_place": True})
+    engine = tiered_zero.initialize(model=ParityGPT(), config=settings)[0]
+    for step in range(2):
+        take_step(engine, step)
+        engine.save_checkpoint(saved)
+    engine.flush()
+    take_step(engine, 2)  # and is not saved
+    print(digest(engine), flush=True)
+    if how == "raise":
+        raise RuntimeError("the script failed")
+    time.sleep(500 if how == "wait" else 0)
+    break
 """
+"""Forks a process for each ending after its imports, and says how it ended; that one ends as every interpreter does."""
+
 ENDINGS = {"end": ("end", None), "raise": ("raise", None), "SIGTERM": ("wait", signal.SIGTERM)}
 ENDINGS["Ctrl-C"] = ("wait", signal.SIGINT)
+Program = subprocess.Popen[str]
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[Program]:
+    command = [sys.executable, "-c", PROGRAM]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **pipes, text=True) as process:
+        yield process
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_directory_stays_and_is_gone_on_with(tmp_path: Path, swap_path: Path, ending: str) -> None:
+def test_the_directory_stays_and_is_gone_on_with(
+    program: Program, tmp_path: Path, swap_path: Path, ending: str
+) -> None:
     how, number = ENDINGS[ending]
     saved = tmp_path / "saved"
-    program = [sys.executable, "-c", PROGRAM, str(swap_path), str(saved), how]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        after_three = process.stdout.readline().strip()
-        if number is not None:
-            process.send_signal(number)
-        status = process.wait()
+    assert program.stdin is not None and program.stdout is not None
+    print(json.dumps([str(swap_path), str(saved), how]), file=program.stdin, flush=True)
+    child, after_three = int(program.stdout.readline()), program.stdout.readline().strip()
+    if number is not None:
+        os.kill(child, number)
+    status = int(program.stdout.readline())
     assert status == {"end": 0, "raise": 1, "SIGTERM": -signal.SIGTERM, "Ctrl-C": -signal.SIGINT}[ending]
     (run,) = list_runs(swap_path)
     assert (run.state, run.step, run.resumable) == ("dead", 2, True)

@@ -1,17 +1,18 @@
 """Run as a program under LD_PRELOAD of tests/io/faulty_libc.c: training on a real engine whose system calls fail.
 
-    python run_faulty_libc.py SWAP_PATH ENGINE
+    python run_faulty_libc.py SWAP_PATH ENGINE...
 
-Prints a line of JSON for each case and policy: what came of it. Anything unexpected raises.
+Forks a process for each engine after its imports, which run side by side. Prints a line of JSON for each engine, case
+and policy: what came of it. Anything unexpected raises.
 """
 
 import ctypes
 import errno
 import json
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from tests.support.faulty_runs import (
     train,
     weights_after,
 )
+from tests.support.imports import freeze_imports
 from tests.support.inspection import store_of
 from tiered_zero.io.select import config_of
 
@@ -128,9 +130,12 @@ def outcome(policy: str, engine: object, failure: Failure, swap_path: Path) -> s
     return f"{type(cause).__name__}, {check_aftermath(policy, engine, failure, swap_path)}"  # type: ignore[arg-type]
 
 
-def main(say: Callable[[str], object] = print) -> None:
-    torch.set_num_threads(1)
-    swap_path, name = Path(sys.argv[1]), sys.argv[2]
+def say(**fields: object) -> None:
+    os.write(1, (json.dumps(fields) + "\n").encode())  # one write a line: the processes share the pipe
+
+
+def run_engine(swap_path: Path, name: str) -> None:
+    swap_path.mkdir(mode=0o700)
     for policy in POLICIES:
         reference(policy, MENDED_STEPS)
         for case, fault in {**MENDED, **RAISED}.items():
@@ -138,9 +143,22 @@ def main(say: Callable[[str], object] = print) -> None:
                 continue
             num_steps = MENDED_STEPS if case in MENDED else RAISED_STEPS
             came = run(swap_path, name, policy, fault, num_steps)
-            say(json.dumps({"case": case, "policy": policy, "came": came}))
-            sys.stdout.flush()
+            say(engine=name, case=case, policy=policy, came=came)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    freeze_imports()
+    swap_path, *engines = sys.argv[1:]
+    children = []
+    for name in engines:
+        child = os.fork()
+        if not child:
+            run_engine(Path(swap_path) / name, name)
+            return 0
+        children.append(child)
+    return max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

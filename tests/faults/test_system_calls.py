@@ -18,34 +18,22 @@ Outcomes = dict[tuple[str, str, str], str]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """(engine, case, policy) -> what came of it; a process for each engine, side by side."""
+    """(engine, case, policy) -> what came of it."""
     built = tmp_path_factory.mktemp("native")
     compile_shared(DIRECT_IO_SOURCE, built / "_direct_io.so")
     library = compile_shared(ROOT / "tests/io/faulty_libc.c", built / "faulty_libc.so", "-ldl")
     settings = {"LD_PRELOAD": str(library), "TIERED_ZERO_NATIVE_DIR": str(built)}
-    children = {
-        name: subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/faults/run_faulty_libc.py"), tmp_path_factory.mktemp(name), name],
-            env={**os.environ, **settings},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name in ENGINES
-        if name != "io_uring" or not io_uring_faults_refusal(built)
-    }
-    found: Outcomes = {}
-    try:
-        for name, child in children.items():
-            out, err = child.communicate(timeout=300)
-            assert child.returncode == 0, err
-            for row in map(json.loads, out.splitlines()):
-                found[name, row["case"], row["policy"]] = row["came"]
-    finally:
-        for child in children.values():
-            child.kill()
-            child.communicate()
-    return found
+    engines = [name for name in ENGINES if name != "io_uring" or not io_uring_faults_refusal(built)]
+    command = [
+        sys.executable,
+        str(ROOT / "tests/faults/run_faulty_libc.py"),
+        str(tmp_path_factory.mktemp("swap")),
+        *engines,
+    ]
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = map(json.loads, done.stdout.splitlines())
+    return {(row["engine"], row["case"], row["policy"]): row["came"] for row in rows}
 
 
 @pytest.mark.timeout(900)

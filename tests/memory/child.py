@@ -6,7 +6,10 @@ python -m tests.memory.child activations SWAP LAYERS
 """
 
 import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
 from tests.support.configs import zero_section
+from tests.support.imports import freeze_imports
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered, train
 from tiered_zero.demo.gpt import build_gpt
@@ -72,12 +76,28 @@ def depth(swap: str, layers: str) -> dict[str, Any]:
 
 
 def interrupt(swap: str) -> dict[str, Any]:
-    """Trains until it is interrupted, and does not close: what leaves with the process is the process's affair."""
-    engine = tiered(ParityGPT(), Path(swap))
-    train(engine, batch, 1)
-    print(json.dumps({"runs": len(list(Path(swap).iterdir()))}), flush=True)
-    while True:
-        train(engine, batch, 1)
+    """Interrupt processes by each signal that train, and close nothing themselves; they are forked after the imports.
+    Of each: how many runs it had, how it ended, and what it left."""
+    freeze_imports()
+    found = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            engine = tiered(ParityGPT(), Path(swap))
+            train(engine, batch, 1)
+            os.write(writing, str(len(os.listdir(swap))).encode())
+            while True:
+                train(engine, batch, 1)
+        os.close(writing)
+        with os.fdopen(reading) as reader:
+            runs = int(reader.read(1))
+            time.sleep(0.3)
+            os.kill(child, number)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        found[number.name] = {"runs": runs, "status": status, "left": os.listdir(swap)}
+    return found
 
 
 class Boundaries(nn.Module):

@@ -9,14 +9,12 @@ through host memory at most: below that a run stages as much as it has.
 """
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.house import ROOT
 from tests.memory.child import BOUNDARY, HIDDEN
+from tests.support.forked import run_forked
 
 LAYERS = (8, 32)
 BLOCK_NUMEL = 12 * HIDDEN**2 + 13 * HIDDEN
@@ -24,8 +22,7 @@ MOST_GROWN = (LAYERS[1] - LAYERS[0]) * BLOCK_NUMEL
 
 
 def run_child(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.memory.child", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_forked("-m", "tests.memory.child", *arguments)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

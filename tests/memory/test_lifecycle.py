@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -120,15 +119,10 @@ def test_a_model_that_cannot_be_initialized_leaves_nothing(swap_path, no_leaks):
     assert is_held_by(before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_an_interrupted_run_leaves_no_swap_files(number, swap_path):
-    """In the middle of training, in a process of its own that closes nothing itself."""
+def test_an_interrupted_run_leaves_no_swap_files(swap_path):
+    """In the middle of training, in processes of their own that close nothing themselves."""
     command = [sys.executable, "-m", "tests.memory.child", "interrupt", str(swap_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
-        assert child.stdout is not None
-        assert json.loads(child.stdout.readline())["runs"] == 1
-        time.sleep(0.3)
-        child.send_signal(number)
-        child.wait(timeout=300)
-    assert child.returncode != 0
-    assert not any(swap_path.iterdir())
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {name: {"runs": 1, "status": -signal.Signals[name], "left": []} for name in ("SIGINT", "SIGTERM")}

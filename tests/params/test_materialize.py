@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 
 import tiered_zero
 from tests.support.configs import SMALL_DEVICE
+from tests.support.forked import run_forked
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ModelError
 from tiered_zero.plan.gpt_shape import GPTConfig
@@ -495,11 +494,7 @@ def test_peak_memory_of_initialize_is_one_group(source: str, swap_path: Path, tm
     files = []
     if source == "files":
         files = [saved(build_gpt(GPTConfig(layers=48, hidden=192), "cpu"), tmp_path / "weights.safetensors")]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(swap_path), *files],
-        capture_output=True,
-        text=True,
-    )
+    done = run_forked("-c", MEASURE, swap_path, *files)
     assert done.returncode == 0, done.stderr
     grown, planned, unit, num_parameters = json.loads(done.stdout)
     allowed = 2 * (4 + 2 + 4 + 4) * unit + (8 << 20)
