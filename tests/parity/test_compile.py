@@ -129,9 +129,11 @@ def train_with_compiled_blocks(trainer, backend, way, graphs):
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
-@pytest.mark.parametrize("clipping", [0.0, 0.5])
-@pytest.mark.parametrize("placement", FAR, ids="-".join)
-@pytest.mark.parametrize("way", ["forward", "call"])
+@pytest.mark.parametrize(
+    ("way", "placement", "clipping"),  # every two values meet
+    [("forward", FAR[0], 0.0), ("forward", FAR[1], 0.5), ("call", FAR[0], 0.5), ("call", FAR[1], 0.0)],
+    ids=str,
+)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
 def test_compiled_blocks_have_the_bits_of_compiled_plain_blocks(backend, way, placement, clipping, swap_path, graphs):
     def script(trainer):

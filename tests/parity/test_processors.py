@@ -18,11 +18,10 @@ from tiered_zero.native.update import Flag
 from tiered_zero.rules import kernel_rule, torch_bits
 
 FORCED = [
-    {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2"},
-    {"ATEN_CPU_CAPABILITY": "default"},
 ]
-"""Each library reads its own variable: those that do not meet share a process."""
+"""Each library reads its own variable, so one process takes the oldest code of each, and one that in between."""
 
 
 @pytest.mark.timeout(600)  # imports of torch beside other load

@@ -121,7 +121,7 @@ def test_a_gpt_learns_as_well_with_lossy_moments(swap_path: Path) -> None:
     losses = {}
     for name in ("fp32", *LOSSY):
         torch.manual_seed(0)
-        model = build_gpt(GPTConfig(layers=2, hidden=64, vocab=VOCAB, context=LENGTH))
+        model = build_gpt(GPTConfig(layers=1, hidden=32, vocab=VOCAB, context=LENGTH))
         with tiered(model, swap_path, ("cpu", "cpu"), adamw, runtime={"state_format": name}, **BF16) as engine:
             seen = []
             for number in range(100):
