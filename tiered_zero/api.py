@@ -75,7 +75,7 @@ def initialize(
     config = config_params if config is None else config
     _check_one_rank(mpu=mpu, mesh_param=mesh_param)
     if isinstance(config, (str, os.PathLike)) and not os.path.isfile(config):
-        raise ConfigError(f"config: {os.fspath(config)} is not a file.")
+        raise ConfigError(f"config: expected a dict or the path of a JSON file; {os.fspath(config)} is not a file.")
     settings = load(config, args, world_size_here())
     gather_numel = settings.zero_optimization.allgather_bucket_size
     collectives = make_collectives(settings.tiered_zero.comm_timeout_s, dist_init_required, gather_numel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, TieredZeroError, UntaggedCommitError
 from tiered_zero.store import manifest
-from tiered_zero.store.runs import collect_garbage, list_runs
+from tiered_zero.store.runs import RunInfo, collect_garbage, list_runs
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.store.two_phase_commit import TwoPhaseCommit
@@ -130,6 +131,24 @@ def test_a_run_that_ended_goes_on_in_its_directory_with_the_same_bits(
         train(engine, 4 - first, saved)
         assert_equal(held_by(engine), expected)
         assert (now.path / DATA_NAME).stat().st_size == engine.plan.nbytes("nvme"), "nothing took more than planned"
+
+
+def test_the_run_that_is_gone_on_with_is_no_leftover(
+    swap_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is told to remove the files that the run takes over."""
+
+    def as_if_ended(parent: Path) -> list[RunInfo]:
+        return [replace(run, state="dead") for run in list_runs(parent)]
+
+    monkeypatch.setattr("tiered_zero.store.runs.list_runs", as_if_ended)
+    with start(config(swap_path, {"in_place": True})) as engine:
+        train(engine, 1, tmp_path / "saved")
+    with caplog.at_level(logging.WARNING):
+        start(config(swap_path, {"in_place": True, "resume": str(tmp_path / "saved")})).close()
+        assert "swap gc" not in caplog.text
+        start(config(swap_path, {"in_place": True})).close()
+        assert "the 1 that can be resumed only with --committed" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from tiered_zero.concurrency.failure_latch import FailureLatch
 from tiered_zero.errors import TransferError
+from tiered_zero.io.disk_file import file_error
 from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request
 
 
@@ -21,7 +22,7 @@ class SyncFile(File):
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:
-            raise TransferError(f"cannot reserve {nbytes} bytes for {self.path}: {error}") from error
+            raise file_error("reserve", self.path, error.errno or 0) from error
 
     def close(self) -> None:
         if self.fd >= 0:

@@ -66,6 +66,8 @@ def test_what_ended_runs_have_left_is_one_line_a_directory(swap_path: Path) -> N
     (line,) = leftover_notices([str(swap_path)] * 2)
     assert line.startswith(f"{swap_path} holds 1.0 MiB of a run whose process has ended; ")
     assert line.endswith(f"`tiered-zero swap gc {swap_path}` removes them")
+    (ended,) = [run.path for run in list_runs(swap_path) if run.state == "dead"]
+    assert leftover_notices([str(swap_path)], {ended.resolve()}) == [], "the run that is gone on with"
     dead_run(swap_path, "another")
     assert "of 2 runs whose processes have ended" in leftover_notices([str(swap_path)])[0]
     live.remove()

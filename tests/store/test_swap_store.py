@@ -265,14 +265,18 @@ def test_a_failed_fsync_latches_and_is_not_retried(make: Callable[..., SwapStore
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(errno.ENOSPC, "No space left.* Free space"), (errno.EFBIG, r"File too large\)\)\. .*ulimit -f.*larger files\.$")],
+)
 def test_a_full_disk_is_one_error_at_start_and_leaves_nothing(
-    swap_path: Path, engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+    swap_path: Path, engine: SyncEngine, monkeypatch: pytest.MonkeyPatch, code: int, expected: str
 ) -> None:
     def full(fd: int, offset: int, nbytes: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StoreError, match=r"needs 64\.0 MiB.*free there.*No space left"):
+    with pytest.raises(StoreError, match=rf"needs 64\.0 MiB.*free there.*{expected}"):
         SwapStore(SwapDir.create([swap_path]), engine, capacity_nbytes=64 * MIB)
     assert list(swap_path.iterdir()) == []
 

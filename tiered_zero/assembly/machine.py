@@ -66,7 +66,8 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
         None if found is None else adopt(found, collectives, config, run_spec.plan, run_spec.slots, run_spec.layouts)
     )
     if collectives.rank == 0:
-        warnings += leftover_notices(path for paths in nvme_paths(config) for path in paths)
+        adopted = () if adoption is None else adoption.paths
+        warnings += leftover_notices((path for paths in nvme_paths(config) for path in paths), adopted)
     weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
     if weights is not None:
         warnings += weights.check(run_spec.model, run_spec.specs)

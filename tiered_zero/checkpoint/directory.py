@@ -214,7 +214,9 @@ def _opened(path: Path) -> Iterator[int]:
         parent = Path(os.path.realpath(path.parent))
         fd = open_directory(parent / path.name if path.name else parent)
     except FileNotFoundError:
-        raise StoreError(f"There is no checkpoint {path}.") from None
+        raise StoreError(
+            f"There is no checkpoint {path}. Name a directory that save_checkpoint wrote; a new run resumes from none."
+        ) from None
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         raise StoreError(f"{path} cannot be read: {_what_is_there(path, error)}.") from error
     with fd:

@@ -126,11 +126,13 @@ def _follow(path: Path) -> FoundCheckpoint:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Adoption:
-    """A commit whose run is gone on with. `directories`: swap paths of the config -> this rank's store there.
+    """A commit whose run is gone on with. `directories`: swap paths of the config -> this rank's store there. `paths`:
+    swap directories of all ranks.
     `initialized`: this rank's sub-groups that have state."""
 
     found: FoundCheckpoint
     directories: Mapping[tuple[str, ...], AdoptedStore]
+    paths: frozenset[Path]
     manifest: TagManifest
     initialized: frozenset[int]
 
@@ -194,6 +196,7 @@ def adopt(
             )
             for each, store in zip(paths, own.stores, strict=True)
         },
+        paths=frozenset(Path(path).resolve() for store in commit.stores for path in store["paths"]),
         manifest=commit.manifest,
         initialized=frozenset(own.initialized),
     )

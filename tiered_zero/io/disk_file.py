@@ -20,6 +20,7 @@ _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 _ADVICE = {
     errno.ENOSPC: "Free space there, or point the swap directory to a larger disk.",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or use a file system that takes larger files.",
     errno.EDQUOT: "Raise the disk quota, or point the swap directory to another disk.",
     errno.EIO: "The device reported a failure: look at the kernel log (dmesg) and the drive's health (smartctl -a).",
     errno.ENODATA: "The drive cannot read a sector any more (medium error): replace it (smartctl -a).",
@@ -41,6 +42,11 @@ def errno_text(code: int) -> str:
     return f"{errno.errorcode.get(code, code)} ({os.strerror(code)})"
 
 
+def errno_advice(code: int) -> str:
+    """Return what a user can do about an error of a file."""
+    return _ADVICE.get(code, _ADVICE_ELSE)
+
+
 def free_text(path: str) -> str:
     """Free bytes of the file system that holds `path` (or held it)."""
     with contextlib.suppress(OSError, AttributeError):
@@ -51,7 +57,7 @@ def free_text(path: str) -> str:
 
 def file_error(act: str, path: str, code: int) -> TransferError:
     """An error of opening, allocating or closing; nothing was transferred."""
-    text = f"cannot {act} {path}: {errno_text(code)}; {free_text(path)}. {_ADVICE.get(code, _ADVICE_ELSE)}"
+    text = f"cannot {act} {path}: {errno_text(code)}; {free_text(path)}. {errno_advice(code)}"
     return _with_errno(text, code)
 
 

@@ -10,7 +10,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,16 +102,21 @@ def list_runs(parent: Path) -> list[RunInfo]:
     return sorted(runs, key=lambda run: -run.age_s)
 
 
-def leftover_notices(parents: Iterable[str]) -> list[str]:
-    """One line for each of the directories that holds files of runs whose process has ended."""
+def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> list[str]:
+    """One line for each of the directories that holds files of runs whose process has ended. `adopted`: directories of
+    the run that is gone on with, which are no leftovers."""
     lines = []
     for parent in dict.fromkeys(parents):
         runs: list[RunInfo] = []
         with suppress(StoreError):  # of a directory that cannot be read: its use raises
-            runs = [run for run in list_runs(Path(parent)) if run.state == "dead" and run.own]
+            runs = [
+                run
+                for run in list_runs(Path(parent))
+                if run.state == "dead" and run.own and run.path.resolve() not in adopted
+            ]
         if runs:
             nbytes, num_resumable = sum(run.nbytes for run in runs), sum(run.resumable for run in runs)
-            kept = f", with --committed also the {num_resumable} that can be resumed" if num_resumable else ""
+            kept = f", the {num_resumable} that can be resumed only with --committed" if num_resumable else ""
             which = "a run whose process has" if len(runs) == 1 else f"{len(runs)} runs whose processes have"
             lines.append(
                 f"{parent} holds {format_nbytes(nbytes)} of {which} ended; `tiered-zero swap gc {parent}` removes "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from tiered_zero.errors import StoreError, TieredZeroError
-from tiered_zero.io.disk_file import errno_text, free_text
+from tiered_zero.io.disk_file import errno_advice, errno_text, free_text
 from tiered_zero.io.engine import File, IOEngine, IOTransfer
 from tiered_zero.layout.extents import STRIPE_NBYTES, file_nbytes, stripe_cycle
 from tiered_zero.sizes import format_nbytes
@@ -89,11 +90,15 @@ class StripedFiles:
                 made.close()
                 for left in names:
                     left.unlink(missing_ok=True)
-                why = errno_text(error.errno) if isinstance(error, OSError) and error.errno else error
+                code = error.errno if isinstance(error, OSError) else None
+                remedy = (
+                    f"Free space (`tiered-zero swap gc {name.parent.parent}` removes what killed runs have left), name "
+                    "another nvme_path, or put less on NVMe."
+                )
                 raise StoreError(
                     f"The swap file {name} needs {format_nbytes(nbytes)} ({nbytes} bytes); {free_text(str(name))} "
-                    f"({why}). Free space (`tiered-zero swap gc {name.parent.parent}` removes what killed runs have "
-                    "left), name another nvme_path, or put less on NVMe."
+                    f"({errno_text(code) if code else error}). "
+                    f"{remedy if code in (None, errno.ENOSPC) else errno_advice(code)}"
                 ) from error
         return made
 

@@ -100,7 +100,8 @@ class TierStateOptimizer(Optimizer):
             if missing := sorted(self._source.defaults.keys() - new.keys()):
                 raise ModelError(
                     f"The state_dict was expected to have every option of {type(self._source).__name__} in its param "
-                    f"groups; missing: {missing}. Load the state of an optimizer of this class."
+                    f"groups; missing: {', '.join(missing)}. Load the state of an optimizer of this class, or, from a "
+                    "checkpoint, none (load_optimizer_states=False)."
                 )
         return {param: twin.state[param] for param in found}, saved
 
