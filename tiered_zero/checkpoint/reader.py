@@ -53,7 +53,7 @@ class TensorReader:
     """Reads a tag, or an in-place commit. One thread drives it; `close` ends it, as does the end of a `with` block."""
 
     def __init__(self, manifest: TagManifest, records: RecordReader, resources: ExitStack | None = None) -> None:
-        """`resources`: are closed with it. Raises ValueError where a tensor lies outside of its records."""
+        """`resources`: are closed with it. Raises ValueError if a tensor lies outside of its records."""
         self.manifest = manifest
         self._records = records
         self._resources = resources or ExitStack()
@@ -130,8 +130,8 @@ class TensorReader:
             if entry.form == "joined":
                 bits = own if own.dtype == torch.float32 else torch.empty(high - low)
                 bits.zero_()
-                for place, add in zip(places, (_add_remainders, _add_params, _add_marks), strict=True):
-                    wanted.append(Wanted(*place, partial(add, bits.view(torch.int32))))
+                for place, (kind, shift) in zip(places, _SUMMANDS, strict=True):
+                    wanted.append(Wanted(*place, partial(_add, bits.view(torch.int32), kind, shift)))
                 if bits is not own:
                     finishers.append(partial(copy_values, own, bits))
             elif entry.form == "rounded":
@@ -165,26 +165,18 @@ def _take_rounded(into: torch.Tensor, dtype: torch.dtype, at: int, memory: memor
     copy_values(into[at // 4 : at // 4 + values.numel()], values.to(dtype))
 
 
-# [Note: bf16 and remainder] The bits of a master are a sum, to which each source adds its own as it comes.
+_SUMMANDS = ((torch.int16, 0), (torch.int16, 16), (torch.float32, 16))
+"""[Note: bf16 and remainder] The bits of a master are a sum of remainder, parameter and mark, the sign of a float: the
+dtype of each, and the bits by which it is shifted."""
 
 
-def _add_remainders(bits: torch.Tensor, at: int, memory: memoryview) -> None:
-    _add(bits[at // 2 :], torch.frombuffer(memory, dtype=torch.int16), 0)
-
-
-def _add_params(bits: torch.Tensor, at: int, memory: memoryview) -> None:
-    _add(bits[at // 2 :], torch.frombuffer(memory, dtype=torch.int16), 16)
-
-
-def _add_marks(bits: torch.Tensor, at: int, memory: memoryview) -> None:
-    _add(bits[at // 4 :], torch.frombuffer(memory, dtype=torch.float32).signbit(), 16)
-
-
-def _add(bits: torch.Tensor, values: torch.Tensor, shift: int) -> None:
-    """Add whole numbers, shifted, to the first of `bits`, a few at a time."""
+def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: memoryview) -> None:
+    """Add what was read of a summand to `bits`, a few at a time."""
+    read = torch.frombuffer(memory, dtype=dtype)
+    values, first = read.signbit() if dtype.is_floating_point else read, at // dtype.itemsize
     for start in range(0, values.numel(), _STEP_NUMEL):
         own = values[start : start + _STEP_NUMEL].to(bits.device, torch.int32)
-        bits[start : start + own.numel()].add_(own << shift)
+        bits[first + start : first + start + own.numel()].add_(own << shift)
 
 
 def _permute(whole: torch.Tensor, entry: TensorEntry, target: Target) -> None:
