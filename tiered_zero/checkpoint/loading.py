@@ -166,9 +166,6 @@ class StateLoader:
             if (key := self._matched.params.get(param.name)) is not None:
                 yield _target(key, start, masters[first:last], param)
 
-    def _saved_name(self, piece: ParamPiece) -> str:
-        return self._matched.params[piece.param.name].partition("/")[2]
-
     def _state_targets(
         self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]
     ) -> tuple[list[Target], list[Callable[[], object]]]:
@@ -177,7 +174,7 @@ class StateLoader:
         targets: list[Target] = []
         conversions: list[Callable[[], object]] = []
         for piece in stepped:
-            name = self._saved_name(piece)
+            name = self._matched.params[piece.param.name].partition("/")[2]
             start = piece.param_start if elementwise else 0
             views = layout.state(raw, piece, piece.start, piece.stop)
             for field, shaped in views.items():

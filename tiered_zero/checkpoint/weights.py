@@ -86,19 +86,16 @@ def model_weights(
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
     found = []
-    for key, tensor in sorted(tensors.items(), key=lambda item: _rank(item[1], unit_of)):
+    params = sorted((t for t in tensors.values() if isinstance(t, nn.Parameter)), key=unit_of)
+    for tensor in (*params, *(t for t in tensors.values() if not isinstance(t, nn.Parameter))):
         dtype, shape = tensor.dtype, tuple(tensor.shape)
         if dtype not in _DTYPES:
             raise ModelError(
-                f"{names[key][0]} is of dtype {dtype}, which safetensors does not know. Exclude or cast it."
+                f"{names[id(tensor)][0]} is of dtype {dtype}, which safetensors does not know. Exclude or cast it."
             )
         read = partial(_read, tensor, copy_of)
-        found += [WeightTensor(name=name, dtype=dtype, shape=shape, read=read) for name in names[key]]
+        found += [WeightTensor(name=name, dtype=dtype, shape=shape, read=read) for name in names[id(tensor)]]
     return found
-
-
-def _rank(tensor: torch.Tensor, unit_of: Callable[[nn.Parameter], int]) -> tuple[bool, int]:
-    return (False, unit_of(tensor)) if isinstance(tensor, nn.Parameter) else (True, 0)
 
 
 def _read(tensor: torch.Tensor, copy_of: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -269,7 +266,7 @@ def _files_of(directory: Path, stem: str) -> list[Path]:
 
 
 def _check_model(directory: Path, stem: str, tensors: Sequence[WeightTensor]) -> None:
-    """Raise StoreError where the weights in the directory have other names or shapes than `tensors`."""
+    """Raise StoreError if the weights in the directory have other names or shapes than `tensors`."""
     found: dict[str, tuple[int, ...]] = {}
     files = _files_of(directory, stem)
     for path in files:

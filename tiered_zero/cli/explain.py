@@ -38,13 +38,6 @@ def explain(config: str, changed: bool, as_json: bool, world_size: int) -> None:
 
 
 def _line(row: KeyReport) -> Text:
-    # Text, not markup: values and paths may hold square brackets.
-    return Text(f"{row.path} = {_value(row)} ({row.source}): {_effect(row)}", style=_STYLES[row.source])
-
-
-def _value(row: KeyReport) -> str:
-    return json.dumps(row.value, default=str)
-
-
-def _effect(row: KeyReport) -> str:
-    return row.effect if row.fate.value == "honoured" else f"{row.fate.value}: {row.effect}"
+    effect = row.effect if row.fate.value == "honoured" else f"{row.fate.value}: {row.effect}"
+    text = f"{row.path} = {json.dumps(row.value, default=str)} ({row.source}): {effect}"
+    return Text(text, style=_STYLES[row.source])  # no markup: values and paths may hold square brackets

@@ -21,11 +21,7 @@ def printable(text: str) -> str:
 
 def print_json(value: Any) -> None:
     """Print one JSON object; records as objects, paths as text."""
-    click.echo(json.dumps(value, default=_plain, indent=2))
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else asdict(value)
+    click.echo(json.dumps(value, default=lambda one: str(one) if isinstance(one, Path) else asdict(one), indent=2))
 
 
 def print_table(columns: tuple[str, ...], rows: list[Any], empty: str = "No runs.") -> None:

@@ -127,9 +127,8 @@ def open_pipeline(source: Optimizer, owner: Optimizer, config: Config, ranks: Ra
     params = UserParameters(groups)
     shares_cores = params.device.type == "cpu"
     threads = num_kernel_threads(shares_cores=shares_cores)
-    rule = format_rule(
-        config.tiered_zero.state_format, make_rule(source, is_own=_is_lossy(config), num_threads=threads)
-    )
+    form = config.tiered_zero.state_format
+    rule = format_rule(form, make_rule(source, is_own=form != "fp32", num_threads=threads))
     layouts = _lay_out(params, rule, groups, config)
     in_buffers = [
         SubGroupSize(
@@ -193,10 +192,6 @@ def open_pipeline(source: Optimizer, owner: Optimizer, config: Config, ranks: Ra
             watch=ParamGroupWatch([owner]),
             resources=resources,
         )
-
-
-def _is_lossy(config: Config) -> bool:
-    return config.tiered_zero.state_format != "fp32"
 
 
 def _lay_out(

@@ -62,7 +62,7 @@ def _read(states: Mapping[nn.Parameter, ParamState], param: nn.Parameter, place:
 class StateFiles(Mapping[nn.Parameter, ParamState]):
     """What `write_state` has written, for the parameters of `groups`: reads the state of one at each access.
 
-    Raises StoreError where the files are not of as many parameters in the same groups. Use as a context manager.
+    Raises StoreError if the files are not of as many parameters in the same groups. Use as a context manager.
     """
 
     def __init__(self, directory: Path, groups: Sequence[Mapping[str, Any]]) -> None:

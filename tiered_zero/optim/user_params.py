@@ -99,7 +99,7 @@ class UserParameters:
         return any(_place(param) != place for param, place in zip(self.params, self._places, strict=True))
 
     def check_shapes(self, stepped: Iterable[Tensor]) -> None:
-        """Raise ModelError where a parameter that has state has another shape than when this was made."""
+        """Raise ModelError if a parameter that has state has another shape than when this was made."""
         with_state = set(map(id, stepped))
         for param, (spec, _) in zip(self.params, self.specs, strict=True):
             if id(param) in with_state and tuple(param.shape) != spec.shape:

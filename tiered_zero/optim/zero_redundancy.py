@@ -171,11 +171,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         indices that each rank steps.
 
         Without a consolidation: the state of one rank alone is all of it, and before the first step there is none.
-        Raises RuntimeError where this rank has a part of it.
+        Raises RuntimeError if this rank has a part of it.
         """
         if self.world_size == 1:
             self.consolidate_state_dict()
-        elif self._consolidated is None and self._has_state():
+        elif self._consolidated is None and self.optim.state:
             raise RuntimeError(
                 "Optimizer state has not been consolidated on this rank. Please call `consolidate_state_dict(to="
                 f"{self.rank})` on all ranks beforehand if you meant to save the global state."
@@ -217,9 +217,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _indices(self) -> dict[int, int]:
         """Id of a parameter -> its index in a state dict."""
         return {id(param): index for index, param in enumerate(params_of(self.param_groups))}
-
-    def _has_state(self) -> bool:
-        return len(self.optim.state) > 0
 
     def _local_state(self, param: Tensor) -> Mapping[str, Any]:
         if isinstance(self.optim, OffloadedOptimizer):

@@ -16,7 +16,8 @@ Exchange = Callable[[bytes, str], list[bytes]]
 def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
     """Compare `facts`, values of JSON by what they are, with those of the other ranks, by hashes first. Raises
     RankError, on every rank, which names the first difference and both values."""
-    digests = {what: _digest(value) for what, value in facts.items()}
+    texts = {what: json.dumps(value, sort_keys=True).encode() for what, value in facts.items()}
+    digests = {what: hashlib.sha256(text).hexdigest()[:16] for what, text in texts.items()}
     found = [json.loads(message) for message in exchange(json.dumps(digests).encode(), "the plan")]
     for what in dict.fromkeys(what for theirs in found for what in theirs):
         others = [rank for rank, theirs in enumerate(found) if theirs.get(what) != found[0].get(what)]
@@ -33,12 +34,8 @@ def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
         )
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def _first_difference(first: Any, other: Any, path: Sequence[str] = ()) -> tuple[Sequence[str], Any, Any]:
-    """The names on the way to the first value that differs, and both values; None where there is none. What one rank
+    """The names on the way to the first value that differs, and both values; None if there is none. What one rank
     alone has comes first: it moves the others."""
     if isinstance(first, dict) and isinstance(other, dict):
         alone = [key for key in (*first, *other) if (key in first) != (key in other)]
