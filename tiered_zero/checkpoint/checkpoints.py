@@ -195,7 +195,7 @@ class Checkpoints:
         ).run()
 
     def _queue(self, save: QueuedSave, job: Callable[[], None]) -> None:
-        """Run `job`, which writes the save, between two updates. Raises its error where it has failed by now."""
+        """Run `job`, which writes the save, between two updates. Raises its error if it has failed by now."""
         try:
             self._policy.at_cut(job, save.cut)
         except BaseException:
@@ -350,7 +350,7 @@ class Checkpoints:
 
 
 def check_async(config: Config, plan: Plan) -> None:
-    """Raise ConfigError where a save cannot be written beside training: what it reads must stay until it is read."""
+    """Raise ConfigError if a save cannot be written beside training: what it reads must stay until it is read."""
     settings = config.tiered_zero
     if not settings.checkpoint.async_save or settings.checkpoint.in_place:
         return

@@ -57,7 +57,7 @@ class Commit:
 
 @contextmanager
 def refused(path: Path) -> Iterator[None]:
-    """Raise StoreError where the block finds, by a ValueError, that `path` holds no commit of a run."""
+    """Raise StoreError if the block finds, by a ValueError, that `path` holds no commit of a run."""
     try:
         yield
     except ValueError as error:

@@ -63,7 +63,7 @@ class LoadParts:
 class DriverState:
     """The parts of one run whose state a checkpoint holds besides arrays. Driver thread, between two steps.
 
-    `optimizer`: None where the run evaluates. `loader`: of `training_data`; None without.
+    `optimizer`: None if the run evaluates. `loader`: of `training_data`; None without.
     """
 
     counts: Counts

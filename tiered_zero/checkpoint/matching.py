@@ -67,7 +67,7 @@ class Matched:
 
 
 def match(state: RunState, manifest: TagManifest, options: LoadOptions) -> Matched:
-    """Raises ModelError where the checkpoint is of another model, StoreError for values that cannot be read, and
+    """Raises ModelError if the checkpoint is of another model, StoreError for values that cannot be read, and
     ConfigError where state would be rounded and `convert` does not allow it."""
     tensors = manifest.tensors
     params = {spec.name: key for spec in state.specs if spec.numel and (key := _value_key(spec, tensors)) is not None}
@@ -215,7 +215,7 @@ class _StateMatcher:
             ) from error
 
     def _check_arrays(self, layout: StateLayout, piece: ParamPiece, name: str) -> int:
-        """Return how many arrays are rounded. Raises ModelError where others are needed, or of other shapes."""
+        """Return how many arrays are rounded. Raises ModelError if others are needed, or of other shapes."""
         tensors, tag = self._manifest.tensors, self._manifest.tag
         fields = {own.name: own for own in layout.fields(piece)}
         kinds = {kind for kind in self._kinds if f"{kind}/{name}" in tensors}

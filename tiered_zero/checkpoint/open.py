@@ -86,7 +86,7 @@ def open_stores(
 
 
 def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[str]) -> None:
-    """Keep other processes from adopting the directory while it is read. Raises StoreError where its owner lives."""
+    """Keep other processes from adopting the directory while it is read. Raises StoreError if its owner lives."""
     try:
         fd = open_of_owner(path / OWNER_NAME)
         resources.callback(fd.close)

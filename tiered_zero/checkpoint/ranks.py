@@ -45,7 +45,7 @@ class Wanted:
 
 def agree_on_save(ranks: Collectives, ask: Callable[[], Wanted], tag_validation: str) -> list[Wanted]:
     """Ask every rank; all of them have rank 0's tag then. `tag_validation`: DeepSpeed's Warn, Fail or Ignore, of tags
-    that differ. Raises ModelError where the ranks want to save different things, and what `ask` raises."""
+    that differ. Raises ModelError if the ranks want to save different things, and what `ask` raises."""
     wanted = agree(ranks, SAVE, ask, encode=vars, decode=lambda value: Wanted(**value))
     first = wanted[0]
     for rank, own in enumerate(wanted):

@@ -140,7 +140,7 @@ class SaveDirectory:
         return name
 
     def check_replaceable(self, tag: str) -> None:
-        """Raises StoreError where the name `tag` is taken by anything but an own checkpoint's directory, without
+        """Raises StoreError if the name `tag` is taken by anything but an own checkpoint's directory, without
         directories in it: those hold files of others, perhaps an export."""
         try:
             status = os.stat(tag, dir_fd=self.fd, follow_symlinks=False)
@@ -203,7 +203,7 @@ class SaveDirectory:
         return nbytes
 
     def try_remove(self, name: str) -> int | None:
-        """`remove` a directory that no one reads; None, with a warning, where it cannot be removed."""
+        """`remove` a directory that no one reads; None, with a warning, if it cannot be removed."""
         try:
             return self.remove(name)
         except OSError as error:

@@ -37,7 +37,7 @@ def options_to_load(optimizer: TieredOptimizer, groups: Any, *, with_all: bool) 
 
 
 def checked_options(optimizer: TieredOptimizer, options: Any) -> list[State]:
-    """Return `options` as the optimizer loads them. Raises ModelError where they are no values for its param groups."""
+    """Return `options` as the optimizer loads them. Raises ModelError if they are no values for its param groups."""
     completed = optimizer.checked_group_options(options)
     for index, (group, new) in enumerate(zip(optimizer.group_options(), options, strict=True)):
         for name in group.keys() & new.keys():
@@ -119,7 +119,7 @@ def _restore_counters(scheduler: Any, state: Any) -> None:
 
 
 def check_scheduler(scheduler: Any, saved: Any) -> None:
-    """Load `saved` into the scheduler, and its own state again. Raises ModelError where it does not fit."""
+    """Load `saved` into the scheduler, and its own state again. Raises ModelError if it does not fit."""
     kind = type(scheduler).__name__
     otherwise = "Build the scheduler of the saved run, or load with load_lr_scheduler_states=False to begin a new one."
     if saved is None:

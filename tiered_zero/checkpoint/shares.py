@@ -65,7 +65,7 @@ class Share:
 
 
 def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
-    """Those of all ranks as fields of TagManifest: tensors, records, scalars. Raises StoreError where the ranks do not
+    """Those of all ranks as fields of TagManifest: tensors, records, scalars. Raises StoreError if the ranks do not
     agree about a tensor, or do not have each of its elements once."""
     entries: dict[str, TensorEntry] = {}
     parts: dict[str, list[Part]] = {}
@@ -102,7 +102,7 @@ def _whole(key: str, entry: TensorEntry, parts: list[Part]) -> tuple[Part, ...]:
 
 
 def _join_scalars(shares: Sequence[Share]) -> dict[str, Any]:
-    """Those of all parameters. Raises InternalError where two ranks have made different steps of one."""
+    """Those of all parameters. Raises InternalError if two ranks have made different steps of one."""
     found: dict[str, Any] = {}
     for rank, share in enumerate(shares):
         for name, own in share.scalars.items():

@@ -91,7 +91,7 @@ class TagWriter:
         needed_nbytes: int = 0,
     ) -> TagWriter:
         """Write rank `rank`'s part of a tag that rank 0 has begun in the temporary directory `name`. `needed_nbytes`:
-        of that part. Raises StoreError where `save_dir` is not rank 0's directory."""
+        of that part. Raises StoreError if `save_dir` is not rank 0's directory."""
         directory = SaveDirectory.join(save_dir)
         if not (directory.path / name).is_dir():
             directory.release()

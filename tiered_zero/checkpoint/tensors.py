@@ -32,7 +32,7 @@ def describe(dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] 
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a checked manifest's entry. Raises StoreError where this PyTorch has none of that name."""
+    """The dtype of a checked manifest's entry. Raises StoreError if this PyTorch has none of that name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise StoreError(f"PyTorch {torch.__version__} has no dtype {name}, which this checkpoint needs.")

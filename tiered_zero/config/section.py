@@ -106,6 +106,6 @@ class OffloadSection(SwitchedSection):
 
     @property
     def nvme_paths(self) -> tuple[str, ...]:
-        """The swap directories in the order given, with `~` as the home directory; empty where none is given."""
+        """The swap directories in the order given, with `~` as the home directory; empty if none is given."""
         given = self.nvme_path.split(",") if isinstance(self.nvme_path, str) else self.nvme_path or ()
         return tuple(os.path.expanduser(path.strip()) for path in given if path.strip())

@@ -27,7 +27,7 @@ class AiofilesEngine(PieceEngine):
     name = "aiofiles"
 
     def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
-        """Raises ConfigError where the package is not installed."""
+        """Raises ConfigError if the package is not installed."""
         try:
             self._aiofiles: Any = importlib.import_module("aiofiles")
         except ImportError as error:

@@ -21,7 +21,7 @@ _MAX_TRIES = 16
 
 @final
 class Progress:
-    """Progress of one piece, and whether another try is due. Raises TransferError where none is.
+    """Progress of one piece, and whether another try is due. Raises TransferError if none is.
 
     A transfer that ends short is continued. With O_DIRECT the next one must start aligned, so that a short transfer
     with an unaligned end is issued again from the last aligned offset before it.

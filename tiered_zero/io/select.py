@@ -68,7 +68,7 @@ def select_engine(
 
     Works means: a temporary file there (mode 0600, removed) takes an aligned write and a sync, and gives the same
     bytes back; O_DIRECT at 512, then 4096, else buffered (where pages are dropped from the cache once written).
-    Any engine with O_DIRECT comes before any without. Raises ConfigError where nothing works.
+    Any engine with O_DIRECT comes before any without. Raises ConfigError if nothing works.
     """
     if prefer != "auto" and prefer not in ENGINES:
         raise ConfigError(f"there is no I/O engine {prefer!r}; use auto, {', '.join(ENGINES)}")

@@ -47,7 +47,7 @@ def resolve_host_tiers(config: Config, limits: Limits, *, shares_cores: bool, wo
 
 
 def describe_resolved_tiers(asked: Config, effective: Config) -> str | None:
-    """Return the notice that names each device which was resolved; None where none was."""
+    """Return the notice that names each device which was resolved; None if none was."""
     moved = [
         f"{name}.device {getattr(asked.zero_optimization, name).device} runs as none"
         for name in ("offload_param", "offload_optimizer")

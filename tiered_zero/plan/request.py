@@ -122,7 +122,7 @@ class PlanRequest:
     """Everything that the config and the machine say to the planner. `sums_gradients`: over micro-batches, in fp32.
 
     `gradients`: the tier of those that leave the device: "host", "nvme", or "auto", which puts on nvme what host memory
-    has no room for. `commits`: None without in-place commits. `activations`: None where they stay on the device.
+    has no room for. `commits`: None without in-place commits. `activations`: None if they stay on the device.
     `device_is_host`: what the device holds is of host memory, and counts against its limit. See [Note: The CPU as the
     device].
     """

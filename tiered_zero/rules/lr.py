@@ -223,7 +223,7 @@ class CycleShape:
         return math.floor(position * stairs / size) / stairs if stairs > 0 else position / size
 
     def decay_intervals(self, iteration: int) -> float:
-        """Count the `decay_step_size` since the triangle; 0 where nothing decays."""
+        """Count the `decay_step_size` since the triangle; 0 if nothing decays."""
         return (iteration - self.total_size + 1) / self.decay_step_size if self.decay_step_size else 0.0
 
 
@@ -265,7 +265,7 @@ class OneCycle(Schedule):
         return [low / decay for low in self._min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Compute the betas of each group at `last_batch_iteration`; None where momentum does not change."""
+        """Compute the betas of each group at `last_batch_iteration`; None if momentum does not change."""
         if not self._cycles_momentum:
             return None
         shape, iteration = self.shape, self.last_batch_iteration

@@ -109,7 +109,7 @@ class UpdateRule(ABC):
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
         """Return the `Run.scalars` to go on from those of a checkpoint, which a rule of another kind with the same
-        numbers may have kept. Raises TypeError, ValueError or KeyError where they are none."""
+        numbers may have kept. Raises TypeError, ValueError or KeyError if they are none."""
         return dict(scalars)
 
     def announce(self) -> None:

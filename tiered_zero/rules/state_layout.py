@@ -137,7 +137,7 @@ class StateLayout:
         return merged
 
     def marks(self, raw: torch.Tensor) -> torch.Tensor | None:
-        """View the state array whose signs belong to the masters, [numel]; None where no array has such signs."""
+        """View the state array whose signs belong to the masters, [numel]; None if no array has such signs."""
         return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
 
     def views(self, raw: torch.Tensor) -> dict[int, torch.Tensor]:

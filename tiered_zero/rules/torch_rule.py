@@ -53,7 +53,7 @@ class TorchRule(UpdateRule):
     """
 
     def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> None:
-        """Raises ModelError where the class does not take `defaults`, or cannot be stepped piece by piece."""
+        """Raises ModelError if the class does not take `defaults`, or cannot be stepped piece by piece."""
         refuse_class(optimizer_class)
         construct: _Constructor = partial(cast(Any, optimizer_class), **defaults)
         try:

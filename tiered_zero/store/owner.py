@@ -95,7 +95,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def boot_id() -> str:
-    """Return the boot id of the running kernel; empty where there is no /proc."""
+    """Return the boot id of the running kernel; empty if there is no /proc."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -121,7 +121,7 @@ class RecordReader:
         """All that are queued or begun."""
 
     def extent_nbytes(self, store: int, name: str) -> int:
-        """Bytes of a record. Raises ValueError where there is none."""
+        """Bytes of a record. Raises ValueError if there is none."""
         if not 0 <= store < len(self._stores) or name not in self._records[store]:
             raise ValueError(f"there is no record {name[:80]!a}")
         return self._records[store][name].extent_nbytes

@@ -158,7 +158,7 @@ class Hasher:
     """Computes checksums; until `hurry` on a thread that yields to training. See [Note: Checksums during training]."""
 
     def __init__(self, *, is_patient: bool) -> None:
-        """`is_patient`: yield to training. Raises StoreError where a thread cannot be started."""
+        """`is_patient`: yield to training. Raises StoreError if a thread cannot be started."""
         self._jobs: deque[Callable[[], None]] = deque()
         self._usual = Worker("tiered-zero-checkpoint-hash")
         self._patient: Worker | None = None

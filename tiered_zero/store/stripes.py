@@ -150,7 +150,7 @@ class StripedFiles:
 
 
 def check_data_files(paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> None:
-    """Raise StoreError where a data file of a store is missing, shorter than its part, or not a file of the directory's
+    """Raise StoreError if a data file of a store is missing, shorter than its part, or not a file of the directory's
     owner, and where there are more or fewer paths than stripes."""
     if len(paths) != len(stripes.weights):
         raise StoreError(f"{paths[0]}: the state is striped over {len(stripes.weights)} paths; found {len(paths)}.")

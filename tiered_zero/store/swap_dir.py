@@ -198,7 +198,7 @@ def check_parent(path: Path) -> Path:
 
 
 def _check_part(path: Path, part: Path, status: os.stat_result) -> None:
-    """`part`: the swap path `path` or a directory above it. Raises StoreError where another user may rename in it."""
+    """`part`: the swap path `path` or a directory above it. Raises StoreError if another user may rename in it."""
     if status.st_uid not in (0, os.getuid()):
         raise StoreError(
             f"The swap path {path}: {part} belongs to user id {status.st_uid}, who could replace the files; "

@@ -41,7 +41,7 @@ class StepLog:
 class RunObserver:
     """Call it with each step's report, on the thread that steps. Turns the recorder's spans on when they are wanted.
 
-    `report_path`, `trace_path`: None for none. Raises ConfigError where a file cannot be made.
+    `report_path`, `trace_path`: None for none. Raises ConfigError if a file cannot be made.
     """
 
     def __init__(self, recorder: Recorder, header: RunHeader, report_path: str | None, trace_path: str | None) -> None:

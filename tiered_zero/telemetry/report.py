@@ -49,7 +49,7 @@ class JsonRecord:
 
     @classmethod
     def from_json(cls: type[Record], values: Mapping[str, Any]) -> Record:
-        """Unknown names are left out: a newer version may have added some. Raises StoreError where one is missing."""
+        """Unknown names are left out: a newer version may have added some. Raises StoreError if one is missing."""
         known = {
             f.name: float(values[f.name]) if f.type in _FLOATS and values[f.name] is not None else values[f.name]
             for f in fields(cls)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def bottleneck(busy_s: Mapping[str, float], wall_s: float) -> str:
 
 
 def overlap_fraction(busy_s: Mapping[str, float], wall_s: float) -> float:
-    """0 where the lanes worked one after the other, 1 where the step took no longer than its busiest lane."""
+    """0 if the lanes worked one after the other, 1 if the step took no longer than its busiest lane."""
     total, longest = sum(busy_s.values()), max(busy_s.values(), default=0.0)
     if total <= longest:
         return 0.0

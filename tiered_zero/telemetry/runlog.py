@@ -62,7 +62,7 @@ class Timeline:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """A record read back. `footer` is None where the run did not end by itself."""
+    """A record read back. `footer` is None if the run did not end by itself."""
 
     header: RunHeader
     steps: list[StepReport] = field(default_factory=list)
@@ -134,7 +134,7 @@ class PrivateFile:
 class RunLog:
     """Adds a run up, and writes it where a path is given. One thread.
 
-    Raises ConfigError where the file cannot be made.
+    Raises ConfigError if the file cannot be made.
     """
 
     def __init__(self, header: RunHeader, path: str | os.PathLike[str] | None = None) -> None:

@@ -69,7 +69,7 @@ def by_start(spans: Iterable[Span]) -> list[Span]:
 class TraceWriter:
     """Appends spans as they are taken from the recorder. One thread.
 
-    Raises ConfigError where the file cannot be made.
+    Raises ConfigError if the file cannot be made.
     """
 
     def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
