@@ -74,13 +74,12 @@ def hidden_tag(prefix: str, name: str) -> str | None:
 
 @final
 class SaveDirectory:
-    """A save directory that this process, or rank 0 of its run, holds by flock, until `release`. Any thread, one at a
-    time.
+    """A save directory that this process, or rank 0 of its run, holds by flock until `release`. One thread at a time.
 
-    [Note: replacing a tag]  rename(2) replaces no directory that has files. Where the system can exchange two names
-    (Linux, all local file systems), the new directory and the old one exchange theirs: there is no instant without the
-    tag. Elsewhere the old one gets the name `.old-TAG-...` first; a reader that finds no TAG takes that one, and the
-    next writer gives it its name back.
+    [Note: replacing a tag] rename(2) replaces no directory that has files. If the system can exchange two names (Linux,
+    all local file systems), the new directory and the old one exchange theirs: there is no instant without the tag.
+    Else the old one is renamed to `.old-TAG-...` first; a reader that finds no TAG takes that one, and the next writer
+    renames it back.
     """
 
     def __init__(self, path: Path, fd: Descriptor, lock: Descriptor | None) -> None:

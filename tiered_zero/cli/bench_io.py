@@ -1,10 +1,10 @@
 """`tiered-zero bench io DIR`: the best settings for a disk in a minute, and the floor of a step that they give.
 
-[Note: how the search is pruned] No setting of the grid, engine x block x depth, is left untried: all share half of the
-time, the best quarter half of the rest, and the best three what is left. A trial reads, writes and does both mixed;
-its score is the geometric mean of the three rates. So on a disk whose speed does not wander the choice is the best of
-the whole grid; if it wanders, the short trials confuse only settings that lie close to each other. Where time is
-too short for all (`--seconds`, a slow disk), those nearest to the default are tried, and the report says so.
+[Note: how the search is pruned] All settings of the grid, engine x block x depth, share half of the time, the best
+quarter half of the rest, and the best three what is left. A trial reads, writes and does both mixed; its score is the
+geometric mean of the three rates. If the disk's speed wanders, short trials confuse only settings that lie close to
+each other. If time is too short for all (`--seconds`, a slow disk), those nearest to the default are tried, and the
+report says so.
 """
 
 from __future__ import annotations

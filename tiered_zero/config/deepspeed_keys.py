@@ -1,8 +1,7 @@
-"""The fate of every DeepSpeed key: one table, `table(Config)`.
+"""The fate of every DeepSpeed key: one table, `table(Config)`. The reference is DeepSpeed 0.19.
 
-Honoured keys are the fields of the schema (their descriptions say unit and effect). All others are listed here:
-renamed, accepted without effect (and why), or refused because ignoring them would change numbers. The reference is
-DeepSpeed 0.19.
+Honoured keys are the fields of the schema. All others are listed here: renamed, accepted without effect (and why), or
+refused because ignoring them would change numbers.
 """
 
 from __future__ import annotations

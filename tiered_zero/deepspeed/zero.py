@@ -25,11 +25,10 @@ __all__ = ["GatheredParameters", "Init", "register_external_parameter"]
 class Init:
     """Builds the model as it is written, in host memory; `initialize` moves it to its tiers.
 
-    DeepSpeed shards each module as it is made. The meta device would save host memory too, but what a constructor
-    writes into parameters would be lost there, so it is left to the user: build under `torch.device("meta")` a model
-    larger than host memory, whose values come from `reset_parameters`, `_init_weights` or `tiered_zero.weights`. With
-    many ranks each builds the model, and all get rank 0's values, unit by unit: so no rank has the whole of one that is
-    built on meta.
+    DeepSpeed shards each module as it is made. On the meta device what a constructor writes into parameters would be
+    lost, so it is left to the user: build under `torch.device("meta")` a model larger than host memory, whose values
+    come from `reset_parameters`, `_init_weights` or `tiered_zero.weights`. With many ranks all get rank 0's values,
+    unit by unit.
     """
 
     def __init__(

@@ -13,16 +13,14 @@ from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 class IOSettings:
     """The `aio` section of the configuration, and what each key does to each engine.
 
-    `block_size`: bytes that one system call moves. native: as it stands; threads: a call takes up to 4 neighbouring
-    blocks of a large request, for fewer trips through the GIL; aiofiles: a call takes `queue_depth` blocks.
-    `queue_depth` x `intra_op_parallelism`: the number of workers, that is of calls on their way at once, in all
-    engines (with io_uring: of blocks, from one worker); more than 32 is cut to 32, because 32 blocks of 1 MiB already
-    fill the fastest array of drives.
+    `block_size`: bytes that one system call moves; threads: up to 4 neighbouring blocks of a large request, for fewer
+    trips through the GIL; aiofiles: `queue_depth` blocks. `queue_depth` x `intra_op_parallelism`: workers, that is
+    calls on their way at once, in all engines (with io_uring: blocks, from one worker); at most 32, which fill the
+    fastest array of drives.
 
     The defaults, on a virtio disk of 3.4 GB/s read and 6.6 written: alone 2 MiB x 8 comes within 2..5% of the best of
-    0.5..4 MiB x 2..16, but where compute has the processors a worker comes late to its next block, and a training step
-    takes 3..7% less time with 4 MiB x 16 than with 2 MiB x 8. An urgent read has to wait behind what is on its way, at
-    most 64 MiB.
+    0.5..4 MiB x 2..16, but a training step takes 3..7% less time with 4 MiB x 16, for a worker comes late to its next
+    block. An urgent read waits behind what is on its way, at most 64 MiB.
     """
 
     block_size: int = 4 * MIB

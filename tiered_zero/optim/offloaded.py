@@ -35,13 +35,13 @@ from tiered_zero.update.state_view import ParamState
 class OffloadedOptimizer(TierStateOptimizer):
     """`optimizer_class(params, **defaults)` with its state on the tier of `offload`: the same numbers, bit for bit.
 
-    `offload`: {"device": "cpu" or "nvme", "nvme_path": a directory}, and, where wanted, "state_format", "buffer_count",
-    "pin_memory", "checksums", "host_memory_limit", "io_engine", "io_timeout_s", as in the config of an engine. fp32
-    parameters are stepped where they lie; those of 16 bits get fp32 master weights on the tier. Parameters that change
-    between steps are seen. Clipping, accumulation, loss scaling and schedules stay the loop's own.
+    `offload`: {"device": "cpu" or "nvme", "nvme_path": a directory}, and "state_format", "buffer_count", "pin_memory",
+    "checksums", "host_memory_limit", "io_engine", "io_timeout_s", as in the config of an engine. fp32 parameters are
+    stepped where they lie; those of 16 bits get fp32 masters on the tier. Changes of parameters between steps are seen.
+    Clipping, accumulation, loss scaling and schedules stay the loop's own.
 
-    A failure inside `step()` latches: state is rewritten in place. `close()` frees the tiers; so do the end of a `with`
-    block, of the object and of the process. Use it from one thread.
+    A failure inside `step()` latches: state is rewritten in place. `close()` frees the tiers, as does the end of a
+    `with` block, of the object and of the process. One thread.
     """
 
     _end: weakref.finalize[Any, Any]

@@ -31,10 +31,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Steps `optimizer_class` over this rank's parameters, and broadcasts each to the other ranks (Rajbhandari et al.
     2020, stage 1). Names, partition and numbers are those of torch.distributed.optim's class.
 
-    `self.optim` is the local optimizer: of the plain class, or, where `offload` is given, an `OffloadedOptimizer` whose
-    broadcasts run under the update of the parameters behind. `parameters_as_bucket_view`: a rank's parameters are views
-    of one tensor, and neighbours are broadcast together. Gradients are whole on every rank, as DDP leaves them. Every
-    rank makes each call but `state_dict`, in the same order.
+    `self.optim` is the local optimizer: plain, or with `offload` an `OffloadedOptimizer`, whose broadcasts run under
+    the update of the parameters behind. `parameters_as_bucket_view`: a rank's parameters are views of one tensor, and
+    neighbours are broadcast together. Gradients are whole on every rank, as DDP leaves them. Every rank makes each call
+    but `state_dict`, in the same order.
     """
 
     def __init__(
@@ -167,11 +167,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated = consolidate(self._ranks, parts, indices, self._local_state, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters in torch's format, as it was consolidated last. "partition" lists the
-        indices that each rank steps.
+        """Return the state of all parameters in torch's format, as consolidated last; "partition" lists each rank's
+        indices.
 
-        Without a consolidation: the state of one rank alone is all of it, and before the first step there is none.
-        Raises RuntimeError if this rank has a part of it.
+        Without a consolidation the state of one rank is all of it. Raises RuntimeError if this rank has a part of it.
         """
         if self.world_size == 1:
             self.consolidate_state_dict()

@@ -93,10 +93,9 @@ class CommitRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRequest:
-    """The ranks of a run. `rank`: this one. `shards_state`: each has master weights and optimizer state of its own
-    shards only. `shards_params`: parameters too, and a unit is gathered for each use; else they are gathered after an
-    update. `shards_gradients`: each keeps the gradients of its own shards only, and every backward reduces.
-    `bucket_numel`: elements of gradients in one collective, at most.
+    """The ranks of a run. `rank`: this one. `shards_state`: each has masters and state of its own shards only.
+    `shards_params`: parameters too, and a unit is gathered for each use; else after an update. `shards_gradients`: each
+    keeps gradients of its own shards only, and every backward reduces. `bucket_numel`: most elements in one collective.
     """
 
     rank: int = 0
@@ -121,10 +120,9 @@ class ActivationRequest:
 class PlanRequest:
     """Everything that the config and the machine say to the planner. `sums_gradients`: over micro-batches, in fp32.
 
-    `gradients`: the tier of those that leave the device: "host", "nvme", or "auto", which puts on nvme what host memory
-    has no room for. `commits`: None without in-place commits. `activations`: None if they stay on the device.
-    `device_is_host`: what the device holds is of host memory, and counts against its limit. See [Note: The CPU as the
-    device].
+    `gradients`: the tier of those that leave the device: "host", "nvme", or "auto", host memory as far as there is
+    room. `commits`, `activations`: None without in-place commits, and if activations stay on the device.
+    `device_is_host`: what the device holds counts against host memory. See [Note: The CPU as the device].
     """
 
     params: ParamRequest

@@ -1,7 +1,6 @@
 """Bytes on NVMe of a run of the built-in GPT: what its plan says, whether that fits, and how it wears the drives.
 
-It runs on a storage host without torch: the config, the layout and the planner are those of a run; only the state of an
-optimizer is counted here, by the name of the optimizer.
+It runs on a storage host without torch: config, layout and planner are a run's; only optimizer state is counted here.
 """
 
 from __future__ import annotations
@@ -143,8 +142,8 @@ def state_arrays(config: Config) -> StateArrays | None:
 def plan_gpt(config: Config, shape: GPTConfig) -> Plan:
     """Plan what rests where in a run of the built-in GPT on a GPU, without the limits of a machine.
 
-    Raises ConfigError for an optimizer whose state only torch can count. Sub-groups that lie on one tier are planned as
-    one of their sum, for a model of 1e12 parameters has a million; so the staging of state is not the run's.
+    Sub-groups on one tier are planned as one of their sum, for a model of 1e12 parameters has a million; so the staging
+    of state is not the run's. Raises ConfigError for an optimizer whose state only torch can count.
     """
     arrays = state_arrays(config)
     if arrays is None:

@@ -48,11 +48,8 @@ _REFUSED_OPTIONS = {"capturable", "differentiable"}
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptimizer:
-    """`optimizer_class(params, **defaults)` is the plain torch optimizer whose bits the rule gives.
-
-    `text`: the algorithm in words, for the start-up log and `explain`. `bias_correction`: False for Adam without it,
-    which torch does not have.
-    """
+    """`optimizer_class(params, **defaults)` is the plain torch optimizer whose bits the rule gives. `text`: in words.
+    `bias_correction`: False for Adam without it, which torch does not have."""
 
     optimizer_class: type[Optimizer]
     defaults: dict[str, Any]
@@ -137,8 +134,8 @@ def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> 
 def make_rule(source: Optimizer, *, is_own: bool = False, num_threads: int | None = None) -> UpdateRule:
     """Make the rule on the native kernel for what it covers (on a GPU it takes torch's code); else on torch's class.
 
-    `is_own`: the project's own rule also where fused or foreach asks for torch's code, which takes neither parts of
-    parameters nor other formats of state. `num_threads`: of the kernel; None: all that this process may keep busy.
+    `is_own`: never torch's fused or foreach code, which takes neither parts of parameters nor other formats of state.
+    `num_threads`: of the kernel; None: all that this process may keep busy.
     """
     natives: dict[type, Callable[[UpdateKernel | None], UpdateRule]] = {
         torch.optim.AdamW: lambda kernel: AdamRule(decoupled=True, kernel=kernel),

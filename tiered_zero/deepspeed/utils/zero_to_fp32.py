@@ -38,12 +38,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> StateDict:
-    """Read the weights of `checkpoint_dir/tag` to host memory: parameters as fp32, buffers in their own dtype, tied
-    ones under each of their names.
+    """Read the weights of `checkpoint_dir/tag` to host memory: parameters as fp32, tied ones under each of their names.
 
-    Without a tag: what `latest` names, else the newest whole one. `exclude_frozen_parameters`: leave out those that the
-    run did not train. `lazy_mode` has no effect: tensors are read at once. Raises StoreError, CorruptionError, and
-    BudgetError where they do not fit into free host memory.
+    Without a tag: what `latest` names, else the newest whole one. `exclude_frozen_parameters`: leave out those that
+    were not trained. `lazy_mode` has no effect. Raises StoreError, CorruptionError, and BudgetError if they do not fit
+    into free host memory.
     """
     with _open(checkpoint_dir, tag) as reader:
         weights = list_weights(reader, with_frozen=not exclude_frozen_parameters)
