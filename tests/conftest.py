@@ -1,147 +1,18 @@
-"""What all tests share: a fixed start, no network, a swap directory on a real disk, child processes alike."""
+"""No network, and child processes alike; what all tests share is in tests/support/fixtures.py."""
 
+import importlib
 import os
-import signal
 
-from tests.support.children import NUM_THREADS, environment
+import pytest
+
+from tests.support.children import environment
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ |= environment()
 
-import gc
-import logging
-import random
-import shutil
-import tempfile
-import threading
-import time
-from collections.abc import Generator, Iterator
-from pathlib import Path
 
-import numpy
-import psutil
-import pytest
-import torch
-from hypothesis import settings
-
-from tests.ranks.pool import RankPool
-from tests.support.collection import import_tests
-from tests.support.failed_tests import end_failed_test, restore_signal_handlers, signal_handlers
-from tests.support.imports import freeze_imports
-from tests.support.native_build import UPDATE_SOURCE, compile_shared
-from tiered_zero.io.preflight import filesystem_type, is_local
-from tiered_zero.native import find_library
-from tiered_zero.rules import kernel_rule
-from tiered_zero.store import runs
-
-torch.set_num_threads(NUM_THREADS)
-settings.register_profile("tiered_zero", deadline=None, derandomize=True, database=None)
-settings.load_profile("tiered_zero")
-
-# A run started in the background may inherit ignored signals, and so would the children whose end by one is tested.
-if threading.current_thread() is threading.main_thread():
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """See `import_tests`."""
-    import_tests(session.config)
-
-
-def pytest_collection_finish() -> None:
-    """See `freeze_imports`."""
-    freeze_imports()
-
-
-seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
-"""The first also formats the stack, once for each kind of device that is not there."""
-
-_FAILED = pytest.StashKey[bool]()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """See `end_failed_test`. Before the fixtures of the test end."""
-    report = yield
-    if report.failed and call.excinfo is not None and not item.config.getoption("usepdb"):
-        item.stash[_FAILED] = True
-        end_failed_test(call.excinfo.value)
-    return report
-
-
-@pytest.fixture(autouse=True)
-def _fresh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    handlers = signal_handlers()
-    monkeypatch.setattr(kernel_rule, "measure_copy_rate", lambda: 0.0)  # other load slows an update, which then warns
-    random.seed(0)
-    numpy.random.seed(0)
-    seed(0)
-    yield
-    logging.getLogger("tiered_zero").setLevel(logging.NOTSET)  # commands that ran in this process have set it
-    if request.node.stash.get(_FAILED, False):
-        restore_signal_handlers(handlers)
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The update kernel, built from the checkout, or as installed where there is no compiler."""
-    if shutil.which("cc") is None and (installed := find_library("_update")) is not None:
-        return installed
-    return compile_shared(UPDATE_SOURCE, tmp_path_factory.mktemp("native") / "_update.so")
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    """The processes of ranks that tests share."""
-    pool = RankPool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For models so small that two OpenMP threads would spend their time waiting for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def swap_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty directory, mode 0700, on a real disk: /tmp is memory on many machines, /var/tmp is not.
-
-    Where all disks are shared ones no run is known to be dead; tests take them for local.
-    """
-    if not is_local(filesystem_type(tmp_path)):
-        monkeypatch.setattr(runs, "filesystem_type", lambda path: "ext4")
-    with tempfile.TemporaryDirectory(dir="/var/tmp" if _in_memory(tmp_path) else tmp_path) as path:
-        yield Path(path)
-
-
-def _in_memory(path: Path) -> bool:
-    mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
-    return max(mounts, key=lambda part: len(part.mountpoint)).fstype in ("tmpfs", "ramfs")
-
-
-@pytest.fixture
-def no_leaks() -> Iterator[None]:
-    """Fails the test if a thread started in it still runs, or a file opened in it is still open, a minute after."""
-
-    def held() -> set[object]:
-        threads = (thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))
-        return {*threads, *((file.path, file.fd) for file in psutil.Process().open_files())}
-
-    before = held()
-    yield
-    deadline_s = time.monotonic() + 60
-    gc.collect()
-    while (left := held() - before) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not left, f"left behind: {left}"
-    gc.freeze()  # what a failed engine leaves, and pytest's reports, the collections of later tests need not walk
+def pytest_configure(config: pytest.Config) -> None:
+    """A process that starts workers collects no test: it need not import torch, seconds before the first worker."""
+    starts_workers = config.getoption("numprocesses", None) and not config.getoption("collectonly")
+    if hasattr(config, "workerinput") or not starts_workers:
+        config.pluginmanager.register(importlib.import_module("tests.support.fixtures"))
