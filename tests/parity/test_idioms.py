@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.parity import idioms
 from tests.parity.idioms import IDIOMS, Idiom, build, momentum
-from tests.support.trainers import Plain, assert_same_bits, follow, tiered
+from tests.support.trainers import Plain, Record, assert_same_bits, follow, tiered
 from tiered_zero.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,12 +27,18 @@ UPDATES: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def plain(function: Idiom, accumulation: int = 1) -> Record:
+    """Of plain PyTorch, once for all places."""
+    return follow(function, Plain(build(), momentum, accumulation))
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("function", IDIOMS, ids=lambda function: function.__name__)
 def test_the_bits_are_plain_pytorchs(function: Idiom, place: str, swap_path: Path) -> None:
     """An idiom meets every place, and both updates in turn."""
     update = list(UPDATES)[(IDIOMS.index(function) + list(PLACES).index(place)) % 2]
-    expected = follow(function, Plain(build(), momentum))
+    expected = plain(function)
     engine = tiered(build(), swap_path, PLACES[place], momentum, runtime=UPDATES[update])
     assert_same_bits(expected, follow(function, engine))
 
@@ -41,7 +48,7 @@ def test_the_bits_are_plain_pytorchs(function: Idiom, place: str, swap_path: Pat
 def test_where_updates_begin_in_backward_it_is_the_same_or_refused(
     function: Idiom, place: str, swap_path: Path
 ) -> None:
-    expected = follow(function, Plain(build(), momentum))
+    expected = plain(function)
     engine = tiered(build(), swap_path, PLACES[place], momentum)
     try:
         found = follow(function, engine)
@@ -67,7 +74,7 @@ def test_gradients_summed_by_the_engine_are_as_those_summed_by_plain_pytorch(
     function: Idiom, place: str, swap_path: Path
 ) -> None:
     """Every step() counts a micro-batch, so each idiom acts on a first gradient, and on the sum."""
-    expected = follow(function, Plain(build(), momentum, accumulation=2))
+    expected = plain(function, accumulation=2)
     found = follow(
         function, tiered(build(), swap_path, PLACES[place], momentum, accumulation=2, runtime=UPDATES["overlapped"])
     )
