@@ -13,6 +13,9 @@ import ctypes
 import os
 import sys
 import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import util
 from pathlib import Path
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -33,6 +36,35 @@ def enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), "setns", namespace)
 
 
+def close_other_ends(files: Sequence[int]) -> None:
+    """Close the ends of pipes whose other end is in `files`: a process that has both does not see that pipe end."""
+    pipes = {os.readlink(f"/proc/self/fd/{number}") for number in files}
+    for number in {*map(int, os.listdir("/proc/self/fd"))} - {*files}:
+        with suppress(OSError):  # of the list itself
+            if os.readlink(f"/proc/self/fd/{number}") in pipes:
+                os.close(number)
+
+
+def fork_the_server() -> None:
+    """Let the process that multiprocessing forks the ranks from be a fork of this one, which has one thread: started as
+    a program it would import what this one has imported."""
+    spawn = util.spawnv_passfds
+
+    def fork(path: bytes, arguments: Sequence[str], files: Sequence[int]) -> int:
+        code = arguments[-1]
+        if "forkserver" not in code:
+            return spawn(path, arguments, files)
+        if pid := os.fork():
+            return pid
+        try:
+            close_other_ends(files)
+            exec(code, {})
+        finally:
+            os._exit(1)
+
+    util.spawnv_passfds = fork
+
+
 def run_rank(scratch: str, namespace: str, command: list[str]) -> None:
     enter(namespace)
     (Path(scratch) / f"rank{os.environ['RANK']}.pid").write_text(str(os.getpid()))
@@ -42,7 +74,7 @@ def run_rank(scratch: str, namespace: str, command: list[str]) -> None:
 def main() -> None:
     scratch, num_ranks, node_rank, address, port, namespace, *command = sys.argv[1:]
     enter(namespace)
-    os.environ["PYTHONPATH"] = ROOT  # for the process that the ranks are forked from
+    fork_the_server()
     sys.path.insert(0, ROOT)  # for the ranks, which have this process's
     if int(node_rank) < 0:
         place = {"max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(uuid.uuid4())}

@@ -34,7 +34,8 @@ def test_the_loop_of_the_readme(swap_path: Path, tmp_path: Path) -> None:
 
 
 def test_train_says_everything_once(swap_path: Path) -> None:
-    launch = run([*TRAIN, str(CONFIGS / "gpt_nvme.json"), *SMALL, "--report", "run.jsonl"], swap_path)
+    with forked([*TRAIN, str(CONFIGS / "gpt_nvme.json"), *SMALL, "--report", "run.jsonl"], swap_path) as launch:
+        assert launch.wait() == 0, launch.output[-8000:]
     out, err = launch.stdout.read_text(), launch.stderr.read_text()
     for once in (
         "Bytes by tier",

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.ranks.torchrun import SCRIPTS, forked, launched, ranks_of, still_running
+from tests.ranks.torchrun import SCRIPTS, forked, ranks_of, still_running
 from tests.support.hosts import free_port
 
 LOOP = str(SCRIPTS / "run_loop.py")
@@ -27,11 +27,6 @@ class Host:
 
     namespace: str
     address: str
-
-    @property
-    def prefix(self) -> tuple[str, ...]:
-        """A command before the agent's own."""
-        return ("ip", "netns", "exec", self.namespace) if self.namespace else ()
 
 
 def ip(*arguments: str) -> bool:
@@ -72,12 +67,10 @@ def folders(scratch: Path) -> list[Path]:
 @pytest.mark.slow
 def test_two_hosts_train_together(hosts: tuple[Host, Host], swap_path: Path, tmp_path: Path) -> None:
     """One rank on each host, under an agent of its own."""
-    place = ["--nnodes", "2", "--master-addr", hosts[0].address, "--master-port", str(free_port())]
+    place = hosts[0].address, free_port()
     with ExitStack() as stack:
         launches = [
-            stack.enter_context(
-                launched([LOOP, str(own), str(swap_path)], own, 1, [*place, "--node-rank", str(number)], host.prefix)
-            )
+            stack.enter_context(forked([LOOP, str(own), str(swap_path)], own, 1, (number, *place, host.namespace)))
             for number, (host, own) in enumerate(zip(hosts, folders(tmp_path), strict=True))
         ]
         for launch in launches:

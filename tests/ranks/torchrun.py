@@ -50,16 +50,9 @@ class Launch:
 
 
 @contextmanager
-def launched(
-    arguments: Sequence[str],
-    scratch: Path,
-    num_ranks: int = 2,
-    options: Sequence[str] = ("--standalone",),
-    prefix: Sequence[str] = (),
-) -> Iterator[Launch]:
-    """Start `torchrun --nproc-per-node N arguments` in `scratch`; no process of it is left when the block ends.
-    `prefix`: a command that runs it, as one process."""
-    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options]
+def launched(arguments: Sequence[str], scratch: Path, num_ranks: int = 2) -> Iterator[Launch]:
+    """Start `torchrun --nproc-per-node N arguments` in `scratch`; no process of it is left when the block ends."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), *arguments]
     stdout, stderr = scratch / "stdout.txt", scratch / "stderr.txt"
     with stdout.open("wb") as out, stderr.open("wb") as err:
