@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.support.forked import run_forked
@@ -39,7 +37,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_an_asynchronous_save_that_fails_ends_the_measurement(swap_path: Path) -> None:
-    tool = [str(ROOT / "tools/bench/checkpoint.py"), "--smoke", "--cases", "async", "--dir", str(swap_path)]
-    command = [sys.executable, "-c", FAILING_SAVE, *tool]
-    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    tool = ROOT / "tools/bench/checkpoint.py"
+    ran = run_forked("-c", FAILING_SAVE, tool, "--smoke", "--cases", "async", "--dir", swap_path)
     assert ran.returncode == 1 and "StoreError: the disk is gone" in ran.stderr, ran.stderr

@@ -5,19 +5,42 @@ from __future__ import annotations
 import json
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.forked import run_forked
 from tests.support.native_build import ROOT
 
 TOOL = ROOT / "tools/gpu_acceptance.py"
 
 
+SECTIONS_IN_FORKS = """
+import os, runpy, subprocess, sys
+
+start = subprocess.run
+
+def run(command, env, timeout):
+    if (pid := os.fork()) == 0:
+        subprocess.run = start  # what a section itself starts has to end as a program does
+        sys.argv = command[1:]
+        os.environ |= env
+        try:
+            runpy.run_path(command[1], run_name="__main__")
+        except SystemExit as end:
+            os._exit(end.code or 0)
+        os._exit(1)
+    return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+subprocess.run = run
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def accept(out: Path, swap_path: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOL), "--smoke", "--out", str(out), "--dir", str(swap_path)]
-    return subprocess.run(command, check=False, capture_output=True, text=True)
+    """The process of its sections is forked from its own."""
+    return run_forked("-c", SECTIONS_IN_FORKS, TOOL, "--smoke", "--out", out, "--dir", swap_path)
 
 
 def test_smoke(swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
