@@ -31,8 +31,8 @@ class Course:
     prefetch: int | None = None
 
 
-def courses(placement: tuple[str, str], precision: str) -> list[Course]:
-    """All policies, with and without clipping, with and without accumulation."""
+def courses(placement: tuple[str, str], precision: str, half: int) -> list[Course]:
+    """Policies, clipping, accumulation: half of all, of which each two values meet; `half`: 0 or 1, the other four."""
     axes = itertools.product(("overlapped", "barrier"), (0.0, 0.5), (1, 2))
     return [
         Course(
@@ -44,6 +44,7 @@ def courses(placement: tuple[str, str], precision: str) -> list[Course]:
             prefetch=PREFETCH[number % 3],
         )
         for number, (policy, clipping, accumulation) in enumerate(axes)
+        if number.bit_count() % 2 == half
     ]
 
 

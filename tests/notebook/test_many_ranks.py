@@ -65,25 +65,26 @@ def test_four_processes_train_as_one(ranks: RankPool, tmp_path: Path) -> None:
     each update, and by the rounding of a weight to fp16. The loss is apart by that times its slope; twice that covers
     a slope that changes on the way."""
     configs = list(write_configs(tmp_path))
-    (alone,), together = (ranks.run(run_scripts, num_ranks, configs) for num_ranks in (1, 4))
-    for name, one in alone.items():
+    together = ranks.run(run_scripts, 4, configs)
+    ((one,),) = (alone.values() for alone in ranks.run(run_scripts, 1, configs[:1]))  # placements: test_notebook.py
+    moved = 2 * RATE * (26 - one["num_skipped"])
+    bound = 2 * slope(one["weights"]) * (moved + 2 * FP16_HALF)
+    assert [each["stage"] for each in together[0].values()] == [1, 3, 3, 2]
+    for name in together[0]:
         own_ranks = [each[name] for each in together]
         first = own_ranks[0]
         assert (first["world_size"], first["micro_batch"], one["micro_batch"]) == (4, 4, 16)
-        assert first["stage"] == one["stage"] and first["num_steps"] == one["num_steps"] == 26
+        assert first["num_steps"] == one["num_steps"] == 26
         assert all(each["weights"] == first["weights"] and each["loss"] == first["loss"] for each in own_ranks)
         assert all(each["printed"] == "" for each in own_ranks[1:]), "rank 0 prints"
         assert (first["num_skipped"], first["loss_scale"]) == (one["num_skipped"], one["loss_scale"])
-        num_updates = 26 - one["num_skipped"]
-        moved = 2 * RATE * num_updates
         for key, weight in one["weights"].items():
             for mine, theirs in zip(first["weights"][key], weight, strict=True):
                 assert abs(mine - theirs) <= moved + 2 * FP16_HALF * max(1.0, abs(theirs)), key
         own, theirs = losses(first["printed"]), losses(one["printed"])
         assert own.keys() == theirs.keys() == {0, 10, 20}
         assert own[0] == theirs[0], "before any update"
-        bound = 2 * slope(one["weights"]) * (moved + 2 * FP16_HALF)
         assert all(abs(own[step] - theirs[step]) <= bound for step in own)
     assert {name: each["weights"] for name, each in together[0].items()} == dict.fromkeys(
-        alone, together[0]["notebook_zero1"]["weights"]
+        together[0], together[0]["notebook_zero1"]["weights"]
     ), "whatever the stage, wherever it rests"
