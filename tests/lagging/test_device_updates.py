@@ -48,11 +48,13 @@ def two_groups(**flags: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return make
 
 
-def build(net: Net, swap_path: Path, flags: dict[str, Any], params: str = "none", **more: Any) -> Engine:
+def build(
+    net: Net, swap_path: Path, flags: dict[str, Any], params: str = "none", state: str = "none", **more: Any
+) -> Engine:
     """With all state in one sub-group."""
     runtime = {"device": "cuda", **more.pop("runtime", {})}
     zero = {"sub_group_size": 1 << 20}
-    return tiered(net, swap_path, (params, "none"), two_groups(**flags), zero=zero, runtime=runtime, **more)
+    return tiered(net, swap_path, (params, state), two_groups(**flags), zero=zero, runtime=runtime, **more)
 
 
 def count_step(device: LaggingDevice, engine: Engine) -> dict[str, int]:
@@ -169,6 +171,16 @@ def test_a_sub_group_is_waited_for_once_on_its_way_to_host_memory(device: Laggin
     assert counts["copy.d2h.async"] == 6, "a segment of each unit"
     waits = counts["host_wait.event"] + counts.get("host_wait.stream", 0)
     assert waits < 6, "and not for each"
+
+
+@on_device
+def test_a_sub_group_is_waited_for_once_on_its_way_to_the_device(device: LaggingDevice, swap_path: Path) -> None:
+    """And its gradients on theirs from there, however late each copy is."""
+    device.set(h2d_bytes_per_s=4e6, d2h_bytes_per_s=4e6)
+    with build(Net(6), swap_path, {}, state="cpu", bf16={"enabled": True}, runtime={"update": "barrier"}) as engine:
+        counts = count_step(device, engine)
+    assert counts["copy.h2d.async"] == 6, "a segment of each unit"
+    assert counts["host_wait.event"] + counts.get("host_wait.stream", 0) <= 3
 
 
 @on_device

@@ -243,7 +243,7 @@ class SubGroupIO:
 
     def finish(self, work: SubGroupWork) -> None:
         """Wait until the work is written, and release its buffer."""
-        for event in work.writes:
+        for event in reversed(work.writes):  # of one lane the last comes last: the thread sleeps once
             self.wait(event, work)
         for unit_update, offset in work.pending:
             unit_update.retire(offset, self._runtime.accelerator.copy)

@@ -69,7 +69,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     auto* mark = static_cast<Event*>(event);
-    return mark == nullptr || mark->stream->is_done(mark->number);
+    const bool is_done = mark == nullptr || mark->stream->is_done(mark->number);
+    if (is_done) device_error().check();
+    return is_done;
   }
   void synchronizeEvent(void* event) const override {
     auto* mark = static_cast<Event*>(event);

@@ -116,7 +116,7 @@ class LaneTransfer(Transfer):
     def wait(self) -> None:
         if not self._launched.is_set() or self.failure is not None:  # in this order: the failure is set first
             self.check_launched()
-        if self.marker is not None:
+        if self.marker is not None and not self.marker.query():  # a wait puts the thread to sleep
             self.marker.synchronize()
 
 
