@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.lagging.child import on_device
 from tests.lagging.cuda import BACKEND, LaggingDevice
 from tests.lagging.ranks import on_ranks
+from tiered_zero.deepspeed.accelerator import CurrentAccelerator
 
 LATE_S = 0.05
 """Of a kernel."""
@@ -87,6 +89,14 @@ def test_results_are_those_of_gloo(device: LaggingDevice, dtype: torch.dtype):
         wrong = [name for name, value in expected.items() if not torch.equal(value, found[name])]
         assert not wrong, (seed, wrong)
     assert torch.cuda.memory_allocated(1 - rank) == 0, "rank r uses device r alone"
+
+
+@on_device
+def test_a_script_is_told_the_backend_of_its_device(device: LaggingDevice):
+    assert CurrentAccelerator().communication_backend_name() == BACKEND
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(dist.Backend.default_device_backend_map, "cuda", "nccl")
+        assert CurrentAccelerator().communication_backend_name() == "gloo", "nccl is not in this build"
 
 
 def meet() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import resource
+from contextlib import suppress
 from typing import Any, final
 
 import torch
 
-from tiered_zero.errors import MissingNameError
+from tiered_zero.errors import ConfigError, MissingNameError
 from tiered_zero.hardware.device.select import find_device
-from tiered_zero.hardware.ranks.backends import HOST_BACKEND
+from tiered_zero.hardware.ranks.backends import HOST_BACKEND, device_backend
 from tiered_zero.hardware.ranks.launcher import local_rank
 
 __all__ = ["CurrentAccelerator", "get_accelerator"]
@@ -56,7 +57,9 @@ class CurrentAccelerator:
         return True
 
     def communication_backend_name(self) -> str:
-        """Name the backend of a default group here; the engine's own groups of devices are of the device's."""
+        """Name the backend of what lies on the device: gloo on a CPU, and where this torch has none for the device."""
+        with suppress(ConfigError):
+            return HOST_BACKEND if self._type == "cpu" else device_backend(torch.device(self._type))
         return HOST_BACKEND
 
     def synchronize(self, device_index: int | None = None) -> None:
