@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,21 +38,24 @@ class LaggingDevice:
         self._library.lagging_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._library.lagging_unpin.argtypes = [ctypes.c_void_p]
         self._library.lagging_pinned_nbytes.restype = ctypes.c_size_t
+        self._library.lagging_use_pool.argtypes = [ctypes.c_int64]
+        self._library.lagging_drop_pool.argtypes = [ctypes.c_int, ctypes.c_int64]
+        self._library.lagging_private_nbytes.restype = ctypes.c_size_t
         self._library.lagging_resize_storage.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         _replace_functions(self._library)
         _register_backend()
         self.reset()
 
     def set(self, **settings: float) -> None:
-        """delay_seed, kernel_s, flops_per_s, h2d_bytes_per_s, d2h_bytes_per_s, comm_bytes_per_s, capacity_nbytes: see
-        streams.h."""
+        """delay_seed, kernel_s, flops_per_s, h2d_bytes_per_s, d2h_bytes_per_s, comm_bytes_per_s, capacity_nbytes,
+        splits_blocks: see streams.h."""
         for name, value in settings.items():
             assert self._library.lagging_set(name.encode(), float(value)), f"there is no setting {name}"
 
     def reset(self) -> None:
         """As it is at first: no delays, 8 GiB."""
         rates = ("flops_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "comm_bytes_per_s")
-        self.set(delay_seed=-1, kernel_s=0, capacity_nbytes=8 << 30, **dict.fromkeys(rates, 0.0))
+        self.set(delay_seed=-1, kernel_s=0, capacity_nbytes=8 << 30, splits_blocks=0, **dict.fromkeys(rates, 0.0))
         self.take_counts()
 
     @contextlib.contextmanager
@@ -69,6 +74,10 @@ class LaggingDevice:
         assert self._library.lagging_counts(text, len(text))
         return {name: int(count) for name, count in (line.split() for line in text.value.decode().splitlines())}
 
+    def private_nbytes(self) -> int:
+        """Bytes that private pools of the first device have reserved at most, since the peaks were reset."""
+        return int(self._library.lagging_private_nbytes(0))
+
     def pinned_nbytes(self) -> int:
         """Bytes of host memory that are registered, or of torch's pinned tensors."""
         return int(self._library.lagging_pinned_nbytes())
@@ -85,6 +94,26 @@ class _Runtime:
 
     def cudaHostUnregister(self, address: int) -> int:
         return 0 if self._library.lagging_unpin(address) else 713  # not registered
+
+
+def _private_pools(library: ctypes.CDLL) -> dict[str, Any]:
+    """What `torch.cuda` has of private pools: those of what a thread allocates in the block."""
+    numbers = itertools.count(1)
+
+    class MemPool:
+        def __init__(self) -> None:
+            index, self.number = torch.accelerator.current_device_index(), next(numbers)
+            weakref.finalize(self, library.lagging_drop_pool, index, self.number)
+
+    @contextlib.contextmanager
+    def use_mem_pool(pool: MemPool, device: torch.device) -> Iterator[None]:
+        library.lagging_use_pool(pool.number)
+        try:
+            yield
+        finally:
+            library.lagging_use_pool(0)
+
+    return {"MemPool": MemPool, "use_mem_pool": use_mem_pool}
 
 
 def _replace_functions(library: ctypes.CDLL) -> None:
@@ -131,6 +160,7 @@ def _replace_functions(library: ctypes.CDLL) -> None:
         "memory_reserved": accelerator.memory_reserved,
         "max_memory_reserved": accelerator.max_memory_reserved,
         "reset_peak_memory_stats": accelerator.reset_peak_memory_stats,
+        **_private_pools(library),
         "cudart": lambda: runtime,
         "CudaError": lambda code: RuntimeError(f"error {code} of the lagging device"),
         "get_device_properties": properties,

@@ -92,7 +92,7 @@ def test_results_are_those_of_gloo(device: LaggingDevice, dtype: torch.dtype):
 
 
 @on_device
-def test_a_script_is_told_the_backend_of_its_device(device: LaggingDevice):
+def test_a_script_finds_the_backend_of_its_device(device: LaggingDevice):
     assert CurrentAccelerator().communication_backend_name() == BACKEND
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(dist.Backend.default_device_backend_map, "cuda", "nccl")

@@ -169,7 +169,7 @@ def test_a_sub_group_is_waited_for_once_on_its_way_to_host_memory(device: Laggin
     with build(Net(6), swap_path, {}, params="cpu", bf16={"enabled": True}) as engine:
         counts = count_step(device, engine)
     assert counts["copy.d2h.async"] == 6, "a segment of each unit"
-    waits = counts["host_wait.event"] + counts.get("host_wait.stream", 0)
+    waits = counts.get("host_wait.event", 0) + counts.get("host_wait.stream", 0)
     assert waits < 6, "and not for each"
 
 
@@ -180,7 +180,7 @@ def test_a_sub_group_is_waited_for_once_on_its_way_to_the_device(device: Lagging
     with build(Net(6), swap_path, {}, state="cpu", bf16={"enabled": True}, runtime={"update": "barrier"}) as engine:
         counts = count_step(device, engine)
     assert counts["copy.h2d.async"] == 6, "a segment of each unit"
-    assert counts["host_wait.event"] + counts.get("host_wait.stream", 0) <= 3
+    assert counts.get("host_wait.event", 0) + counts.get("host_wait.stream", 0) <= 3
 
 
 @on_device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -78,11 +78,14 @@ class Pager:
         `handler`: is called where a parameter is used while it is guarded.
         """
         place = None
+        memory: AbstractContextManager[None] = nullcontext()
         if (home := self._inventory.find(unit, "param")) is None:
             self._ledger.charge("device", "param", unit.nbytes)
         else:
             place = self._accelerator.reserve_place(unit.nbytes, self._limits.live_nbytes)
-        storage = FlatStorage(unit, params, self._accelerator.device, handler, place)
+            memory = self._accelerator.unit_memory()
+        with memory:
+            storage = FlatStorage(unit, params, self._accelerator.device, handler, place)
         self.units.add(unit, storage, params, handler, None if home is None else home.elements(unit))
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:

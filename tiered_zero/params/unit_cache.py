@@ -97,7 +97,8 @@ class UnitCache:
         else:
             self._ledger.charge("device", "param_window", unit.nbytes)
             try:
-                storage.fill()
+                with self._accelerator.unit_memory():
+                    storage.fill()
             except Exception:
                 self._ledger.discharge("device", "param_window", unit.nbytes)
                 raise

@@ -76,6 +76,17 @@ int lagging_pin(uintptr_t address, size_t nbytes) { return lagging::pinned().add
 
 int lagging_unpin(uintptr_t address) { return lagging::pinned().remove(address); }
 
+// The pool that the calling thread allocates from; 0: the common one.
+void lagging_use_pool(int64_t pool) { lagging::current_pool = pool; }
+
+void lagging_drop_pool(int device, int64_t pool) { lagging::pool(device).drop(pool); }
+
+// Bytes that are reserved by private pools, at most since the peaks were reset.
+size_t lagging_private_nbytes(int device) {
+  std::lock_guard<std::mutex> guard(lagging::pool(device).lock);
+  return lagging::pool(device).private_reserved.peak;
+}
+
 size_t lagging_pinned_nbytes() { return lagging::pinned().nbytes(); }
 
 // By a storage's `_cdata`. Returns 0 where memory ran out.

@@ -2,7 +2,8 @@
 //
 // Device addresses are PROT_NONE: the host crashes on touching them; streams use a second mapping of the same pages.
 // Freed blocks are overwritten with 0xFF (NaN in every floating-point format) in the order of the stream that they were
-// allocated on, and given out again at once to that stream, as CUDA's caching allocator does.
+// allocated on, and given out again at once to that stream, as CUDA's caching allocator does: whole, or, with the setting
+// `splits_blocks`, the best fitting one in parts, which join again as they are freed. A private pool has blocks of its own.
 #pragma once
 
 #include "streams.h"
@@ -13,6 +14,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <set>
@@ -50,11 +52,14 @@ inline Space& space() {
   return *found;
 }
 
+inline thread_local int64_t current_pool = 0;  // 0: the common one
+
 struct Block {
   char* address;
   size_t nbytes;
   int device;
   int64_t stream;
+  int64_t pool;
   std::set<int64_t> recorded;  // further streams that use it (`record_stream`)
 };
 
@@ -73,13 +78,9 @@ class Pool {
     const size_t nbytes = (wanted_nbytes + BLOCK_NBYTES - 1) / BLOCK_NBYTES * BLOCK_NBYTES;
     std::unique_lock<std::mutex> guard(lock);
     collect();
-    auto* block = new Block{nullptr, nbytes, device_, current_ids[device_], {}};
-    auto& fitting = free_[{block->stream, nbytes}];
-    if (!fitting.empty()) {
-      block->address = fitting.back();
-      fitting.pop_back();
-    } else {
-      if (!fits(nbytes)) {
+    auto* block = new Block{nullptr, nbytes, device_, current_ids[device_], current_pool, {}};
+    if (!reuse(*block)) {
+      if (!fits(nbytes) && block->pool == 0) {  // in a private pool torch does not try again
         guard.unlock();
         release();
         guard.lock();
@@ -92,7 +93,9 @@ class Pool {
                      reserved.now, " are reserved of ", size_t(settings.capacity_nbytes.load())));
       }
       block->address = new_address(nbytes);
+      segments_[block->address] = nbytes;
       reserved.add(nbytes);
+      if (block->pool) private_reserved.add(nbytes);
       counts().add("device_malloc");
     }
     allocated.add(nbytes);
@@ -114,19 +117,31 @@ class Pool {
     if (stream != block->stream) block->recorded.insert(stream);
   }
 
-  // torch.cuda.empty_cache()
+  // torch.cuda.empty_cache(): what is free of the common pool, and of pools that are dropped.
   void release() {
     wait_for_device(device_, "empty_cache");
     std::lock_guard<std::mutex> guard(lock);
     collect();
-    for (auto& [key, addresses] : free_) {
-      for (auto* address : addresses) {
-        reserved.now -= key.second;
-        released_[key.second].push_back(address);
+    for (auto& [key, own] : free_) {
+      if (key.second != 0 && !dropped_.count(key.second)) continue;
+      for (auto next = own.blocks.begin(); next != own.blocks.end();) {
+        auto block = next++;
+        auto segment = segments_.find(block->first);
+        if (segment == segments_.end() || segment->second != block->second) continue;  // a part of it is in use
+        reserved.now -= block->second;
+        if (key.second) private_reserved.now -= block->second;
+        released_[block->second].push_back(block->first);
+        segments_.erase(segment);
+        own.remove(block);
       }
-      addresses.clear();
     }
   }
+
+  void drop(int64_t pool) {
+    std::lock_guard<std::mutex> guard(lock);
+    dropped_.insert(pool);
+  }
+  Figure private_reserved;  // of `reserved`, in pools that are not the common one
 
   std::mutex lock;
 
@@ -167,14 +182,67 @@ class Pool {
     active.now -= block->nbytes;
     char* bytes = space().readable(block->address);
     streams().at(device_, block->stream).note([bytes, nbytes = block->nbytes] { memset(bytes, 0xFF, nbytes); });
-    free_[{block->stream, block->nbytes}].push_back(block->address);
+    join(free_[{block->stream, block->pool}], block->address, block->nbytes);
     delete block;
+  }
+
+  using Blocks = std::map<char*, size_t>;  // address -> bytes
+
+  // What is free of one stream and pool; of one size the last that was freed comes first.
+  struct Free {
+    Blocks blocks;
+    std::map<size_t, std::vector<char*>> by_size;
+
+    void add(char* address, size_t nbytes) {
+      blocks[address] = nbytes;
+      by_size[nbytes].push_back(address);
+    }
+    void remove(Blocks::iterator block) {
+      auto& alike = by_size[block->second];
+      alike.erase(std::find(alike.begin(), alike.end(), block->first));
+      if (alike.empty()) by_size.erase(block->second);
+      blocks.erase(block);
+    }
+  };
+
+  // Give `block` the address of a free one of its stream and pool, if any is as large, or large enough to be split.
+  bool reuse(Block& block) {
+    auto& own = free_[{block.stream, block.pool}];
+    auto fitting = settings.splits_blocks > 0 ? own.by_size.lower_bound(block.nbytes) : own.by_size.find(block.nbytes);
+    if (fitting == own.by_size.end()) return false;
+    auto best = own.blocks.find(fitting->second.back());
+    block.address = best->first;
+    const size_t rest = best->second - block.nbytes;
+    own.remove(best);
+    if (rest) own.add(block.address + block.nbytes, rest);
+    return true;
+  }
+
+  // Add a free block, joined with its neighbours of the same segment.
+  void join(Free& own, char* address, size_t nbytes) {
+    auto next = own.blocks.find(address + nbytes);
+    if (next != own.blocks.end() && !segments_.count(next->first)) {
+      nbytes += next->second;
+      own.remove(next);
+    }
+    auto before = own.blocks.lower_bound(address);
+    if (!segments_.count(address) && before != own.blocks.begin()) {
+      --before;
+      if (before->first + before->second == address) {
+        address = before->first;
+        nbytes += before->second;
+        own.remove(before);
+      }
+    }
+    own.add(address, nbytes);
   }
 
   const int device_;
   size_t used_nbytes_ = 0;
-  std::map<std::pair<int64_t, size_t>, std::vector<char*>> free_;  // by (stream, size)
-  std::map<size_t, std::vector<char*>> released_;                  // by size; these are not reserved any more
+  std::map<std::pair<int64_t, int64_t>, Free> free_;  // by (stream, pool)
+  Blocks segments_;                                   // what is reserved
+  std::set<int64_t> dropped_;
+  std::map<size_t, std::vector<char*>> released_;  // by size; these are not reserved any more
   std::vector<std::pair<Block*, std::vector<std::pair<int64_t, uint64_t>>>> waiting_;
 };
 inline Pool& pool(int device) {
@@ -228,7 +296,7 @@ struct Allocator final : c10::DeviceAllocator {
   void resetPeakStats(c10::DeviceIndex device) override {
     auto& of = pool(device);
     std::lock_guard<std::mutex> guard(of.lock);
-    for (auto* figure : {&of.allocated, &of.active, &of.reserved}) figure->peak = figure->now;
+    for (auto* figure : {&of.allocated, &of.active, &of.reserved, &of.private_reserved}) figure->peak = figure->now;
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     std::lock_guard<std::mutex> guard(pool(device).lock);

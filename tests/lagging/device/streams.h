@@ -42,6 +42,7 @@ struct Settings {
   std::atomic<double> d2h_bytes_per_s{0};
   std::atomic<double> comm_bytes_per_s{0};  // of what a rank sends in a collective
   std::atomic<double> capacity_nbytes{8.0 * (1 << 30)};  // of each device
+  std::atomic<double> splits_blocks{0};  // 1: free blocks are given out in parts, too
 
   std::atomic<double>* find(const std::string& name) {
     if (name == "delay_seed") return &delay_seed;
@@ -51,6 +52,7 @@ struct Settings {
     if (name == "d2h_bytes_per_s") return &d2h_bytes_per_s;
     if (name == "comm_bytes_per_s") return &comm_bytes_per_s;
     if (name == "capacity_nbytes") return &capacity_nbytes;
+    if (name == "splits_blocks") return &splits_blocks;
     return nullptr;
   }
 };

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -117,6 +117,11 @@ class Accelerator(ABC):
         """Reserve addresses for a flat that is fetched and evicted; all such flats hold at most `window_nbytes` at
         once. None where the device's allocator is to give it memory."""
         return None
+
+    def unit_memory(self) -> AbstractContextManager[None]:
+        """Return a block in which the device's allocator gives memory for flats that are fetched and evicted: apart
+        from activations, where it can. Driver or autograd's thread."""
+        return nullcontext()
 
     def host_pages(self, flat: torch.Tensor) -> memoryview | None:
         """The whole pages of `flat`, a unit's on the device or a shard of it, where the disk can write to them."""

@@ -1,9 +1,18 @@
-"""What CUDA has beyond other accelerators: host memory of any origin is registered for direct copies."""
+"""What CUDA has beyond other accelerators: host memory of any origin is registered for direct copies, and paged units
+have a pool of the allocator to themselves.
+
+[Note: The pool of units]
+torch's allocator splits its blocks. Where units and activations share them, a block that a unit has left is soon cut
+for activations, the next unit finds none that is long enough, and more is reserved than planned. A private pool gives
+its blocks to units alone: what one leaves the next one takes, on the same stream, and where units are alike the pool
+reserves no more than the window of paged parameters. `storage.resize_()` allocates there as anywhere. Inside of such a
+block torch neither gives back what it has cached nor tries again, so the caller of `fill()` does.
+"""
 
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, final
 
 import torch
@@ -19,6 +28,25 @@ HOST_REGISTER_PORTABLE = 1
 @final
 class CudaAccelerator(StreamAccelerator):
     """One CUDA device; ROCm's builds of torch call theirs so, too."""
+
+    def __init__(self, device: torch.device, poison: bool = False) -> None:
+        super().__init__(device, poison)
+        self._unit_pool: torch.cuda.MemPool | None = None
+
+    def unit_memory(self) -> AbstractContextManager[None]:
+        if self._unit_pool is None:
+            with torch.cuda.device(self.device):
+                self._unit_pool = torch.cuda.MemPool()
+        return torch.cuda.use_mem_pool(self._unit_pool, self.device)
+
+    def release_cached_memory(self) -> None:
+        """Give back what units have left, too: a pool does so as its owner drops it. Units that have memory keep it."""
+        self._unit_pool = None
+        super().release_cached_memory()
+
+    def close(self) -> None:
+        super().close()
+        self._unit_pool = None
 
     def pin(self, address: int, nbytes: int) -> bool:
         with torch.cuda.device(self.device):

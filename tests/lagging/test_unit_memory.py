@@ -1,0 +1,75 @@
+"""Units and activations do not split each other's blocks: what units take of the device stays what the plan says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.lagging.child import on_device
+from tests.lagging.cuda import LaggingDevice
+from tests.lagging.faults import Plant
+from tests.lagging.test_device_updates import Net
+from tests.support.trainers import tiered
+from tiered_zero.hardware.device.accelerator import Accelerator
+from tiered_zero.hardware.device.cuda import CudaAccelerator
+from tiered_zero.params.flat_storage import FlatStorage
+
+BLOCK_NBYTES = 512
+
+NUM_STEPS = 4
+UNIT_NUMEL = 4096
+"""Of a layer's weight and bias, padded to pages."""
+
+
+def units_share_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CudaAccelerator, "unit_memory", Accelerator.unit_memory)
+
+
+def nothing(patch: pytest.MonkeyPatch) -> None:
+    """No fault."""
+
+
+@dataclass
+class Found:
+    """Bytes: reserved by the pool of units at most; planned; and at all addresses that units have had."""
+
+    reserved: int
+    planned: int
+    touched: int
+
+
+def train_with_odd_sizes(device: LaggingDevice, swap_path: Path, plant: Plant) -> Found:
+    """Train on batches of another size in each step, with room for three units on the device."""
+    device.set(splits_blocks=1)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = device.private_nbytes()
+    pages: set[int] = set()
+    fill = FlatStorage.fill
+
+    def fill_and_note(self: FlatStorage) -> None:
+        fill(self)
+        start, nbytes = self.flat.data_ptr(), self.flat.nbytes
+        pages.update(range(start // BLOCK_NBYTES, (start + nbytes) // BLOCK_NBYTES))
+
+    zero = {"stage3_max_live_parameters": 3 * UNIT_NUMEL, "stage3_prefetch_bucket_size": UNIT_NUMEL}
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        patch.setattr(FlatStorage, "fill", fill_and_note)
+        with tiered(Net(12), swap_path, ("cpu", "cpu"), zero=zero, runtime={"device": "cuda"}) as engine:
+            for step in range(NUM_STEPS):
+                engine.backward(engine(torch.ones(45 + 5 * step, 48, device="cuda")))
+                engine.step()
+            planned = engine.plan.nbytes("device", "param_window")
+        return Found(device.private_nbytes() - before, planned, len(pages) * BLOCK_NBYTES)
+
+
+@on_device
+def test_units_reserve_what_is_planned(device: LaggingDevice, swap_path: Path) -> None:
+    found = train_with_odd_sizes(device, swap_path, nothing)
+    assert found.reserved == found.planned == found.touched == 3 * UNIT_NUMEL * 4
+    shared = train_with_odd_sizes(device, swap_path, units_share_blocks)
+    assert shared.reserved == 0 and shared.touched > shared.planned, "units move, as their blocks are cut"
