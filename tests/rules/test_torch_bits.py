@@ -140,7 +140,7 @@ def test_each_operation_that_is_fused_in_torch_alone_is_found(
     (tmp_path / "update_kernel.h").write_text("#define unfused_(a, b, c) ((a) * (b) + (c))\n" + header)
     for name in ("update.c", "version.h"):
         (tmp_path / name).write_bytes(UPDATE_SOURCE.with_name(name).read_bytes())
-    kernel = UpdateKernel(compile_shared(tmp_path / "update.c", tmp_path / "u.so", "-O1"), root=find_torch_root())
+    kernel = UpdateKernel(compile_shared(tmp_path / "update.c", tmp_path / "u.so", "-O0"), root=find_torch_root())
     rules = [
         *(AdamRule(decoupled=decoupled, kernel=kernel) for decoupled in (True, False)),
         *(kind(kernel) for kind in (SgdRule, AdagradRule, LionRule)),
