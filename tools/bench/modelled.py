@@ -5,12 +5,13 @@
 The real engine trains a model of real shape on the simulated device of tests/lagging, in bf16 with AdamW, everything in
 host memory. Each side of each matrix is 1/32 of the real one, so bytes are 1/1024; what bytes set (batches of
 gradients, sub-groups, prefetch) is scaled alike. Modelled, by sleeping, are the time of each product of matrices, of
-each copy over the link, and of each sub-group's update; they take `--slow` times as long as they would, so that
-Python's own time, which is not scaled, counts for less. Attention and elementwise kernels take no time.
+each copy over the link, of each sub-group's update, and with `--nvme` of each request of the disk; they take `--slow`
+times as long as they would, so that Python's own time, which is not scaled, counts for less. Attention and elementwise
+kernels take no time.
 
 Per case: seconds of a step as they would be on the machine that is modelled, the bound (the busiest of compute, link
-each way, update), and, by counts a step: the host's waits, kernels, copies, bytes each way, and CPU seconds by thread,
-which are those of this machine and not scaled.
+each way, update, disk each way), and, by counts a step: the host's waits, kernels, copies, bytes each way, and CPU
+seconds by thread, which are those of this machine and not scaled.
 """
 
 from __future__ import annotations
@@ -41,13 +42,18 @@ import tiered_zero
 from tests.lagging.build import build, why_not
 from tests.lagging.cuda import LaggingDevice
 from tiered_zero.grads import in_flight
+from tiered_zero.io.engine import IOTransfer
+from tiered_zero.layout.subgroups import IN_PLACE_SUB_GROUP_NUMEL
+from tiered_zero.plan import staging
 from tiered_zero.rules.kernel_rule import NativeRule
+from tiered_zero.store.stripes import StripedFiles
 from tools.bench.record import append_record
 
 SIDE = 32
 SCALE = SIDE * SIDE
 ROWS = 8
 LINK_BYTES_PER_S = 52e9
+DISK_BYTES_PER_S = {"read": 6e9, "write": 4e9}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +132,7 @@ def config_for(policy: str, clipping: float, accumulation: int, swap_path: str, 
             "stage": 3,
             "offload_param": where | ({"max_in_cpu": 0} if nvme else {}),
             "offload_optimizer": {"device": "cpu"},
-            "sub_group_size": (1 << 24) // SCALE,
+            "sub_group_size": IN_PLACE_SUB_GROUP_NUMEL // SCALE,
             "stage3_prefetch_bucket_size": int(5e7) // SCALE,
             "stage3_param_persistence_threshold": int(1e5) // SCALE + 32,
             "stage3_max_live_parameters": int(1e9) // SCALE,
@@ -147,11 +153,64 @@ def thread_cpu_s() -> dict[str, float]:
     return found
 
 
-class Modelled:
-    """One shape on the simulated device. `slow`: wall seconds of a modelled second."""
+class Disk:
+    """A disk that serves requests in their order: reads beside writes, or `one_way`, one after the other."""
 
-    def __init__(self, device: LaggingDevice, shape: Shape, slow: float, steps: int) -> None:
-        self.device, self.shape, self.slow, self.steps = device, shape, slow, steps
+    def __init__(self, slow: float, one_way: bool) -> None:
+        self._queue_of = (
+            dict.fromkeys(DISK_BYTES_PER_S, "both") if one_way else {kind: kind for kind in DISK_BYTES_PER_S}
+        )
+        self._s_per_byte = {kind: slow * SCALE / rate for kind, rate in DISK_BYTES_PER_S.items()}
+        self._free_at_s = dict.fromkeys(self._queue_of.values(), 0.0)
+        self._lock = threading.Lock()
+        self._nbytes = dict.fromkeys(DISK_BYTES_PER_S, 0)
+
+    def submit(self, files: StripedFiles, request: Any, offset: int, memory: memoryview, transfers: list[Any]) -> None:
+        """Stand in for `StripedFiles.submit`: what is submitted also takes its time."""
+        parts: list[IOTransfer] = []
+        SUBMIT(files, request, offset, memory, parts)
+        for part in parts:
+            kind, nbytes = part.request.kind, part.request.nbytes
+            with self._lock:
+                begin_s = max(time.perf_counter(), self._free_at_s[queue := self._queue_of[kind]])
+                until_s = self._free_at_s[queue] = begin_s + nbytes * self._s_per_byte[kind]
+                self._nbytes[kind] += nbytes
+            transfers.append(DiskTransfer(part, until_s))
+
+    def take_nbytes(self) -> dict[str, int]:
+        """Return bytes since the last call, as they would be."""
+        with self._lock:
+            found, self._nbytes = self._nbytes, dict.fromkeys(DISK_BYTES_PER_S, 0)
+        return {kind: SCALE * nbytes for kind, nbytes in found.items()}
+
+
+SUBMIT = StripedFiles.submit
+
+
+class DiskTransfer(IOTransfer):
+    """A request that ends no earlier than at `until_s`."""
+
+    def __init__(self, transfer: IOTransfer, until_s: float) -> None:
+        self._transfer, self._until_s = transfer, until_s
+        self.request = transfer.request
+
+    @property
+    def seconds(self) -> float:
+        return self._transfer.seconds
+
+    def done(self) -> bool:
+        return time.perf_counter() >= self._until_s and self._transfer.done()
+
+    def wait(self) -> None:
+        self._transfer.wait()
+        time.sleep(max(0.0, self._until_s - time.perf_counter()))
+
+
+class Modelled:
+    """One shape on the simulated device. `slow`: wall seconds of a modelled second. `one_way`: see `Disk`."""
+
+    def __init__(self, device: LaggingDevice, shape: Shape, slow: float, steps: int, one_way: bool = False) -> None:
+        self.device, self.shape, self.slow, self.steps, self.one_way = device, shape, slow, steps, one_way
         self.tokens = torch.arange(ROWS, device="cuda")
         model = Model(shape)
         self.numel = sum(param.numel() for param in model.parameters())
@@ -187,11 +246,14 @@ class Modelled:
             late_s = time.perf_counter() - until_s
 
         self.device.reset()
+        disk = Disk(self.slow, self.one_way)
         batch_nbytes = max(1, in_flight.BATCH_NBYTES // SCALE)
         with (
             tempfile.TemporaryDirectory() as swap_path,
             patch.object(NativeRule, "update", timed_update),
             patch.object(in_flight, "BATCH_NBYTES", batch_nbytes),
+            patch.object(staging, "AUTO_STATE_STAGING_NBYTES", staging.AUTO_STATE_STAGING_NBYTES // SCALE),
+            patch.object(StripedFiles, "submit", lambda *request: disk.submit(*request)),
         ):
             config = config_for(policy, clipping, accumulation, swap_path, nvme)
             with tiered_zero.initialize(model=Model(self.shape), config=config)[0] as engine:
@@ -200,6 +262,7 @@ class Modelled:
                 for number in range(2 + self.steps):
                     if number == 2:
                         self.device.take_counts()
+                        disk.take_nbytes()
                         before = thread_cpu_s()
                         ends_s.append(time.perf_counter())
                     for _ in range(accumulation):
@@ -213,6 +276,7 @@ class Modelled:
                 }
                 counts = {name: count / self.steps for name, count in self.device.take_counts().items()}
                 self.device.reset()
+                disk_nbytes = {kind: n / self.steps for kind, n in disk.take_nbytes().items() if n}
                 choice = engine.plan.update_policy
                 assert not any(report.skipped for report in reports), "gradients are finite"
         seconds = [(stop - start) / self.slow for start, stop in itertools.pairwise(ends_s)]
@@ -222,11 +286,12 @@ class Modelled:
             "policy": choice.policy,
             "in_backward": choice.optimizer_in_backward,
             "bounds_s": {"compute": accumulation * self.shape.compute_s, "update": self.shape.update_s}
-            | {way: nbytes / LINK_BYTES_PER_S for way, nbytes in copied.items()},
+            | {way: nbytes / LINK_BYTES_PER_S for way, nbytes in copied.items()}
+            | {f"disk {kind}": nbytes / DISK_BYTES_PER_S[kind] for kind, nbytes in disk_nbytes.items()},
             "host_cpu_s": {name: spent_s for name, spent_s in cpu_s.items() if spent_s > 1e-3},
             "kernels": counts.get("kernel", 0),
             "copies": {way: counts.get(f"copy.{way}.async", 0) for way in copied},
-            "copied_nbytes": copied,
+            "copied_nbytes": copied | disk_nbytes,
             "waits": {name.removeprefix("host_wait."): n for name, n in counts.items() if name.startswith("host_wait")},
             "causes_s": {
                 cause: statistics.median(report.seconds.get(cause, 0.0) for report in reports) / self.slow
@@ -249,7 +314,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, default=3, help="measured steps a case")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--nvme", action="store_true", help="parameters rest on disk, which takes its own time")
+    parser.add_argument("--nvme", action="store_true", help="parameters rest on a disk, with rates of its own")
+    parser.add_argument("--one-way", action="store_true", help="that disk does not read and write at once")
     parser.add_argument("--out", help="append the record to this file of JSON lines")
     parser.add_argument("--smoke", action="store_true", help="seconds, on a tiny model: does it run?")
     options = parser.parse_args(arguments)
@@ -258,7 +324,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if why := why_not():
         raise SystemExit(why)
     torch.set_num_threads(1)
-    modelled = Modelled(LaggingDevice(build()), SHAPES[options.model], options.slow, options.steps)
+    device = LaggingDevice(build())
+    modelled = Modelled(device, SHAPES[options.model], options.slow, options.steps, options.one_way)
     samples: dict[str, list[float]] = {}
     found: dict[str, Any] = {}
     launch_s = modelled.measure_launch()
