@@ -17,6 +17,9 @@ from tests.support.models import two_layers
 EPSILON = 2.0**-24
 """Half a unit in the last place of fp32: the relative error of one rounding."""
 
+THREE_STEPS = Case(steps=3)
+"""Where parameters rest on the device no step follows the schedule of another."""
+
 PLACES = [(stage, device) for stage in (0, 1, 2) for device in ("none", "cpu", "nvme")]
 
 
@@ -54,8 +57,8 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 @pytest.mark.parametrize(("stage", "device"), PLACES)
 def test_two_ranks_are_distributed_data_parallel(ranks: RankPool, train: Any, stage: int, device: str) -> None:
     """With tied and frozen parameters, one that is never used, and one used by some ranks in some steps."""
-    found = train(placed(Case(), stage, device))
-    expected = reference(ranks, Case())
+    found = train(placed(THREE_STEPS, stage, device))
+    expected = reference(ranks, THREE_STEPS)
     assert_equal(found, expected)
     for norm, theirs in zip(found[0]["norms"], expected[0]["norms"], strict=True):
         assert norm == pytest.approx(theirs, rel=64 * EPSILON), "torch adds the norms of 30 parameters in fp32"
@@ -97,7 +100,7 @@ def test_steps_that_the_caller_decides(train: Any, stage: int, device: str) -> N
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
 def test_rules_of_whole_parameters(ranks: RankPool, train: Any, optimizer: str) -> None:
     """Each rank steps parameters of its own: shards are cut between them, and differ in size."""
-    case = Case(optimizer=optimizer)
+    case = replace(THREE_STEPS, optimizer=optimizer)
     expected, whole = reference(ranks, case), 0
     for stage, device in ((0, "cpu"), (1, "none"), (1, "nvme"), (2, "none"), (2, "cpu")):
         found = train(placed(case, stage, device))
@@ -112,7 +115,7 @@ def test_rules_of_whole_parameters(ranks: RankPool, train: Any, optimizer: str) 
 def test_rules_of_whole_parameters_at_four_ranks(train: Any) -> None:
     first: list[dict[str, Any]] | None = None
     for stage, device in ((0, "none"), (1, "cpu"), (2, "none"), (2, "nvme")):
-        found = train(placed(Case(optimizer="adafactor", clipping=0.5), stage, device), 4)
+        found = train(placed(replace(THREE_STEPS, optimizer="adafactor", clipping=0.5), stage, device), 4)
         first = first or found
         assert_equal(found, first)
 
@@ -120,7 +123,7 @@ def test_rules_of_whole_parameters_at_four_ranks(train: Any) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_stages_and_tiers_are_equal_with_clipping(ranks: RankPool, train: Any, world: int) -> None:
     """One order of sums, and one cut of the shards that the norm is added from."""
-    case = Case(clipping=0.5, zero={"reduce_bucket_size": 4096})
+    case = replace(THREE_STEPS, clipping=0.5)
     first: list[dict[str, Any]] | None = None
     for stage, device in ((0, "none"), (0, "nvme"), (1, "cpu"), (2, "nvme")):
         zero = {"stage": stage, "offload_optimizer": {"device": device}, "reduce_bucket_size": 4096}
@@ -169,8 +172,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(train: Any) -> None:
 @pytest.mark.parametrize(("stage", "update"), [(0, "overlapped"), (0, "delayed"), (1, "auto")])
 def test_late_transfers_change_nothing(ranks: RankPool, train: Any, stage: int, update: str) -> None:
     """Every lane of each rank is late by its own times; the order of collectives, and every bit, stays."""
-    case = placed(Case(runtime={"update": update, "delay_start_step": 100}), stage, "nvme", delays=True)
-    assert_equal(train(case), reference(ranks, Case()))
+    runtime = {"update": update, "delay_start_step": 100}
+    found = train(placed(THREE_STEPS, stage, "nvme", runtime=runtime, delays=True))
+    assert_equal(found, reference(ranks, THREE_STEPS))
 
 
 def test_state_is_divided_by_the_ranks(train: Any) -> None:

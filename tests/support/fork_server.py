@@ -17,7 +17,7 @@ def compare_with_torch() -> None:
     """Find whether the kernel has torch's bits, which a process does once, before its first step: 0.1 s of the
     processor. Forks know it. They measure its rate, whose arrays are 120 MiB, on small ones."""
     kernel_rule._PROBE_NUMEL = 1 << 12
-    kernel_rule.measure_copy_rate = lambda: 0.0  # type: ignore[misc, assignment] # as tests/conftest.py does
+    kernel_rule.measure_copy_rate = lambda: 0.0  # type: ignore[misc, assignment] # as tests/support/fixtures.py does
     rule = make_rule(torch.optim.AdamW([torch.zeros(1)]), num_threads=1)
     kernel = kernel_rule.open_kernel(num_threads=1)
     GradNorm(kernel)
