@@ -5,7 +5,7 @@ records.
     python tools/benchmark_tables.py --check    # exit 1 where a page differs from the records
 
 The last record of each name in records/*.jsonl counts; of a step's, the last for each model, number of tokens and
-clipping; of activations', the last for each hidden size.
+clipping; of activations', the last for each hidden size, with torch's huge pages and without.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RAN_AS_BARRIER = ("cpu/cpu overlapped", "device/cpu overlapped", "cpu/device ove
 
 
 def last_records() -> dict[tuple[Any, ...], dict[str, Any]]:
-    """(name, model, tokens, clipping, or micro-batches of ranks) -> record."""
+    """(name, model, tokens, clipping, or micro-batches of ranks, or what is said above of activations) -> record."""
     records = {}
     for path in sorted(RECORDS.glob("*.jsonl")):
         for line in path.read_text().splitlines():
@@ -40,7 +40,9 @@ def last_records() -> dict[tuple[Any, ...], dict[str, Any]]:
             if record["name"] not in TABLES:
                 continue  # of a page of its own
             arguments = record["arguments"]
-            kind = arguments.get("clip", arguments.get("accumulation", arguments.get("hidden", 0.0)))
+            kind = arguments.get("clip", arguments.get("accumulation", 0.0))
+            if record["name"] == "activations":
+                kind = arguments["hidden"], arguments.get("huge_pages", False)
             records[record["name"], arguments.get("model", ""), arguments.get("tokens", 0), kind] = record
     return records
 
@@ -135,6 +137,7 @@ def optimizer_table(record: dict[str, Any]) -> str:
 def activations_table(record: dict[str, Any]) -> str:
     """Each series with the memory that its step takes beyond the model."""
     arguments, peaks, moved = record["arguments"], record["peak_nbytes"], record["moved_nbytes"]
+    cpu_s = record.get("cpu_s", {})
     ratios = {
         names.partition(" / ")[0]: (names.partition(" / ")[2], ratio) for names, ratio in record["ratios"].items()
     }
@@ -143,12 +146,14 @@ def activations_table(record: dict[str, Any]) -> str:
         other, ratio = ratios.get(way, ("", 0.0))
         memory = f"{peaks[way] / 1e9:.2f}" if way in peaks else ""
         over_disk = f"{moved[way] / 1e9:.2f}" if way in moved else ""
-        body.append([way, f"{seconds:.2f}", f"{ratio:.2f} of {other}" if other else "", memory, over_disk])
+        cpu = f"{cpu_s[way]:.2f}" if way in cpu_s else ""
+        body.append([way, f"{seconds:.2f}", f"{ratio:.2f} of {other}" if other else "", cpu, memory, over_disk])
     title = (
         f"A step of {arguments['blocks']} transformer blocks, hidden size {arguments['hidden']}, "
         f"{arguments['batch'] * arguments['sequence']} tokens, fp32, on the CPU"
+        + (", THP_MEM_ALLOC_ENABLE=1" if arguments.get("huge_pages") else "")
     )
-    return head(record, title) + "\n" + rows(["way", "s", "held against", "memory, GB", "to disk, GB"], body)
+    return head(record, title) + "\n" + rows(["way", "s", "held against", "CPU, s", "memory, GB", "to disk, GB"], body)
 
 
 def io_table(record: dict[str, Any]) -> str:

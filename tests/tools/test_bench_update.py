@@ -51,7 +51,8 @@ def test_the_benchmark_of_activations_runs(swap_path: Path, tmp_path: Path) -> N
     moved = record["moved_nbytes"]
     assert record["name"] == "activations" and moved["nvme"] > 4 * moved["nvme, checkpoints"] > 0
     table = runpy.run_path(str(ROOT / "tools/benchmark_tables.py"))["activations_table"](record)
-    assert "| nvme, checkpoints |" in table and " of max(plain, disk)" in table
+    assert "| nvme, checkpoints |" in table and " of max(plain, disk)" in table and "CPU, s" in table
+    assert min(record["cpu_s"].values()) > 0 and record["arguments"]["huge_pages"] in (False, True)
 
 
 def test_the_benchmark_of_gradients_runs(swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,19 @@ One step (forward, backward, SGD) of a chain of transformer blocks in fp32 on th
   nvme                  tiered_zero.activations on disk, nothing recomputed
   nvme, checkpoints     the same with checkpoints: their inputs are on disk
 A step's bound is the longer of PyTorch's step and of its bytes over the disk, written once and read once. Ratios are
-medians of those of each round. Memory is the highest resident set of a step less that before the first step.
+medians of those of each round. Memory is the highest resident set of a step less that before the first step. Where the
+CPU is the device, it also moves the bytes: a step's CPU seconds, of all threads, and its page faults are recorded too.
+
+torch maps large blocks in huge pages where THP_MEM_ALLOC_ENABLE=1 is in the environment; it asks once, when it is
+imported. The record says which it was, for PyTorch's own steps as for the engine's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -41,6 +47,9 @@ from tools.bench.record import append_record
 from tools.bench.update import measure
 
 MIB = 1 << 20
+HUGE_PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
+"""torch's; 1: blocks of 2 MiB and more begin at a huge page, and ask the system for such."""
+
 MODES = {"": False, ", checkpoints": True}
 """Suffix of a series' name -> whether each block is a checkpoint."""
 
@@ -71,6 +80,19 @@ def peak_of(task: Callable[[], object]) -> int:
     task()
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def counted(task: Callable[[], object], counts: list[tuple[float, int]]) -> Callable[[], object]:
+    """The task, which adds the CPU seconds of all threads and the minor page faults of each run to `counts`."""
+
+    def run() -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        task()
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        counts.append((cpu_s, after.ru_minflt - before.ru_minflt))
+
+    return run
 
 
 def main(arguments: list[str] | None = None) -> dict[str, object]:
@@ -125,15 +147,16 @@ def run(options: argparse.Namespace, ends: ExitStack) -> dict[str, object]:
         tasks[f"nvme{suffix}"] = engine_step(engine, x)
 
     before_nbytes = int(psutil.Process().memory_info().rss)
-    samples = measure(tasks, options.rounds)
+    counts: dict[str, list[tuple[float, int]]] = {name: [] for name in tasks}
+    samples = measure({name: counted(task, counts[name]) for name, task in tasks.items()}, options.rounds)
     peaks = {name: peak_of(task) - before_nbytes for name, task in tasks.items() if name not in rates}
     moved = {}
     for name, engine in engines.items():
         assert engine.step_report is not None
-        counts = engine.step_report.activations
-        if counts.get("num_kept"):
-            raise SystemExit(f"{name}: {counts['kept_nbytes']} bytes found no room: expected a larger --limit.")
-        moved[name] = counts["moved_nbytes"]
+        found = engine.step_report.activations
+        if found.get("num_kept"):
+            raise SystemExit(f"{name}: {found['kept_nbytes']} bytes found no room: expected a larger --limit.")
+        moved[name] = found["moved_nbytes"]
     ratios = {}
     for suffix in MODES:
         name, plain = f"nvme{suffix}", f"plain{suffix}"
@@ -149,12 +172,15 @@ def run(options: argparse.Namespace, ends: ExitStack) -> dict[str, object]:
         del samples[mode]
     shape = {key: getattr(options, key) for key in ("hidden", "blocks", "sequence", "batch", "limit")}
     shape["threads"] = torch.get_num_threads()
+    shape["huge_pages"] = os.environ.get(HUGE_PAGES_VARIABLE) == "1"
     report: dict[str, object] = {
         "unit": "s",
         "ratios": ratios,
         "moved_nbytes": moved,
         "disk_bytes_per_s": {mode: statistics.median(values[1:]) for mode, values in rates.items()},
         "peak_nbytes": peaks,
+        "cpu_s": {name: statistics.median(cpu_s for cpu_s, _ in counts[name][1:]) for name in peaks},
+        "minor_faults": {name: statistics.median(faults for _, faults in counts[name][1:]) for name in peaks},
     }
     if options.out:
         bound = {name: statistics.median(values) for name, values in samples.items() if not name.startswith("nvme")}
