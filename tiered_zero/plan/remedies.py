@@ -84,11 +84,9 @@ def _change(plan: Plan, row: PlanRow) -> tuple[str, float]:
         return "lower tiered_zero.activations.limit", 1.0
     if kind == "param_back":
         return "set tiered_zero.update to overlapped", 1.0
-    if kind == "staging_state":
-        if (count := plan.staging.state.count) > NUM_STATE_STAGING:
-            name = "zero_optimization.offload_optimizer.buffer_count"
-            return f"set {name} to {NUM_STATE_STAGING}", 1 - NUM_STATE_STAGING / count
-        return "lower zero_optimization.sub_group_size", 1.0
+    if kind == "staging_state" and (count := plan.staging.state.count) > NUM_STATE_STAGING:
+        name = "zero_optimization.offload_optimizer.buffer_count"
+        return f"set {name} to {NUM_STATE_STAGING}", 1 - NUM_STATE_STAGING / count
     if kind == "staging_param":
         lowered = "buffer_count" if plan.staging.params.count > 1 else "buffer_size"
         return f"lower zero_optimization.offload_param.{lowered}", 1.0

@@ -190,7 +190,8 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
                 run.is_cut = True
         except (ValueError, KeyError, TypeError, AttributeError, StoreError) as error:
             raise StoreError(
-                f"{path}, line {number}: expected a line of a run's record (tiered_zero.report); {error}."
+                f"{path}, line {number}: expected a line of a run's record (tiered_zero.report); {error}. "
+                "Name the file that a run has written there."
             ) from error
     if run is None:
         raise StoreError(
