@@ -1,7 +1,7 @@
-"""Each order that the device path rests on, taken out, is found: other bits, an error, or a crash.
+"""Each order that the device path rests on, taken out, is found.
 
-Where copies or kernels take some milliseconds, whoever does not wait for them is too early; the same course without the
-fault has the bits of plain PyTorch.
+A stream is held, so that nothing on it comes to its end: what has to wait for it is seen to go on, and is not without
+the fault. No outcome depends on how long anything takes.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.lagging.child import Outcome
 from tests.lagging.cuda import LaggingDevice
 from tests.lagging.faults import Plant, lane_does_not_wait
-from tests.lagging.training import Course, data_on_device, differences_of, engine_for
+from tests.lagging.training import Course, data_on_device, engine_for
 from tests.parity.test_activations import Blocks
+from tests.support import inspection
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint import capture
 from tiered_zero.checkpoint.capture import Capture
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer
 from tiered_zero.engine.engine import Engine
+from tiered_zero.errors import EngineFailedError
 from tiered_zero.grads.in_flight import InFlightGradients
 from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.device.lanes import LaneTransfer
+from tiered_zero.hardware.device.lanes import Lane, LaneTransfer
 from tiered_zero.hardware.device.streams import StreamAccelerator
 from tiered_zero.update.places import UnitParameters
-
-LATE_COMPUTE = {"kernel_s": 1e-3}
-SLOW_H2D = {"h2d_bytes_per_s": 4e6}
-SLOW_D2H = {"d2h_bytes_per_s": 4e6}
 
 
 def nothing(patch: pytest.MonkeyPatch) -> None:
@@ -59,14 +59,9 @@ def copies_do_not_finish(patch: pytest.MonkeyPatch) -> None:
 
 
 def marks_are_early(patch: pytest.MonkeyPatch) -> None:
-    """Of what was launched by the call before."""
-    record, last = StreamAccelerator.record_compute, []
-
-    def record_late(self: StreamAccelerator) -> LaneTransfer:
-        last.append(record(self))
-        return last[max(0, len(last) - 8)]
-
-    patch.setattr(StreamAccelerator, "record_compute", record_late)
+    """Of what was launched before."""
+    early = LaneTransfer(torch.accelerator.current_stream().record_event())
+    patch.setattr(StreamAccelerator, "record_compute", lambda self: early)
 
 
 def host_does_not_wait(patch: pytest.MonkeyPatch) -> None:
@@ -93,52 +88,152 @@ def the_end_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StreamAccelerator, "close", Accelerator.close)
 
 
+Batch = tuple[Any, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
+    """`held`: whose stream is held, compute's or a lane's. `seen`: what has to wait for it: compute, the host, or, of
+    the jobs of `lane`, their launch, their end, or the end of the memory that they use."""
+
     plant: Plant
-    settings: dict[str, float]
+    held: str
+    seen: str
+    lane: str = ""
+    act: Callable[[Engine, Course, Batch], None]
     course: Course = field(default_factory=lambda: Course(placement=("cpu", "cpu")))
+
+
+def forward(engine: Engine, course: Course, batch: Batch) -> None:
+    with torch.no_grad():
+        engine(*batch)
+
+
+def step(engine: Engine, course: Course, batch: Batch) -> None:
+    for _ in range(course.accumulation):
+        engine.backward(engine(*batch))
+        engine.step()
+    engine.flush()
 
 
 RESIDENT = Course(placement=("none", "cpu"))
 SUMS = Course(placement=("cpu", "cpu"), policy="barrier", precision="bf16", accumulation=2, clipping=0.5)
 
 FAULTS = {
-    "compute does not wait for fetches": Fault(plant=compute_does_not_wait, settings=SLOW_H2D),
-    "fetches do not wait for compute": Fault(plant=lane_does_not_wait("fetch"), settings=LATE_COMPUTE),
-    "gradients do not wait for compute": Fault(plant=lane_does_not_wait("reduce"), settings=LATE_COMPUTE),
-    "copies do not finish": Fault(
-        plant=copies_do_not_finish, settings=SLOW_H2D, course=Course(placement=("nvme", "cpu"))
+    "compute does not wait for fetches": Fault(plant=compute_does_not_wait, held="fetch", seen="compute", act=forward),
+    "fetches do not wait for compute": Fault(
+        plant=lane_does_not_wait("fetch"), held="compute", seen="end", lane="fetch", act=forward
     ),
-    "marks of compute are early": Fault(plant=marks_are_early, settings=LATE_COMPUTE),
+    "gradients do not wait for compute": Fault(
+        plant=lane_does_not_wait("reduce"), held="compute", seen="end", lane="reduce", act=step
+    ),
+    "copies do not finish": Fault(
+        plant=copies_do_not_finish,
+        held="fetch",
+        seen="launch",
+        lane="fetch",
+        act=forward,
+        course=Course(placement=("nvme", "cpu")),
+    ),
+    "marks of compute are early": Fault(plant=marks_are_early, held="compute", seen="end", lane="fetch", act=forward),
     "the host does not wait for copies to the device": Fault(
-        plant=host_does_not_wait, settings=SLOW_H2D, course=RESIDENT
+        plant=host_does_not_wait, held="write_back", seen="host", act=step, course=RESIDENT
     ),
     "the host does not wait for copies from the device": Fault(
-        plant=host_does_not_wait, settings=SLOW_D2H, course=SUMS
+        plant=host_does_not_wait, held="reduce", seen="host", act=step, course=SUMS
     ),
     "gradients are freed early": Fault(
-        plant=gradients_are_freed_early,
-        settings=SLOW_D2H,
-        course=Course(placement=("cpu", "cpu"), accumulation=2),
+        plant=gradients_are_freed_early, held="reduce", seen="memory", lane="reduce", act=step
     ),
 }
 
 
-def train_with(device: LaggingDevice, name: str, planted: bool, swap_path: Path) -> list[str]:
+class Seen:
+    """What goes on while a stream is held. Its methods are called by the thread that acts, but for `is_early`."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+        self._jobs: list[tuple[LaneTransfer, list[weakref.ref[torch.Tensor]]]] = []
+        self.marks: list[torch.Event] = []
+        self.has_ended = False
+
+    def note_jobs(self, patch: pytest.MonkeyPatch) -> None:
+        submit = Lane.submit
+
+        def submit_and_note(
+            lane: Lane, job: object, after: object = (), holds: Sequence[torch.Tensor] = (), **more: Any
+        ):
+            used = list(map(weakref.ref, holds))
+            transfer = submit(lane, job, after, holds, **more)
+            if lane.name == self._fault.lane:
+                self._jobs.append((transfer, used))
+            return transfer
+
+        patch.setattr(Lane, "submit", submit_and_note)
+
+    def is_early(self) -> bool:
+        match self._fault.seen:
+            case "compute":
+                return any(mark.query() for mark in self.marks)
+            case "host":
+                return self.has_ended
+            case "launch":
+                return any(transfer._launched.is_set() for transfer, _ in list(self._jobs))
+            case "end":
+                return any(transfer.done() for transfer, _ in list(self._jobs))
+            case _:
+                return any(tensor() is None for _, used in list(self._jobs) for tensor in used)
+
+
+def stream_of(engine: Engine, name: str) -> torch.Stream:
+    found = [torch.accelerator.current_stream()]
+    if name != "compute":
+        inspection.lane(engine, name).submit(lambda: found.append(torch.accelerator.current_stream())).wait()
+    return found[-1]
+
+
+def comes_early(device: LaggingDevice, name: str, planted: bool, swap_path: Path) -> bool:
+    """Act while a stream is held; return whether what has to wait for it was seen to go on."""
     logging.getLogger("tiered_zero").setLevel(logging.CRITICAL)
-    fault = FAULTS[name]
-    device.set(**fault.settings)
-    with pytest.MonkeyPatch.context() as patch:
+    fault, found = FAULTS[name], []
+    seen, held = Seen(fault), contextlib.ExitStack()
+
+    def watch() -> None:
+        deadline = time.monotonic() + (60 if planted else 0.1)
+        while not (is_early := seen.is_early()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        found.append(is_early)
+        held.close()
+
+    with (
+        contextlib.suppress(EngineFailedError),
+        pytest.MonkeyPatch.context() as patch,
+        engine_for(fault.course, swap_path) as engine,
+    ):
+        batch = data_on_device(1)
+        step(engine, fault.course, batch)
+        stream = stream_of(engine, fault.held)
+        torch.accelerator.synchronize()
         (fault.plant if planted else nothing)(patch)
-        return differences_of(fault.course, swap_path)
+        seen.note_jobs(patch)
+        with stream:
+            held.enter_context(device.held())
+            torch.zeros(1, device=stream.device)  # no mark of the stream from now on is one of before
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            fault.act(engine, fault.course, batch)
+            seen.marks.append(torch.accelerator.current_stream().record_event())
+            seen.has_ended = True
+        finally:
+            watcher.join()
+    return found[0]
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name, swap_path, lagging):
-    outcome: Outcome = lagging.outcome(train_with, name=name, planted=True, swap_path=swap_path)
-    assert outcome.value or outcome.error in ("exit -11", "EngineFailedError", "RuntimeError"), outcome
-    assert lagging.run(train_with, name=name, planted=False, swap_path=swap_path) == []
+    assert lagging.run(comes_early, name=name, planted=True, swap_path=swap_path)
+    assert not lagging.run(comes_early, name=name, planted=False, swap_path=swap_path)
 
 
 def close_under_copies(device: LaggingDevice, planted: bool, swap_path: Path) -> int:
