@@ -17,7 +17,8 @@ from torch.distributed.checkpoint import load as dcp_load
 import tiered_zero
 from tests.support.configs import SMALL_DEVICE
 from tests.support.forked import run_forked
-from tests.support.models import LENGTH, VOCAB, ParityGPT
+from tests.support.models import LENGTH, VOCAB, ParityGPT, two_layers
+from tests.support.trainers import tiered
 from tiered_zero.checkpoint.dcp import DcpReader
 from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.checkpoint.tag_writer import TagWriter
@@ -478,3 +479,19 @@ def test_buffers_and_frozen_weights_changed_by_hand_are_committed(swap_path: Pat
     with begin({"in_place": True, "resume": str(tmp_path)}, 7) as engine:
         go_on(engine, 2, tmp_path)
         assert_equal(held_by(engine), expected)
+
+
+def test_masters_of_an_adopted_commit_are_verified(swap_path: Path, tmp_path: Path) -> None:
+    """Parameters on the device begin with a part of each record."""
+    runtime = {"checkpoint": {"in_place": True}}
+    with tiered(two_layers(), swap_path, ("none", "nvme"), runtime=runtime) as engine:
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+        engine.save_checkpoint(str(tmp_path / "saved"))
+    (data,) = swap_path.glob("*/data.bin")
+    changed = bytearray(data.read_bytes())
+    changed[100::4096] = bytes(byte ^ 1 for byte in changed[100::4096])
+    data.write_bytes(changed)
+    resumed = {"checkpoint": {"in_place": True, "resume": str(tmp_path / "saved")}}
+    with pytest.raises(CorruptionError, match="are not those written"):
+        tiered(two_layers(), swap_path, ("none", "nvme"), runtime=resumed)

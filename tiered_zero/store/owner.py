@@ -15,6 +15,7 @@ from typing import final
 from tiered_zero.errors import StoreError
 from tiered_zero.store.checked_json import check_fields, check_kind, decode_json, kinds_of
 from tiered_zero.store.descriptors import error_text, open_directory, open_file, read_file
+from tiered_zero.store.durable import write_and_sync
 
 PREFIX = "tiered_zero-"
 OWNER_NAME = "owner.json"
@@ -82,8 +83,8 @@ def read_owner(path: Path) -> Owner:
 def write_owner(fd: int, owner: Owner) -> None:
     """`fd`: of the owner file. Raises OSError."""
     os.ftruncate(fd, 0)
-    os.pwrite(fd, owner.encode(), 0)
-    os.fsync(fd)
+    os.lseek(fd, 0, os.SEEK_SET)
+    write_and_sync(fd, [owner.encode()])
 
 
 def start_ticks(pid: int) -> int | None:

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import torch
 
 from tiered_zero.concurrency.interrupts import INTERRUPTS
+from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.hardware.memory.staging import StagingPool
-from tiered_zero.sizes import PAGE_NBYTES, align_up
+from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.tier import BufferView, as_bytes
 
@@ -24,14 +25,37 @@ def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None)
     if view is not None:
         return view[offset : offset + nbytes].to("cpu", copy=True)
     assert staging is not None, "a tier without views is planned with staging buffers"
-    out = torch.empty(align_up(nbytes, PAGE_NBYTES), dtype=torch.uint8)
-    for start in range(0, nbytes, staging.buffer_nbytes):
+    out, at, end = torch.empty(nbytes, dtype=torch.uint8), offset, offset + nbytes
+    while at < end:
         INTERRUPTS.check()
-        part = out[start : start + staging.buffer_nbytes]
-        with staging.lease(part.numel(), home.slot.name) as lease:
-            home.tier.read(home.slot, lease, offset + start).wait()
-            part.copy_(lease.tensor)
-    return out[:nbytes]
+        exact = range(at, min(at + staging.buffer_nbytes, align_up(end, PAGE_NBYTES)))
+        window = _verified_window(home, exact, staging.buffer_nbytes)
+        try:
+            found = _read(home, window, staging)[at - window.start :]
+        except CorruptionError:
+            raise
+        except StoreError:  # what lies around it was never written
+            found = _read(home, exact, staging)
+        part = out[at - offset :][: found.numel()]
+        part.copy_(found[: part.numel()])
+        at += part.numel()
+    return out
+
+
+def _verified_window(home: Home, wanted: range, buffer_nbytes: int) -> range:
+    """Extend what is read to borders of checksums, for a part of what one was taken of cannot be verified; as far as a
+    buffer holds it."""
+    start = wanted.start // MIB * MIB
+    stop = min(align_up(wanted.stop, MIB), home.slot.nbytes)
+    if stop - start > buffer_nbytes:
+        stop = (start + buffer_nbytes) // MIB * MIB
+    return range(start, stop) if stop > wanted.start else wanted
+
+
+def _read(home: Home, window: range, staging: StagingPool) -> torch.Tensor:
+    with staging.lease(len(window), home.slot.name) as lease:
+        home.tier.read(home.slot, lease, window.start).wait()
+        return lease.tensor.clone()
 
 
 def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool | None) -> None:
