@@ -402,3 +402,12 @@ def test_a_parent_in_a_circle_is_an_error_of_ours(swap_path: Path) -> None:
     for path in (swap_path / "circle", swap_path / "missing", swap_path / "a\0b"):
         with pytest.raises(StoreError, match="not a directory that can be read"):
             list_runs(path)
+
+
+def test_an_owner_file_is_whole_after_short_writes(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, pwrite = os.write, os.pwrite
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, bytes(data)[:7]))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, bytes(data)[:7], offset))
+    directory = SwapDir.create([swap_path])
+    owner.read_owner(directory.paths[0])
+    directory.remove()
