@@ -121,7 +121,7 @@ class RankPool:
             thread.join(max(0.0, deadline - time.monotonic()))
         late = [number for number, thread in enumerate(threads) if thread.is_alive()]
         if late:
-            text = "\n".join(f"rank {number}:\n{ranks[number].output()}" for number in range(world_size))
+            text = "\n".join(f"rank {n}: {found[n]}\n{rank.output()}" for n, rank in enumerate(ranks))
             self.close()
             raise TimeoutError(f"ranks {late} of {function.__name__} have not ended in {DEADLINE_S:g} s\n{text}")
         return [outcome for outcome in found if outcome is not None]

@@ -119,7 +119,7 @@ def train_beside_torch(swap_path: str) -> None:
                 optimizer.consolidate_state_dict(0)
                 if rank == 0:
                     assert_same_state(reference.state_dict(), optimizer.state_dict())
-                elif optimizer._has_state():
+                elif optimizer.optim.state:
                     assert "has not been consolidated on this rank" in error_of(optimizer.state_dict, RuntimeError)
 
 
