@@ -248,8 +248,9 @@ def close_under_copies(device: LaggingDevice, planted: bool, swap_path: Path) ->
 
 
 def test_an_end_that_does_not_wait_is_found(swap_path, lagging):
-    assert lagging.run(close_under_copies, planted=True, swap_path=swap_path) > 0
-    lagging.close()  # copies read memory that is gone
+    found = lagging.outcome(close_under_copies, planted=True, swap_path=swap_path)
+    assert found.error == "exit -11" or found.value > 0, found  # a copy that reads memory that is gone ends the process
+    lagging.close()
     assert lagging.run(close_under_copies, planted=False, swap_path=swap_path) == 0
 
 
