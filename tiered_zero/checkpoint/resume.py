@@ -126,7 +126,7 @@ def _follow(path: Path) -> FoundCheckpoint:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Adoption:
-    """A commit whose run is gone on with. `directories`: swap paths of the config -> this rank's store there. `paths`:
+    """A commit from which a run resumes. `directories`: swap paths of the config -> this rank's store there. `paths`:
     swap directories of all ranks.
     `initialized`: this rank's sub-groups that have state."""
 

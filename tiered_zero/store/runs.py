@@ -104,7 +104,7 @@ def list_runs(parent: Path) -> list[RunInfo]:
 
 def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> list[str]:
     """One line for each of the directories that holds files of runs whose process has ended. `adopted`: directories of
-    the run that is gone on with, which are no leftovers."""
+    the run that is resumed, which are no leftovers."""
     lines = []
     for parent in dict.fromkeys(parents):
         runs: list[RunInfo] = []
