@@ -1,9 +1,12 @@
 """Reads and writes that fail under a training run: the step that they befall says so; nothing is silent."""
 
 import errno
+import gc
 import random
+import weakref
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +23,7 @@ from tests.support.faulty_runs import (
     faulty_disks,
     train,
 )
+from tests.support.models import batch
 from tiered_zero.errors import EngineFailedError, TransferError
 from tiered_zero.io.select import select_engine
 from tiered_zero.store.swap_dir import SwapDir
@@ -190,3 +194,23 @@ def test_the_last_update_fails_and_nothing_follows(
             engine.close()
         check_closed(engine, swap_path, caplog)
     enter_row("EIO in the last update of a run", f"{policy}; none/nvme", "raised in close(), or when weights are read")
+
+
+def test_a_program_that_tries_again_keeps_nothing_of_the_failed_engine(swap_path: Path) -> None:
+    """Neither the engine, nor the graph of the step that failed: autograd's nodes hold what the collector cannot see.
+    Each graph leads to the engine, which remembers its error, whose traceback leads to the loss."""
+    alive = [_failed_run(swap_path) for _ in range(3)]
+    gc.collect()  # which also ends tensors that a finalizer has freed
+    gc.collect()
+    assert [reference() for run in alive for reference in run] == [None] * 9
+
+
+def _failed_run(swap_path: Path) -> list[weakref.ref[Any]]:
+    with faulty_disks() as disks:
+        engine = build(swap_path, "overlapped")
+        loss = engine(*batch(0))
+        disks[0].add(Fault("read", disks[0].count("read") + 1))
+        with pytest.raises(TransferError, match="failed"):
+            engine.backward(loss)
+        engine.close()
+    return [weakref.ref(each) for each in (engine, engine.module, loss)]

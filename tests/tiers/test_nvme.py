@@ -46,12 +46,21 @@ def test_many_fetches_at_once_never_deadlock(
         options = {"buffer_nbytes": buffer_pages * PAGE_NBYTES, "num_buffers": num_buffers, "engine": engine}
         with open_rig("nvme", Path(path), lease_timeout_s=60.0, **options) as rig:  # type: ignore[arg-type]
             filled = [fill(rig, str(index), size) for index, size in enumerate(sizes)]
-            gate = UnitUpdate()
-            rig.runtime.accelerator.lane("update").submit(gate.complete)
+            updates = {index: UnitUpdate() for index in range(1, len(filled), 3)}
+
+            def update() -> None:
+                for index, unit_update in updates.items():
+                    unit_update.add_pending(0, filled[index][1][:PAGE_NBYTES])
+                    unit_update.computed.complete()
+                for unit_update in updates.values():
+                    unit_update.retire(0)
+                    unit_update.complete()
+
+            rig.runtime.accelerator.lane("update").submit(update)
             started = []
             for index, (home, data) in enumerate(filled):
                 out = torch.zeros_like(data)
-                started.append((rig.tier.fetch(home.slot, out, gate if index % 3 == 1 else None), out, data))
+                started.append((rig.tier.fetch(home.slot, out, updates.get(index)), out, data))
             order.shuffle(started)  # type: ignore[attr-defined]
             for transfer, out, data in started:
                 transfer.wait()
@@ -140,38 +149,44 @@ def test_fetches_are_urgent_and_reads_of_state_are_not(swap_path: Path, num_buff
         assert kinds == [("read", True)] * 4 + [("read", False), ("write", False)]
 
 
-def receiving(rig: Rig) -> tuple[UnitUpdate, Transfer, torch.Tensor, torch.Tensor]:
-    """A fetch of four pages to where they are used, while an update of them is under way and has made the second.
+def receiving(rig: Rig, in_place: bool) -> tuple[UnitUpdate, Transfer, torch.Tensor, torch.Tensor]:
+    """A fetch of four pages, while an update of them is under way and has made the second. `in_place`: the disk can
+    write to where they are used.
 
     Returns what it publishes, the fetch, its target, and what that should hold in the end.
     """
     home, expected = fill(rig, "a", 4)
-    place = rig.runtime.accelerator.reserve_place(expected.numel(), expected.numel())
-    assert place is not None
-    place.fill()
+    target = torch.zeros_like(expected)
+    if in_place:
+        place = rig.runtime.accelerator.reserve_place(expected.numel(), expected.numel())
+        assert place is not None
+        place.fill()
+        target = place.tensor
     unit_update = UnitUpdate()
-    transfer = rig.tier.fetch(home.slot, place.tensor, unit_update)
+    transfer = rig.tier.fetch(home.slot, target, unit_update)
     expected[PAGE_NBYTES : 2 * PAGE_NBYTES] = made = random_bytes(PAGE_NBYTES)
-    unit_update.add_pending(PAGE_NBYTES, made, rig.runtime.accelerator.copy)
-    return unit_update, transfer, place.tensor, expected
+    unit_update.add_pending(PAGE_NBYTES, made)
+    return unit_update, transfer, target, expected
 
 
-def test_what_an_update_hands_over_is_not_read(swap_path: Path) -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_an_update_hands_over_is_not_read(in_place: bool, swap_path: Path) -> None:
     kinds: list[str] = []
     engine = SyncEngine(before=lambda kind, number: kinds.append(kind))
     with open_rig("nvme", swap_path, engine=engine) as rig:
-        unit_update, transfer, target, expected = receiving(rig)
+        unit_update, transfer, target, expected = receiving(rig, in_place)
         assert "read" not in kinds and not transfer.done()
         unit_update.complete()
         transfer.wait()
         assert torch.equal(target, expected)
-        assert kinds.count("read") == 2, "before it and behind it"
+        assert kinds.count("read") == (2 if in_place else 3), "before it and behind it, by buffers of a page"
 
 
+@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("bad_read", [1, 2])
-def test_a_failing_read_of_the_rest_raises_where_waited(swap_path: Path, bad_read: int) -> None:
+def test_a_failing_read_of_the_rest_raises_where_waited(swap_path: Path, bad_read: int, in_place: bool) -> None:
     with open_rig("nvme", swap_path, engine=failing_reads(bad_read)) as rig:
-        unit_update, transfer, _, _ = receiving(rig)
+        unit_update, transfer, _, _ = receiving(rig, in_place)
         unit_update.complete()
         with pytest.raises(TransferError, match="the disk failed"):
             transfer.wait()

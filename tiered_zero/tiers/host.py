@@ -12,7 +12,7 @@ from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 class HostTier(Tier):
-    """Slots lie in `arena` (pinned where the machine allows it) and are used in place."""
+    """Slots lie in `arena` (pinned where the machine allows it) and are used in place; one of no bytes takes none."""
 
     name = "host"
 
@@ -23,14 +23,16 @@ class HostTier(Tier):
         self._slots: dict[str, HostSlot] = {}
 
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
-        self._slots[name] = self._arena.take(nbytes, kind)
+        if nbytes:
+            self._slots[name] = self._arena.take(nbytes, kind)
         return Slot(name=name, nbytes=nbytes, kind=kind)
 
     def release(self, slot: Slot) -> None:
-        self._slots.pop(slot.name).release()
+        if slot.nbytes:
+            self._slots.pop(slot.name).release()
 
     def view(self, slot: Slot) -> torch.Tensor:
-        return self._slots[slot.name].tensor
+        return self._slots[slot.name].tensor if slot.nbytes else torch.empty(0, dtype=torch.uint8)
 
     def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
         out.tensor.copy_(self.view(slot)[offset : offset + out.tensor.numel()])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from tiered_zero.concurrency.transfer import Transfer, wait_all
-from tiered_zero.errors import StoreError, TieredZeroError
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all, wait_quietly
+from tiered_zero.errors import StoreError
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.plan.slots import COMMIT_KINDS
@@ -18,12 +19,13 @@ from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.store.manifest import Record
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
-from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.tiers.unit_update import StartCopy, UnitUpdate
 
 
 @dataclass(kw_only=True)
 class _Chunk:
-    """`part`: its bytes on the device; `lease`, `read`: None while no staging buffer was free."""
+    """`part`: its bytes on the device. `lease`: what they pass through; None where no staging buffer was free yet, and
+    where the disk writes to the device's memory itself. `read`: None until it has begun."""
 
     part: torch.Tensor
     offset: int
@@ -31,13 +33,25 @@ class _Chunk:
     read: Transfer | None = None
 
 
+@dataclass(kw_only=True)
+class _Fetch:
+    """A record on its way to `target`. `pages`: those of the target, where the disk can write to them. `update`: one
+    that is under way. `is_deferred`: its job takes staging buffers."""
+
+    record: Record
+    target: torch.Tensor
+    pages: memoryview | None
+    update: UnitUpdate | None
+    chunks: list[_Chunk] = field(default_factory=list)
+    is_deferred: bool = False
+
+
 def _release_all(chunks: list[_Chunk]) -> None:
     """Wait for the reads of a fetch that failed, and release their buffers; its own error is raised already."""
     for chunk in chunks:
-        if chunk.lease:
-            with chunk.lease, suppress(TieredZeroError):
-                if chunk.read:
-                    chunk.read.wait()
+        with chunk.lease or nullcontext():
+            if chunk.read:
+                wait_quietly(chunk.read)
 
 
 class NvmeTier(Tier):
@@ -53,7 +67,7 @@ class NvmeTier(Tier):
         self._recorder = runtime.recorder
         self._records: dict[str, Record] = {}
         self._recovered = store.records()
-        """Records of a run that is gone on with, which have no slot yet."""
+        """Records of a resumed run, which have no slot yet."""
         self._charged: dict[str, list[tuple[str, int]]] = {}
         """Slot -> kind and bytes on disk of each of its places there."""
         self._once: set[str] = set()
@@ -107,94 +121,90 @@ class NvmeTier(Tier):
             charged.append((kind, slot.nbytes))
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
-        """One job on the fetch lane carries all chunks, each at most one staging buffer: disk -> buffer -> device.
+        """One job on the fetch lane carries all chunks: disk -> device where the disk can write there; else each
+        through a staging buffer, which it fills at most. Of an update under way the parts that are not written come
+        from its own buffers, and the job reads what remains.
 
         Chunks whose buffer is free are read at once; the job takes buffers for the others. While a job with such chunks
         is queued, later fetches take no buffer either, so a buffer is only ever waited for behind jobs ahead on the
         lane. The reads are urgent, unlike those of the state: compute waits for them, and the prefetch limit bounds
         them, so that the state's wait no longer than it takes to read that much.
         """
-        target = as_bytes(out)
-        record = self._records[slot.name]
-        if (pages := self._accelerator.host_pages(target)) is not None:
-            return self._fetch_in_place(record, pages, target, after)
-        ready = after is None or after.written.done()
-        if ready and after:
+        if after is not None and after.written.done():
             after.written.wait()  # a failed update fails here, before any buffer is taken
-        chunks: list[_Chunk] = []
+            after = None
+        target, compute = as_bytes(out), self._accelerator.record_compute()
+        pages = self._accelerator.host_pages(target)
+        fetch = _Fetch(record=self._records[slot.name], target=target, pages=pages, update=after)
         try:
-            with self._lock:
-                for offset in range(0, target.numel(), self._staging.buffer_nbytes):
-                    chunk = _Chunk(part=target[offset : offset + self._staging.buffer_nbytes], offset=offset)
-                    if ready and not self._deferred and (not chunks or chunks[-1].lease):
-                        chunk.lease = self._staging.lease_nowait(align_up(chunk.part.numel(), PAGE_NBYTES), record.name)
-                    chunks.append(chunk)
-                    if chunk.lease:
-                        chunk.read = self.store.read(record, chunk.lease.memory, offset, urgent=True)
-                deferred = chunks[-1].lease is None
-                self._deferred += deferred
-            before = [self._accelerator.record_compute(), *([after.written] if after else [])]
-            job = partial(self._land, record, chunks, deferred)
-            return self._accelerator.lane("fetch").submit(job, after=before, holds=[target])
-        except Exception:
-            _release_all(chunks)
-            raise
-
-    def _fetch_in_place(
-        self, record: Record, pages: memoryview, target: torch.Tensor, after: UnitUpdate | None
-    ) -> Transfer:
-        """Read whole pages to where the unit is used; an update under way forwards the bytes that are not written."""
-        reads: list[Transfer] = []
-        pending = None if after is None or after.written.done() else after
-        if pending is None:
+            spans = [(0, target.numel())]
             if after is not None:
-                after.written.wait()
-            reads.append(self.store.read(record, pages, 0, urgent=True))
-
-        def job() -> None:  # without `target`: the error of one that failed must not keep its memory from others
-            try:
-                rest = pending.finish_forward(self._accelerator.copy) if pending is not None else []
-                with self._recorder.span("fetch", "fetch", record.name):  # bytes that the disk moves are its own
-                    for start, stop in rest:
-                        reads.append(self.store.read(record, pages[start:stop], start, urgent=True))
-                    with self._recorder.span("fetch", "wait_param", record.name):  # the disk works, not this lane
-                        wait_all(reads)
-            except Exception:
-                with suppress(TieredZeroError):
-                    wait_all(reads)
-                raise
-
-        try:
-            if pending is not None:
-                for start, stop in pending.forward_to(target):
-                    reads.append(self.store.read(record, pages[start:stop], start, urgent=True))
-            return self._accelerator.lane("fetch").submit(
-                job, after=[self._accelerator.record_compute()], holds=[target]
-            )
+                spans = after.forward_to(target, self._copier(compute, in_place=pages is not None))
+            with self._lock:
+                self._cut(fetch, spans, takes_buffers=pages is None and after is None and not self._deferred)
+                fetch.is_deferred = pages is None and (after is not None or fetch.chunks[-1].lease is None)
+                self._deferred += fetch.is_deferred
+            job = partial(self._land, fetch)
+            return self._accelerator.lane("fetch").submit(job, after=[compute], holds=[target])
         except Exception:
-            if pending is not None:
-                pending.cancel_forward()
-            with suppress(TieredZeroError):
-                wait_all(reads)
+            _release_all(fetch.chunks)
+            if after is not None:
+                after.cancel_forward()
             raise
 
-    def _land(self, record: Record, chunks: list[_Chunk], deferred: bool) -> None:
-        """Copy each chunk to the device, on the fetch lane. Releases every lease, also when a chunk fails."""
+    def _copier(self, compute: Transfer, in_place: bool) -> StartCopy:
+        """Return what copies from an update's buffers: at once where the device's memory is the host's; else after
+        `compute`, on a lane whose jobs wait for no update, as those of the fetch lane do."""
+        copy = self._accelerator.copy
+
+        def copy_at_once(target: torch.Tensor, source: torch.Tensor) -> Transfer:
+            copy(target, source)
+            return COMPLETED
+
+        if in_place:
+            return copy_at_once
+        submit = self._accelerator.lane("write_back").submit
+        return lambda target, source: submit(partial(copy, target, source), after=[compute], holds=[target])
+
+    def _cut(self, fetch: _Fetch, spans: Sequence[tuple[int, int]], takes_buffers: bool = False) -> None:
+        """Add the chunks of `spans` (from, to), and begin to read those that have memory: pages, or staging buffers as
+        long as some are free."""
+        pages, record = fetch.pages, fetch.record
+        most = self._staging.buffer_nbytes if pages is None else fetch.target.numel()
+        for start, end in ((at, min(at + most, stop)) for begin, stop in spans for at in range(begin, stop, most)):
+            fetch.chunks.append(chunk := _Chunk(part=fetch.target[start:end], offset=start))
+            nbytes = align_up(end - start, PAGE_NBYTES)
+            if pages is not None:
+                chunk.read = self.store.read(record, pages[start : start + nbytes], start, urgent=True)
+            elif takes_buffers and (lease := self._staging.lease_nowait(nbytes, record.name)) is not None:
+                chunk.lease = lease
+                chunk.read = self.store.read(record, lease.memory, start, urgent=True)
+            else:
+                takes_buffers = False
+
+    def _land(self, fetch: _Fetch) -> None:
+        """Bring each chunk to the device, on the fetch lane. Releases every lease, also when a chunk fails."""
+        record, chunks = fetch.record, fetch.chunks
         try:
+            if fetch.update is not None:
+                self._cut(fetch, fetch.update.finish_forward())
             while chunks:
-                chunk = chunks.pop(0)
-                nbytes = align_up(chunk.part.numel(), PAGE_NBYTES)
-                lease = chunk.lease or self._staging.lease(nbytes, record.name, lane="fetch")
-                with lease:
-                    read = chunk.read or self.store.read(record, lease.memory, chunk.offset, urgent=True)
-                    with self._recorder.span("fetch", "wait_param", record.name):
-                        read.wait()
-                    with self._recorder.span("fetch", "fetch", record.name, chunk.part.numel()):
-                        self._accelerator.copy(chunk.part, lease.tensor[: chunk.part.numel()], finish=True)
+                chunk = chunks[0]
+                nbytes = chunk.part.numel()
+                if chunk.read is None:
+                    chunk.lease = self._staging.lease(align_up(nbytes, PAGE_NBYTES), record.name, lane="fetch")
+                    chunk.read = self.store.read(record, chunk.lease.memory, chunk.offset, urgent=True)
+                del chunks[0]
+                moved_nbytes = nbytes if chunk.lease else 0  # bytes that the disk moves are its own
+                with chunk.lease or nullcontext(), self._recorder.span("fetch", "fetch", record.name, moved_nbytes):
+                    with self._recorder.span("fetch", "wait_param", record.name):  # the disk works, not this lane
+                        wait_all([chunk.read])
+                    if chunk.lease is not None:
+                        self._accelerator.copy(chunk.part, chunk.lease.tensor[:nbytes], finish=True)
         finally:
             _release_all(chunks)
             with self._lock:
-                self._deferred -= deferred
+                self._deferred -= fetch.is_deferred
 
     def drain(self) -> None:
         """Wait for what the disk still moves. The lanes are idle."""

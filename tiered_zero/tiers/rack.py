@@ -34,7 +34,7 @@ logger = logging.getLogger("tiered_zero")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdoptedStore:
-    """A committed state that a store goes on with: in which directory, of which step, with which metadata."""
+    """A committed state that a store resumes from: in which directory, of which step, with which metadata."""
 
     directory: Path
     step: int
@@ -59,7 +59,7 @@ class TierRack:
         model_name: str = "",
         adopted: Mapping[tuple[str, ...], AdoptedStore] | None = None,
     ) -> None:
-        """`model_name`: for the owner files. `adopted`: swap paths -> what the store there goes on with. Raises
+        """`model_name`: for the owner files. `adopted`: swap paths -> the state it resumes from. Raises
         ConfigError, StoreError and BudgetError."""
         zero = config.zero_optimization
         stores: dict[tuple[str, ...], SwapStore] = {}

@@ -113,7 +113,7 @@ class UnitParameters:
             written = home.tier.write(home.slot, window, offset, after)
             if unit_update is None:
                 return written, None
-            unit_update.add_pending(offset, window.tensor, accelerator.copy)
+            unit_update.add_pending(offset, window.tensor)
             return written, offset
         target = as_bytes(segment.part_of(self._device_flat(segment.unit)))
         copy = accelerator.lane("write_back").submit(

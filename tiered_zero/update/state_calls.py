@@ -96,8 +96,9 @@ class TierStateOptimizer(Optimizer):
                 f"The state_dict was expected to be one of {type(self._source).__name__}, which raised "
                 f"{type(error).__name__} over it: {error}. Load the state of an optimizer of this class."
             ) from error
-        for new in saved:
-            if missing := sorted(self._source.defaults.keys() - new.keys()):
+        for group, new in zip(self.param_groups, saved, strict=True):
+            # torch's __setstate__() adds to the defaults what a class may not have as an option
+            if missing := sorted((self._source.defaults.keys() & group.keys()) - new.keys()):
                 raise ModelError(
                     f"The state_dict was expected to have every option of {type(self._source).__name__} in its param "
                     f"groups; missing: {', '.join(missing)}. Load the state of an optimizer of this class, or, from a "

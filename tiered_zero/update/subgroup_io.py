@@ -246,7 +246,7 @@ class SubGroupIO:
         for event in reversed(work.writes):  # of one lane the last comes last: the thread sleeps once
             self.wait(event, work)
         for unit_update, offset in work.pending:
-            unit_update.retire(offset, self._runtime.accelerator.copy)
+            unit_update.retire(offset)
         if work.lease is not None:
             work.lease.release()
 

@@ -27,7 +27,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 if __name__ == "__main__":  # an installed tiered_zero goes before the checkout's; this folder's io.py is not Python's
@@ -102,7 +102,8 @@ class Block(nn.Module):
         rows = self.norm(values)
         values = values + self.o(self.q(rows) + self.k(rows) + self.v(rows))
         rows = self.norm2(values)
-        return values + self.down(self.gate(rows) * self.up(rows))
+        out: torch.Tensor = values + self.down(self.gate(rows) * self.up(rows))
+        return out
 
 
 class Model(nn.Module):
@@ -223,7 +224,8 @@ class Modelled:
     def measure_launch(self) -> dict[str, float]:
         """CPU seconds a step, by thread, of what the simulation takes to launch the same kernels without the engine."""
         model = Model(self.shape).bfloat16().cuda()
-        model.head.weight.register_hook(lambda grad: threading.current_thread() and None)  # Python meets its thread
+        hook = cast(Any, model.head.weight).register_hook  # torch gives it no types
+        hook(lambda grad: threading.current_thread() and None)  # Python meets its thread
         before = {}
         for number in range(1 + self.steps):
             if number == 1:
@@ -270,6 +272,7 @@ class Modelled:
                         engine.step()
                     if number >= 2:
                         ends_s.append(time.perf_counter())
+                        assert engine.step_report is not None
                         reports.append(engine.step_report)
                 cpu_s = {
                     name: (spent_s - before.get(name, 0.0)) / self.steps for name, spent_s in thread_cpu_s().items()
