@@ -167,13 +167,19 @@ def test_checkpoints_of_devices_and_of_the_cpu_are_one(lagging_ranks: LaggingRan
 # -- what fails --------------------------------------------------------------------------------------------------------
 
 
-def reduce_alone(device: LaggingDevice, late_s: float) -> str:
-    """Rank 1 makes no reduction; rank 0 waits for its own in a call of torch's."""
-    ranks = make_collectives(3.0)
+def connect(timeout_s: float) -> tuple[Any, Any]:
+    """Return collectives and the accelerator of this rank."""
+    ranks = make_collectives(timeout_s)
     ranks.open()
     choose_device(ranks, "cuda")
     accelerator = build_accelerator("cuda")
     ranks.connect_device(accelerator)
+    return ranks, accelerator
+
+
+def reduce_alone(device: LaggingDevice, late_s: float) -> str:
+    """Rank 1 makes no reduction; rank 0 waits for its own in a call of torch's."""
+    ranks, accelerator = connect(3.0)
     text = ""
     if rank() == 0:
         bucket = torch.ones(8, device=accelerator.device)
@@ -194,6 +200,85 @@ def reduce_alone(device: LaggingDevice, late_s: float) -> str:
 def test_a_collective_that_hangs_ends_with_an_error(lagging_ranks: LaggingRanks) -> None:
     text, _ = lagging_ranks.run(reduce_alone, late_s=8.0)
     assert "within 3 s (tiered_zero.comm_timeout_s)" in text and "reduce_scatter of some gradients" in text, text
+
+
+def gather_behind_a_failure(device: LaggingDevice, order: bool) -> tuple[str, list[float]]:
+    """What comes before the first of two gathers fails on rank 1, which makes the second as well."""
+    ranks, accelerator = connect(60.0)
+
+    def read() -> None:
+        if rank() == 1:
+            raise OSError("the disk of this rank is broken")
+
+    units, gathers = [torch.full((4,), -1.0, device=accelerator.device) for _ in range(2)], []
+    for number, flat in enumerate(units):
+        shard = torch.full((2,), float(number), device=accelerator.device)
+        after = [accelerator.lane("fetch").submit(read) if number == 0 else accelerator.record_compute()]
+        gathers.append(ranks.all_gather(flat, shard, after=after, order=f"unit {number}" if order else None))
+    text = "no error"
+    try:
+        for gather in gathers[::-1] if rank() == 1 else gathers:
+            gather.wait()
+    except (OSError, RankError) as error:
+        text = str(error)
+        ranks.fail(text)
+    ranks.close()
+    accelerator.close()
+    return text, units[0].tolist()
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_a_gather_that_fails_on_one_rank_never_meets_the_next(lagging_ranks: LaggingRanks, order: bool) -> None:
+    (first, unit), (second, _) = lagging_ranks.run(gather_behind_a_failure, order=order)
+    assert second == "the disk of this rank is broken", "the second gather is not made where the first has failed"
+    assert first.startswith("Rank 1 failed") and second in first, first
+    assert 1.0 not in unit, "bytes of the second"
+
+
+def gather_other_units(device: LaggingDevice) -> tuple[str, bool]:
+    """Units of one size: without a comparison each rank would have a part of each. Returns the error, and whether no
+    byte of another rank was received."""
+    ranks, accelerator = connect(60.0)
+    flat = torch.full((4,), -1.0, device=accelerator.device)
+    shard = torch.full((2,), float(rank()), device=accelerator.device)
+    after = [accelerator.record_compute()]
+    text = "no error"
+    try:
+        accelerator.wait_on_compute(ranks.all_gather(flat, shard, after=after, order=f"block {rank()}"))
+    except RankError as error:
+        text = str(error)
+        ranks.fail(text)
+    ranks.close()
+    accelerator.close()
+    return text, float(1 - rank()) not in flat.tolist()
+
+
+def test_units_of_one_size_are_never_mixed(lagging_ranks: LaggingRanks) -> None:
+    for text, is_apart in lagging_ranks.run(gather_other_units):
+        assert "now rank 0 gathers block 0, rank 1 gathers block 1" in text, text
+        assert is_apart
+
+
+def close_beside_a_stopped_rank(device: LaggingDevice, order: bool, path: Path) -> bool:
+    """Rank 1 gathers nothing, and closes when rank 0 has closed; return whether it has before rank 1 gives up."""
+    ranks, accelerator = connect(120.0)
+    if rank() == 1:
+        deadline_s = time.monotonic() + 75
+        while not path.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+    else:
+        flat = torch.zeros(4, device=accelerator.device)
+        ranks.all_gather(flat, flat[:2], after=[accelerator.record_compute()], order="unit 1" if order else None)
+    has_closed = path.exists()
+    ranks.close()
+    accelerator.close()
+    path.touch()
+    return has_closed or rank() == 0
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_a_rank_closes_though_its_gather_hangs(lagging_ranks: LaggingRanks, order: bool, tmp_path: Path) -> None:
+    assert lagging_ranks.run(close_beside_a_stopped_rank, order=order, path=tmp_path / "closed") == [True, True]
 
 
 def raise_in_backward(device: LaggingDevice, stage: int) -> str:

@@ -89,13 +89,14 @@ RULES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 
 def train_beside_torch(swap_path: str) -> None:
     """Every rule; buckets on and off; plain, host and nvme state: bitwise torch's class under DDP, with a schedule, two
-    groups and clipping."""
+    groups and clipping. Each loads the state that it has saved."""
     nvme = {"device": "nvme", "nvme_path": swap_path}
     with group() as rank:
         settings = [
             (rule, index % 2 == 0, (None, {"device": "cpu"}, nvme)[index % 3]) for index, rule in enumerate(RULES)
         ]
         settings += [(RULES[2], buckets, offload) for buckets in (False, True) for offload in (None, nvme)]
+        settings.append((RULES[-1], False, {"device": "cpu"}))  # its defaults are not all options of its groups
         for (kind, options), buckets, offload in settings:
             plain, own = DistributedDataParallel(net()), DistributedDataParallel(net())
             reference = torch_class()(groups_of(plain), kind, parameters_as_bucket_view=buckets, **options)
@@ -121,6 +122,9 @@ def train_beside_torch(swap_path: str) -> None:
                     assert_same_state(reference.state_dict(), optimizer.state_dict())
                 elif optimizer.optim.state:
                     assert "has not been consolidated on this rank" in error_of(optimizer.state_dict, RuntimeError)
+                saved = [optimizer.state_dict() if rank == 0 else None]
+                dist.broadcast_object_list(saved)
+                optimizer.load_state_dict(saved[0])
 
 
 def assert_same_partition(reference: Any, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -233,12 +237,16 @@ def follow_the_cases_of_torch(swap_path: str) -> None:
         alone.grad = torch.ones(1)
         ZeroRedundancyOptimizer([alone], WithoutClosure, lr=0.1).step()
         assert torch.allclose(alone, torch.tensor([0.9]))
-        # a group is added; those of before stay on their ranks
+        # a group is added; those of before stay on their ranks, and keep what a scheduler has set since the last step
+        optimizer.param_groups[0]["lr"] = 0.5
+        assert optimizer.local_state_dict()["param_groups"][0]["lr"] == 0.5
+        optimizer.param_groups[0]["lr"] = 0.25
         before = [
             {id(param) for group in groups for param in group["params"]} for groups in optimizer.partition_parameters()
         ]
         added = [nn.Parameter(torch.ones(size)) for size in (9, 3, 5, 1)]
         optimizer.add_param_group({"params": added, "lr": 1.0})
+        assert [each["lr"] for each in optimizer.param_groups] == [0.25, 1.0]
         parts = optimizer.partition_parameters()
         assert all(
             ids <= {id(p) for group in groups for p in group["params"]}

@@ -17,7 +17,7 @@ import torch
 from tests.memory.child import resident_nbytes
 from tests.ranks.pool import RankPool, open_collectives
 from tiered_zero.concurrency.transfer import wait_all
-from tiered_zero.errors import RankError
+from tiered_zero.errors import RankError, TransferError
 from tiered_zero.hardware.device.lanes import Lane
 from tiered_zero.hardware.ranks import process_groups
 from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank, make_collectives
@@ -243,6 +243,39 @@ def test_a_failing_rank_ends_the_others_with_its_message(ranks: RankPool, world:
         else:
             assert text.startswith(f"RankError: Rank {which} failed, which ends the run on all {world} ranks")
             assert "the disk of this rank is full" in text
+
+
+def gather_behind_a_failure(order: bool) -> tuple[str, list[float]]:
+    """What comes before the first of two gathers fails on rank 1, which makes the second as well."""
+    group = open_collectives(120.0)
+    before = Lane("fetch", lambda work: work.job())
+
+    def read() -> None:
+        if group.rank == 1:
+            raise TransferError("the disk of this rank is broken")
+
+    units = [torch.full((4,), -1.0) for _ in range(2)]
+    gathers = []
+    for number, flat in enumerate(units):
+        after = [before.submit(read)] if number == 0 else []
+        shard = torch.full((2,), float(number))
+        gathers.append(group.all_gather(flat, shard, after=after, order=f"unit {number}" if order else None))
+    try:
+        wait_all(gathers[::-1] if group.rank == 1 else gathers)
+    except Exception as error:
+        group.fail(str(error))
+        group.close()
+        before.close()
+        return str(error), units[0].tolist()
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_a_gather_that_fails_on_one_rank_never_meets_the_next(ranks: RankPool, order: bool) -> None:
+    (first, unit), (second, _) = ranks.run(gather_behind_a_failure, 2, order)
+    assert "the disk of this rank is broken" in second, "the second gather is not made where the first has failed"
+    assert first.startswith("Rank 1 failed") and "the disk of this rank is broken" in first, first
+    assert 1.0 not in unit, "bytes of the second"
 
 
 def test_a_rank_that_ends_without_a_word_is_a_lost_connection(ranks: RankPool) -> None:

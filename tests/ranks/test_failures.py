@@ -314,7 +314,7 @@ def initialize(path: str, change: str) -> str:
     elif change == "delayed":
         config["tiered_zero"]["update"] = "delayed"
     elif change == "resume":
-        config["tiered_zero"]["checkpoint"] = {change: path}
+        config["tiered_zero"]["checkpoint"] = {change: path + "/missing"}
     elif change == "communication":
         config["communication_data_type"] = "int8"
     elif change == "data":

@@ -125,6 +125,7 @@ def hide_inputs(path: str, num_hidden: int, bucket_numel: int, slow_s: float) ->
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_hidden", "bucket_numel", "slow_s"), [(5, 4096, 0.0), (4, 2048, 0.7)])
 def test_a_rank_that_waits_for_a_bucket_gives_way_to_a_gather(
     ranks: RankPool, swap_path: Path, num_hidden: int, bucket_numel: int, slow_s: float

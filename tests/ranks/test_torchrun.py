@@ -112,7 +112,7 @@ def test_ctrl_c_ends_train_after_the_same_step(swap_path: Path) -> None:
     config["zero_optimization"] = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "swap"}}
     (swap_path / "config.json").write_text(json.dumps({**config, "steps_per_print": 1}))
     arguments = [*TRAIN, "config.json", *SMALL[:2], "--steps", "1000000", "--json"]
-    with launched(arguments, swap_path) as launch:
+    with forked(arguments, swap_path) as launch:
         launch.wait_for(lambda: "step 5:" in launch.stderr.read_text(), "fifth step")
         ranks = ranks_of(launch)
         interrupt(launch)

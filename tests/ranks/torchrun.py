@@ -18,7 +18,7 @@ from tests.ranks import launcher
 from tests.support.forked import ForkedProcess
 
 SCRIPTS = Path(__file__).parent
-DEADLINE_S = 240.0
+DEADLINE_S = 500.0
 """What has not ended by then is killed, and the test fails with its output."""
 
 
@@ -81,6 +81,8 @@ def forked(
     """As `launched` does, where only what torchrun and its ranks do after their imports is tested. `host`: of two, what
     tests/ranks/launcher.py needs to know."""
     stdout, stderr = scratch / "stdout.txt", scratch / "stderr.txt"
+    for file in (stdout, stderr):
+        file.touch()  # both may be read from now on
     command = ["-m", launcher.__name__, scratch, num_ranks, *(host or (-1, "", 0, "")), *arguments]
     process = ForkedProcess(*command, stdout=stdout, stderr=stderr, env=launcher_environment(), cwd=scratch)
     launch = Launch(process=process, stdout=stdout, stderr=stderr)

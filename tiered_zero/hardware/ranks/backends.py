@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -9,6 +11,10 @@ from tiered_zero.errors import ConfigError
 
 HOST_BACKEND = "gloo"
 """Carries control, and bytes in host memory."""
+
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""(output, input, group) of one tensor each. torch 2.13 has given `all_gather_into_tensor` this name, and warns of the
+old one, which is the only one in 2.11 and 2.12."""
 
 
 def device_backend(device: torch.device) -> str:

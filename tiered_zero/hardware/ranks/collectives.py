@@ -19,12 +19,7 @@ from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.ranks.backends import HOST_BACKEND
 from tiered_zero.hardware.ranks.collective_transfer import RankTraffic
-from tiered_zero.hardware.ranks.launcher import (
-    is_initialized,
-    launched_world_size,
-    network_interface,
-    world_size_here,
-)
+from tiered_zero.hardware.ranks.launcher import is_initialized, launched_world_size, network_interface, world_size_here
 from tiered_zero.hardware.ranks.process_groups import ProcessGroups
 from tiered_zero.telemetry.spans import Recorder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -17,6 +18,8 @@ from tiered_zero.hardware.device.lanes import THIS_THREAD
 from tiered_zero.hardware.ranks.collective_transfer import POLL_S, DeviceCollective
 from tiered_zero.hardware.ranks.rank_failures import RankFailures
 
+logger = logging.getLogger("tiered_zero")
+
 
 @dataclass(kw_only=True)
 class _Watched:
@@ -30,7 +33,8 @@ class _Watched:
 @final
 class DeviceWatch:
     """A thread that ends the device's groups where one of their collectives takes longer than the timeout, or where
-    another rank has failed: streams, and the host that waits for them, go on, and the next call raises the error."""
+    another rank has failed: streams, and the host that waits for them, go on, and the next call raises the error. It is
+    logged at once, for a program that calls nothing more."""
 
     def __init__(self, device: torch.device, failures: RankFailures, timeout_s: float, end: Callable[[], None]) -> None:
         """`end`: frees whatever hangs in the groups."""
@@ -67,7 +71,14 @@ class DeviceWatch:
         while self._wait_for_work():
             try:
                 self._look()
-            except RankError:
+            except Exception as error:
+                if not isinstance(error, RankError):  # of the device: every question to it raises from now on
+                    self._failures.post(f"{type(error).__name__}: {error}")
+                logger.error(
+                    "The collectives of %s were ended, so values that it computes from here on are undefined, and the "
+                    "run cannot go on: %s",
+                    self._device, error,
+                )  # fmt: skip
                 self._end()
                 return
 

@@ -7,6 +7,8 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from tiered_zero.hardware.ranks.backends import all_gather_single
+
 
 @final
 class ModelParallelRanks:
@@ -20,7 +22,7 @@ class ModelParallelRanks:
         """Return the parts of all ranks in their order, [size * n]. `part`: [n], as long on each rank."""
         whole = part.new_empty(len(part) * self.size)
         # as bytes: not every backend has every dtype
-        dist.all_gather_into_tensor(whole.view(torch.uint8), part.view(torch.uint8), group=self._group)
+        all_gather_single(whole.view(torch.uint8), part.view(torch.uint8), group=self._group)
         return whole
 
 

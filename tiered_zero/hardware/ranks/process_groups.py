@@ -7,10 +7,11 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from enum import Enum, auto
+from functools import partial
 from typing import Any, final
 from zlib import crc32
 
@@ -21,7 +22,8 @@ from tiered_zero.concurrency.transfer import Transfer, wait_all
 from tiered_zero.errors import RankError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.device.lanes import DeviceMarker, Lane, Work
-from tiered_zero.hardware.ranks.backends import HOST_BACKEND
+from tiered_zero.hardware.ranks import host_collectives
+from tiered_zero.hardware.ranks.backends import HOST_BACKEND, all_gather_single
 from tiered_zero.hardware.ranks.collective_transfer import (
     CollectiveTransfer,
     DeviceCollective,
@@ -31,7 +33,7 @@ from tiered_zero.hardware.ranks.collective_transfer import (
 from tiered_zero.hardware.ranks.device_collectives import DeviceCollectives
 from tiered_zero.hardware.ranks.launcher import network_interface
 from tiered_zero.hardware.ranks.rank_failures import CollectiveCall, RankFailures
-from tiered_zero.hardware.ranks.rank_order import ORDER_NBYTES, add_in_order, compare_order, split_rows
+from tiered_zero.hardware.ranks.rank_order import ORDER_NBYTES, compare_order, split_rows
 from tiered_zero.telemetry.spans import Recorder
 
 logger = logging.getLogger("tiered_zero")
@@ -77,30 +79,6 @@ class _SharedNotices(logging.Filter):
         return record.levelno >= logging.ERROR or self._rank == 0
 
 
-def _wait_each(started: Iterable[Any]) -> None:
-    """Wait until every one of `started`, works of torch.distributed, has left its memory; raise the first error."""
-    errors: list[Exception] = []
-    for work in list(started):
-        try:
-            work.wait()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-
-
-def _exchange_parts(
-    parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int, group: Any
-) -> Iterator[Any]:
-    """Start to send each other rank its part, and to receive what it has of this rank's."""
-    for other, part in enumerate(received):
-        if other != rank and part.numel():
-            yield dist.irecv(part, group_src=other, group=group)
-    for other, part in enumerate(parts):
-        if other != rank and part.numel():
-            yield dist.isend(part, group_dst=other, group=group)
-
-
 @final
 class ProcessGroups:
     """Rank `rank` of `world_size`: `Collectives` of CPU tensors over three gloo groups of its own, and of tensors on a
@@ -109,13 +87,6 @@ class ProcessGroups:
     Driver thread, but for the lanes inside. A rank that fails calls `fail`: it posts its message to the store and
     closes its groups, and every other rank raises RankError with the message, at most seconds later. A rank that is
     stopped is found by the timeout.
-
-    [Note: Collectives by owner] A gather is a broadcast of each rank's shard, a reduction a message of each part to the
-    rank that owns it, which adds them up in rank order: all of a call are under way at once. Parts may differ in size,
-    each moves from and to where it rests, and as many bytes pass as in a ring. gloo's all_gather and reduce_scatter
-    copy the whole aside first: of 64 MiB at 4 ranks on one host the gather took 235 ms and 64 MiB more, the broadcasts
-    58 ms and nothing. gloo's reduce adds in an order that depends on where an element lies in the tensor, and took 2 to
-    8 times the processor time for 1 MiB at 2 to 4 ranks, and 1.1 to 2 times for 16 MiB.
     """
 
     def __init__(self, timeout_s: float, gather_numel: int) -> None:
@@ -129,7 +100,7 @@ class ProcessGroups:
         self._lanes: dict[str, Lane] = {}
         self._device: DeviceCollectives | None = None
         self._last: dict[str, CollectiveTransfer] = {}
-        """The last collective of each lane."""
+        """The last collective of each lane. [Note: Gathers that meet]"""
         self._phase = _Phase.NEW
         self._why_closed = "its engine was closed"
         self._caught: threading.Timer | None = None
@@ -138,10 +109,8 @@ class ProcessGroups:
 
     def open(self) -> None:
         try:
-            with network_interface():
-                for name in GROUPS:
-                    timeout = timedelta(seconds=self._timeout_s)
-                    self._groups[name] = dist.new_group(backend=HOST_BACKEND, timeout=timeout)
+            for name in GROUPS:
+                self._open_group(name)
             run = f"tiered_zero/{_next_run(self._groups['control'])}"
         except RuntimeError as error:
             raise RankError(
@@ -159,6 +128,13 @@ class ProcessGroups:
         if accelerator.device.type != "cpu":
             self._device = DeviceCollectives(accelerator, self._waits, self.rank, self.world_size, self._timeout_s)
             self._device.open(self._count)
+            self._open_group("order")
+            self._lanes["order"] = Lane(f"rank {self.rank} order", _launch)
+
+    def _open_group(self, name: str) -> None:
+        with network_interface():
+            timeout = timedelta(seconds=self._timeout_s)
+            self._groups[name] = dist.new_group(backend=HOST_BACKEND, timeout=timeout)
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -177,22 +153,18 @@ class ProcessGroups:
         assert rows[self.rank].numel() == shard.numel(), "the part is this rank's"
         self.traffic.gathered_nbytes += flat.nbytes
         if not flat.is_cpu:
-            return self._on_device.all_gather(flat, rows, shard, what, self._count("all_gather"), after, order)
+            call = self._count("all_gather")
+            if order is not None:
+                compare = partial(compare_order, order, self._groups.get("order"), self.world_size)
+                after = [*after, self._submit("order", what, compare)]
+            return self._on_device.all_gather(flat, rows, shard, what, call, after)
         group = self._groups.get("all_gather")
         part_numel = max(1, self._gather_numel // self.world_size)
 
         def gather() -> None:
             if order is not None:
                 compare_order(order, group, self.world_size)
-            if rows[self.rank].data_ptr() != shard.data_ptr():
-                rows[self.rank].copy_(shard)
-            for start in range(0, max(row.numel() for row in rows), part_numel):
-                parts = [row[start : start + part_numel].view(torch.uint8) for row in rows]  # gloo takes few dtypes
-                _wait_each(
-                    dist.broadcast(part, group_src=owner, group=group, async_op=True)
-                    for owner, part in enumerate(parts)
-                    if part.numel()
-                )
+            host_collectives.gather(rows, shard, self.rank, part_numel, group)
 
         return self._submit("all_gather", what, gather, flat.nbytes, after)
 
@@ -214,16 +186,8 @@ class ProcessGroups:
             return self._on_device.reduce_scatter(bucket, rows, room, what, self._count("reduce_scatter"), after)
         group = self._groups.get("reduce_scatter")
 
-        def reduce() -> None:
-            for start in range(0, max(row.numel() for row in rows), part_numel):
-                parts = [row[start : start + part_numel] for row in rows]
-                own_numel = parts[self.rank].numel()
-                received = [room[other * part_numel :][:own_numel] for other in range(self.world_size - 1)]
-                received.insert(self.rank, parts[self.rank])
-                _wait_each(_exchange_parts(parts, received, self.rank, group))
-                add_in_order(received, parts[self.rank])
-
-        return self._submit("reduce_scatter", what, reduce, bucket.nbytes, after)
+        job = partial(host_collectives.reduce, rows, room, self.rank, part_numel, group)
+        return self._submit("reduce_scatter", what, job, bucket.nbytes, after)
 
     def wait_reduced(self, reduction: Transfer) -> bool:
         assert isinstance(reduction, (CollectiveTransfer, DeviceCollective)), "reduce_scatter has returned it"
@@ -268,7 +232,7 @@ class ProcessGroups:
         group = self._groups.get("control")
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         out = torch.empty(self.world_size * own.numel(), dtype=torch.uint8)
-        return self._submit("control", what, lambda: dist.all_gather_single(out, own, group=group)), out
+        return self._submit("control", what, lambda: all_gather_single(out, own, group=group)), out
 
     def _submit(
         self,
@@ -280,10 +244,18 @@ class ProcessGroups:
         kind: str = "",
     ) -> CollectiveTransfer:
         """`nbytes`: that this rank hands over. `after`: what comes before, on which no time is counted. `kind`: where a
-        group has collectives that do not meet."""
+        group has collectives that do not meet.
+
+        [Note: Gathers that meet] The n-th gather of a rank meets the n-th of the others, and takes its bytes: a gather
+        whose order is not compared has no name. So where one fails on a rank, as a fetch before it does, none after it
+        is made there: it would meet the one that failed. The same holds of reductions, on the host and on a device. The
+        others wait until this rank posts its error.
+        """
         call = self._count(name, kind)
         transfer = CollectiveTransfer(self._waits, call, f"{name} of {what}")
-        timed = nullcontext() if name == "control" else self.recorder.span(name, name, what, nbytes)
+        timed = self.recorder.span(name, name, what, nbytes) if nbytes else nullcontext()
+        if name != "control" and name in self._last:
+            after = [*after, self._last[name]]
 
         def run() -> None:
             try:
@@ -349,13 +321,16 @@ class ProcessGroups:
             self.fail(f"{type(uncaught).__name__}: {uncaught}")
         if self._phase is _Phase.FAILED and self.failures.found is None:
             self.failures.wait_known(LINGER_S)
+        others_close = False
         if self._phase is _Phase.OPEN and self.failures.found is None:
             with suppress(Exception):
                 transfer, _ = self._start_gather_bytes(_packed(_CLOSED, b""), "the end of the run")
-                if not transfer.wait_at_most(LINGER_S):  # for those that wait in a gather
+                if not (others_close := transfer.wait_at_most(LINGER_S)):  # for those that wait in a gather
                     self.failures.post("it has closed its engine, or ended, while others go on")
         self._close_groups()
         if self._device is not None:
+            if not others_close:
+                self._device.abort()  # what hangs there would be waited for
             self._device.close()
         self._close_lanes()
         self._phase = _Phase.CLOSED

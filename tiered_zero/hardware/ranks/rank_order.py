@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tiered_zero.errors import RankError
+from tiered_zero.hardware.ranks.backends import all_gather_single
 
 ORDER_NBYTES = 256
 """What ranks compare of the order of a gather: a digest, and as much of its text as there is room for. The names of
@@ -38,7 +38,7 @@ def compare_order(order: str, group: Any, world_size: int) -> None:
     message = sha256(order.encode()).digest() + order.encode()
     own = torch.frombuffer(bytearray(message[:ORDER_NBYTES].ljust(ORDER_NBYTES)), dtype=torch.uint8)
     out = torch.empty(world_size * ORDER_NBYTES, dtype=torch.uint8, device="cpu")
-    dist.all_gather_single(out, own, group=group)
+    all_gather_single(out, own, group=group)
     found = [bytes(message.tolist()) for message in out.view(world_size, -1)]
     if len(set(found)) > 1:
         texts = [message[sha256().digest_size :].decode(errors="replace").strip() for message in found]
