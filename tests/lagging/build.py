@@ -70,11 +70,12 @@ def _locked(folder: Path) -> Iterator[Path]:
 
 
 def _key() -> str:
-    """Of everything that the library depends on."""
+    """Of everything that the library depends on; where torch lies is not of it: a new environment compiles nothing."""
     compiler = find_compiler()
     assert compiler is not None, why_not()
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    digest = hashlib.sha256(f"{torch.__version__} {torch.__file__} {version} {FLAGS}".encode())
+    built = f"{torch.__version__} {torch.version.git_version} {torch.__config__.show()}"
+    digest = hashlib.sha256(f"{built} {version} {FLAGS}".encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]

@@ -24,7 +24,7 @@ from typing import Any
 
 from tests.support.forked import fork_context
 
-DEADLINE_S = 240.0
+DEADLINE_S = 500.0
 """A body that takes longer is ended, and its test fails with the stacks of all its threads. A test of two bodies ends
 so before pytest's own limit comes."""
 

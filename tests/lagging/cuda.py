@@ -96,6 +96,39 @@ class _Runtime:
         return 0 if self._library.lagging_unpin(address) else 713  # not registered
 
 
+class Event(torch.Event):
+    """As `torch.cuda.Event`, takes the streams of `torch.cuda` alone. `sleeps`: so does a thread that waits for it; one
+    that waits for a `torch.Event` spins, whatever its arguments are."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> Event:
+        event = super().__new__(cls, enable_timing=enable_timing)
+        event.sleeps = blocking
+        return event
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        super().record(_own(stream))
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        super().wait(_own(stream))
+
+
+class Stream(torch.Stream):
+    """What `torch.cuda` returns, in place of its own."""
+
+
+def _own(stream: torch.Stream | None) -> torch.Stream:
+    if stream is None:
+        return _current_stream()
+    if not isinstance(stream, Stream):
+        raise TypeError(f"torch.cuda.Event reads the memory of a torch.cuda.Stream; found a {type(stream)}")
+    return stream
+
+
+def _current_stream(device: Any = None) -> Stream:
+    stream = torch.accelerator.current_stream(device)
+    return Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
 def _private_pools(library: ctypes.CDLL) -> dict[str, Any]:
     """What `torch.cuda` has of private pools: those of what a thread allocates in the block."""
     numbers = itertools.count(1)
@@ -145,9 +178,9 @@ def _replace_functions(library: ctypes.CDLL) -> None:
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
         "synchronize": accelerator.synchronize,
-        "Stream": torch.Stream,
-        "Event": torch.Event,
-        "current_stream": accelerator.current_stream,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": _current_stream,
         "default_stream": lambda device=None: torch.Stream(device=device, stream_id=0, device_type=1),
         "set_stream": accelerator.set_stream,
         "is_current_stream_capturing": lambda: False,

@@ -7,6 +7,7 @@ import torch
 
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
+from tiered_zero.hardware.device.cuda import CudaAccelerator
 
 LATE_S = 0.03
 """Of a kernel, where only its order or its length is asked for."""
@@ -206,3 +207,15 @@ def test_the_host_dies_of_touching_device_memory(lagging):
     outcome = lagging.outcome(read_on_the_host)
     assert outcome.error == "exit -11" and "read_on_the_host" in outcome.traceback
     assert lagging.run(answer) == 4.0, "the next body has a new process"
+
+
+@on_device
+def test_a_thread_that_waits_for_the_device_sleeps(device: LaggingDevice):
+    """torch.Event has an argument for it, and CUDA's leaves that out."""
+    accelerator = CudaAccelerator(torch.device("cuda"))
+    on_lane = accelerator.lane("fetch").submit(lambda: None)
+    on_lane.wait()
+    for transfer in (accelerator.record_compute(), on_lane):
+        assert transfer.marker.event.sleeps
+        accelerator.wait_on_compute(transfer)
+    accelerator.close()

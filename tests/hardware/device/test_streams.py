@@ -33,21 +33,23 @@ class Stream:
     def __exit__(self, *_):
         self.current.stream = self.before
 
-    def wait_event(self, event):
-        self.calls.append(f"{self.name} waits for {event.where}")
-
     def synchronize(self):
         self.calls.append(f"{self.name} synchronize")
 
 
 class Marker:
-    def __init__(self, device, blocking=False):
-        assert blocking and device == Stream.device
+    """An event, of torch.cuda's if it has no device."""
+
+    def __init__(self, device=None, blocking=False):
+        assert device == Stream.device or (device is None and blocking)
         self.where, self.complete = None, False
 
     def record(self, stream):
         self.where = f"{stream.name} {len(stream.calls)}"
         stream.calls.append(f"record {self.where}")
+
+    def wait(self, stream):
+        stream.calls.append(f"{stream.name} waits for {self.where}")
 
     def query(self):
         return self.complete
@@ -145,7 +147,8 @@ def accelerator(two_devices, monkeypatch, runtime, current):
         yield
         current.device = before
 
-    fakes = {"device": on, "cudart": lambda: runtime, "CudaError": lambda code: f"error {code}"}
+    fakes = {"device": on, "cudart": lambda: runtime, "CudaError": lambda code: f"error {code}", "Event": Marker}
+    fakes["current_stream"] = torch.accelerator.current_stream
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     accelerator = CudaAccelerator(torch.device("cuda"))

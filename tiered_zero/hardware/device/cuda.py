@@ -33,6 +33,14 @@ class CudaAccelerator(StreamAccelerator):
         super().__init__(device, poison)
         self._unit_pool: torch.cuda.MemPool | None = None
 
+    def _current_stream(self) -> torch.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def _new_event(self) -> torch.Event:
+        """Make an event whose waiter sleeps, for the update needs the core: torch.Event has that argument, and leaves
+        it out here (of c10::EventFlag 2.13 has timing alone), so that its waiter spins."""
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
     def unit_memory(self) -> AbstractContextManager[None]:
         if self._unit_pool is None:
             with torch.cuda.device(self.device):

@@ -57,13 +57,13 @@ class StreamAccelerator(Accelerator):
             # that runs ahead of the device would take new memory at each fetch. Every free is ordered by an event.
             with stream:
                 for earlier in work.after:
-                    _order(stream, earlier)
+                    self._order(earlier)
                 try:
                     work.job()
                 except Exception:
                     stream.synchronize()  # a failed job leaves nothing in flight
                     raise
-                return EventMarker(stream)
+                return self._mark()
 
         return Lane(name, launch)
 
@@ -89,16 +89,35 @@ class StreamAccelerator(Accelerator):
         return self.record()
 
     def record(self) -> LaneTransfer:
-        return LaneTransfer(EventMarker(torch.accelerator.current_stream(self.device)))
+        return LaneTransfer(self._mark())
 
     def wait_on_compute(self, transfer: Transfer) -> None:
         if THIS_THREAD.is_lane:
             raise on_lane_error("wait_on_compute()")
         if isinstance(transfer, LaneTransfer):
             transfer.check_launched()
-            _order(torch.accelerator.current_stream(self.device), transfer)
+            self._order(transfer)
         else:
             transfer.wait()
+
+    def _current_stream(self) -> torch.Stream:
+        """Return the calling thread's stream, as this device's events take it."""
+        return torch.accelerator.current_stream(self.device)
+
+    def _new_event(self) -> torch.Event:
+        """Make an event for the host to wait for."""
+        return torch.Event(self.device)
+
+    def _mark(self) -> EventMarker:
+        """Record an event on the calling thread's stream."""
+        event = self._new_event()
+        event.record(self._current_stream())
+        return EventMarker(event)
+
+    def _order(self, transfer: Transfer) -> None:
+        """Order what the calling thread launches from now on after `transfer`, which was launched. Does not block."""
+        if isinstance(transfer, LaneTransfer) and isinstance(transfer.marker, EventMarker):
+            transfer.marker.event.wait(self._current_stream())
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
         target.data.copy_(source.data, non_blocking=True)  # .data: see poison()
@@ -151,12 +170,11 @@ def _no() -> bool:
 
 @final
 class EventMarker:
-    """An event, recorded on `stream`. The host waits for it once, however many threads wait, and not at all once it is
+    """An event that was recorded. The host waits for it once, however many threads wait, and not at all once it is
     seen to be complete: a unit's gradients are waited for to make room for others, and by the update."""
 
-    def __init__(self, stream: torch.Stream) -> None:
-        self.event = torch.Event(stream.device, blocking=True)  # waiting for it sleeps: the update needs the core
-        self.event.record(stream)
+    def __init__(self, event: torch.Event) -> None:
+        self.event = event
         self._waiting = threading.Lock()
         self._is_complete = False
 
@@ -171,9 +189,3 @@ class EventMarker:
             if not self.query():
                 self.event.synchronize()
                 self._is_complete = True
-
-
-def _order(stream: torch.Stream, transfer: Transfer) -> None:
-    """Order what is launched on `stream` from now on after `transfer`, which was launched. Does not block."""
-    if isinstance(transfer, LaneTransfer) and isinstance(transfer.marker, EventMarker):
-        stream.wait_event(transfer.marker.event)
