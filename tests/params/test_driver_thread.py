@@ -1,18 +1,22 @@
 """One thread at a time: a second one is refused, and what the first does is not disturbed."""
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import FAR, tiered, train
+from tiered_zero.params.driver_thread import DriverThread
 
 
 class Waiting(nn.Module):
-    """Its forward waits inside until it is released."""
+    """Its forward waits inside until it is released, and so does its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,9 +26,29 @@ class Waiting(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x * self.scale)
-        self.inside.set()
-        assert self.release.wait(300)
+        self.wait()
+        if x.requires_grad:
+            x.register_hook(self.wait)
         return self.second(x).sum()
+
+    def wait(self, *_: object) -> None:
+        if threading.current_thread().name != "second":  # which is refused
+            self.inside.set()
+            assert self.release.wait(300)
+
+    @contextmanager
+    def held(self, call: Callable[[], object]) -> Iterator[None]:
+        """While the block runs, a thread is inside of `call`."""
+        self.release.clear()
+        self.inside.clear()
+        thread = threading.Thread(target=call, name="first")
+        thread.start()
+        try:
+            assert self.inside.wait(300)
+            yield
+        finally:
+            self.release.set()
+            thread.join()
 
 
 X = torch.ones(2, 4)
@@ -42,7 +66,7 @@ CALLS = {
     "state_dict": lambda engine: engine.module.state_dict(),
     "gathered": lambda engine: tiered_zero.gathered(engine.module).__enter__(),
     "load_state_dict": lambda engine: engine.module.load_state_dict({}, strict=False),
-    "a parameter": lambda engine: engine.module.second.weight.sum(),
+    "a parameter": lambda engine: engine.module.first.weight.sum(),
 }
 
 
@@ -61,33 +85,108 @@ def in_thread(call) -> BaseException | None:
     return failures[0] if failures else None
 
 
-@pytest.mark.parametrize("way", ["engine", "module", "submodule"])
+WAYS = {
+    "engine": lambda engine: engine.backward(engine(X)),
+    "module": lambda engine: engine.backward(engine.module(X)),
+    "submodule": lambda engine: engine.backward(nn.Sequential(engine.module)(X)),
+    "engine.backward": lambda engine: engine.backward(engine.module.loss),
+    "loss.backward": lambda engine: engine.module.loss.backward(),
+    "autograd.grad": lambda engine: engine.backward(
+        engine(X) * torch.autograd.grad(engine.module.loss, list(engine.module.parameters()))[0].sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_second_thread_is_refused_while_the_first_is_inside(way, swap_path):
-    """Every entry; the first thread's forward goes on with its own bits."""
-    model = Waiting()
-    model.release.set()
-    with tiered(model, swap_path, clipping=0.5) as engine:
-        expected = engine(X).detach()
-        model.release.clear()
-        model.inside.clear()
-        found: list[torch.Tensor] = []
-        call = {"engine": engine, "module": model, "submodule": nn.Sequential(model)}[way]
-        first = threading.Thread(target=lambda: found.append(call(X).detach()), name="first")
-        first.start()
-        assert model.inside.wait(300)
-        errors = {name: in_thread(lambda call=call: call(engine)) for name, call in CALLS.items()}
+    """Every entry; what the first thread does goes on with its own bits."""
+    runs = []
+    for calls in ({}, CALLS):
+        torch.manual_seed(0)
+        model = Waiting()
         model.release.set()
-        first.join()
-        for name, error in errors.items():
-            if name == "a parameter":
-                assert isinstance(error, tiered_zero.ParameterOffloadedError)
-            else:
-                assert isinstance(error, tiered_zero.ModelError) and "'second'" in str(error), (name, error)
-                assert "'first'" in str(error) and "lock" in str(error)
-        assert torch.equal(found[0], expected)
-        for _ in range(2):
-            engine.backward(engine(X))
+        with tiered(model, swap_path, clipping=0.5) as engine:
+            model.loss, others = engine(X), [engine(X), engine(X)]
+            calls = calls and calls | {
+                "loss.backward": lambda _, loss=others[0]: loss.backward(),
+                "autograd.grad": lambda _, loss=others[1], bias=model.first.bias: torch.autograd.grad(loss, bias),
+            }
+            with model.held(lambda engine=engine: WAYS[way](engine)):
+                errors = {name: in_thread(lambda call=call: call(engine)) for name, call in calls.items()}
             engine.step()
+            train(engine, lambda _: (X,), 2)
+            runs.append(model.state_dict())
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
+    for name, error in errors.items():
+        if name == "a parameter":
+            assert isinstance(error, tiered_zero.ParameterOffloadedError)
+        else:
+            assert isinstance(error, tiered_zero.ModelError) and "'second'" in str(error), (name, error)
+            assert "'first'" in str(error) and "lock" in str(error)
+
+
+def test_nothing_is_left_of_a_gradient_that_is_refused(swap_path):
+    """Of one layer autograd needs no weight: a gradient is the first that is heard of its backward."""
+    runs = []
+    for disturbs in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4))
+        with tiered(model, swap_path, clipping=0.5) as engine:
+            loss, other = engine(X).sum(), engine(X).square().sum()
+            if disturbs:
+                with tiered_zero.gathered(model):
+                    assert isinstance(in_thread(other.backward), tiered_zero.ModelError)
+            engine.backward(loss)
+            engine.step()
+            runs.append(model.state_dict())
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+def test_a_second_load_is_refused_and_the_first_is_kept(swap_path):
+    runs = []
+    for disturbs in (False, True):
+        torch.manual_seed(0)
+        model = Waiting()
+        model.release.set()
+        with tiered(model, swap_path, clipping=0.5) as engine:
+            state = {name: value * 2 for name, value in model.state_dict().items()}
+            model.second.register_load_state_dict_pre_hook(model.wait)
+            with model.held(lambda model=model, state=state: model.load_state_dict(state)):
+                if disturbs:
+                    error = in_thread(lambda model=model: model.first.load_state_dict({}, strict=False))
+                    assert isinstance(error, tiered_zero.ModelError)
+            train(engine, lambda _: (X,), 1)
+            runs.append(model.state_dict())
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("begin", ["engine.backward", "loss.backward"])
+def test_a_thread_of_autograd_works_for_the_one_that_waits(begin, swap_path):
+    """Autograd runs checkpoints that are deeper than 60 inside of each other on threads of its own."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Waiting()
+            self.threads: set[threading.Thread] = set()
+
+        def forward(self, x: torch.Tensor, depth: int = 70) -> torch.Tensor:
+            if depth:
+                return checkpoint(self.forward, x, depth - 1, use_reentrant=True)
+            if torch.is_grad_enabled():
+                self.threads.add(threading.current_thread())
+            return self.layer(x)
+
+    model = Deep()
+    model.layer.release.set()
+    with tiered(model, swap_path, clipping=0.5) as engine:
+        loss = engine(X.clone().requires_grad_())
+        with model.layer.held(lambda: engine.backward(loss) if begin == "engine.backward" else loss.backward()):
+            error = in_thread(lambda: engine(X))
+            assert isinstance(error, tiered_zero.ModelError) and "'first'" in str(error)
+        engine.step()
+        assert [thread.name for thread in model.threads] != ["first"]
+        assert model.layer.second.weight.grad is None and engine.global_steps == 1
 
 
 @pytest.mark.parametrize("placement", FAR, ids="-".join)
@@ -122,6 +221,32 @@ def test_one_thread_after_another_is_fine(swap_path):
         with tiered_zero.gathered(engine.module.norm):
             assert isinstance(in_thread(lambda: engine(*batch(0))), tiered_zero.ModelError)
         assert in_thread(lambda: engine(*batch(0))) is None
+
+
+def test_a_thread_that_ended_inside_is_let_go_once():
+    """Another thread lets it go, and enters, while this one looks."""
+    driver, done = DriverThread(), threading.Event()
+
+    class Ended(threading.Thread):
+        def is_alive(self) -> bool:
+            if not seen:
+                seen.append(True)
+                other.start()
+                assert entered.wait(300)
+            return False
+
+    def enter() -> None:
+        driver.enter("other")
+        entered.set()
+        assert done.wait(300)
+
+    seen: list[bool] = []
+    entered, other = threading.Event(), threading.Thread(target=enter, name="other")
+    driver._inside["thread"] = Ended()
+    with pytest.raises(tiered_zero.ModelError, match="'other'"):
+        driver.enter("this")
+    done.set()
+    other.join()
 
 
 def test_a_thread_that_died_inside_bars_nobody(swap_path):

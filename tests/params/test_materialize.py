@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -371,7 +372,7 @@ def test_a_directory_and_an_index_mean_the_files_of_a_model(tmp_path: Path) -> N
         (["pytorch_model.bin"], "", "found pytorch_model.bin; .* are pickles, which are not read"),
         ([], "", "found nothing"),
         (["x.safetensors.index.json"], "", r'expected {"weight_map": {tensor: file}} in .*x.safetensors.index.json'),
-        ([], "absent.safetensors", "absent.safetensors cannot be read as safetensors"),
+        ([], "absent.safetensors", "absent.safetensors cannot be read as safetensors .* Name safetensors files"),
     ],
 )
 def test_a_directory_that_does_not_say_its_files_is_refused(
@@ -381,6 +382,23 @@ def test_a_directory_that_does_not_say_its_files_is_refused(
         (tmp_path / name).write_text("[]")
     with pytest.raises(ModelError, match=text):
         initialized(on_meta(gpt2), weights=str(tmp_path / path))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_fifo_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelError, match=f"{name}.* is a FIFO; expected a file"):
+        initialized(on_meta(gpt2), weights=str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["nested", "huge", "name"])
+def test_an_index_that_no_model_has_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text("[" * 100_000 if kind == "nested" else json.dumps({"weight_map": {"a": "x" * 5000}}))
+    if kind == "huge":
+        os.truncate(path, 1 << 40)
+    with pytest.raises(ModelError, match=f"expected .* in {path}; .*Name the files themselves"):
+        initialized(on_meta(gpt2), weights=str(tmp_path))
 
 
 def test_a_file_that_an_index_names_is_expected_beside_it(tmp_path: Path) -> None:
@@ -432,6 +450,11 @@ def test_files_that_do_not_fit_are_refused_and_the_model_stays_as_it_is(tmp_path
     (tmp_path / "broken.safetensors").write_bytes(b"no such thing")
     for model, path, text in (
         (on_meta(gpt2), partly, r"found none for transformer\.h\.1\.ln_1\.weight, .* and 7 more\. Name the file"),
+        (
+            on_meta(lambda: nn.Sequential(nn.Linear(4, 4))),
+            other,
+            r"found none for 0\.weight, 0\.bias, and without use bias, weight\. .* transformers rewrites: ",
+        ),
         (
             on_meta(lambda: nn.Linear(4, 4)),
             other,

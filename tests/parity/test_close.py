@@ -15,6 +15,7 @@ from tests.parity.test_optimizers import WHOLE
 from tests.support.inspection import delay_from_now_on, stepper, units_on_device
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import Plain, adamw, same_bits, tiered, train
+from tiered_zero.errors import ModelError, ParameterOffloadedError
 
 RESIDENT_NUMEL = 200
 """Parameters with fewer elements rest on the device: norms and biases of every block, in sub-groups with others."""
@@ -102,3 +103,26 @@ def test_an_update_under_way_drops_what_it_has_read(swap_path: Path, monkeypatch
     engine.close()
     assert len(numel) == 1
     assert not any(swap_path.iterdir())
+
+
+def test_a_graph_outlives_its_engine_where_the_weights_do(swap_path: Path) -> None:
+    plain = Plain(build(), adamw)
+    plain(*data(0, 0)).backward()
+    engine = tiered(build(), swap_path, ("none", "nvme"), adamw)
+    loss, model = engine(*data(0, 0)), engine.module
+    engine.close()
+    loss.backward()
+    expected = {name: param.grad for name, param in plain.module.named_parameters() if param.grad is not None}
+    found = dict(model.named_parameters())
+    assert all(same_bits(grad, found[name].grad) for name, grad in expected.items()) and len(expected) > 10
+    engine = tiered(build(), swap_path, ("none", "nvme"), adamw)
+    loss = engine(*data(0, 0))
+    train(engine, partial(data, 0), 1)
+    engine.close()
+    with pytest.raises(ModelError, match="have changed since"):
+        loss.backward()
+    engine = tiered(build(), swap_path, ("nvme", "nvme"), adamw)
+    loss = engine(*data(0, 0))
+    engine.close()
+    with pytest.raises(ParameterOffloadedError, match="an engine that is closed"):
+        loss.backward()

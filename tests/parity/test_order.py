@@ -56,7 +56,7 @@ class Gate(nn.Module):
         return x + self.linear(x).tanh()
 
 
-@pytest.mark.timeout(30, method="thread")  # which ends a process that hangs for good
+@pytest.mark.timeout(300, method="thread")  # which ends a process that hangs for good
 def test_what_the_next_step_needs_does_not_stand_in_the_way_of_backward(swap_path):
     """With one sub-group for all no update that begins in backward can end there; units that wait for theirs are
     expected next, while backward still needs one that nobody expected."""

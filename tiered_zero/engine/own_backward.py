@@ -13,7 +13,7 @@ from tiered_zero.concurrency.interrupts import INTERRUPTS, protected
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.reducer import GradientReducer
 from tiered_zero.hardware.ranks.collectives import Collectives
-from tiered_zero.params.driver_thread import Phase
+from tiered_zero.params.driver_thread import BACKWARD, Phase
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.visible_gradients import VisibleGradients
 
@@ -45,15 +45,21 @@ class OwnBackward:
 
     def notice(self) -> None:
         """Begin to follow the backward that runs, unless it is the engine's or is followed. Called before a parameter
-        is fetched and when a gradient comes."""
-        phase = self._phase
-        if torch._C._current_graph_task_id() == -1:
-            if phase.has_own_backward:  # an exception has ended it; the next call drops the step
-                phase.has_own_backward = False
+        is fetched and when a gradient comes. Raises ModelError while another thread is inside the engine."""
+        phase, driver, task = self._phase, self._pager.driver, torch._C._current_graph_task_id()
+        if task == -1:
+            if phase.has_own_backward and not driver.is_other():
+                phase.has_own_backward = False  # an exception has ended it; the next call drops the step
                 self._pager.end_pass()
             return
-        if phase.now is Phase.BACKWARD or (self._ending is not None and self._ending() is not None):
+        if task == phase.task:
             return
+        driver.check(BACKWARD)
+        if phase.now is Phase.BACKWARD or (self._ending is not None and self._ending() is not None):
+            phase.task = task
+            return
+        driver.begin_backward()
+        phase.task = task
         INTERRUPTS.install()
         phase.has_own_backward = phase.pass_name == "idle"
         end = partial(self._end)  # a new object, which nothing but autograd keeps
@@ -64,7 +70,9 @@ class OwnBackward:
     @property
     def has_failed(self) -> bool:
         """Whether an exception has ended the backward that was followed last. Between calls."""
-        return self._ending is not None and (self._ending() is None or torch._C._current_graph_task_id() == -1)
+        if self._ending is None or self._ending() is None:
+            return self._ending is not None
+        return torch._C._current_graph_task_id() == -1 and not self._pager.driver.is_other()
 
     @property
     def others_wait(self) -> bool:
@@ -75,6 +83,7 @@ class OwnBackward:
         """No backward runs any more."""
         self._ending = None
         self._phase.has_own_backward = False
+        self._pager.driver.end_backward()
 
     @protected
     def _end(self) -> None:

@@ -48,8 +48,7 @@ class ParamEvents:
 
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
         """Make `params`, arguments of `function`, usable, or raise; the first is guarded."""
-        if not self.pager.frames:
-            self._own_backward.notice()
+        self._own_backward.notice()
         self.pager.fault_in(params, function)
 
     def notice_backward(self) -> None:

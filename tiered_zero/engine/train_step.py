@@ -94,6 +94,7 @@ class TrainStep:
         if is_direct:
             INTERRUPTS.install()
             self.pager.driver.process.check()
+            self.pager.driver.check("A module's forward")
             self.recover()
             if not torch.is_grad_enabled() or (is_root and not module.training):
                 self.policy.prepare_evaluation()
@@ -134,8 +135,12 @@ class TrainStep:
         if not self._trains:
             param.grad = None
             raise ModelError(NO_OPTIMIZER)
-        if self.phase.now is not Phase.BACKWARD:
-            self.own_backward.notice()
+        if torch._C._current_graph_task_id() != self.phase.task:
+            try:
+                self.own_backward.notice()
+            except ModelError:  # of another thread's backward
+                self.arrivals.refuse(param)
+                raise
         self.arrivals.take(param)
 
     def unit_grads_complete(self, unit: Unit) -> None:

@@ -78,6 +78,11 @@ class GradientArrivals:
         else:
             self._accumulate(param)
 
+    def refuse(self, param: nn.Parameter) -> None:
+        """Drop what a backward that is refused has added to `param.grad`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            GRAD_SLOT.__set__(param, None)
+
     def note_use(self, units: Sequence[Unit], inputs: Sequence[Any]) -> None:
         """The forward of a module that owns `units` begins, with `inputs`, and autograd records it or will compute it
         again. Driver thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,13 +36,15 @@ class CallPhase:
     """The phase of the engine's call, and whether autograd runs a backward that the user started past the engine.
 
     `TrainStep` sets `now`, and `step_follows`: whether the backward that runs is of a micro-batch that ends its step.
-    `OwnBackward` sets `has_own_backward`. Driver thread, or autograd's while the driver waits in backward.
+    `OwnBackward` sets `has_own_backward`, and `task`: autograd's number of the backward that was admitted last. Driver
+    thread, or autograd's while the driver waits in backward.
     """
 
     def __init__(self) -> None:
         self.now = Phase.IDLE
         self.has_own_backward = False
         self.step_follows = False
+        self.task: int | None = None
 
     @property
     def pass_name(self) -> str:
@@ -59,8 +62,11 @@ class DriverThread:
     """
 
     def __init__(self) -> None:
-        self._inside: dict[str, int] = {}  # "ident": of the thread inside; setdefault() claims it atomically
+        self._inside: dict[str, threading.Thread] = {}  # "thread": the one inside; setdefault() claims it atomically
         self._depth = 0
+        self._in_backward: threading.Thread | None = None
+        """The thread that runs a backward past the engine, or did when an exception ended it."""
+        self._ending = threading.Lock()
         self.process = OwnProcess()
 
     @contextmanager
@@ -75,46 +81,95 @@ class DriverThread:
     def enter(self, call: str) -> None:
         """Raises ModelError while another thread is inside, and in a forked child. Pairs with `leave`."""
         self.process.check()
-        ident = threading.get_ident()
-        if self._inside.setdefault("ident", ident) != ident:
-            self.check(call)  # which lets a thread go that ended inside
-            if self._inside.setdefault("ident", ident) != ident:
-                if not _works_for_autograd():
-                    self._refuse(call)
+        thread = threading.current_thread()
+        while (inside := self._inside.setdefault("thread", thread)) is not thread:
+            if _works_for(inside):
                 return
+            self.check(call)  # which lets a thread go that ended inside
         self._depth += 1
+        if self._in_backward is not None and (other := self._other()) is not None:
+            self.leave()
+            raise _refusal(call, other)
 
     def leave(self) -> None:
-        if self._depth and self._inside.get("ident") == threading.get_ident():
+        if self._inside.get("thread") is threading.current_thread():  # which alone counts
             self._depth -= 1
             if not self._depth:
                 self._inside.clear()
 
+    def begin_backward(self) -> None:
+        """Hold the engine for the backward that runs past it, until `end_backward` or the end of that backward. Raises
+        ModelError while a thread is inside that it does not run for."""
+        self._in_backward = _thread_in_backward()
+        try:
+            self.check(BACKWARD)
+        except ModelError:
+            self._in_backward = None
+            raise
+
+    def end_backward(self) -> None:
+        self._in_backward = None
+
     def check(self, call: str) -> None:
         """Raises ModelError while another thread is inside."""
-        if self._inside.get("ident") != threading.get_ident() and self.is_other():
-            self._refuse(call)
+        if self._inside.get("thread") is not threading.current_thread() and (other := self._other()) is not None:
+            raise _refusal(call, other)
 
     def is_other(self) -> bool:
         """Whether another thread is inside, which this one does not work for."""
-        inside = self._inside.get("ident")
-        if inside is None or inside == threading.get_ident() or _works_for_autograd():
-            return False
-        if any(thread.ident == inside for thread in threading.enumerate()):
-            return True
-        self._depth = 0  # it ended inside, by an exception that nothing could see
-        self._inside.clear()
-        return False
+        return self._other() is not None
 
-    def _refuse(self, call: str) -> None:
-        inside = self._inside.get("ident")
-        names = [thread.name for thread in threading.enumerate() if thread.ident == inside]
-        raise ModelError(
-            f"{call} is called from thread {threading.current_thread().name!r} while thread "
-            f"{names[0] if names else inside!r} uses the same engine. An engine pages its parameters for one thread at "
-            "a time: call it from one thread, or put a lock around every use of the engine and its module."
-        )
+    def _other(self) -> threading.Thread | None:
+        thread, inside = threading.current_thread(), self._inside.get("thread")
+        if inside is not None and inside is not thread:
+            if not inside.is_alive():
+                self._let_go(inside)
+            elif not _works_for(inside):
+                return inside
+        inside = self._in_backward
+        if inside is None or inside is thread or not _waits_in_backward(inside) or _works_for(inside):
+            return None
+        return inside
+
+    def _let_go(self, ended: threading.Thread) -> None:
+        """End the claim of a thread that ended inside, by an exception that nothing could see."""
+        with self._ending:  # another thread may do so too, and then claim it
+            if self._inside.get("thread") is ended:
+                self._depth = 0
+                self._inside.clear()
 
 
-def _works_for_autograd() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+BACKWARD = "A backward"
+
+
+def _refusal(call: str, inside: threading.Thread) -> ModelError:
+    return ModelError(
+        f"{call} is called from thread {threading.current_thread().name!r} while thread {inside.name!r} uses the same "
+        "engine. An engine pages its parameters for one thread at a time: call it from one thread, or put a lock "
+        "around every use of the engine and its module."
+    )
+
+
+def _works_for(inside: threading.Thread) -> bool:
+    """Whether this thread is one of autograd's, in a backward, and `inside` waits for one."""
+    return torch._C._current_graph_task_id() != -1 and _is_autograds() and _waits_in_backward(inside)
+
+
+def _is_autograds() -> bool:
+    """Whether this thread was made in C++, as autograd's are: of a device, or for checkpoints inside of each other."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def _thread_in_backward() -> threading.Thread | None:
+    """The thread that called the backward that runs; None if this is one of autograd's, and several may have."""
+    if not _is_autograds():
+        return threading.current_thread()
+    waiting = [thread for thread in threading.enumerate() if _waits_in_backward(thread)]
+    return waiting[0] if len(waiting) == 1 else None
+
+
+def _waits_in_backward(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        frame = frame.f_back
+    return frame is not None

@@ -215,8 +215,9 @@ class ModuleHooks:
                 "load_state_dict(assign=True) would put other parameters in the place of those that the engine "
                 "trains. Leave assign out: values are copied to the parameters' homes."
             )
-        self._events.pager.loading.append(block := gather(params, modify=True))
+        block = gather(params, modify=True)
         block.__enter__()
+        self._events.pager.loading.append(block)
 
     @protected
     def _after_load(self, *_: Any) -> None:

@@ -21,7 +21,6 @@ from itertools import groupby
 from typing import Any, final
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -32,7 +31,7 @@ from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.param_handlers import FaultHandler
-from tiered_zero.params.weight_paths import weight_paths
+from tiered_zero.params.weight_paths import open_safetensors, weight_paths
 from tiered_zero.sizes import MIB
 
 _NUM_NAMED = 5
@@ -52,11 +51,14 @@ class WeightFiles:
         self._paths: dict[str, str] = {}
         for path in weight_paths(paths):
             try:
-                with safe_open(path, framework="pt") as file:
+                with open_safetensors(path) as file:
                     names = list(file.keys())
                     self._shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in names})
             except Exception as error:
-                raise ModelError(f"tiered_zero.weights: {path} cannot be read as safetensors ({error}).") from error
+                raise ModelError(
+                    f"tiered_zero.weights: {path} cannot be read as safetensors ({error}). Name safetensors files, the "
+                    "index of such files, or the directory of a model."
+                ) from error
             self._paths.update(dict.fromkeys(names, path))
 
     def check(self, model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> list[str]:
@@ -68,10 +70,15 @@ class WeightFiles:
                 "tiered_zero.weights names files for a model built on the meta device; found one with values of its "
                 "own, which they would not change. Build it under torch.device('meta'), or remove the key."
             )
+        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        extra = sorted(self._paths.keys() - known - {name for name, _ in model.named_buffers(remove_duplicate=False)})
         if missing := [name for name, found in wanted.items() if found is None]:
+            in_place = f", and without use {_some(extra)}" if extra else ""
             raise ModelError(
                 "tiered_zero.weights: expected every parameter on the meta device in the files, which hold "
-                f"{len(self._paths)} tensors; found none for {_some(missing)}. Name the file that has them."
+                f"{len(self._paths)} tensors; found none for {_some(missing)}{in_place}. Name the file that has them. "
+                "Files that name or split them in another way, as those of experts, transformers rewrites: "
+                "from_pretrained(...).save_pretrained(directory, save_original_format=False)."
             )
         for spec in specs.values():
             name = wanted.get(spec.name)
@@ -80,8 +87,6 @@ class WeightFiles:
                     f"tiered_zero.weights: expected {name} of shape {spec.shape}, as in the model; found "
                     f"{self._shapes[name]}. Name files of a model of this configuration."
                 )
-        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        extra = sorted(self._paths.keys() - known - {name for name, _ in model.named_buffers(remove_duplicate=False)})
         return [f"tiered_zero.weights: the model has no use for {_some(extra)} in the files."] if extra else []
 
     def has(self, names: Iterable[str]) -> bool:
@@ -90,7 +95,7 @@ class WeightFiles:
     def fill(self, target: torch.Tensor, names: Iterable[str]) -> None:
         """Copy the tensor under one of `names` into `target`, rounded to its dtype; leave it alone if there is none."""
         if (name := self._find(names)) is not None:
-            with safe_open(self._paths[name], framework="pt") as file:
+            with open_safetensors(self._paths[name]) as file:
                 target.copy_(file.get_tensor(name))
 
     def _find(self, names: Iterable[str]) -> str | None:
@@ -211,8 +216,8 @@ class Materializer:
 class UnitPlacer:
     """Makes parameters views of their unit's flat: fp32 values go to the masters, rounded ones to the unit's home.
 
-    `resumed(unit)`: [P] of a run that is gone on with, whose masters are there already: it replaces the model's values;
-    of each rank its own part, at least.
+    `resumed(unit)`: [P] of a resumed run, whose masters are there already: it replaces the model's values; of each rank
+    its own part, at least.
     """
 
     pager: Pager
@@ -222,7 +227,7 @@ class UnitPlacer:
     resumed: Callable[[Unit], torch.Tensor] | None = None
 
     def place(self, unit: Unit, params: Sequence[nn.Parameter]) -> None:
-        """Place a unit with the values that `params` have on rank 0, or those of the run that is gone on with."""
+        """Place a unit with the values that `params` have on rank 0, or those of the resumed run."""
         if self.resumed is not None:
             flat = self.resumed(unit)
         else:

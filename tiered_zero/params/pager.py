@@ -21,7 +21,7 @@ from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.param_changes import ParamChanges
 from tiered_zero.params.param_handlers import FaultHandler
-from tiered_zero.params.saved_views import SavedViews, TensorMover
+from tiered_zero.params.saved_views import SavedViews, TensorMover, changed_weights
 from tiered_zero.params.state_dict import ParamCopies
 from tiered_zero.params.unit_cache import UnitCache
 from tiered_zero.params.unit_state import Frame, PagedUnit, UnitState, UnitTable, WeightState
@@ -32,7 +32,7 @@ from tiered_zero.tiers.inventory import Inventory
 
 @final
 class Pager:
-    """Owns the state of every unit. A resident unit is always in use, but while it waits for its update.
+    """Owns the state of every unit. A resident unit is always in use, except while it waits for its update.
 
     Driver thread, or autograd's while the driver waits in backward. Four objects share the units: `changes` (what user
     code writes to them), `copies` (what it copies), `updates` (what the update policy does to them) and `saved_views`
@@ -226,7 +226,7 @@ class Pager:
         Raises ParameterOffloadedError outside of forward and backward. See [Note: Entry points].
         """
         paged_units = [self.units.by_param[param] for param in params]
-        if not (self.frames and not self.driver.is_other()) and not self._is_in_backward():
+        if self.driver.is_other() or not (self.frames or self._is_in_backward()):
             for param, paged in zip(params, paged_units, strict=True):
                 self._refuse_if_offloaded(param, paged, function)
         for paged in paged_units:  # none makes room for another
@@ -255,15 +255,11 @@ class Pager:
         """Bring a unit of which autograd unpacks a view that it saved at `version`. Raises ModelError where its weights
         have changed since."""
         paged = self.units.by_index[unit_index]
-        if (pass_name := self.phase.pass_name) == "idle":
+        if torch._C._current_graph_task_id() != self.phase.task:
             paged.handler.notice_backward()
-            pass_name = self.phase.pass_name
         if paged.weights is not WeightState.UPDATING and version not in (None, paged.version):
-            raise ModelError(
-                f"Backward needs weights of {paged.unit.name} as its forward saw them, and they have changed since (by "
-                "a step, or by hand). Call backward before step(), or forward again after it."
-            )
-        self._bring(paged, pass_name)
+            raise changed_weights(paged.unit.name)
+        self._bring(paged, self.phase.pass_name)
         return paged.storage
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -313,6 +309,7 @@ class Pager:
             else:
                 self._cache.evict(paged)
                 paged.storage.orphan_params()
+        self.saved_views.close()
 
     # -- questions and copies --------------------------------------------------------------------------------------
 

@@ -14,7 +14,9 @@ from typing import Any, Protocol, final
 
 import torch
 
+from tiered_zero.errors import ModelError
 from tiered_zero.params.flat_storage import FlatStorage
+from tiered_zero.params.guarded_parameter import ClosedEngine
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.unit_state import UnitTable
 
@@ -94,6 +96,14 @@ class SavedViews:
         self._units = units
         self._fault_in_saved = fault_in_saved
         self._mover = mover
+
+    def close(self) -> None:
+        """Hold nothing of the engine but units that live on the device: a graph that outlives it may need those.
+
+        Autograd's nodes hold this object where the collector does not look. If it led to the error of a failed engine,
+        whose traceback leads to the program's frames, and so to the loss and the graph, none of them would ever end."""
+        self._fault_in_saved = _ClosedUnits(self._units)
+        self._units, self._mover = UnitTable(), None
 
     @runs_outside_modes
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView | SavedWrapper:
@@ -222,6 +232,25 @@ class SavedViews:
 
 
 @final
+class _ClosedUnits:
+    """What is left of the units of a closed engine for graphs of its forwards."""
+
+    def __init__(self, units: UnitTable) -> None:
+        self._names = {paged.unit.index: paged.unit.name for paged in units}
+        self._resident = {paged.unit.index: (paged.storage, paged.version) for paged in units if paged.is_resident}
+
+    def __call__(self, unit_index: int, version: int | None) -> FlatStorage:
+        """Return the storage of a unit that lived on the device. Raises ParameterOffloadedError for another, and
+        ModelError for one that has changed since it was saved."""
+        if unit_index not in self._resident:
+            ClosedEngine(self._names[unit_index]).fault_in((), "This call")
+        storage, current = self._resident[unit_index]
+        if version not in (None, current):
+            raise changed_weights(self._names[unit_index])
+        return storage
+
+
+@final
 class _PackInside:
     """Saves views of units by name, and all else by the hooks of the program."""
 
@@ -236,6 +265,13 @@ class _PackInside:
         if isinstance(saved, SavedView) and _is_of_checkpoint(pack):
             return replace(saved, version=None, counter=None)
         return saved
+
+
+def changed_weights(unit_name: str) -> ModelError:
+    return ModelError(
+        f"Backward needs weights of {unit_name} as its forward saw them, and they have changed since (by a step, or by "
+        "hand). Call backward before step(), or forward again after it."
+    )
 
 
 def moves_saved_tensors() -> bool:

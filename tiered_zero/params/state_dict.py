@@ -52,6 +52,8 @@ class ParamCopies:
                 before_weights_read()
                 self._check_room(params)
                 self._driver.enter("state_dict()")
+        else:
+            self._driver.check("state_dict()")
         self._depth += 1
 
     def _check_room(self, params: Iterable[nn.Parameter]) -> None:

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
-import json
+import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
 
 from tiered_zero.errors import ModelError
+from tiered_zero.sizes import MIB, format_nbytes
+from tiered_zero.store.checked_json import decode_json
+from tiered_zero.store.descriptors import kind_text
 
 WHOLE = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 """As transformers and huggingface_hub write them: {"weight_map": {name of a tensor: file beside the index}}."""
+
+_MOST_INDEX_NBYTES = 64 * MIB
+"""That of a large model takes some megabytes."""
+
+
+def open_safetensors(path: str | Path) -> Any:
+    """Open a safetensors file for torch. Raises OSError for what is no file, as a FIFO, which would block; else what
+    safetensors raises."""
+    _nbytes(path)
+    return safe_open(path, framework="pt")
+
+
+def _nbytes(path: str | Path) -> int:
+    """Return the size of a file. Raises OSError for what is none."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"{path} is {kind_text(status.st_mode)}; expected a file")
+    return status.st_size
 
 
 def weight_paths(given: Sequence[str]) -> list[str]:
@@ -45,14 +70,17 @@ def _of_directory(directory: Path) -> Path:
 
 def _of_index(path: Path) -> Iterator[Path]:
     try:
-        files = json.loads(path.read_bytes())["weight_map"].values()
+        if _nbytes(path) > _MOST_INDEX_NBYTES:
+            raise ValueError(f"it has {format_nbytes(_nbytes(path))}, more than {format_nbytes(_MOST_INDEX_NBYTES)}")
+        files = decode_json(path.read_bytes())["weight_map"].values()
         names = dict.fromkeys(Path(name) for name in files)
+        missing = [name for name in names if not (path.parent / name).is_file()]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(
             f'tiered_zero.weights: expected {{"weight_map": {{tensor: file}}}} in {path}; {type(error).__name__}: '
             f"{error}. Name the files themselves."
         ) from error
-    if missing := [name for name in names if not (path.parent / name).is_file()]:
+    if missing:
         raise ModelError(
             f"tiered_zero.weights: {path} names {len(names)} files; {missing[0]} is not beside it, of {len(missing)} "
             "that are missing. Copy all of them to one directory."
