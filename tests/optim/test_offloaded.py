@@ -238,6 +238,30 @@ def test_a_strided_parameter_is_never_copied_as_a_whole(monkeypatch: pytest.Monk
         assert made.numel < strided.numel()
 
 
+def test_a_rule_without_state_steps_parameters_in_place_or_not(offload: dict[str, Any], tmp_path: Path) -> None:
+    """State is saved and loaded also where there is none, and comes with a group that is added."""
+    torch.manual_seed(0)
+    made = [torch.randn(8, 8), torch.randn(8, 8).t(), torch.randn(8, 16)[:, ::2], torch.randn(8, 16).bfloat16()[:, ::2]]
+    ours = [nn.Parameter(values) for values in made]
+    plain = [nn.Parameter(values.detach().float().clone()) for values in made]
+    late, plain_late = nn.Parameter(torch.ones(8, 16)[:, ::2]), nn.Parameter(torch.ones(8, 8))
+    reference = torch.optim.SGD(plain, lr=0.1)
+    with OffloadedOptimizer(ours, torch.optim.SGD, offload, lr=0.1) as optimizer:
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": [late], "momentum": 0.9})
+                reference.add_param_group({"params": [plain_late], "momentum": 0.9})
+            for one, other in zip([*ours, late], [*plain, plain_late], strict=True):
+                other.grad = torch.randn(8, 8).bfloat16().float()
+                one.grad = other.grad.to(one.dtype)
+            optimizer.step()
+            reference.step()
+            optimizer.save_state(tmp_path / str(step))
+            optimizer.load_state(tmp_path / str(step))
+        for one, other in zip([*ours, late], [*plain, plain_late], strict=True):
+            assert torch.equal(one, other.to(one.dtype))
+
+
 @pytest.mark.parametrize("shape", [(3, 3), (8, 16)])
 def test_state_is_not_laid_out_anew_for_another_shape(offload: dict[str, Any], shape: tuple[int, int]) -> None:
     """Before there is state, as of a parameter that is filled late, any shape goes."""
@@ -263,6 +287,7 @@ def test_state_is_not_laid_out_anew_for_another_shape(offload: dict[str, Any], s
     [
         (torch.optim.AdamW, None, ConfigError, "offload: expected a mapping such as"),
         (torch.optim.AdamW, "nvme", ConfigError, "offload: expected a mapping such as"),
+        (torch.optim.AdamW, {"device": "nvme"}, ConfigError, r'^offload\["nvme_path"\]: expected a directory'),
         ("AdamW", {"device": "cpu"}, TypeError, "optimizer_class: expected a class of torch.optim"),
         (None, {"device": "cpu"}, TypeError, "optimizer_class: expected a class of torch.optim"),
         (nn.Linear, {"device": "cpu"}, TypeError, "optimizer_class: expected a class of torch.optim"),

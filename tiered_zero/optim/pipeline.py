@@ -30,7 +30,7 @@ from tiered_zero.optim.user_params import UserParameters
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.request import SubGroupSize, plan_request
 from tiered_zero.plan.slots import list_slots
-from tiered_zero.rules.from_config import format_rule, make_rule
+from tiered_zero.rules.from_config import make_rule
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_formats import FollowingMasters, ParamMasters
 from tiered_zero.rules.state_layout import StateLayout
@@ -69,6 +69,11 @@ def read_offload(offload: Mapping[str, Any]) -> Config:
         raise ConfigError(
             f'offload["device"]: expected "cpu" or "nvme"; found {offload.get("device")!r}. Take the plain optimizer '
             "to keep state where the parameters are."
+        )
+    if offload["device"] == "nvme" and not offload.get("nvme_path"):
+        raise ConfigError(
+            f'offload["nvme_path"]: expected a directory for device nvme; found {offload.get("nvme_path")!r}. Give the '
+            "path of a directory on a local disk."
         )
     config = load(
         {
@@ -125,37 +130,13 @@ def open_pipeline(source: Optimizer, owner: Optimizer, config: Config, ranks: Ra
     """
     groups = owner.param_groups
     params = UserParameters(groups)
-    shares_cores = params.device.type == "cpu"
-    threads = num_kernel_threads(shares_cores=shares_cores)
-    form = config.tiered_zero.state_format
-    rule = format_rule(form, make_rule(source, is_own=form != "fp32", num_threads=threads))
+    threads = num_kernel_threads(shares_cores=params.device.type == "cpu")
+    rule = make_rule(source, config.tiered_zero.state_format, num_threads=threads)
     layouts = _lay_out(params, rule, groups, config)
-    in_buffers = [
-        SubGroupSize(
-            state_nbytes=layout.nbytes,
-            parts={segment.unit.index: segment.numel for segment in params.staged(layout.subgroup.segments)},
-        )
-        for layout in layouts
-    ]
-    staged = {s.unit.index: s.unit for layout in layouts for s in params.staged(layout.subgroup.segments)}
-    free = available_host_nbytes() // local_world_size()
-    limits = {"host": (free, "this process's part of what the machine and its cgroup have free")}
-    given = config.tiered_zero.host_memory_limit
-    if given is not None and given <= free:
-        limits["host"] = given, "host_memory_limit"
-    request = plan_request(config, limits=limits, shares_cores=shares_cores)
-    plan = make_plan(list(staged.values()), in_buffers, request)
-    plan.check()
-    offload = config.zero_optimization.offload_optimizer
-    paths = [offload.nvme_paths] if offload.device == "nvme" else []
-    make_missing(paths)
+    plan, in_buffers = _plan(params, layouts, config)
+    _prepare_directories(config)
+    check_disk_space(nvme_needs(config, plan), ranks)
     with Teardown(_ORDER) as resources:
-        for path in (path for group in paths for path in group):
-            for line in preflight_directory(path):
-                logger.warning("%s", line)
-        for line in leftover_notices(path for group in paths for path in group):
-            logger.warning("%s", line)
-        check_disk_space(nvme_needs(config, plan), ranks)
         INTERRUPTS.keep(resources)
         resources.add("interrupts", partial(INTERRUPTS.drop, resources))
         accelerator = build_accelerator(str(params.device))
@@ -169,18 +150,17 @@ def open_pipeline(source: Optimizer, owner: Optimizer, config: Config, ranks: Ra
         resources.add("tiers", tiers.close)
         rack = TierRack(config, plan, runtime, tiers, model_name=type(source).__name__)
         inventory = Inventory()
-        for slot in list_slots([], in_buffers, plan.tiers, request, delayed=False):
+        for slot in list_slots([], in_buffers, plan.tiers, plan.request, delayed=False):
             tier = rack.for_state(slot.tier)
             home = Home(tier, tier.reserve(slot.name, slot.nbytes, slot.kind))
             inventory.place(layouts[slot.index].subgroup, slot.kind, home)
         view = StateView(layouts, rule, inventory, rack.state_staging)
         stepper = StreamingStepper(view, runtime, params)
         resources.add("prefetch", stepper.cancel_prefetch)
-        named = {spec.name: param for param, (spec, _) in zip(params.params, params.specs, strict=True)}
         by_index = {s.unit.index: s.unit for layout in layouts for s in layout.subgroup.segments}
         units = [unit for _, unit in sorted(by_index.items())]
+        named = {spec.name: param for param, (spec, _) in zip(params.params, params.specs, strict=True)}
         shards = ParamShards(SingleRank(), units, frozenset(named), is_sharded=False)
-        state = OptimizerState(named, view, shards)  # type: ignore[arg-type]
         return Pipeline(
             params=params,
             units=units,
@@ -188,10 +168,43 @@ def open_pipeline(source: Optimizer, owner: Optimizer, config: Config, ranks: Ra
             runtime=runtime,
             policy=BarrierPolicy(stepper, groups, _NoGuard()),
             stepper=stepper,
-            state=state,
+            state=OptimizerState(named, view, shards),  # type: ignore[arg-type]
             watch=ParamGroupWatch([owner]),
             resources=resources,
         )
+
+
+def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config) -> tuple[Plan, list[SubGroupSize]]:
+    """Plan the tiers of state within this process's part of the host's memory. Returns the plan, and the sub-groups
+    with what passes through staging buffers. Raises PlanError."""
+    staged = [params.staged(layout.subgroup.segments) for layout in layouts]
+    in_buffers = [
+        SubGroupSize(state_nbytes=layout.nbytes, parts={segment.unit.index: segment.numel for segment in segments})
+        for layout, segments in zip(layouts, staged, strict=True)
+    ]
+    free = available_host_nbytes() // local_world_size()
+    limits = {"host": (free, "this process's part of what the machine and its cgroup have free")}
+    given = config.tiered_zero.host_memory_limit
+    if given is not None and given <= free:
+        limits["host"] = given, "host_memory_limit"
+    request = plan_request(config, limits=limits, shares_cores=params.device.type == "cpu")
+    units = {segment.unit.index: segment.unit for segments in staged for segment in segments}
+    plan = make_plan(list(units.values()), in_buffers, request)
+    plan.check()
+    return plan, in_buffers
+
+
+def _prepare_directories(config: Config) -> None:
+    """Make the swap directories that are missing, and say what is odd about each."""
+    offload = config.zero_optimization.offload_optimizer
+    if offload.device != "nvme":
+        return
+    make_missing({offload.nvme_paths: "offload.nvme_path"})
+    for path in offload.nvme_paths:
+        for line in preflight_directory(path, "offload.nvme_path"):
+            logger.warning("%s", line)
+    for line in leftover_notices(offload.nvme_paths):
+        logger.warning("%s", line)
 
 
 def _lay_out(

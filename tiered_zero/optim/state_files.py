@@ -1,26 +1,34 @@
-"""The state of an offloaded optimizer as safetensors files, parameter by parameter: memory is that of one of them."""
+"""The state of an offloaded optimizer as safetensors files, parameter by parameter: memory is that of one of them.
+
+Its last tensor is an index, which says what the others are and has a checksum of each and of itself: state is loaded as
+it was saved, or not at all.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from tiered_zero.checkpoint.weights import WeightTensor, write_weights
-from tiered_zero.errors import StoreError
+from tiered_zero.checkpoint.weights import WeightTensor, weight_files, write_weights
+from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.optim.consolidate import describe, rebuild
+from tiered_zero.params.weight_paths import open_safetensors
+from tiered_zero.store.checked_json import check_fields, decode_checked, encode_checked
+from tiered_zero.store.checksums import digest
 from tiered_zero.update.state_view import ParamState
 
-_NAME = "optimizer.safetensors"
+_STEM = "optimizer"
+_FORMAT, _VERSION = "tiered_zero.optimizer_state", 1
 _INDEX = "index"
-"""The tensor that holds, as JSON, the values of param groups and what the state of each parameter is made of."""
+"""The tensor that holds, as JSON, the values of param groups, what the state of each parameter is made of, and
+checksums of the tensors."""
+_KINDS = {"groups": list, "sizes": list, "state": list, "digests": dict}
 
 
 def write_state(
@@ -29,72 +37,109 @@ def write_state(
     """Write the state of the groups' parameters. `states`: reads one at each access. Raises StoreError."""
     group_tensors: list[Tensor] = []
     values = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    index: dict[str, Any] = {
-        "groups": describe(values, group_tensors),
-        "sizes": [len(group["params"]) for group in groups],
-        "state": [],
-    }
-    found = [_tensor(f"groups/{n}", tensor, partial(_only, tensor)) for n, tensor in enumerate(group_tensors)]
+    described_groups = describe(values, group_tensors)
+    digests: dict[str, str] = {}
+    index = {"groups": described_groups, "sizes": [len(group["params"]) for group in groups], "digests": digests}
+    found = [_hashed(f"groups/{n}", tensor, tensor.detach, digests) for n, tensor in enumerate(group_tensors)]
+    described_states = []
     for number, param in enumerate(param for group in groups for param in group["params"]):
         tensors: list[Tensor] = []
-        index["state"].append(describe(dict(states[param]), tensors))
+        described_states.append(describe(dict(states[param]), tensors))
         for place, tensor in enumerate(tensors):
-            found.append(_tensor(f"{number}/{place}", tensor, partial(_read, states, param, place)))
-    text = torch.frombuffer(bytearray(json.dumps(index).encode()), dtype=torch.uint8)
-    found.append(_tensor(_INDEX, text, partial(_only, text)))
-    return write_weights(directory, found, file_name=_NAME)
+            found.append(_hashed(f"{number}/{place}", tensor, partial(_read, states, param, place), digests))
+    index["state"] = described_states
+
+    def read_index() -> list[Tensor]:
+        return [torch.frombuffer(bytearray(encode_checked(_FORMAT, _VERSION, index)), dtype=torch.uint8)]
+
+    shape = tuple(read_index()[0].shape)  # as it will be: every checksum has 16 digits
+    found.append(WeightTensor(name=_INDEX, dtype=torch.uint8, shape=shape, read=read_index))  # written last
+    return write_weights(directory, found, file_name=f"{_STEM}.safetensors")
 
 
-def _tensor(name: str, tensor: Tensor, read: Any) -> WeightTensor:
-    return WeightTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), read=read)
+def _hashed(name: str, tensor: Tensor, read: Callable[[], Tensor], digests: dict[str, str]) -> WeightTensor:
+    """Describe a tensor whose checksum is in `digests` once it is read."""
+
+    def read_and_hash() -> list[Tensor]:
+        value = read()
+        digests[name] = _digest(value)
+        return [value]
+
+    digests[name] = f"{0:016x}"
+    return WeightTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), read=read_and_hash)
 
 
-def _only(tensor: Tensor) -> list[Tensor]:
-    return [tensor]
+def _digest(tensor: Tensor) -> str:
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return f"{digest(raw.numpy().data if raw.numel() else b''):016x}"
 
 
-def _read(states: Mapping[nn.Parameter, ParamState], param: nn.Parameter, place: int) -> list[Tensor]:
+def _read(states: Mapping[nn.Parameter, ParamState], param: nn.Parameter, place: int) -> Tensor:
     tensors: list[Tensor] = []
     describe(dict(states[param]), tensors)
-    return [tensors[place]]
+    return tensors[place]
 
 
 class StateFiles(Mapping[nn.Parameter, ParamState]):
     """What `write_state` has written, for the parameters of `groups`: reads the state of one at each access.
 
-    Raises StoreError if the files are not of as many parameters in the same groups. Use as a context manager.
+    Raises StoreError if the files are not of as many parameters in the same groups, and CorruptionError where bytes are
+    not those written. Use as a context manager.
     """
 
     def __init__(self, directory: Path, groups: Sequence[Mapping[str, Any]]) -> None:
         self._open = ExitStack()
-        self._file_of: dict[str, Any] = {}
+        self._files: dict[str, tuple[Path, Any]] = {}
         try:
-            for path in sorted(directory.glob(f"{_NAME.removesuffix('.safetensors')}*.safetensors")):
-                file = self._open.enter_context(safe_open(path, framework="pt"))
-                self._file_of.update(dict.fromkeys(file.keys(), file))
-            index = json.loads(bytes(self._get(_INDEX).numpy()))
+            self._load_index(directory, groups)
         except Exception as error:
             self._open.close()
+            if isinstance(error, StoreError):
+                raise
             raise StoreError(
                 f"{directory} was expected to hold the files of optimizer.save_state(); reading them raised "
                 f"{type(error).__name__}: {error}. Name the directory that was saved to."
             ) from error
+
+    def _load_index(self, directory: Path, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises StoreError, and any other exception for files that `write_state` has not made."""
+        for path in sorted(weight_files(directory, _STEM)):
+            file = self._open.enter_context(open_safetensors(path))
+            for name in file.keys():  # noqa: SIM118
+                if name in self._files:
+                    raise StoreError(
+                        f"{directory} was expected to hold the files of one optimizer.save_state(); {path.name} and "
+                        f"{self._files[name][0].name} both have {name!a}. Remove the one that is not of it."
+                    )
+                self._files[name] = path, file
+        path, file = self._files[_INDEX]
+        index = decode_checked(bytes(file.get_tensor(_INDEX).numpy()), path, _FORMAT, _VERSION)
+        index = check_fields(index, _KINDS)
         sizes = [len(group["params"]) for group in groups]
         if index["sizes"] != sizes:
-            self._open.close()
             raise StoreError(
                 f"{directory} was expected to hold state of param groups of {sizes} parameters, as this optimizer has; "
                 f"found {index['sizes']}. Build the optimizer over the same parameters in the same groups."
             )
+        self._digests: dict[str, str] = index["digests"]
+        if missing := sorted(self._digests.keys() - self._files.keys()):
+            raise StoreError(
+                f"{directory} was expected to hold all files of one optimizer.save_state(); {len(missing)} tensors are "
+                f"in none of {path.name} and those beside it. Copy all of them to one directory."
+            )
         self._states: list[Any] = index["state"]
         self._number = {id(param): n for n, param in enumerate(p for group in groups for p in group["params"])}
-        values = self._rebuilt(index["groups"], "groups")
+        values = _rebuild(index["groups"], "groups", self._tensor)
+        for number, described in enumerate(self._states):
+            _rebuild(described, str(number), self._stand_in)
+        if len(self._states) != len(self._number) or len(values) != len(groups):
+            raise ValueError(f"its index has {len(self._states)} parameters in {len(values)} groups")
         self.groups = [{**own, "params": group["params"]} for own, group in zip(values, groups, strict=True)]
         """The groups of the optimizer, with the values in the files."""
 
     def __getitem__(self, param: nn.Parameter) -> ParamState:
         number = self._number[id(param)]
-        state: ParamState = self._rebuilt(self._states[number], str(number))
+        state: ParamState = _rebuild(self._states[number], str(number), self._tensor)
         return state
 
     def __iter__(self) -> Iterator[nn.Parameter]:
@@ -104,12 +149,21 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
     def __len__(self) -> int:
         return len(self._number)
 
-    def _rebuilt(self, described: Sequence[Any], prefix: str) -> Any:
-        places = iter(range(len(self._file_of)))
-        return rebuild(described, lambda *_: self._get(f"{prefix}/{next(places)}"))
+    def _stand_in(self, name: str, *_: Any) -> Tensor:
+        """Return a tensor in the place of one that is read later. Raises KeyError if no file has that."""
+        return torch.zeros(len(self._digests[name]), device="meta")
 
-    def _get(self, name: str) -> Tensor:
-        tensor: Tensor = self._file_of[name].get_tensor(name)
+    def _tensor(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
+        """Raises CorruptionError."""
+        path, file = self._files[name]
+        tensor: Tensor = file.get_tensor(name)
+        found = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _digest(tensor)
+        if found != (dtype, shape, self._digests[name]):
+            raise CorruptionError(
+                f"{path}: the bytes of tensor {name} are not those written by optimizer.save_state(): expected "
+                f"{dtype} {shape} with checksum {self._digests[name]}; found {found[0]} {found[1]} with {found[2]}. "
+                "Nothing was loaded. Load another save, and look at the disk."
+            )
         return tensor
 
     def __enter__(self) -> StateFiles:
@@ -117,3 +171,15 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
+
+
+def _rebuild(described: Any, prefix: str, read: Callable[[str, str, Sequence[int]], Tensor]) -> Any:
+    """Build what `describe` gave; its tensors are numbered behind `prefix`."""
+    num_read = 0
+
+    def read_next(dtype: str, shape: Sequence[int]) -> Tensor:
+        nonlocal num_read
+        num_read += 1
+        return read(f"{prefix}/{num_read - 1}", dtype, shape)
+
+    return rebuild(described, read_next)

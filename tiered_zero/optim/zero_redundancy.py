@@ -15,14 +15,7 @@ from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.ranks.shard_group import Joinable, ShardGroup, StepHook, notify_join_context
 from tiered_zero.optim.consolidate import consolidate
 from tiered_zero.optim.offloaded import OffloadedOptimizer
-from tiered_zero.optim.partition import (
-    Message,
-    build_buckets,
-    messages_of,
-    params_of,
-    partition_groups,
-    sync_groups,
-)
+from tiered_zero.optim.partition import Message, build_buckets, messages_of, params_of, partition_groups, sync_groups
 
 logger = logging.getLogger("tiered_zero")
 
@@ -139,6 +132,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         super().add_param_group(param_group)
         if not self.initialized:
             return
+        sync_groups(self.param_groups[:-1], self.optim.param_groups)  # what a scheduler has set since the last step
         parts = partition_groups(self.param_groups, self.world_size)
         try:
             self.optim.add_param_group(parts[self.rank][-1])
@@ -188,6 +182,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return the state dict of this rank's local optimizer."""
+        sync_groups(self.param_groups, self.optim.param_groups)
         return self.optim.state_dict()
 
     @staticmethod

@@ -1,0 +1,126 @@
+"""Files of save_state() that were changed, cut, exchanged or added to: the state that was saved, or one clear error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tiered_zero.errors import StoreError
+from tiered_zero.optim import OffloadedOptimizer, state_files
+from tiered_zero.store.checked_json import decode_checked, encode_checked
+
+FORMAT = "tiered_zero.optimizer_state", 1
+NAME = "optimizer.safetensors"
+
+
+def params() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    found = [
+        nn.Parameter(torch.randn(shape, dtype=dtype))
+        for shape in ((5,), (3, 4), ())
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    for param in found:
+        param.grad = torch.randn_like(param)
+    return found
+
+
+@pytest.fixture
+def optimizer() -> Iterator[OffloadedOptimizer]:
+    with OffloadedOptimizer(params(), torch.optim.AdamW, {"device": "cpu"}, lr=torch.tensor(0.1)) as found:
+        found.step()
+        yield found
+
+
+def bits(optimizer: OffloadedOptimizer) -> list[bytes]:
+    states = optimizer.state_dict()["state"].values()
+    return [value.view(-1).view(torch.uint8).numpy().tobytes() for state in states for value in state.values()]
+
+
+def refused(directory: Path, optimizer: OffloadedOptimizer) -> str:
+    """Return the error of a load, after which the optimizer has the state that it had."""
+    before = bits(optimizer)
+    with pytest.raises(StoreError) as found:
+        optimizer.load_state(directory)
+    assert str(directory) in str(found.value) and bits(optimizer) == before
+    return str(found.value)
+
+
+def test_no_flipped_bit_and_no_cut_passes(optimizer: OffloadedOptimizer, tmp_path: Path) -> None:
+    (path,) = optimizer.save_state(tmp_path)
+    whole, random, num_refused = path.read_bytes(), Random(0), 0
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for place in [*range(0, header, 31), *range(header, len(whole), 23)]:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << random.randrange(8)]) + whole[place + 1 :])
+        saved = bits(optimizer)
+        try:
+            optimizer.load_state(tmp_path)
+            assert bits(optimizer) == saved and place < header, "a space of the header"
+        except StoreError as error:
+            assert str(tmp_path) in str(error)
+            num_refused += 1
+    assert num_refused > 100
+    for length in [*range(0, len(whole), 97), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        refused(tmp_path, optimizer)
+
+
+def test_what_is_not_of_one_save_is_refused(
+    optimizer: OffloadedOptimizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = optimizer.save_state(tmp_path)
+    whole = path.read_bytes()
+    (tmp_path / "optimizer-old.safetensors").write_bytes(whole)
+    optimizer.load_state(tmp_path)  # of another name: nobody's
+    (extra := tmp_path / "optimizer-00001-of-00002.safetensors").write_bytes(whole)
+    assert extra.name in refused(tmp_path, optimizer)
+    extra.unlink()
+    path.unlink()
+    os.mkfifo(path)
+    assert "FIFO" in refused(tmp_path, optimizer)
+    path.unlink()
+    assert "save_state" in refused(tmp_path, optimizer)
+    monkeypatch.setattr(state_files, "write_weights", partial(state_files.write_weights, max_shard_nbytes=300))
+    *files, _ = optimizer.save_state(tmp_path)
+    assert len(files) == 3
+    optimizer.load_state(tmp_path)
+    files[1].rename(tmp_path / "aside")
+    assert "Copy all of them" in refused(tmp_path, optimizer)
+    files[0].rename(files[1])
+    refused(tmp_path, optimizer)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state": []},
+        {"state": None},
+        {"state": [["dict", [[["value", "step"], ["tensor", "float32", []]]] * 9]] * 6},
+        {"state": [["dict", [5]]] * 6},
+        {"groups": ["list", []]},
+        {"groups": ["tensor", "float32", []]},
+        {"digests": {"0/0": "0" * 16}},
+        {"digests": {}},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_an_index_that_no_save_makes_is_refused(
+    changes: dict[str, Any], optimizer: OffloadedOptimizer, tmp_path: Path
+) -> None:
+    """Its own checksum is right."""
+    (path,) = optimizer.save_state(tmp_path)
+    tensors = load_file(path)
+    index = decode_checked(bytes(tensors["index"].numpy()), path, *FORMAT)
+    text = encode_checked(*FORMAT, {**index, **changes})
+    save_file({**tensors, "index": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, path)
+    refused(tmp_path, optimizer)
