@@ -92,9 +92,9 @@ class GradientHomes:
             found = "another backward" if why is _SECOND_BACKWARD else "a gradient changed under a loss scale"
             raise ModelError(
                 f"Gradients of {gradients.unit.name} rest on NVMe in 16 bit, as planned for one backward in a step; "
-                f"found {found}, which needs fp32. Set gradient_accumulation_steps to the number of backwards, or "
-                "managed_gradient_accumulation to false where that varies: either plans fp32. Or keep gradients in "
-                'host memory: "tiered_zero": {"gradients": "cpu"}.'
+                f"found {found}, which needs fp32. Set gradient_accumulation_steps to the number of backwards, which "
+                "also divides each loss by it, or managed_gradient_accumulation to false where that varies: either "
+                'plans fp32. Or keep gradients in host memory: "tiered_zero": {"gradients": "cpu"}.'
             )
         tier = gradients.tier_name
         nbytes = _sum_nbytes(gradients)

@@ -18,6 +18,7 @@ import torch
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.grads.accumulator import GradientStore
+from tiered_zero.grads.bucket_memory import BucketMemory
 from tiered_zero.grads.check import GradCheck, check_squares
 from tiered_zero.grads.norms import sum_squares
 from tiered_zero.grads.rank_calls import RankCalls
@@ -59,10 +60,7 @@ class GradientReducer:
     rank's forward has not used is complete at once, with zeros; what is not complete when backward ends goes then, as
     it is. A gradient that comes after its unit's bucket has left (a unit that was not noticed in forward, a parameter
     that had no gradient before) waits for the next backward, which begins by reducing it, or for step().
-    A bucket without memory waits for the oldest, which bounds the gradients on the device. Where parameters are
-    gathered in backward, another rank may still lack some of its gradients of that one, and go on once both have
-    gathered the next unit. So a rank that finds another one waiting in a gather leaves its buckets for the next
-    gradient, or the end of backward.
+    A bucket without memory waits for the oldest; see `BucketMemory`.
 
     [Note: Whole gradients in backward]
     With `overlap_comm`, and gradients on the device, the last backward of a step does the same with whole gradients, of
@@ -85,10 +83,7 @@ class GradientReducer:
         self._collectives = runtime.collectives
         self._reduction = reduction
         self._accelerator = runtime.accelerator
-        self._on_device = any(not each.is_cpu for each in memory)
-        self._free = deque(memory)
-        self._under_way: deque[tuple[torch.Tensor, Transfer, Transfer]] = deque()
-        """Memory of buckets, the reduction in it, and what frees it."""
+        self._memory = BucketMemory(memory, runtime)
         self._own_spans: dict[int, list[range]] = {}
         """Unit -> the parts of this rank's shard, as buckets cut it: squares are summed part by part."""
         for bucket in reduction.buckets:
@@ -113,8 +108,6 @@ class GradientReducer:
         """Units that are reduced in fp32, as some rank has gradients of several backwards to add up."""
         self.is_open = False
         """Whether a backward that reduces has begun, and not ended."""
-        self._waits = True
-        """Whether buckets of this backward wait for memory."""
         self._is_last = False
         """Whether shards are complete once these reductions are: in the last backward of a step, and in step()."""
         self._calls = RankCalls(self._collectives)
@@ -122,8 +115,7 @@ class GradientReducer:
     def close(self) -> None:
         """Drop the memory of gradients and buckets."""
         self._units.clear()
-        self._free.clear()
-        self._under_way.clear()
+        self._memory.close()
 
     # -- in backward ---------------------------------------------------------------------------------------------------
 
@@ -144,8 +136,9 @@ class GradientReducer:
         of its step; the same on every rank."""
         if self.is_open or not (self.is_sharded or (is_last and self._reduction.in_backward)):
             return
-        self.is_open = self._waits = True
+        self.is_open = True
         self._is_last = False
+        self._memory.begin_backward()
         units = self._units.values()
         self._uses.note_late(units)
         flags = [self._uses.is_expected(index) for index in self._units]
@@ -173,7 +166,7 @@ class GradientReducer:
         while self._queue and all(map(self._is_complete, self._queue[0].units & self._receiving)):
             self._take_next()
         while self._complete:
-            if self._reduction.defers and not self._has_memory():
+            if self._reduction.defers and not self._memory.wait_available():
                 return
             self._reduce(self._complete.popleft())
 
@@ -241,8 +234,7 @@ class GradientReducer:
             self._uses.note_late(self._units.values())
             self._is_last = True
             self._reduce_all(self._agree_on_presence(micro_steps, global_steps))
-            while self._under_way:
-                self._free.append(self._finish_oldest())
+            self._memory.finish_all()
             for each in self._units.values():
                 if not each.on_device:
                     each.wait_transfers()  # the host reads them
@@ -298,22 +290,22 @@ class GradientReducer:
     def _reduce(self, bucket: Bucket) -> None:
         """Start to reduce a bucket, and to bring its sums to the homes of gradients."""
         dtype = self._dtype(bucket)
-        memory = self._take_memory()
+        memory = self._memory.take()
         typed = memory[: bucket.nbytes(dtype.itemsize)].view(dtype)
         packed, room = typed[: bucket.numel], typed[bucket.numel :]
         name = bucket.parts[0].unit.name
         with self._runtime.recorder.span("compute", "reduce", name, packed.nbytes):
             self._pack(bucket, packed)
         what, bounds = f"the gradients of {name}", bucket.bounds
-        after = [self._accelerator.record_compute()] if self._on_device else []
+        after = [self._accelerator.record_compute()] if self._memory.on_device else []
         done = self._collectives.reduce_scatter(packed, room, what, after=after, bounds=bounds)
         if self._reduction.gathers:
             row = bucket.row(self._collectives.rank)
             total = packed[row.start : row.stop]
             done = self._collectives.all_gather(packed, total, what, after=[done], bounds=bounds)
-        self._under_way.append((memory, done, self._receive(bucket, packed, done)))
+        self._memory.hold(memory, done, self._receive(bucket, packed, done))
         if not self._reduction.overlaps:
-            self._free.append(self._finish_oldest())
+            self._memory.finish_all()
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
         """In which a bucket is reduced: that of its gradients, fp32 where some are sums over micro-batches."""
@@ -321,29 +313,6 @@ class GradientReducer:
             return self._reduction.dtype
         own: torch.dtype = bucket.parts[0].unit.dtype
         return torch.float32 if bucket.units & self._wide else own
-
-    def _has_memory(self) -> bool:
-        """Whether there is memory for a bucket: now, or once the oldest is reduced. Waits for that, but where another
-        rank has to gather first: then no bucket waits any more in this backward. See [Note: Gradients of shards]."""
-        reduction = self._under_way[0][1] if not self._free else None
-        if reduction is None or reduction.done():
-            return True
-        self._waits = self._waits and self._collectives.wait_reduced(reduction)
-        return self._waits
-
-    def _take_memory(self) -> torch.Tensor:
-        return self._free.popleft() if self._free else self._finish_oldest()
-
-    def _finish_oldest(self) -> torch.Tensor:
-        """Wait until the oldest bucket's sums are at their homes; return its memory. On a device compute waits, which
-        fills it next."""
-        memory, _, received = self._under_way.popleft()
-        with self._runtime.recorder.span("compute", "wait_grad"):
-            if self._on_device:
-                self._accelerator.wait_on_compute(received)
-            else:
-                received.wait()
-        return memory
 
     def _pack(self, bucket: Bucket, packed: torch.Tensor) -> None:
         """Fill a bucket with this rank's gradients, divided by what they are to be divided by before their sum, and
@@ -399,7 +368,7 @@ class GradientReducer:
                     adds=adds,
                     after=done,
                     divisor=divisor,
-                    measures=owner == rank and (self._is_last or self._on_device),
+                    measures=owner == rank and (self._is_last or self._memory.on_device),
                 )
             each.num_sums += part.is_first
         return done
