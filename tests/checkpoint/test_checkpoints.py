@@ -473,6 +473,27 @@ def test_a_save_that_fails_costs_nothing(
         assert differences(expected, everything(engine)) == []
 
 
+def test_a_run_whose_first_save_failed_is_resumed_at_step_0(
+    failing: Callable[[int], None], swap_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = tmp_path / "saved"
+    again = {"runtime": {"checkpoint": {"resume": str(saved)}}}
+    with make(swap_path) as engine, pytest.raises(TransferError, match="says the test"):
+        failing(1)
+        engine.save_checkpoint(saved)
+        engine.flush()
+    (saved / ".tmp-global_step0-0123456789ab").mkdir()  # as of a process that was killed
+    with make(swap_path, **again) as engine:
+        assert (engine.resumed, engine.global_steps) == (None, 0)
+        assert f"no checkpoint in {saved} is resumed: its first save was not completed" in caplog.text
+        train(engine, 0, 1)
+        engine.save_checkpoint(saved)
+    with make(swap_path, **again) as engine:
+        assert engine.resumed is not None and engine.global_steps == 1
+    with pytest.raises(StoreError, match="There is no checkpoint"):
+        make(swap_path, runtime={"checkpoint": {"resume": str(tmp_path / "missing")}})
+
+
 def test_close_raises_what_no_call_has_raised(failing: Callable[[int], None], swap_path: Path, tmp_path: Path) -> None:
     engine = make(swap_path, ("nvme", "nvme"), runtime={"update": "overlapped"})
     train(engine, 0, 1)

@@ -19,6 +19,7 @@ from tests.support.tags import equal_bits, fields, load_tag, newest_complete, sa
 from tiered_zero.checkpoint import save_directory, tag_writer
 from tiered_zero.checkpoint.directory import (
     find_tag,
+    is_unused,
     list_tags,
     nothing_to_load,
     read_latest,
@@ -322,7 +323,7 @@ def test_foreign_checkpoints_are_refused_as_what_they_are(tmp_path: Path, kind: 
 @pytest.mark.parametrize("name", ["runs/", "train.log", "latest", ".metadata", "__0_0.distcp", ".old-a-0123456789ab/"])
 def test_a_directory_with_anything_else_is_no_new_start(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
-    assert nothing_to_load(tmp_path) == ""
+    assert nothing_to_load(tmp_path) == "" and not is_unused(tmp_path)
     with pytest.raises(StoreError, match=f"{tmp_path}.*({name.strip('/')}|pickle)"):
         find_tag(tmp_path)
 
@@ -348,6 +349,7 @@ def test_what_systems_and_killed_runs_leave_is_a_new_start(tmp_path: Path) -> No
     assert nothing_to_load(tmp_path) == "it is empty" and list_tags(tmp_path) == []
     (tmp_path / ".tmp-global_step1-0123456789ab").mkdir()
     assert nothing_to_load(tmp_path) == "its first save was not completed"
+    assert not is_unused(tmp_path), "a run's swap directory may be what was meant"
     with pytest.raises(StoreError, match=r"perhaps of torch\.save"):
         nothing_to_load(run / "data.bin")
 

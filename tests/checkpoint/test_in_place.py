@@ -1,4 +1,4 @@
-"""In-place commits: a run that is adopted goes on with the same bits, and one that is read stays as it is."""
+"""In-place commits: a run that is adopted continues with the same bits, and one that is read stays as it is."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ PATH = Path("ck/tag/manifest.json")
 
 
 def record(name: str, nbytes: int, offset: int = 0) -> Record:
-    return Record(name=name, nbytes=nbytes, dtype="uint8", shape=(), committed=True, offsets=(offset,))
+    return Record(name=name, nbytes=nbytes, committed=True, offsets=(offset,))
 
 
 WHOLE = TagManifest(

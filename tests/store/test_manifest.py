@@ -1,5 +1,6 @@
 """A manifest comes back as it was, and any damage to it is known."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from tiered_zero.errors import StoreError
 from tiered_zero.store import manifest
+from tiered_zero.store.checked_json import encode_checked
 from tiered_zero.store.manifest import Manifest, Record
 from tiered_zero.store.ranges import Range
 
@@ -17,9 +19,7 @@ STATE = Manifest(
     capacity_nbytes=1 << 20,
     weights=(1.0, 2.5),
     metadata={"loss": [1.5, None], "text": "ä"},
-    records=(
-        Record(name="layer.0/w\n", nbytes=5000, dtype="bfloat16", shape=(50, 50), committed=True, offsets=(0, 8192)),
-    ),
+    records=(Record(name="layer.0/w\n", nbytes=5000, committed=True, offsets=(0, 8192)),),
     ranges={"layer.0/w\n": [Range(0, 4096, 1, 2**64 - 1), Range(4096, 8192, 0, None)]},
 )
 DATA = STATE.encode()
@@ -68,6 +68,13 @@ def test_a_torn_next_one_counts_as_absent_a_damaged_current_one_does_not(tmp_pat
 def test_another_version_is_refused_by_name() -> None:
     with pytest.raises(StoreError, match=r"version 1, found tiered_zero\.store version 2"):
         Manifest.decode(DATA.replace(b'"version": 1', b'"version": 2'), Path("m"))
+
+
+def test_a_record_of_an_earlier_version_is_read_without_its_dtype_and_shape() -> None:
+    body = json.loads(DATA.splitlines()[1])
+    for record in body["records"]:
+        record |= {"dtype": "uint8", "shape": []}
+    assert Manifest.decode(encode_checked("tiered_zero.store", 1, body), Path("m")) == STATE
 
 
 def test_metadata_that_is_not_json_is_refused() -> None:

@@ -18,7 +18,7 @@ def test_a_directory_that_another_rank_makes_meanwhile_is_taken(
         mkdir(self, mode, parents, exist_ok)
 
     monkeypatch.setattr(Path, "mkdir", make_after_another)
-    make_missing([(str(swap_path / "a" / "b"),)])
+    make_missing({(str(swap_path / "a" / "b"),): "nvme_path"})
     assert (swap_path / "a" / "b").is_dir()
 
 
@@ -30,13 +30,13 @@ def test_a_placeholder_on_the_root_file_system_is_said(
     monkeypatch.setattr(new_parents, "_ROOT", swap_path)
     for path, is_said in (("local_nvme", True), ("mnt/disk/swap", True), ("home", True), ("home/swap", False)):
         caplog.clear()
-        make_missing([(str(swap_path / path),)])
+        make_missing({(str(swap_path / path),): "nvme_path"})
         first = swap_path / path.partition("/")[0]
         assert (f"on the root file system, for {first} did not exist" in caplog.text) == is_said
     caplog.clear()
-    make_missing([("out/swap",)])
+    make_missing({("out/swap",): "nvme_path"})
     assert "Made the swap directory" in caplog.text and "root file system" not in caplog.text
     caplog.clear()
     monkeypatch.setattr(new_parents, "_ROOT", Path("/proc"))  # another file system
-    make_missing([(str(swap_path / "disk" / "swap"),)])
+    make_missing({(str(swap_path / "disk" / "swap"),): "nvme_path"})
     assert "Made the swap directory" in caplog.text and "root file system" not in caplog.text

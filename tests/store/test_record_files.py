@@ -126,7 +126,7 @@ def test_a_changed_byte_is_not_handed_out(tmp_path: Path) -> None:
 
 def test_what_was_never_written_is_not_read(tmp_path: Path) -> None:
     contents = write(tmp_path / "data.bin", {"a": [os.urandom(MIB)]})
-    record = Record(name="a", nbytes=2 * MIB, dtype="uint8", shape=(), committed=True, offsets=(0,))
+    record = Record(name="a", nbytes=2 * MIB, committed=True, offsets=(0,))
     halves = Contents(capacity_nbytes=2 * MIB, weights=(1.0,), records=(record,), ranges=contents.ranges)
     reader = RecordReader([RecordFiles(paths=[tmp_path / "data.bin"], contents=halves)], SyncEngine())
     assert reader.has(0, "a", 5, MIB) and not reader.has(0, "a", 5, MIB + 1)
@@ -137,7 +137,7 @@ def test_what_was_never_written_is_not_read(tmp_path: Path) -> None:
     huge = Contents(
         capacity_nbytes=4 * MIB,
         weights=(1.0,),
-        records=(Record(name="a", nbytes=4 * MIB, dtype="uint8", shape=(), committed=True, offsets=(0,)),),
+        records=(Record(name="a", nbytes=4 * MIB, committed=True, offsets=(0,)),),
         ranges={"a": [Range(0, 4 * MIB, 0, 1)]},
     )
     with pytest.raises(StoreError, match="have one checksum; expected at most 2 MiB"):

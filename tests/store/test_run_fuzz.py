@@ -79,8 +79,8 @@ STATE = Manifest(
     weights=(1.0,),
     metadata={"loss": 1.0},
     records=(
-        Record(name="w", nbytes=PAGE, dtype="uint8", shape=(PAGE,), committed=True, offsets=(0, PAGE)),
-        Record(name="v", nbytes=PAGE, dtype="uint8", shape=(), committed=True, offsets=(2 * PAGE, 3 * PAGE)),
+        Record(name="w", nbytes=PAGE, committed=True, offsets=(0, PAGE)),
+        Record(name="v", nbytes=PAGE, committed=True, offsets=(2 * PAGE, 3 * PAGE)),
     ),
     ranges={"w": [Range(0, PAGE, 0, 1)], "v": [Range(0, PAGE, 1, None)]},
 )

@@ -67,7 +67,7 @@ def test_what_ended_runs_have_left_is_one_line_a_directory(swap_path: Path) -> N
     assert line.startswith(f"{swap_path} holds 1.0 MiB of a run whose process has ended; ")
     assert line.endswith(f"`tiered-zero swap gc {swap_path}` removes them")
     (ended,) = [run.path for run in list_runs(swap_path) if run.state == "dead"]
-    assert leftover_notices([str(swap_path)], {ended.resolve()}) == [], "the run that is gone on with"
+    assert leftover_notices([str(swap_path)], {ended.resolve()}) == [], "the resumed run"
     dead_run(swap_path, "another")
     assert "of 2 runs whose processes have ended" in leftover_notices([str(swap_path)])[0]
     live.remove()
@@ -237,7 +237,7 @@ STATE = Manifest(
     step=3,
     capacity_nbytes=2 * PAGE,
     weights=(1.0,),
-    records=(Record(name="w", nbytes=PAGE, dtype="uint8", shape=(PAGE,), committed=True, offsets=(0, PAGE)),),
+    records=(Record(name="w", nbytes=PAGE, committed=True, offsets=(0, PAGE)),),
     ranges={"w": [Range(0, PAGE, 0, None)]},
 )
 
@@ -273,7 +273,7 @@ BAD_FILES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [OWNER_NAME, MANIFEST_NAME, manifest.NEXT_NAME, DATA_NAME])
 @pytest.mark.parametrize("kind", BAD_FILES)
 def test_no_kind_of_file_blocks_fills_or_ends_a_listing(
@@ -286,7 +286,7 @@ def test_no_kind_of_file_blocks_fills_or_ends_a_listing(
     check_commands(swap_path)
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
 def test_a_device_is_not_read(swap_path: Path) -> None:
     run = dead_run(swap_path, "bad")

@@ -13,7 +13,7 @@ from typing import Final, final
 
 from tiered_zero.checkpoint.commit import COMMIT_ID
 from tiered_zero.checkpoint.committed import ON_ITS_HOST, find_missing, held_commit, is_committed
-from tiered_zero.checkpoint.save_directory import LATEST_NAME, OLD, TEMPORARY, check_tag, hidden_tag
+from tiered_zero.checkpoint.save_directory import LATEST_NAME, LOCK_NAME, OLD, TEMPORARY, check_tag, hidden_tag
 from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, MOST_NBYTES, TagManifest, WrittenBy
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
@@ -189,6 +189,13 @@ def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
         return "it is empty"
     unfinished = all(hidden_tag(TEMPORARY, name) is not None for name in names)
     return "its first save was not completed" if unfinished else ""
+
+
+def is_unused(save_dir: str | os.PathLike[str]) -> bool:
+    """Whether the directory is there, with nothing in it but our lock and what saves that never ended have left.
+    Raises StoreError."""
+    path, ours = Path(save_dir), (LOCK_NAME, "lost+found")
+    return path.is_dir() and all(name in ours or hidden_tag(TEMPORARY, name) is not None for name in _names(path))
 
 
 def _content(path: Path) -> list[str]:

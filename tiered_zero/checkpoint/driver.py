@@ -1,7 +1,7 @@
 """State of the driver thread besides weights and optimizer state: captured at a save, restored at a load.
 
 Counts, loss scale, learning rate schedule, values of the param groups, random states, the position in the training
-data, and the user's client_state. A run that has them back goes on with the same bits.
+data, and the user's client_state. A run that restores them continues with the same bits.
 """
 
 from __future__ import annotations

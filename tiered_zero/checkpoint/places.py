@@ -13,14 +13,7 @@ from typing import final
 
 import torch
 
-from tiered_zero.checkpoint.portable import (
-    RunState,
-    buffer_key,
-    field_range,
-    field_spec,
-    master_key,
-    param_key,
-)
+from tiered_zero.checkpoint.portable import RunState, buffer_key, field_range, field_spec, master_key, param_key
 from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, TensorEntry
 from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, Unit

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from tiered_zero.errors import InternalError, ModelError, StoreError
+from tiered_zero.params.weight_paths import open_safetensors
 from tiered_zero.sizes import align_up, format_nbytes
 from tiered_zero.store.durable import sync_directory, write_new_file
 
@@ -259,7 +259,7 @@ def _temporaries(directory: Path, names: Sequence[str]) -> Iterator[Mapping[str,
                 path.unlink(missing_ok=True)
 
 
-def _files_of(directory: Path, stem: str) -> list[Path]:
+def weight_files(directory: Path, stem: str) -> list[Path]:
     """List the files of weights in the directory, one or numbered ones."""
     pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors")
     return [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
@@ -268,10 +268,10 @@ def _files_of(directory: Path, stem: str) -> list[Path]:
 def _check_model(directory: Path, stem: str, tensors: Sequence[WeightTensor]) -> None:
     """Raise StoreError if the weights in the directory have other names or shapes than `tensors`."""
     found: dict[str, tuple[int, ...]] = {}
-    files = _files_of(directory, stem)
+    files = weight_files(directory, stem)
     for path in files:
         try:
-            with safe_open(path, framework="pt") as file:
+            with open_safetensors(path) as file:
                 found.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
         except Exception:
             found[f"{path.name}, which cannot be read"] = ()
@@ -287,7 +287,7 @@ def _check_model(directory: Path, stem: str, tensors: Sequence[WeightTensor]) ->
 
 def _publish(directory: Path, temporary: Mapping[str, Path], names: Sequence[str], stem: str) -> None:
     """Replace the weights in the directory by the files in `names`; the one that readers look for is renamed last."""
-    for path in [directory / f"{stem}.safetensors.index.json", *_files_of(directory, stem)]:
+    for path in [directory / f"{stem}.safetensors.index.json", *weight_files(directory, stem)]:
         if len(names) > 1 or path.name not in names:  # one file replaces one file at once
             path.unlink(missing_ok=True)
     sync_directory(directory)

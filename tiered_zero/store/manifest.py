@@ -50,13 +50,10 @@ class Record:
     `nbytes`: what was asked for; `extent_nbytes`: that in whole pages, the limit of reads and writes.
     `offsets`: where each slot starts in the store: one for scratch, two for committed, of which one may be missing
     while nothing was written twice.
-    `dtype`, `shape`: kept for the caller, never interpreted.
     """
 
     name: str
     nbytes: int
-    dtype: str
-    shape: tuple[int, ...]
     committed: bool
     offsets: tuple[int, ...]
 
@@ -170,17 +167,21 @@ def _weights(items: list[Any]) -> tuple[float, ...]:
 
 _MANIFEST_KINDS, _RECORD_KINDS = map(kinds_of, (Manifest, Record))
 
+_UNREAD = {"dtype", "shape"}
+"""Fields of a record that an earlier version has written, and that nothing reads."""
+
 
 def _record(item: Any) -> Record:
+    if type(item) is dict:
+        item = {name: value for name, value in item.items() if name not in _UNREAD}
     fields = check_fields(item, _RECORD_KINDS)
-    for name in ("shape", "offsets"):
-        check_integers(name, fields[name])
+    check_integers("offsets", fields["offsets"])
     offsets = tuple(fields["offsets"])
     if fields["nbytes"] <= 0 or len(offsets) not in (1, 1 + fields["committed"]):
         raise ValueError(f"record {fields['name'][:80]!a}: expected bytes, and one offset for each of its slots")
     if any(at % PAGE_NBYTES for at in offsets):
         raise ValueError(f"record {fields['name'][:80]!a}: expected offsets in whole pages")
-    return Record(**{**fields, "shape": tuple(fields["shape"]), "offsets": offsets})
+    return Record(**{**fields, "offsets": offsets})
 
 
 def _ranges(record: Record, items: Any) -> list[Range]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from tiered_zero.errors import ConfigError
@@ -14,27 +14,27 @@ logger = logging.getLogger("tiered_zero")
 _ROOT = Path("/")
 
 
-def make_missing(groups: Iterable[Sequence[str]]) -> None:
+def make_missing(groups: Mapping[tuple[str, ...], str]) -> None:
     """Make the directories that are missing, with their parents (mode 0700).
 
-    `groups`: directories that are striped together. If some of a group exist, the missing one is left to the check that
-    follows, which refuses it: its disk may not be mounted. Raises ConfigError.
+    `groups`: directories that are striped together -> the config's key that names them. If some of a group exist, the
+    missing one is left to the check that follows, which refuses it: its disk may not be mounted. Raises ConfigError.
     """
-    for group in groups:
+    for group, key in groups.items():
         paths = [Path(path) for path in group]
         if not any(path.exists() for path in paths):
             for path in paths:
-                _make(path)
+                _make(path, key)
 
 
-def _make(path: Path) -> None:
+def _make(path: Path, key: str) -> None:
     missing = [place for place in (path, *path.parents) if not place.exists()][::-1]
     try:
         for place in missing:
             place.mkdir(mode=0o700, exist_ok=True)  # another rank may have made it since
     except OSError as error:
         raise ConfigError(
-            f"nvme_path {path} is missing and cannot be made: {errno_text(error.errno or 0)}. Name a directory on the "
+            f"{key} {path} is missing and cannot be made: {errno_text(error.errno or 0)}. Name a directory on the "
             "disk that is to be swapped to."
         ) from error
     if missing:

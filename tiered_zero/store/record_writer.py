@@ -141,7 +141,7 @@ class RecordWriter:
 
 def _record(name: str, own: _Appended) -> Record:
     nbytes = sum(part for part, _ in own.parts)
-    return Record(name=name, nbytes=nbytes, dtype="uint8", shape=(), committed=True, offsets=(own.offset,))
+    return Record(name=name, nbytes=nbytes, committed=True, offsets=(own.offset,))
 
 
 def _ranges(own: _Appended) -> list[Range]:

@@ -70,9 +70,7 @@ class RecordTable:
         with self._lock:
             return {name: state.record for name, state in self._states.items()}
 
-    def reserve(
-        self, name: str, nbytes: int, dtype: str, shape: tuple[int, ...], *, committed: bool, num_slots: int
-    ) -> Record:
+    def reserve(self, name: str, nbytes: int, *, committed: bool, num_slots: int) -> Record:
         """Raises StoreError: no bytes, the name is taken, or the capacity is used up."""
         if nbytes <= 0:
             raise StoreError(f"Record {name!r} must have at least one byte; found {nbytes}.")
@@ -90,14 +88,7 @@ class RecordTable:
                         "larger capacity."
                     )
                 offsets.append(offset)
-            record = Record(
-                name=name,
-                nbytes=nbytes,
-                dtype=dtype,
-                shape=shape,
-                committed=committed,
-                offsets=tuple(offsets),
-            )
+            record = Record(name=name, nbytes=nbytes, committed=committed, offsets=tuple(offsets))
             self._states[name] = _State(record=record)
         return record
 

@@ -32,16 +32,7 @@ from tiered_zero.store.descriptors import (
     unlink_missing_ok,
 )
 from tiered_zero.store.manifest import MANIFEST_NAME, NEXT_NAME
-from tiered_zero.store.owner import (
-    OWNER_NAME,
-    PREFIX,
-    Owner,
-    boot_id,
-    is_locked,
-    lock_fd,
-    read_owner_at,
-    start_ticks,
-)
+from tiered_zero.store.owner import OWNER_NAME, PREFIX, Owner, boot_id, is_locked, lock_fd, read_owner_at, start_ticks
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.system.descriptor import CLOSED, Descriptor
 

@@ -23,13 +23,7 @@ from typing import final
 
 from tiered_zero.errors import StoreError
 from tiered_zero.io.preflight import preflight_directory
-from tiered_zero.store.descriptors import (
-    open_directory,
-    open_file,
-    remove_directory,
-    remove_files,
-    unlink_missing_ok,
-)
+from tiered_zero.store.descriptors import open_directory, open_file, remove_directory, remove_files, unlink_missing_ok
 from tiered_zero.store.durable import sync_directory
 from tiered_zero.store.owner import (
     OWNER_NAME,
@@ -281,7 +275,7 @@ def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
                 "%s cannot be removed (%s); `tiered-zero swap gc` does it when its disk works again", hold.path, error
             )
         hold.close()
-        holds.pop(0)  # only now: after an interrupt the next call goes on with it
+        holds.pop(0)  # only now: after an interrupt the next call tries it again
 
 
 def _delete(hold: _Hold) -> None:

@@ -140,23 +140,14 @@ class SwapStore:
         """The id of the run that owns the directories."""
         return self._directory.run_id
 
-    def reserve(
-        self,
-        name: str,
-        nbytes: int,
-        *,
-        dtype: str = "uint8",
-        shape: tuple[int, ...] = (),
-        committed: bool = False,
-        write_once: bool = False,
-    ) -> Record:
+    def reserve(self, name: str, nbytes: int, *, committed: bool = False, write_once: bool = False) -> Record:
         """Reserve `nbytes`, page-aligned; a committed record takes two slots. Its bytes cannot be read before written.
 
         `write_once`: a committed one takes one slot, and the second once bytes of a commit are changed, for which the
         files may grow. Raises StoreError: the name is taken, or the capacity is used up.
         """
         num_slots = 2 if committed and not write_once else 1
-        return self._table.reserve(name, nbytes, dtype, shape, committed=committed, num_slots=num_slots)
+        return self._table.reserve(name, nbytes, committed=committed, num_slots=num_slots)
 
     def release(self, record: Record) -> None:
         """Free the record's extents; those that the durable manifest names after the next commit."""
