@@ -157,11 +157,17 @@ CASES: dict[str, Case] = {
     ),
     # the swap directory
     "nvme_path missing": Case(
-        ConfigError, r"/none is missing and cannot be made: ENOENT .* Name", spoil=lambda path: Path("/proc/none")
+        ConfigError,
+        r"zero_optimization\.offload_param\.nvme_path \S*/none is missing and cannot be made: ENOENT .* Name",
+        spoil=lambda path: Path("/proc/none"),
     ),
-    "nvme_path a file": Case(ConfigError, r"/file is a file, but must be a directory", spoil=_a_file),
+    "nvme_path a file": Case(
+        ConfigError, r"offload_param\.nvme_path \S*/file is a file, but must be a directory", spoil=_a_file
+    ),
     "nvme_path not writable": Case(
-        ConfigError, r"/proc/self is not writable: E\w+ ", spoil=lambda path: Path("/proc/self")
+        ConfigError,
+        r"offload_param\.nvme_path /proc/self is not writable: E\w+ ",
+        spoil=lambda path: Path("/proc/self"),
     ),
     "nvme_path not named": Case(
         ConfigError,
@@ -257,6 +263,17 @@ CASES: dict[str, Case] = {
         r"Parameter 0\.weight has no shape yet",
         model=lambda: nn.Sequential(nn.LazyLinear(4)),
         rest=_own(ADAM),
+    ),
+    # files of the run, before the model is given up to it
+    "report in no directory": Case(
+        ConfigError,
+        r"tiered_zero\.report: expected a file that can be written; /proc/none/run\.jsonl: No such",
+        {"tiered_zero": {"report": "/proc/none/run.jsonl"}},
+    ),
+    "trace in no directory": Case(
+        ConfigError,
+        r"tiered_zero\.trace: expected a file that can be written",
+        {"tiered_zero": {"trace": "/proc/none/trace.json"}},
     ),
     "weights for a model that has some": Case(
         ModelError,

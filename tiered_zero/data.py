@@ -49,7 +49,7 @@ class TrainingLoader(DataLoader[Any]):
         """Passes that are over; the number of the next."""
         self._current: weakref.ref[_Pass] | None = None
         self._resumed: Mapping[str, Any] | None = None
-        """A pass that the next `iter()` goes on with."""
+        """A saved pass that the next `iter()` resumes."""
         super().__init__(dataset, batch_size, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader's own iterator cannot count

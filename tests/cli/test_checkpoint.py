@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,9 @@ def test_export_replaces_no_other_model(saved: Path, tmp_path: Path) -> None:
     answer("export", others, out, "--force")
     assert exported(out).keys() == {"b.weight"}
     (out / "model.safetensors").write_bytes(b"of another program")
+    assert "holds weights of another model" in run("export", others, out).stderr
+    (out / "model.safetensors").unlink()
+    os.mkfifo(out / "model.safetensors")
     assert "holds weights of another model" in run("export", others, out).stderr
 
 

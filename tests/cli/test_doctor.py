@@ -1,4 +1,4 @@
-"""`tiered-zero doctor`: each line says on, or off with the reason and the fix; nothing makes it fail."""
+"""`tiered-zero doctor`: each line says on, or off with the reason and the fix; it fails for a directory only."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ NAMES = [
 ]  # fmt: skip
 
 
-def examine(directory: Path) -> dict[str, dict[str, Any]]:
+def examine(directory: Path, code: int = 0) -> dict[str, dict[str, Any]]:
     result = CliRunner().invoke(main, ["doctor", str(directory), "--json"])
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert (result.exit_code, result.stderr) == (code, "")
     found = json.loads(result.stdout)
     assert found["directory"] == str(directory)
     return {finding["name"]: finding for finding in found["findings"]}
@@ -107,7 +107,7 @@ def test_a_directory_that_cannot_be_used(swap_path: Path, kind: str) -> None:
     path = swap_path / kind
     if kind == "file":
         path.write_text("")
-    found = examine(path)
+    found = examine(path, code=1)
     assert found["directory"]["state"] == BAD and str(path) in found["directory"]["found"]
     assert found["engine threads"]["state"] in (GOOD, POOR), "tried elsewhere"
     assert "torch" in found and "free space" not in found

@@ -46,6 +46,14 @@ def test_sources() -> None:
     assert sources["zero_optimization.offload_optimizer.pin_memory"] == "default"
 
 
+def test_a_section_that_is_null_has_a_row() -> None:
+    config = load({"train_batch_size": 8, "fp16": None, "zero_optimization": {"stage": 3, "offload_param": None}})
+    rows = {row.path: row for row in config.explain()}
+    for path in ("fp16", "zero_optimization.offload_param"):
+        assert rows[path].value is None and "left out" in rows[path].effect
+    assert not any("without effect" in line for line in config.notices)
+
+
 def test_a_plain_config_says_little() -> None:
     assert load({"train_batch_size": 8, "gradient_clipping": 0.5}).notices == ()
 

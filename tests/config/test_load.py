@@ -344,6 +344,7 @@ class TestUnknown:
                 {"zero_optimization": {"reduce_scatter": 7}},
                 "zero_optimization.reduce_scatter: expected a value such as",
             ),
+            ({"": 1}, "'': unknown key."),
             ({"flops_profiler": 7}, "flops_profiler: expected a value such as {} (dict)"),
             ({"scheduler": {"type": "OneCycle"}}, "scheduler.params.cycle_min_lr: expected a number"),
             (one_cycle(decay_lr_rate=[0.1]), "scheduler.params.decay_lr_rate: expected a number; found [0.1]"),
@@ -439,6 +440,12 @@ class TestPlacement:
         monkeypatch.setenv("HOME", "/home/ada")
         config = load_with(zero_optimization={"offload_param": {"nvme_path": "~/swap, /b/~"}})
         assert config.zero_optimization.offload_param.nvme_paths == ("/home/ada/swap", "/b/~")
+
+    @pytest.mark.parametrize("path", ["$TMPDIR/swap", "/local/${USER}", "s3://bucket/swap"])
+    def test_a_path_that_would_be_made_as_it_stands(self, path: str) -> None:
+        for paths in (path, ["/a", path]):
+            text = refused(zero_optimization={"offload_optimizer": {"device": "nvme", "nvme_path": paths}})
+            assert text.startswith("zero_optimization.offload_optimizer.nvme_path: expected a path")
 
     def test_what_the_file_sets_differs_from_defaults(self) -> None:
         section = load_with(zero_optimization={"offload_param": {"buffer_count": 5}}).zero_optimization.offload_param

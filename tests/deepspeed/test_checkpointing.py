@@ -122,6 +122,21 @@ def test_configure_reads_a_config_and_arguments_go_before_it(tmp_path: Path, cap
     deepspeed.checkpointing.reset()
 
 
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"partition_activation": True}, "partition_activation: unknown key. Did you mean partition_activations"),
+        ({"cpu_checkpointing": "perhaps"}, "cpu_checkpointing: expected true or false; found 'perhaps'"),
+        (True, ": expected an object; found True"),
+    ],
+)
+def test_configure_refuses_what_it_would_pass_over(section: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        deepspeed.checkpointing.configure(None, {"activation_checkpointing": section})
+    assert expected in str(caught.value)
+    deepspeed.checkpointing.configure(None, {"activation_checkpointing": {"_note": 1, "cpu_checkpointing": "auto"}})
+
+
 def test_profile_logs_each_run(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     deepspeed.checkpointing.configure(None, profile=True)

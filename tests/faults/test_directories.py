@@ -120,6 +120,17 @@ def test_a_slower_directory_gets_less(parents: list[Path], monkeypatch: pytest.M
     engine.close()
 
 
+def test_the_key_that_names_a_directory_is_said(swap_path: Path) -> None:
+    state = {"zero": {"offload_optimizer": {"device": "nvme", "nvme_path": "/proc/none"}}}
+    saved = {"runtime": {"activations": {"device": "nvme", "nvme_path": "/proc/none", "limit": "1MB"}}}
+    for options, key in (
+        (state, r"zero_optimization\.offload_optimizer\.nvme_path"),
+        (saved, r"tiered_zero\.activations\.nvme_path"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{key} /proc/none is missing"):
+            build(swap_path, "barrier", placement=("cpu", "cpu"), **options)
+
+
 def test_a_directory_that_is_missing_at_the_start(parents: list[Path], enter_row: EnterRow) -> None:
     parents[1].rmdir()
     with pytest.raises(ConfigError, match=rf"{parents[1]} cannot be used: ENOENT.*name another"):

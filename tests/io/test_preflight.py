@@ -92,6 +92,7 @@ def test_a_system_without_mountinfo_has_no_types(tmp_path: Path) -> None:
     ("fstype", "words"),
     [
         ("tmpfs", "RAM-backed"),
+        ("devtmpfs", "RAM-backed"),
         ("nfs4", "network file system (nfs4)"),
         ("lustre", "network file system (lustre)"),
         ("fuse.sshfs", "FUSE"),

@@ -77,6 +77,7 @@ def test_with_nothing_that_works_the_error_names_every_reason(swap_path: Path, m
 def test_an_engine_can_be_asked_for_by_name(swap_path: Path, name: str) -> None:
     selection = select_engine(swap_path, prefer=name, settings=IOSettings(queue_depth=2))
     assert selection.engine.name == name
+    assert "2 requests at once" in selection.reasons[-1]
     assert works(selection, swap_path)
 
 

@@ -227,6 +227,7 @@ def test_a_stall_is_raised_with_the_table_and_latches(build: Build, swap_path: P
     file.close()
     os.fstat(fd)  # still open: a late transfer must not land in another file
     gate.set()
+    engine.io_timeout_s = 60.0
     stuck.wait()  # it came in the end; the latch stays
     with pytest.raises(TransferError, match="made no progress"):
         engine.latch.check()

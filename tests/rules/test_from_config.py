@@ -40,6 +40,7 @@ def test_adam_is_adamw_unless_adam_w_mode_says_otherwise(
     assert resolved.optimizer_class is kind
     assert resolved.defaults.keys() <= {"weight_decay"}
     assert ("decoupled" in resolved.text) == decoupled
+    assert "(lr 0.001 by default" in resolved.text
     assert ('"Adam" means AdamW' in resolved.text) == (name.lower() == "adam" and decoupled)
 
 

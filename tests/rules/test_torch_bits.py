@@ -138,7 +138,7 @@ def test_each_operation_that_is_fused_in_torch_alone_is_found(
     if which is not None:
         header = header[: calls[which].start()] + "unfused_(" + header[calls[which].end() :]
     (tmp_path / "update_kernel.h").write_text("#define unfused_(a, b, c) ((a) * (b) + (c))\n" + header)
-    for name in ("update.c", "version.h"):
+    for name in ("update.c", "thread_pool.h", "version.h"):
         (tmp_path / name).write_bytes(UPDATE_SOURCE.with_name(name).read_bytes())
     kernel = UpdateKernel(compile_shared(tmp_path / "update.c", tmp_path / "u.so", "-O0"), root=find_torch_root())
     rules = [

@@ -51,6 +51,19 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [json.loads(line)["record"] for line in path.read_text().splitlines()][0::5] == ["header", "footer"]
 
 
+def test_a_file_that_is_there_is_kept_under_another_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text("of a run that is resumed")
+    write_run(path)
+    write_run(path)
+    assert (tmp_path / "run-1.jsonl").read_text() == "of a run that is resumed"
+    assert read_run(tmp_path / "run-2.jsonl").steps == read_run(path).steps == STEPS
+    assert caplog.messages == [
+        f"tiered_zero.report: {path} was there already; it is {tmp_path / name} now"
+        for name in ("run-1.jsonl", "run-2.jsonl")
+    ]
+
+
 def test_a_run_cut_off_anywhere_keeps_its_whole_lines(tmp_path: Path) -> None:
     path, cut = tmp_path / "run.jsonl", tmp_path / "cut.jsonl"
     write_run(path)

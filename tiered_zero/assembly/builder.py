@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from tiered_zero.hardware.memory.host_memory import trim_malloc
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.plan.planner import Plan
 from tiered_zero.store.new_parents import make_missing
+from tiered_zero.telemetry.report import StepReport
 from tiered_zero.update.handle import TieredOptimizer, make_scheduler, restored_on_error
 
 logger = logging.getLogger("tiered_zero")
@@ -72,10 +73,11 @@ def build(
         scheduler = make_scheduler(lr_scheduler, run_spec.config.scheduler, handle)
         runtime = open_runtime(run_spec, collectives, resources)
         _announce(run_spec, source.warnings, collectives)
+        observers = make_observers(run_spec, runtime, resources)  # a file that cannot be made costs no model
         machine = open_machine(run_spec, runtime, source, resources)
         placed = place_model(run_spec, machine, source, handle, resources)
         own_state = run_spec.source.state  # the handle hides it once it is connected
-        engine = _join(run_spec, machine, placed, scheduler, loader, resources)
+        engine = _join(run_spec, machine, placed, scheduler, loader, observers, resources)
         INTERRUPTS.check()  # what comes now is undone no more
         if handle is not None:
             own_state.clear()  # the optimizer has it again when the engine ends
@@ -117,6 +119,7 @@ def _join(
     placed: PlacedModel,
     scheduler: Any,
     loader: TrainingLoader | None,
+    observers: Sequence[Callable[[StepReport], None]],
     resources: Teardown,
 ) -> Engine:
     """Make the engine of what was built, and resume the checkpoint that was found."""
@@ -151,9 +154,10 @@ def _join(
         plan=run_spec.plan,
         optimizer=handle,
         lr_scheduler=scheduler,
-        observers=make_observers(run_spec, machine.runtime, resources),
+        observers=observers,
         checkpoints=checkpoints,
     )
+    machine.runtime.recorder.take_spans()  # of the start of the run, which no trace shows
     engine = Engine(run, step, resources)
     if handle is not None:
         handle.connect(engine, placed.state, step.policy, partial(resources.add, "optimizer"))

@@ -11,6 +11,7 @@ import torch
 from tiered_zero.assembly.disk_space import check_disk_space
 from tiered_zero.assembly.homes import place_homes
 from tiered_zero.assembly.run_spec import RunSpec
+from tiered_zero.checkpoint.directory import is_unused, nothing_to_load
 from tiered_zero.checkpoint.ranks import find_together
 from tiered_zero.checkpoint.resume import Adoption, FoundCheckpoint, adopt, find_checkpoint
 from tiered_zero.concurrency.teardown import Teardown
@@ -57,11 +58,11 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
     config = run_spec.config
     warnings = [
         line
-        for path in sorted({path for paths in nvme_paths(config) for path in paths})
-        for line in preflight_directory(path)
+        for path, key in sorted({path: key for paths, key in nvme_paths(config).items() for path in paths}.items())
+        for line in preflight_directory(path, key)
     ]
     resume = config.tiered_zero.checkpoint.resume
-    found = None if resume is None else find_together(collectives, resume, partial(find_checkpoint, resume))
+    found = None if resume is None else find_together(collectives, resume, partial(_find, resume, warnings))
     adoption = (
         None if found is None else adopt(found, collectives, config, run_spec.plan, run_spec.slots, run_spec.layouts)
     )
@@ -79,6 +80,15 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
         needs[paths] = needs.get(paths, 0) + nbytes
     check_disk_space(needs, collectives)
     return source
+
+
+def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
+    """Find the checkpoint to go on from; None, with a warning, where the run before has not completed its first save.
+    Raises StoreError."""
+    if not is_unused(resume):
+        return find_checkpoint(resume)
+    warnings.append(f"no checkpoint in {resume} is resumed: {nothing_to_load(resume)}. The run begins at step 0")
+    return None
 
 
 def open_runtime(run_spec: RunSpec, collectives: Collectives, resources: Teardown) -> Runtime:
@@ -106,8 +116,12 @@ def open_machine(run_spec: RunSpec, runtime: Runtime, source: Source, resources:
     return Machine(runtime=runtime, tiers=tiers, inventory=inventory, copy_homes=copy_homes)
 
 
-def nvme_paths(config: Config) -> list[tuple[str, ...]]:
-    """List the paths of each tier on NVMe; several of one tier are striped."""
+def nvme_paths(config: Config) -> dict[tuple[str, ...], str]:
+    """Map the paths of each tier on NVMe, several of which are striped, to a key of the config that names them."""
     zero = config.zero_optimization
-    parts = (zero.offload_param, zero.offload_optimizer, config.tiered_zero.activations)
-    return [part.nvme_paths for part in parts if part.device == "nvme"]
+    sections = {
+        "tiered_zero.activations": config.tiered_zero.activations,
+        "zero_optimization.offload_optimizer": zero.offload_optimizer,
+        "zero_optimization.offload_param": zero.offload_param,
+    }
+    return {part.nvme_paths: f"{name}.nvme_path" for name, part in sections.items() if part.device == "nvme"}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from tiered_zero.params.param_handlers import handler_of
 from tiered_zero.plan.host_device import resolve_host_tiers
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.rank_facts import compare_facts
-from tiered_zero.plan.request import Limits, PlanRequest, SubGroupSize, plan_request, unit_rules
+from tiered_zero.plan.request import Limits, PlanRequest, RankRequest, SubGroupSize, plan_request, unit_rules
 from tiered_zero.plan.slots import PlannedSlot, list_slots
-from tiered_zero.rules.from_config import format_rule, group_params, make_optimizer, make_rule
+from tiered_zero.rules.from_config import group_params, make_optimizer, make_rule
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_formats import check_params, master_format
 from tiered_zero.rules.state_layout import StateLayout
@@ -52,17 +52,30 @@ class RunSpec:
     specs: dict[nn.Parameter, ParamSpec]
     units: list[Unit]
     source: Optimizer
+    group_of: dict[str, int]
+    """Name of a parameter that the optimizer holds -> the index of its param group."""
     rule: UpdateRule
     layouts: list[StateLayout]
     plan: Plan
     sub_group_numel: int
     """Elements at which sub-groups are cut."""
-    slots: list[PlannedSlot]
-    """Of units, sub-groups and durable copies."""
-    trained: frozenset[str]
-    """Names of the parameters that an update changes, on whatever rank."""
-    trains: bool = True
-    """False where there is no optimizer: the run evaluates."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer; without one the run evaluates."""
+        return bool(self.group_of)
+
+    @cached_property
+    def slots(self) -> list[PlannedSlot]:
+        """Of units, sub-groups and durable copies."""
+        plan = self.plan
+        return list_slots(self.units, _sizes(self.layouts), plan.tiers, plan.request, delayed=plan.delayed)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that an update changes, on whatever rank."""
+        params = (entry.param for unit in self.units if unit.trainable for entry in unit.entries)
+        return frozenset(param.name for param in params if param.numel and param.name in self.group_of)
 
     def params_of(self, unit: Unit) -> list[nn.Parameter]:
         """List the parameters of a unit in the order of its entries."""
@@ -87,16 +100,63 @@ def specify_run(
     with the other ranks, which call this at the same time; the plans must agree (RankError).
     """
     ranks = collectives or SingleRank()
-    _check_ranks(config, ranks.world_size)
+    _check_delayed(config, ranks.world_size)
     trains = optimizer is not None or config.optimizer is not None
-    specs = list_params(model, lambda dtype: compute_dtype(config, dtype), trains)
+    specs = list_params(model, partial(compute_dtype, config), trains)
     _check_params(specs, trains)
     _check_embeddings(model)
     check_memory(model, specs)
     source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
-    settings = config.tiered_zero
-    limits = _limits(config, model, limits or {}, ranks)
-    on_cpu = shares_cores(settings.device, settings.debug_delay_seed)
+    effective, request = _request(config, model, _limits(config, model, limits or {}, ranks), ranks)
+    rule, masters = _make_rule(source, request), master_format(request.state.format)
+    rules = unit_rules(effective, ranks.world_size, whole_params=not rule.elementwise)
+    units = find_units(module_tree(model, specs), list(specs.values()), rules)
+    group_of = group_params(source, specs) if trains else {}
+    rank = ranks.rank if request.ranks.shards_state else None
+
+    def lay_out(numel: int) -> list[StateLayout]:
+        subgroups = cut_subgroups(
+            units, group_of, numel, elementwise=rule.elementwise, apart=request.state.is_split, rank=rank
+        )
+        layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
+        _check_group_state(rule, config, request.ranks)  # the rule knows of such state from its first layout on
+        return layouts
+
+    size = sub_group_numel(config.zero_optimization.sub_group_size, units, in_place=_updates_in_place(request))
+    layouts, plan, size = _plan_to_fit(lay_out, units, rule, size, request)
+    check_params(masters, [layout.subgroup for layout in layouts], plan.tiers.params, plan.tiers.state)
+    run_spec = RunSpec(
+        config=config,
+        effective_config=effective,
+        model=model,
+        specs=specs,
+        units=units,
+        source=source,
+        group_of=group_of,
+        rule=rule,
+        layouts=layouts,
+        plan=plan,
+        sub_group_numel=size,
+    )
+    if ranks.world_size > 1:  # before anything is allocated
+        compare_facts(_facts(run_spec), ranks.exchange)
+    return replace(run_spec, plan=_with_common_window(plan, ranks))
+
+
+def _check_delayed(config: Config, world_size: int) -> None:
+    """Raise ModelError where a delayed update would gather inside step()."""
+    stage = config.zero_optimization.stage
+    if world_size > 1 and config.tiered_zero.update == "delayed" and stage in (1, 2):
+        raise ModelError(
+            f"tiered_zero.update: expected auto or barrier at stage {stage} with {world_size} ranks, which gather "
+            "each other's new parameters inside step(); found 'delayed'. Leave it out, or set zero_optimization.stage "
+            "to 0 or 3."
+        )
+
+
+def _request(config: Config, model: nn.Module, limits: Limits, ranks: Collectives) -> tuple[Config, PlanRequest]:
+    """Return the config with parameters and state where they rest in this run, and what the planner must know."""
+    on_cpu = shares_cores(config.tiered_zero.device, config.tiered_zero.debug_delay_seed)
     effective = resolve_host_tiers(config, limits, shares_cores=on_cpu, world_size=ranks.world_size)
     request = plan_request(
         effective,
@@ -107,96 +167,40 @@ def specify_run(
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    rule = make_rule(
-        source,
-        is_own=request.ranks.shards_params or settings.state_format != "fp32",
-        num_threads=num_kernel_threads(shares_cores=on_cpu),
-    )
-    rule, masters = format_rule(settings.state_format, rule), master_format(settings.state_format)
-    rules = unit_rules(effective, ranks.world_size, whole_params=not rule.elementwise)
-    units = find_units(module_tree(model, specs), list(specs.values()), rules)
-    group_of = group_params(source, specs) if trains else {}
-    if request.ranks.shards_params and not rule.elementwise:
+    return effective, request
+
+
+def _make_rule(source: Optimizer, request: PlanRequest) -> UpdateRule:
+    """Make the rule that steps the state in its format. Raises ModelError for one that cannot step parts."""
+    ranks, threads = request.ranks, num_kernel_threads(shares_cores=request.update.shares_cores)
+    rule = make_rule(source, request.state.format, steps_parts=ranks.shards_params, num_threads=threads)
+    if ranks.shards_params and not rule.elementwise:
         raise ModelError(
             f"{rule.name} steps whole parameters, and at stage 3 each of {ranks.world_size} ranks has a part of them. "
             "Set zero_optimization.stage to 2, where each rank steps parameters of its own, or take Adam, AdamW, SGD, "
             "Adagrad or Lion."
         )
-    size = sub_group_numel(config.zero_optimization.sub_group_size, units, in_place=_updates_in_place(request))
-    rank = ranks.rank if request.ranks.shards_state else None
-    while True:
-        subgroups = cut_subgroups(
-            units, group_of, size, elementwise=rule.elementwise, apart=request.state.is_split, rank=rank
-        )
-        layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
-        sizes = [
-            SubGroupSize(state_nbytes=layout.nbytes, parts=layout.subgroup.parts, embedding=layout.subgroup.embedding)
-            for layout in layouts
-        ]
-        if rule.keeps_group_state and request.ranks.shards_state:
-            raise ModelError(
-                f"{rule.name} keeps state of whole param groups, and at stage {config.zero_optimization.stage} each of "
-                f"{ranks.world_size} ranks steps a part of them. Set zero_optimization.stage to 0."
-            )
-        if rule.keeps_group_state:  # known from the layouts on; such state changes when a step is taken, and not before
-            request = replace(request, update=replace(request.update, in_backward=False))
-        plan = make_plan(units, sizes, request)
-        smaller = _smaller_sub_groups(size, units, plan)
-        if smaller == size:
-            break
-        size = smaller
-    check_params(masters, subgroups, plan.tiers.params, plan.tiers.state)
-    slots = list_slots(units, sizes, plan.tiers, plan.request, delayed=plan.delayed)
-    if ranks.world_size > 1:  # before anything is allocated
-        facts = {
-            **_config_facts(config),
-            "optimizer": rule.name if trains else None,
-            **_model_facts(model, specs, units),
-            "param groups": dict(group_of),
-            "update policy": plan.update_policy.policy,
-            "tiered_zero.delay_start_step": config.tiered_zero.delay_start_step if plan.delayed else None,
-            "tiered_zero.state_format": plan.request.state.format,
-            "tiered_zero.checkpoint.in_place": config.tiered_zero.checkpoint.in_place,
-            "tiered_zero.checkpoint.resume, a directory that all hosts share, or null": (
-                None if config.tiered_zero.checkpoint.resume is None else "a directory"
-            ),
-            "tiers of parameters": {units[index].name: tier for index, tier in plan.tiers.params.items()},
-        }
-        compare_facts(facts, ranks.exchange)
-    plan = _with_common_window(plan, ranks)
-    return RunSpec(
-        config=config,
-        effective_config=effective,
-        model=model,
-        specs=specs,
-        units=units,
-        source=source,
-        rule=rule,
-        layouts=layouts,
-        plan=plan,
-        sub_group_numel=size,
-        slots=slots,
-        trained=frozenset(
-            entry.param.name
-            for unit in units
-            for entry in unit.entries
-            if unit.trainable and entry.param.numel and entry.param.name in group_of
-        ),
-        trains=trains,
-    )
+    return rule
 
 
-def _check_ranks(config: Config, world_size: int) -> None:
-    """Raise ModelError for what this version does not do with more ranks than one, each by its name."""
-    if world_size == 1:
-        return
-    zero, settings = config.zero_optimization, config.tiered_zero
-    if settings.update == "delayed" and zero.stage in (1, 2):
+def _check_group_state(rule: UpdateRule, config: Config, ranks: RankRequest) -> None:
+    """Raise ModelError where ranks step parts of a param group whose state is of the whole."""
+    if rule.keeps_group_state and ranks.shards_state:
         raise ModelError(
-            f"tiered_zero.update: expected auto or barrier at stage {zero.stage} with {world_size} ranks, which gather "
-            "each other's new parameters inside step(); found 'delayed'. Leave it out, or set zero_optimization.stage "
-            "to 0 or 3."
+            f"{rule.name} keeps state of whole param groups, and at stage {config.zero_optimization.stage} each of "
+            f"{ranks.world_size} ranks steps a part of them. Set zero_optimization.stage to 0."
         )
+
+
+def _facts(run_spec: RunSpec) -> dict[str, Any]:
+    """Return what must be the same on all ranks."""
+    return {
+        **_config_facts(run_spec.config),
+        "optimizer": run_spec.rule.name if run_spec.trains else None,
+        **_model_facts(run_spec.model, run_spec.specs, run_spec.units),
+        "param groups": run_spec.group_of,
+        **_plan_facts(run_spec.config, run_spec.plan, run_spec.units),
+    }
 
 
 def _config_facts(config: Config) -> dict[str, Any]:
@@ -230,6 +234,21 @@ def _model_facts(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec], unit
             name: {"shape": tuple(buffer.shape), "dtype": str(buffer.dtype)} for name, buffer in model.named_buffers()
         },
         "modules around parameters": {unit.name: [entry.param.name for entry in unit.entries] for unit in units},
+    }
+
+
+def _plan_facts(config: Config, plan: Plan, units: Sequence[Unit]) -> dict[str, Any]:
+    """Return what the plan decides that must be the same on all ranks."""
+    settings = config.tiered_zero
+    return {
+        "update policy": plan.update_policy.policy,
+        "tiered_zero.delay_start_step": settings.delay_start_step if plan.delayed else None,
+        "tiered_zero.state_format": plan.request.state.format,
+        "tiered_zero.checkpoint.in_place": settings.checkpoint.in_place,
+        "tiered_zero.checkpoint.resume, a directory that all hosts share, or null": (
+            None if settings.checkpoint.resume is None else "a directory"
+        ),
+        "tiers of parameters": {units[index].name: tier for index, tier in plan.tiers.params.items()},
     }
 
 
@@ -294,12 +313,29 @@ def _updates_in_place(request: PlanRequest) -> bool:
     return not request.update.shares_cores and request.state.tier != "nvme" and not request.state.is_split
 
 
-def _smaller_sub_groups(numel: int, units: list[Unit], plan: Plan) -> int:
-    """Return the size at which sub-groups are cut next, where the plan stages them and needs more host memory than is
-    allowed: half of `numel`, as long as there are not too many. Else `numel`: a size is a limit, not a demand."""
-    if plan.missing_nbytes("host") <= 0 or not plan.staging.state.count:
-        return numel
-    return min(numel, max(align_up(numel // 2, CUT_NUMEL), sub_group_numel(1, units)))
+def _plan_to_fit(
+    lay_out: Callable[[int], list[StateLayout]], units: list[Unit], rule: UpdateRule, numel: int, request: PlanRequest
+) -> tuple[list[StateLayout], Plan, int]:
+    """Plan with sub-groups of `numel` elements, and of half as many as long as their staging needs more host memory
+    than is allowed and there are not too many: a size is a limit, not a demand. Returns the layouts, the plan, and the
+    elements at which sub-groups are cut."""
+    least = sub_group_numel(1, units)
+    while True:
+        layouts = lay_out(numel)
+        if rule.keeps_group_state:  # such state changes when a step is taken, and not before
+            request = replace(request, update=replace(request.update, in_backward=False))
+        plan = make_plan(units, _sizes(layouts), request)
+        half = max(align_up(numel // 2, CUT_NUMEL), least)
+        if half >= numel or plan.missing_nbytes("host") <= 0 or not plan.staging.state.count:
+            return layouts, plan, numel
+        numel = half
+
+
+def _sizes(layouts: Iterable[StateLayout]) -> list[SubGroupSize]:
+    return [
+        SubGroupSize(state_nbytes=layout.nbytes, parts=layout.subgroup.parts, embedding=layout.subgroup.embedding)
+        for layout in layouts
+    ]
 
 
 def _limits(config: Config, model: nn.Module, given: Limits, ranks: Collectives) -> Limits:

@@ -43,19 +43,22 @@ class Finding:
 @click.command("doctor")
 @click.argument("directory", type=click.Path(path_type=Path), default=Path("."))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
-def doctor(directory: Path, as_json: bool) -> None:
+@click.pass_context
+def doctor(ctx: click.Context, directory: Path, as_json: bool) -> None:
     """Say what works on this machine and in DIRECTORY (where nvme_path would point), and how to mend the rest.
 
-    Writes and removes small files there. The exit code is 0 whatever is found.
+    Writes and removes small files there. The exit code is 1 where DIRECTORY cannot be used, and 0 otherwise.
     """
     logging.getLogger("tiered_zero").setLevel(logging.ERROR)
     findings = [*examine(directory)]
     if as_json:
         click.echo(json.dumps({"directory": str(directory), "findings": [asdict(finding) for finding in findings]}))
-        return
-    for finding in findings:
-        line = Text.assemble((f"{finding.state:<5}", _STYLES[finding.state]), f"{finding.name:<19}{finding.found}")
-        STDOUT.print(line.append(f"; fix: {finding.fix}" if finding.fix else ""), soft_wrap=True)
+    else:
+        for finding in findings:
+            line = Text.assemble((f"{finding.state:<5}", _STYLES[finding.state]), f"{finding.name:<19}{finding.found}")
+            STDOUT.print(line.append(f"; fix: {finding.fix}" if finding.fix else ""), soft_wrap=True)
+    if any(finding.name == "directory" for finding in findings):  # the one question that the user has asked by name
+        ctx.exit(1)
 
 
 def examine(directory: Path) -> Iterator[Finding]:

@@ -108,7 +108,7 @@ def plan(
     paths = loaded.tiered_zero.activations.nvme_paths
     needs = directory_needs(SwapNeed.of(run.plan), loaded.zero_optimization, 1, paths)
     directories, drives = look_at_drives(dataclasses.replace(need, nbytes=ranks * need.nbytes) for need in needs)
-    problems = [*_problems(run.plan, drives)]
+    problems = list(_problems(run.plan, drives))
     estimate = estimate_of(model, chosen, loaded, sequence_length)
     if as_json:
         facts = {
@@ -131,21 +131,22 @@ def plan(
         if ranks > 1:
             click.echo(f"Rank 0 of {ranks} on one host; the others need the same, or a little less.")
         STDOUT.print(plan_table(run.plan))
-        for line in _directory_lines(directories, drives):
-            click.echo(line)
-        click.echo(run.plan.update_policy.text)
-        for line in [_NO_ESTIMATE] if estimate is None else _estimate_lines(estimate, run.plan):
+        policy = run.plan.update_policy.text
+        for line in (*_directory_lines(directories, drives), policy, *_estimate_lines(estimate, run.plan)):
             click.echo(line)
     for problem in problems:
         click.echo(f"Error: {problem.partition(chr(10))[0]}", err=True)
     if problems:
-        if device_memory is None and run.plan.nbytes("device") > run.plan.limits.get("device", (1 << 62, ""))[0]:
+        if device_memory is None and run.plan.missing_nbytes("device") > 0:
             click.echo("To plan for another device, add for example --device-memory 24GiB.", err=True)
         ctx.exit(1)
 
 
-def _estimate_lines(estimate: ActivationEstimate, plan: Plan) -> Iterator[str]:
+def _estimate_lines(estimate: ActivationEstimate | None, plan: Plan) -> Iterator[str]:
     """Say what a micro-batch takes beside the plan, and where."""
+    if estimate is None:
+        yield _NO_ESTIMATE
+        return
     offloaded = estimate.offloaded_nbytes(plan.activations)
     kept = estimate.boundaries_nbytes - offloaded
     yield (

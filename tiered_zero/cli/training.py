@@ -185,7 +185,7 @@ class Training:
         if code == DIVERGED:
             raise NonFiniteError(
                 f"The loss is {progress.loss} after step {progress.done} of {steps}: training has diverged. Lower the "
-                "learning rate (optimizer.params.lr), or lower gradient_clipping."
+                "learning rate (optimizer.params.lr), or clip more (gradient_clipping; 0 clips nothing)."
             )
         if code not in (0, UNSAVED):
             loss_text = f"; loss {progress.loss:.3f}" if progress.done > progress.first else ""

@@ -35,7 +35,7 @@ from tiered_zero.errors import ConfigError
 _KEYS = table(Config)
 _HONOURED_SECTIONS = {path.rpartition(".")[0] for path, key in _KEYS.items() if key.fate is Fate.HONOURED}
 _HONOURED_SECTIONS |= {path.rpartition(".")[0] for path in _HONOURED_SECTIONS}
-_SECTIONS = _HONOURED_SECTIONS | {path.rpartition(".")[0] for path in _KEYS}
+_SECTIONS = (_HONOURED_SECTIONS | {path.rpartition(".")[0] for path in _KEYS}) - {""}
 _ARGUMENTS = [f"optimizer.params.{name}" for name in OPTIMIZER_ARGUMENTS]
 _ARGUMENTS += [f"scheduler.params.{name}" for kind in SCHEDULERS.values() for name in kind]
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -88,11 +88,13 @@ def _sort(node: dict[str, Any], prefix: str, reading: Reading) -> dict[str, Any]
         if key is None and path in _SECTIONS:
             if value is not None and not isinstance(value, dict):
                 raise ConfigError(f"{path}: expected an object; found {shown(value)}. Write its keys inside {{}}.")
+            if value is None:
+                reading.idle.append((idle_key(path, "null is a section that is left out", quiet=True), None))
             inner = _sort(value or {}, f"{path}.", reading)
             if path in _HONOURED_SECTIONS and value is not None:
                 values[name] = inner
         elif key is None:
-            raise ConfigError(f"{path}: unknown key. {_nearest(path)}")
+            raise ConfigError(f"{path or shown(path)}: unknown key. {_nearest(path)}")
         elif key.fate is not Fate.HONOURED:
             _take_idle(key, value, reading, off)
         elif path in ("optimizer.params", "scheduler.params"):

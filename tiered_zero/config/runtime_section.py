@@ -134,9 +134,12 @@ class RuntimeSection(Section):
         description="weights of a model built on the meta device: safetensors files, the index of such files, or the "
         "directory of a model",
     )
-    trace: PathText | None = Field(None, description="file for a Chrome trace of every step; null: none")
+    trace: PathText | None = Field(
+        None, description="file for a Chrome trace of every step; one that is there is renamed; null: none"
+    )
     report: PathText | None = Field(
-        None, description="file for one JSON line per step (seconds, bytes, rates); null: none"
+        None,
+        description="file for one JSON line per step (seconds, bytes, rates); one that is there is renamed; null: none",
     )
     state_format: Literal["fp32", "bf16_remainder", "lossy_bf16_moments", "lossy_8bit_moments"] = Field(
         "fp32",

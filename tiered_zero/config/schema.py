@@ -161,8 +161,10 @@ class AioSection(Section):
     """How files are read and written."""
 
     block_size: Whole = Field(4 << 20, ge=4096, description="bytes of one request to the disk")
-    queue_depth: Whole = Field(16, ge=1, description="requests in flight at once per directory")
-    intra_op_parallelism: Whole = Field(1, ge=1, description="I/O threads")
+    queue_depth: Whole = Field(
+        16, ge=1, description="requests in flight at once: this number times intra_op_parallelism, at most 32 in all"
+    )
+    intra_op_parallelism: Whole = Field(1, ge=1, description="a factor of queue_depth")
 
 
 class TagSection(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,6 +21,9 @@ from pydantic import (
 
 from tiered_zero.config.values import number, whole
 from tiered_zero.sizes import parse_nbytes
+
+_VARIABLE = re.compile(r"\$(\w|\{\w)")
+_URL = re.compile(r"[a-z0-9+.-]+://", re.IGNORECASE)
 
 
 def _elements(value: Any, info: ValidationInfo) -> int:
@@ -42,6 +46,16 @@ def _nbytes(value: Any) -> int | None:
 def _path(value: str) -> str:
     if "\0" in os.fsencode(value).decode("latin-1"):
         raise ValueError("expected a path; no file system takes the character NUL")
+    if _VARIABLE.search(value) and not os.path.exists(value):
+        raise ValueError("expected a path, in which no variable is replaced: write what it stands for")
+    if _URL.match(value):
+        raise ValueError("expected a path of this machine, and no address")
+    return value
+
+
+def _paths(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    for path in value.split(",") if isinstance(value, str) else value:
+        _path(path.strip())
     return value
 
 
@@ -49,6 +63,7 @@ Whole = Annotated[int, BeforeValidator(whole)]
 Elements = Annotated[int, BeforeValidator(_elements)]
 Number = Annotated[float, BeforeValidator(number)]
 PathText = Annotated[str, AfterValidator(_path)]
+PathList = Annotated[str | tuple[str, ...], AfterValidator(_paths)]
 WholeOrNone = Annotated[int | None, BeforeValidator(lambda value: None if value is None else whole(value))]
 Nbytes = Annotated[int | None, BeforeValidator(_nbytes), WithJsonSchema({"type": ["integer", "string", "null"]})]
 
@@ -102,7 +117,7 @@ class OffloadSection(SwitchedSection):
     """Where one kind of bytes rests."""
 
     device: Device = Field("none", description="where it rests between uses: none (device), cpu (host memory), nvme")
-    nvme_path: PathText | tuple[PathText, ...] | None = Field(None, description=f"swap directories: {_PATH_LIST}")
+    nvme_path: PathList | None = Field(None, description=f"swap directories: {_PATH_LIST}")
 
     @property
     def nvme_paths(self) -> tuple[str, ...]:

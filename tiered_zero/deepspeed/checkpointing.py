@@ -6,6 +6,7 @@ also where no engine does.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import time
@@ -22,7 +23,7 @@ from tiered_zero.activations.checkpointing import RandomStates, run_checkpointed
 from tiered_zero.activations.partition import PartitionedInputs
 from tiered_zero.config.json_file import read_json
 from tiered_zero.config.section import Section
-from tiered_zero.config.values import switch
+from tiered_zero.config.values import shown, switch
 from tiered_zero.deepspeed.accelerator import get_accelerator
 from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.ranks.model_parallel import find_model_parallel_ranks
@@ -127,10 +128,24 @@ def _read(config: Any) -> dict[str, Any]:
             f"{type(config).__name__}. Leave it out, and pass arguments."
         )
     section = config.get("activation_checkpointing") or {}
+    if not isinstance(section, (Mapping, Section)):
+        raise ConfigError(
+            f"activation_checkpointing: expected an object; found {shown(section)}. Write its keys inside {{}}."
+        )
+    for key in section if isinstance(section, Mapping) else ():
+        if key not in _KEYS and not key.startswith("_"):
+            close = difflib.get_close_matches(key, _KEYS, n=1)
+            remedy = f"Did you mean {close[0]}?" if close else f"It takes {', '.join(sorted(_KEYS))}."
+            raise ConfigError(f"activation_checkpointing.{key}: unknown key. {remedy}")
     found = {}
     for key, argument in _KEYS.items():
-        if (value := section.get(key)) is not None:
-            found[argument] = value if argument == "num_checkpoints" else switch(value)
+        value = section.get(key)
+        if argument != "num_checkpoints":
+            value = switch(value)
+            if value not in (None, "auto", False, True):
+                raise ConfigError(f"activation_checkpointing.{key}: expected true or false; found {shown(value)}.")
+        if value not in (None, "auto"):
+            found[argument] = value
     return found
 
 

@@ -28,7 +28,7 @@ _abandoned: list[object] = []
 
 
 class _Request(ctypes.Structure):
-    """struct tz_request of direct_io.c."""
+    """struct tz_request of block.h."""
 
     _fields_ = struct_fields(
         (ctypes.c_int32, "kind fd"),

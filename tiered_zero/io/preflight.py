@@ -13,14 +13,15 @@ from tiered_zero.io.disk_file import errno_text
 _MOUNTS = Path("/proc/self/mountinfo")
 
 _LOCAL = frozenset(
-    "bcachefs btrfs erofs exfat ext2 ext3 ext4 f2fs fuseblk hfsplus jffs2 jfs msdos nilfs2 ntfs ntfs3 overlay ramfs "
-    "reiserfs tmpfs ubifs udf vfat xfs zfs".split()
+    "bcachefs btrfs devtmpfs erofs exfat ext2 ext3 ext4 f2fs fuseblk hfsplus jffs2 jfs msdos nilfs2 ntfs ntfs3 overlay "
+    "ramfs reiserfs tmpfs ubifs udf vfat xfs zfs".split()
 )
 """File systems that one kernel alone writes to. Any other may be shared with a machine whose locks are not seen."""
 
 _WARNINGS = {
     "tmpfs": "is RAM-backed (tmpfs): what is swapped there takes host memory, and nothing is gained",
     "ramfs": "is RAM-backed (ramfs): what is swapped there takes host memory, and nothing is gained",
+    "devtmpfs": "is RAM-backed (devtmpfs), and no disk: name a directory of the file system that a disk is mounted on",
     "overlay": "lies in a container's overlay: transfers pass through its lower file system; mount a volume there",
 }
 
@@ -30,8 +31,8 @@ def is_local(fstype: str | None) -> bool:
     return fstype in _LOCAL
 
 
-def preflight_directory(path: str | os.PathLike[str]) -> list[str]:
-    """Warnings about a directory that is to hold swap files, fit to be printed.
+def preflight_directory(path: str | os.PathLike[str], key: str = "nvme_path") -> list[str]:
+    """Warnings about a directory that is to hold swap files, fit to be printed. `key`: of the config, that names it.
 
     Raises ConfigError if it is missing, no directory, a block device, another user's behind a symbolic link, or not
     writable; each says what to do. Creates and removes one empty file. Free space is checked by the store.
@@ -41,20 +42,18 @@ def preflight_directory(path: str | os.PathLike[str]) -> list[str]:
         status = os.stat(directory)
     except OSError as error:
         raise ConfigError(
-            f"nvme_path {directory} cannot be used: {errno_text(error.errno or 0)}. Create it on the disk that is to "
+            f"{key} {directory} cannot be used: {errno_text(error.errno or 0)}. Create it on the disk that is to "
             "be swapped to, or name another directory."
         ) from error
     if stat.S_ISBLK(status.st_mode):
         raise ConfigError(
-            f"nvme_path {directory} is a block device. Make a file system on it, mount it, and name a directory there."
+            f"{key} {directory} is a block device. Make a file system on it, mount it, and name a directory there."
         )
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(
-            f"nvme_path {directory} is a file, but must be a directory. Name the directory that holds it."
-        )
+        raise ConfigError(f"{key} {directory} is a file, but must be a directory. Name the directory that holds it.")
     if os.path.islink(directory.rstrip(os.sep)) and status.st_uid not in (0, os.geteuid()):
         raise ConfigError(
-            f"nvme_path {directory} is a symbolic link to {os.path.realpath(directory)}, which belongs to user "
+            f"{key} {directory} is a symbolic link to {os.path.realpath(directory)}, which belongs to user "
             f"{status.st_uid}, not to you. Name a directory of your own."
         )
     try:
@@ -62,7 +61,7 @@ def preflight_directory(path: str | os.PathLike[str]) -> list[str]:
             pass
     except OSError as error:
         raise ConfigError(
-            f"nvme_path {directory} is not writable: {errno_text(error.errno or 0)}. Give this user the right to "
+            f"{key} {directory} is not writable: {errno_text(error.errno or 0)}. Give this user the right to "
             "create files there, or name another directory."
         ) from error
     return filesystem_warnings(directory, filesystem_type(directory))

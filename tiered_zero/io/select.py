@@ -90,7 +90,10 @@ def select_engine(
         raise ConfigError(f"no I/O engine works in {', '.join(paths)}: {'; '.join(tried)}")
     how = f"direct I/O ({found.alignment}-byte aligned)" if found.direct else "buffered I/O"
     with_ring = " with io_uring" if io_uring else ""
-    line = f"swap I/O: {found.name} engine{with_ring}, {how}, write-and-read check passed"
+    line = (
+        f"swap I/O: {found.name} engine{with_ring}, {how}, {found.settings.num_workers} requests at once, "
+        "write-and-read check passed"
+    )
     return Selection(engine=found, alignment=found.alignment, direct=found.direct, reasons=(*tried, line))
 
 

@@ -65,7 +65,8 @@ def place_state(subgroups: Sequence[SubGroupSize], request: StateRequest) -> lis
     """Tier of each sub-group: as much as may rest on each tier faster than `request.tier`, the others there.
 
     Embeddings come first, whose gradients are the last of a backward, and which a forward needs first; then the units
-    as the next forward needs them.
+    as the next forward needs them. State of no bytes rests on the host:
+    on the device it would take along the update of parameters that need not lie there.
     """
     total = sum(subgroup.state_nbytes for subgroup in subgroups)
     room = {"device": round((1 - request.ratio) * total), **request.limits}
@@ -74,9 +75,10 @@ def place_state(subgroups: Sequence[SubGroupSize], request: StateRequest) -> lis
     for tier in request.faster_tiers:
         free, passed = room.get(tier, 0), []
         for index in left:
-            if subgroups[index].state_nbytes <= free:
+            nbytes = subgroups[index].state_nbytes
+            if nbytes <= free and (nbytes or tier != "device"):
                 tiers[index] = tier
-                free -= subgroups[index].state_nbytes
+                free -= nbytes
             else:
                 passed.append(index)
         left = passed

@@ -1,7 +1,8 @@
-"""From laid-out units and a request to a Plan."""
+"""Plan the bytes of a run on each tier from laid-out units and a request."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -31,6 +32,10 @@ class PlanRow:
     what: str
 
 
+_Row = tuple[str, str, int, str]
+"""Of a PlanRow, in its order; one of no bytes is left out of the plan."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PagerLimits:
     """`live_nbytes`: planned bytes of paged units on the device at once. `most_live_nbytes`: as many as the config
@@ -50,12 +55,13 @@ class PagerLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPlan:
-    """`sums`: fp32 sums over micro-batches rest at home, else values in the parameter's dtype. `in_flight_nbytes`: on
-    their way to the host, or to the other ranks, at once. `rank`: whose shards are kept; None: whole units. `itemsize`:
-    of the parameters.
+    """`sums`: fp32 sums over micro-batches rest at home, else values in the parameter's dtype. `copies`: 2 for the
+    delayed update. `in_flight_nbytes`: on their way to the host, or to the other ranks, at once. `rank`: whose shards
+    are kept; None: whole units. `itemsize`: of the parameters.
     """
 
     sums: bool
+    copies: int
     in_flight_nbytes: int
     rank: int | None = None
     itemsize: int = 4
@@ -63,6 +69,10 @@ class GradientPlan:
     def nbytes(self, unit: Unit) -> int:
         """Bytes of a unit's gradients at their home."""
         return self.numel(unit) * (4 if self.sums else unit.itemsize)
+
+    def total_nbytes(self, unit: Unit) -> int:
+        """Bytes of all copies of a unit's gradients."""
+        return self.copies * self.nbytes(unit)
 
     def numel(self, unit: Unit) -> int:
         """Elements of a unit's flat whose gradients are kept."""
@@ -103,8 +113,7 @@ class Plan:
 
     def rows_of(self, tier: str) -> list[PlanRow]:
         """List what counts against the tier's limit."""
-        tiers = ("host", "device") if tier == "host" and self.request.device_is_host else (tier,)
-        return [row for row in self.rows if row.tier in tiers]
+        return [row for row in self.rows if row.tier in self.request.counted_tiers(tier)]
 
     def table(self) -> list[dict[str, object]]:
         """Rows as plain values: tier, kind, nbytes, what."""
@@ -130,7 +139,7 @@ class Plan:
 
     def missing_nbytes(self, tier: str) -> int:
         """Bytes that the tier's limit is short of the plan; 0 or less where it fits."""
-        return self.needed_nbytes(tier) - self.limits.get(tier, (NO_LIMIT, ""))[0]
+        return self.needed_nbytes(tier) - self.request.limit_nbytes(tier)
 
     def check(self) -> None:
         """Raise PlanError, with the table, for the first tier that is too small."""
@@ -174,13 +183,12 @@ def _plan_gradients(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], re
     if request.gradients == "nvme":
         return _plan(units, subgroups, request, 0)
     plan = _plan(units, subgroups, request, NO_LIMIT)
-    limit = request.limits.get("host", (NO_LIMIT, ""))[0]
     if request.gradients == "host" or plan.missing_nbytes("host") <= 0:
         return plan
     least = _plan(units, subgroups, request, 0)
     if least.needed_nbytes("host") >= plan.needed_nbytes("host"):
         return plan  # a small model: buffers would take more than they free
-    return _plan(units, subgroups, request, max(0, limit - least.needed_nbytes("host")))
+    return _plan(units, subgroups, request, max(0, request.limit_nbytes("host") - least.needed_nbytes("host")))
 
 
 def _plan(
@@ -189,73 +197,39 @@ def _plan(
     """`host_gradients_nbytes`: most bytes of gradients in host memory; the others rest on nvme."""
     tiers = place(units, subgroups, request)
     update_policy = choose_update_policy(request.update, tiers.state, request.ranks)
-    delayed, sums = update_policy.policy == "delayed", request.sums_gradients
+    delayed = update_policy.policy == "delayed"
     trainable = [unit for unit in units if unit.trainable]
     to_host = [unit for unit in trainable if tiers.gradients[unit.index] != "device"]
-    returned = _returned_nbytes(to_host, subgroups, tiers.state, sums)
+    returned = _returned_nbytes(to_host, subgroups, tiers.state, request.sums_gradients)
     gradients = GradientPlan(
-        sums=sums,
+        sums=request.sums_gradients,
+        copies=2 if delayed else 1,
         in_flight_nbytes=max([returned, *(unit.nbytes for unit in to_host), _waiting_nbytes(trainable, request.ranks)]),
         rank=request.ranks.rank if request.ranks.shards_gradients else None,
         itemsize=max((unit.itemsize for unit in trainable), default=4),
     )
-    times = 2 if delayed else 1
-    tiers = gradients_to_nvme(
-        tiers, units, subgroups, lambda unit: times * gradients.nbytes(unit), host_gradients_nbytes
-    )
+    tiers = gradients_to_nvme(tiers, units, subgroups, gradients.total_nbytes, host_gradients_nbytes)
     staging = size_staging(units, subgroups, tiers, request, gradients.nbytes)
-    homes = [(tiers.params[unit.index], tiers.home_nbytes(unit)) for unit in units]
-    param_nbytes = {tier: sum(nbytes for own, nbytes in homes if own == tier) for tier in TIERS}
-    part = ", this rank's part" if tiers.sharded else ""
-    stay = "parameters that stay on the device" if not tiers.sharded else f"parameters{part}"
     slots = list_slots(units, subgroups, tiers, request, delayed=delayed)
-
-    def nbytes_of(kind: str, tier: str) -> int:
-        return sum(slot.nbytes for slot in slots if (slot.kind, slot.tier) == (kind, tier))
-
-    where = "host memory" if gradients.rank is None else "the ranks that keep them"
-    parameters, of_step = f"parameters{part}", _gradient_text(gradients) + (", twice" if delayed else "")
-    state_text = f"master weights and optimizer state ({request.state.format})"
-    on_way = f"gradients on their way to {where}"
-    buckets = "buckets of gradients that ranks reduce"
-    gradient_nbytes = {
-        tier: sum(gradients.nbytes(unit) for unit in trainable if tiers.gradients[unit.index] == tier) for tier in TIERS
-    }
-    state_nbytes = {
-        tier: sum(s.state_nbytes for s, own in zip(subgroups, tiers.state, strict=True) if own == tier)
-        for tier in TIERS
-    }
-    table: list[tuple[str, str, int, str]] = [
-        ("device", "param", param_nbytes["device"], stay),
-        *((tier, "param", param_nbytes[tier], parameters) for tier in ("host", "nvme")),
-        *((t, "param_back", nbytes_of("param_back", t), "parameters of the delayed update") for t in TIERS),
-        *((tier, "gradient", gradient_nbytes[tier] * times, of_step) for tier in TIERS),
-        *((tier, "state", state_nbytes[tier], state_text) for tier in TIERS),
-        *_commit_rows(slots),
-        ("host", "staging_param", staging.params.total_nbytes, "parameter staging buffers"),
-        ("host", "staging_state", staging.state.total_nbytes, "optimizer staging buffers"),
-        ("host", "staging_gradient", staging.gradients.total_nbytes, "gradient staging buffer"),
-        ("host", "gradient_window", staging.gradient_windows.total_nbytes, "gradients on their way to and from nvme"),
-        (staging.bucket_tier, "bucket", staging.buckets.total_nbytes, buckets),
-    ]
+    rows = _rows(units, tiers, slots, gradients, staging, request.state.format)
     activations = None
     if request.activations is not None:
-        room = request.limits.get("host", (NO_LIMIT, ""))[0] - sum(n for tier, _, n, _ in table if tier == "host")
-        activations = plan_activations(request.activations, room)
-        table += [
+        activations = plan_activations(request.activations, _room_nbytes("host", rows, request))
+        rows += [
             ("device", "activation_in_flight", activations.in_flight_nbytes, "activations on their way"),
             (activations.tier, "activation", activations.nbytes, "activations saved for backward"),
             ("host", "staging_activation", activations.staging.total_nbytes, "activation staging buffers"),
         ]
-    tier, counted = ("host", ("host", "device")) if request.device_is_host else ("device", ("device",))
-    room = request.limits.get(tier, (NO_LIMIT, ""))[0] - sum(n for own, _, n, _ in table if own in counted)
+    tier = "host" if request.device_is_host else "device"
+    room = _room_nbytes(tier, rows, request) - gradients.in_flight_nbytes
     paged = [unit for unit in units if not tiers.is_resident(unit)]
-    pager_limits = _pager_limits(paged, request.params, room - gradients.in_flight_nbytes, tier)
-    second = _second_in_flight_nbytes(to_host, request, room - gradients.in_flight_nbytes - pager_limits.live_nbytes)
+    pager_limits = _pager_limits(paged, request.params, room, tier)
+    second = _second_in_flight_nbytes(to_host, request, room - pager_limits.live_nbytes)
     gradients = replace(gradients, in_flight_nbytes=gradients.in_flight_nbytes + second)
-    table[1:1] = [
+    to = "host memory" if gradients.rank is None else "the ranks that keep them"
+    rows[1:1] = [
         ("device", "param_window", pager_limits.live_nbytes, "paged parameters in use, fetched ahead or kept"),
-        ("device", "gradient_in_flight", gradients.in_flight_nbytes, on_way),
+        ("device", "gradient_in_flight", gradients.in_flight_nbytes, f"gradients on their way to {to}"),
     ]
     return Plan(
         tiers=tiers,
@@ -263,15 +237,53 @@ def _plan(
         gradients=gradients,
         staging=staging,
         update_policy=update_policy,
-        rows=tuple(PlanRow(tier=tier, kind=kind, nbytes=n, what=what) for tier, kind, n, what in table if n),
+        rows=tuple(PlanRow(tier=tier, kind=kind, nbytes=n, what=what) for tier, kind, n, what in rows if n),
         request=request,
         activations=activations,
     )
 
 
-def _gradient_text(gradients: GradientPlan) -> str:
+def _room_nbytes(tier: str, rows: Iterable[_Row], request: PlanRequest) -> int:
+    """Bytes that the rows leave of the tier's limit."""
+    counted = request.counted_tiers(tier)
+    return request.limit_nbytes(tier) - sum(nbytes for own, _, nbytes, _ in rows if own in counted)
+
+
+def _rows(
+    units: Sequence[Unit],
+    tiers: Placement,
+    slots: Sequence[PlannedSlot],
+    gradients: GradientPlan,
+    staging: Staging,
+    state_format: str,
+) -> list[_Row]:
+    """Return the rows of what rests on each tier, and of staging."""
+    on_device = sum(tiers.home_nbytes(unit) for unit in units if tiers.params[unit.index] == "device")
+    part = "parameters, this rank's part"
     shards = "" if gradients.rank is None else f" of rank {gradients.rank}'s shards"
-    return f"gradients{shards}" + (" (fp32 sums)" if gradients.sums else "")
+    of_step = f"gradients{shards}{' (fp32 sums)' if gradients.sums else ''}{', twice' if gradients.copies > 1 else ''}"
+    gradient_nbytes = Counter[str]()
+    for unit in units:
+        if unit.trainable:
+            gradient_nbytes[tiers.gradients[unit.index]] += gradients.total_nbytes(unit)
+    return [
+        ("device", "param", on_device, part if tiers.sharded else "parameters that stay on the device"),
+        *_slot_rows("param", slots, ("host", "nvme"), part if tiers.sharded else "parameters"),
+        *_slot_rows("param_back", slots, TIERS, "parameters of the delayed update"),
+        *((tier, "gradient", gradient_nbytes[tier], of_step) for tier in TIERS),
+        *_slot_rows("state", slots, TIERS, f"master weights and optimizer state ({state_format})"),
+        *_commit_rows(slots),
+        ("host", "staging_param", staging.params.total_nbytes, "parameter staging buffers"),
+        ("host", "staging_state", staging.state.total_nbytes, "optimizer staging buffers"),
+        ("host", "staging_gradient", staging.gradients.total_nbytes, "gradient staging buffer"),
+        ("host", "gradient_window", staging.gradient_windows.total_nbytes, "gradients on their way to and from nvme"),
+        (staging.bucket_tier, "bucket", staging.buckets.total_nbytes, "buckets of gradients that ranks reduce"),
+    ]
+
+
+def _slot_rows(kind: str, slots: Iterable[PlannedSlot], tiers: Iterable[str], what: str) -> list[_Row]:
+    of_kind = [slot for slot in slots if slot.kind == kind]
+    return [(tier, kind, sum(slot.nbytes for slot in of_kind if slot.tier == tier), what) for tier in tiers]
 
 
 def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room_nbytes: int) -> int:
@@ -304,7 +316,7 @@ def _returned_nbytes(
     )
 
 
-def _commit_rows(slots: Iterable[PlannedSlot]) -> list[tuple[str, str, int, str]]:
+def _commit_rows(slots: Iterable[PlannedSlot]) -> list[_Row]:
     """Return the rows of what in-place commits take on nvme besides one place of everything that rests there."""
     charges = [charge for slot in slots if slot.num_durable for charge in slot.charges]
     return [

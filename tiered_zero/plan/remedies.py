@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiered_zero.plan.request import NO_LIMIT
 from tiered_zero.plan.staging import NUM_STATE_STAGING
 from tiered_zero.sizes import ceil_nbytes, format_nbytes
 
@@ -105,7 +104,7 @@ def open_settings(plan: Plan) -> list[str]:
     "cores": the update runs on the CPU.
     """
     request, staging = plan.request, plan.staging
-    room = {tier: request.limits.get(tier, (NO_LIMIT, ""))[0] - plan.needed_nbytes(tier) for tier in ("device", "host")}
+    room = {tier: -plan.missing_nbytes(tier) for tier in ("device", "host")}
     paged_nbytes, on_nvme = plan.nbytes("host", "param") + plan.nbytes("nvme", "param"), plan.nbytes("nvme", "state")
     limited_by, tier = plan.pager_limits.limited_by, plan.pager_limits.tier
     limit_source = request.limits.get(tier, (0, ""))[1]

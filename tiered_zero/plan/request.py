@@ -136,6 +136,14 @@ class PlanRequest:
     activations: ActivationRequest | None = None
     device_is_host: bool = False
 
+    def limit_nbytes(self, tier: str) -> int:
+        """Bytes of the tier that may be used."""
+        return self.limits.get(tier, (NO_LIMIT, ""))[0]
+
+    def counted_tiers(self, tier: str) -> tuple[str, ...]:
+        """Return the tiers whose bytes count against the limit of `tier`."""
+        return ("host", "device") if tier == "host" and self.device_is_host else (tier,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SubGroupSize:

@@ -10,7 +10,7 @@ from tiered_zero.errors import ConfigError
 from tiered_zero.layout.buckets import cut_buckets
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.placement import Placement
-from tiered_zero.plan.request import NO_LIMIT, ParamRequest, PlanRequest, SubGroupSize
+from tiered_zero.plan.request import ParamRequest, PlanRequest, SubGroupSize
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 
 MAX_AUTO_STAGING_NBYTES = 16 * MIB
@@ -155,7 +155,7 @@ def _state_staging(
     for subgroup, nbytes in zip(subgroups, staged, strict=True):
         for index, numel in subgroup.parts.items():
             of_unit[index] += nbytes * numel // sum(subgroup.parts.values())
-    room = request.limits.get("host", (NO_LIMIT, ""))[0] // MAX_AUTO_STATE_STAGING_SHARE
+    room = request.limit_nbytes("host") // MAX_AUTO_STATE_STAGING_SHARE
     whole = max(of_unit.values(), default=0) + NUM_STATE_STAGING * max(staged)
     wanted = min(whole, MAX_AUTO_STATE_STAGING_NBYTES, room)
     auto = max(NUM_STATE_STAGING, max(AUTO_STATE_STAGING_NBYTES, wanted) // max(staged))

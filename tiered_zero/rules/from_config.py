@@ -131,12 +131,16 @@ def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> 
     return group_of
 
 
-def make_rule(source: Optimizer, *, is_own: bool = False, num_threads: int | None = None) -> UpdateRule:
+def make_rule(
+    source: Optimizer, state_format: str = "fp32", *, steps_parts: bool = False, num_threads: int | None = None
+) -> UpdateRule:
     """Make the rule on the native kernel for what it covers (on a GPU it takes torch's code); else on torch's class.
 
-    `is_own`: never torch's fused or foreach code, which takes neither parts of parameters nor other formats of state.
-    `num_threads`: of the kernel; None: all that this process may keep busy.
+    With `steps_parts` of parameters, or state in another format than fp32, never on torch's fused or foreach code,
+    which takes neither. `num_threads`: of the kernel; None: all that this process may keep busy. Raises ConfigError for
+    a rule that cannot keep its state in the format.
     """
+    is_own = steps_parts or state_format != "fp32"
     natives: dict[type, Callable[[UpdateKernel | None], UpdateRule]] = {
         torch.optim.AdamW: lambda kernel: AdamRule(decoupled=True, kernel=kernel),
         torch.optim.Adam: lambda kernel: AdamRule(decoupled=False, kernel=kernel),
@@ -152,11 +156,11 @@ def make_rule(source: Optimizer, *, is_own: bool = False, num_threads: int | Non
             "the step, and always corrects; found false. Leave one of the two out."
         )
     make = None if special else natives.get(type(source))
-    return TorchRule.from_optimizer(source) if make is None else make(open_kernel(num_threads=num_threads))
+    rule = TorchRule.from_optimizer(source) if make is None else make(open_kernel(num_threads=num_threads))
+    return _with_format(state_format, rule)
 
 
-def format_rule(name: str, rule: UpdateRule) -> UpdateRule:
-    """Make the rule keep its moments in the format `name`. Raises ConfigError for a rule that cannot."""
+def _with_format(name: str, rule: UpdateRule) -> UpdateRule:
     if name == "fp32":
         return rule
     if not isinstance(rule, AdamRule):
@@ -283,10 +287,12 @@ def _unknown(path: str, given: str, known: set[str], what: str = "known optimize
 
 
 def _text(name: str, kind: type[Optimizer], defaults: Mapping[str, Any]) -> str:
-    settings = ", ".join(f"{key} {value}" for key, value in defaults.items())
+    built = _example(kind, defaults).defaults
+    given = [f"{key} {value}" for key, value in defaults.items()]
+    settings = ", ".join(given if "lr" in defaults or "lr" not in built else [f"lr {built['lr']} by default", *given])
     text = f"{kind.__name__} ({settings})" if settings else kind.__name__
     if kind in (torch.optim.Adam, torch.optim.AdamW):
-        decoupled = _example(kind, defaults).defaults["decoupled_weight_decay"]
+        decoupled = built["decoupled_weight_decay"]
         text += ", decoupled weight decay" if decoupled else ", weight decay as L2 in the gradient"
         if name == "adam" and kind is torch.optim.AdamW:
             text += '; "Adam" means AdamW as in DeepSpeed, unless optimizer.params.adam_w_mode is false'

@@ -11,6 +11,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +84,34 @@ class RunRecord:
 
 
 class PrivateFile:
-    """A text file with mode 0600, written during training. The first failed write (a full disk) logs one warning, cuts
-    the file after its last whole entry and closes it; training goes on.
+    """A text file with mode 0600, written during training. A file that is there is renamed.
+
+    The first failed write (a full disk) logs one warning, cuts the file after its last whole entry and closes it;
+    training goes on.
     """
 
     def __init__(self, path: str | os.PathLike[str], setting: str, cut_mark: str) -> None:
-        """A new or emptied file (0600). `setting`: its name in the config. `cut_mark`: the last text of a file that is
+        """A new file (0600). `setting`: its name in the config. `cut_mark`: the last text of a file that is
         cut; it may be missing where not even that can be written. Raises ConfigError."""
         self._name, self._setting, self._cut_mark = os.fspath(path), setting, cut_mark.encode()
         self._nbytes = 0
         try:
+            self._keep_former()
             self._fd = opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
                 f"{setting}: expected a file that can be written; {self._name}: {error.strerror}. "
                 "Name one in a directory that exists."
             ) from error
+
+    def _keep_former(self) -> None:
+        """Rename a file that is there, as that of the run which is resumed: run.jsonl -> run-1.jsonl."""
+        path = Path(self._name)
+        if not path.is_file() or not path.stat().st_size:
+            return
+        kept = next(name for number in count(1) if not (name := path.with_stem(f"{path.stem}-{number}")).exists())
+        path.rename(kept)
+        logger.warning("%s: %s was there already; it is %s now", self._setting, path, kept)
 
     @property
     def closed(self) -> bool:
