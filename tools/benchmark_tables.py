@@ -5,7 +5,8 @@ records.
     python tools/benchmark_tables.py --check    # exit 1 where a page differs from the records
 
 The last record of each name in records/*.jsonl counts; of a step's, the last for each model, number of tokens and
-clipping; of activations', the last for each hidden size, with torch's huge pages and without.
+clipping; of activations', the last for each hidden size, with torch's huge pages and without, and with fewer blocks of
+plain PyTorch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def last_records() -> dict[tuple[Any, ...], dict[str, Any]]:
             arguments = record["arguments"]
             kind = arguments.get("clip", arguments.get("accumulation", 0.0))
             if record["name"] == "activations":
-                kind = arguments["hidden"], arguments.get("huge_pages", False)
+                kind = arguments["hidden"], arguments.get("huge_pages", False), "plain_blocks" in arguments
             records[record["name"], arguments.get("model", ""), arguments.get("tokens", 0), kind] = record
     return records
 
@@ -80,6 +81,10 @@ def head(record: dict[str, Any], title: str) -> str:
         f"**{title}** ({machine['num_cpus']} cores of {machine['cpu']}, torch {record['versions'].get('torch')}, "
         f"commit {record['commit']})\n"
     )
+
+
+def replace_between(markers: re.Pattern[str], made: str, text: str) -> str:
+    return markers.sub(lambda found: found[1] + made + found[2], text)
 
 
 def rows(header: list[str], body: list[list[str]]) -> str:
@@ -152,6 +157,7 @@ def activations_table(record: dict[str, Any]) -> str:
         f"A step of {arguments['blocks']} transformer blocks, hidden size {arguments['hidden']}, "
         f"{arguments['batch'] * arguments['sequence']} tokens, fp32, on the CPU"
         + (", THP_MEM_ALLOC_ENABLE=1" if arguments.get("huge_pages") else "")
+        + (f"; plain: {arguments['plain_blocks']} blocks" if "plain_blocks" in arguments else "")
     )
     return head(record, title) + "\n" + rows(["way", "s", "held against", "CPU, s", "memory, GB", "to disk, GB"], body)
 
@@ -229,7 +235,7 @@ def main() -> None:
         (README, README_MARKERS, headline(records)),
     ):
         text = page.read_text()
-        new = markers.sub(lambda found, made=made: found[1] + made + found[2], text)
+        new = replace_between(markers, made, text)
         if options.check and new != text:
             sys.exit(f"{page.name} differs from the records; run python tools/benchmark_tables.py")
         page.write_text(new)

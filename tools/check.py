@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHECKS = (
     "-m ruff format --check .",
     "-m ruff check .",
-    "-m mypy --strict tiered_zero",
+    "-m mypy --strict tiered_zero tools",
     "-m pytest -q tests/test_house_rules.py",
     "-W error -m pdoc --docformat markdown --no-show-source -t tools/api_pages -o build/api "
     "tiered_zero tiered_zero.store tiered_zero.engine.checkpoint_calls tiered_zero.engine.deepspeed_names",

@@ -76,8 +76,8 @@ def page() -> str:
             sections.setdefault(key.path.rpartition(".")[0], []).append(key)
     for section, own in sections.items():
         parts.append(f"### {f'`{section}`' if section else 'Top level'}\n")
-        lines = ((f"`{key.path}`", type_at(schema, key.path), default_of(key), key.why) for key in own)
-        parts.append(rows(("key", "type", "default", "effect"), lines))
+        honoured = ((f"`{key.path}`", type_at(schema, key.path), default_of(key), key.why) for key in own)
+        parts.append(rows(("key", "type", "default", "effect"), honoured))
     by_fate = {fate: [key for key in keys if key.fate is fate] for fate in Fate}
     parts.append("## Read under another name\n\nA notice at start says so.\n")
     lines = ((f"`{key.path}`", f"`{key.to}`", key.why) for key in by_fate[Fate.RENAMED])

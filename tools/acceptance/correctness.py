@@ -11,8 +11,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -38,9 +40,8 @@ def deterministic() -> Iterator[None]:
     """Let torch's operators give the same bits each time: attention in plain operators, no atomic sums."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # it would hide memory that is read before it is written
-    )
+    memory: Any = torch.utils.deterministic  # it sets its attribute by a property of its module's class
+    memory.fill_uninitialized_memory = False  # else memory that is read before it is written would not show
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with sdpa_kernel(SDPBackend.MATH):
@@ -130,32 +131,30 @@ def random_sleeps(site: Site, seed: int) -> Iterator[None]:
         return
     from tiered_zero.hardware.device.cuda import CudaAccelerator
 
-    rng = random.Random(seed)
+    rng, cuda = random.Random(seed), cast(Any, torch.cuda)
 
     def sleep(*_: object) -> None:
         if (draw := rng.random()) > 0.6:
-            torch.cuda._sleep(int(draw * 2_000_000))  # up to a millisecond
+            cuda._sleep(int(draw * 2_000_000))  # up to a millisecond
 
-    def run_late(job: Callable[[], None]) -> Callable[[], None]:
-        return lambda: (sleep(), job(), sleep(), None)[-1]
+    def run_late(job: Callable[[], None]) -> None:
+        sleep()
+        job()
+        sleep()
 
-    class Late(CudaAccelerator):  # type: ignore[misc]
+    class Late(CudaAccelerator):  # type: ignore[misc]  # it is final
         def _build_lane(self, name: str) -> Any:
             lane = super()._build_lane(name)
             launch = lane._launch
-            lane._launch = lambda work: launch(replace(work, job=run_late(work.job)))
+            lane._launch = lambda work: launch(replace(work, job=partial(run_late, work.job)))
             return lane
 
-    from tiered_zero.hardware.device import select
-
-    hooks = [torch.nn.modules.module.register_module_forward_pre_hook(sleep)]
-    select.CudaAccelerator = Late  # type: ignore[misc]
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(sleep)
     try:
-        yield
+        with patch("tiered_zero.hardware.device.select.CudaAccelerator", Late):
+            yield
     finally:
-        select.CudaAccelerator = CudaAccelerator  # type: ignore[misc]
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------

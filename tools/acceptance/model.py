@@ -55,7 +55,8 @@ class Block(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return out
 
 
 class Transformer(nn.Module):

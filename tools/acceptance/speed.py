@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tools.acceptance.model import SIZES, Course, Size, Transformer, batch, make_config
 from tools.acceptance.report import Report, Site, read_lines
+
+if TYPE_CHECKING:
+    from tiered_zero.telemetry.report import StepReport
 
 NUM_WARM_UP, NUM_MEASURED = 2, 3
 DRAM_NBYTES_PER_PARAMETER = 28
@@ -75,16 +78,18 @@ def measure_training(report: Report, site: Site, name: str, rows: int, course: C
             report.write(what, None, left_out=str(error).splitlines()[0])
             return
         with engine:
-            links: list[dict[str, int]] = []
+            reports: list[StepReport] = []
 
             def step() -> None:
                 engine.backward(engine(tokens))
                 engine.step()
                 assert engine.step_report is not None
-                links.append(engine.step_report.link_nbytes)
+                reports.append(engine.step_report)
 
             seconds = measure(site, step)
-            bounds = bound_of(report, name, rows, links[-1], sum(param.numel() for param in engine.module.parameters()))
+            bounds = bound_of(
+                report, name, rows, reports[-1].link_nbytes, sum(param.numel() for param in engine.module.parameters())
+            )
             median_s, bound_s = statistics.median(seconds), max(bounds.values(), default=0.0)
             report.write(
                 what,
@@ -96,8 +101,8 @@ def measure_training(report: Report, site: Site, name: str, rows: int, course: C
                 tokens_per_s=tokens.numel() / median_s,
                 planned_nbytes={tier: engine.plan.nbytes(tier) for tier in ("device", "host", "nvme")},
                 memory=site.memory(),
-                link_nbytes=links[-1],
-                causes_s=engine.step_report.seconds,
+                link_nbytes=reports[-1].link_nbytes,
+                causes_s=reports[-1].seconds,
             )
 
 
@@ -137,7 +142,7 @@ def measure_fsdp2(report: Report, site: Site, name: str, rows: int) -> None:
             torch.manual_seed(0)
             model = Transformer(size, recompute=True)
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-            offload = {"offload_policy": CPUOffloadPolicy()} if kind != "cpu" else {}
+            offload: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if kind != "cpu" else {}
             for block in model.blocks:
                 fully_shard(block, mesh=mesh, mp_policy=policy, **offload)
             fully_shard(model, mesh=mesh, mp_policy=policy, **offload)

@@ -12,6 +12,9 @@ A step's bound is the longer of PyTorch's step and of its bytes over the disk, w
 medians of those of each round. Memory is the highest resident set of a step less that before the first step. Where the
 CPU is the device, it also moves the bytes: a step's CPU seconds, of all threads, and its page faults are recorded too.
 
+`--plain-blocks` is for a chain whose activations do not fit in memory, as PyTorch's own step cannot be run then:
+PyTorch's chain has only that many blocks, its seconds count in proportion to the blocks, and nothing is recomputed.
+
 torch maps large blocks in huge pages where THP_MEM_ALLOC_ENABLE=1 is in the environment; it asks once, when it is
 imported. The record says which it was, for PyTorch's own steps as for the engine's.
 """
@@ -101,6 +104,7 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     parser.add_argument("--out", help="append the record to this file of JSON lines")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=16)
+    parser.add_argument("--plain-blocks", type=int, help="of PyTorch's own chain, where all do not fit; else all")
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--limit", default="16GiB", help="the budget on disk")
@@ -131,8 +135,11 @@ def run(options: argparse.Namespace, ends: ExitStack) -> dict[str, object]:
         for mode in rates
     }
     engines: dict[str, tiered_zero.Engine] = {}
-    for suffix, is_checkpointed in MODES.items():
-        tasks[f"plain{suffix}"] = plain_step(Chain(options.hidden, options.blocks, is_checkpointed), x)
+    plain_blocks = options.plain_blocks or options.blocks
+    scale = options.blocks / plain_blocks
+    modes = {suffix: is_checkpointed for suffix, is_checkpointed in MODES.items() if scale == 1 or not is_checkpointed}
+    for suffix, is_checkpointed in modes.items():
+        tasks[f"plain{suffix}"] = plain_step(Chain(options.hidden, plain_blocks, is_checkpointed), x)
         model = Chain(options.hidden, options.blocks, is_checkpointed)
         config = {
             "train_micro_batch_size_per_gpu": options.batch,
@@ -158,15 +165,16 @@ def run(options: argparse.Namespace, ends: ExitStack) -> dict[str, object]:
             raise SystemExit(f"{name}: {found['kept_nbytes']} bytes found no room: expected a larger --limit.")
         moved[name] = found["moved_nbytes"]
     ratios = {}
-    for suffix in MODES:
+    for suffix in modes:
         name, plain = f"nvme{suffix}", f"plain{suffix}"
         over_disk_s = [
             moved[name] / rates["write"][n + 1] + moved[name] / rates["read"][n + 1] for n in range(options.rounds)
         ]
         samples[f"disk{suffix}"] = over_disk_s
         rounds = list(zip(samples[name], samples[plain], over_disk_s, strict=True))
-        ratios[f"{name} / max({plain}, disk)"] = statistics.median(
-            step / max(own, bytes_) for step, own, bytes_ in rounds
+        bound = plain if scale == 1 else f"{scale:.2f} {plain}"
+        ratios[f"{name} / max({bound}, disk)"] = statistics.median(
+            step / max(scale * own, bytes_) for step, own, bytes_ in rounds
         )
     for mode in rates:
         del samples[mode]
@@ -182,9 +190,11 @@ def run(options: argparse.Namespace, ends: ExitStack) -> dict[str, object]:
         "cpu_s": {name: statistics.median(cpu_s for cpu_s, _ in counts[name][1:]) for name in peaks},
         "minor_faults": {name: statistics.median(faults for _, faults in counts[name][1:]) for name in peaks},
     }
+    if scale != 1:
+        shape["plain_blocks"] = plain_blocks
     if options.out:
-        bound = {name: statistics.median(values) for name, values in samples.items() if not name.startswith("nvme")}
-        append_record(options.out, "activations", shape, samples, bound, **report)
+        medians = {name: statistics.median(values) for name, values in samples.items() if not name.startswith("nvme")}
+        append_record(options.out, "activations", shape, samples, medians, **report)
     return {**shape, **report, "median": {name: statistics.median(values) for name, values in samples.items()}}
 
 

@@ -295,7 +295,7 @@ def main() -> None:
         print(f"{key}: {value}")
     if options.out:
         arguments = {key: value for key, value in vars(options).items() if key not in ("dir", "out")}
-        bound = {
+        bound: dict[str, Any] = {
             series: median(samples[series]) for series in ("fio save", "fio load", "four syncs") if series in measured
         }
         append_record(options.out, "checkpoint", arguments, measured, bound, unit="s", **found)

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 if __name__ == "__main__":  # an installed tiered_zero goes before the checkout's; this folder's io.py is not Python's
     sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
@@ -79,7 +79,7 @@ def measure_plain(options: argparse.Namespace) -> dict[str, float]:
     model = build_gpt(dataclasses.replace(shape, layers=1)).to(torch.bfloat16).to_empty(device="cpu")
     for param in model.parameters():
         nn.init.normal_(param, std=0.01)
-        param.register_post_accumulate_grad_hook(_drop_gradient)
+        cast(Any, param).register_post_accumulate_grad_hook(_drop_gradient)  # torch gives it no types
     model.blocks = nn.ModuleList(list(model.blocks) * shape.layers)
     tokens = torch.randint(shape.vocab, (1, min(options.tokens, shape.context)))
     forward_s, backward_s = [], []

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # an installed tiered_zero goes before the checkout's; this folder's io.py is not Python's
     sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
@@ -37,6 +38,7 @@ if __name__ == "__main__":  # an installed tiered_zero goes before the checkout'
 import psutil
 import torch
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.measure import fill_file, measure_rate
@@ -108,7 +110,8 @@ def run(options: argparse.Namespace, ends: ExitStack) -> dict[str, object]:
     stream = ctypes.CDLL(str(build(Path(__file__).parent / "triad.c", folder)))
     params = make_params(options.numel)
     numel = sum(param.numel() for param in params)
-    kind, rates = torch.optim.AdamW, {"lr": 1e-4, "weight_decay": 0.1}
+    kind = torch.optim.AdamW
+    rates: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
     nvme = {"device": "nvme", "nvme_path": swap}
 
     before = resident_nbytes()
@@ -117,7 +120,7 @@ def run(options: argparse.Namespace, ends: ExitStack) -> dict[str, object]:
         on_nvme.step()
     resident = resident_nbytes() - before
     host = ends.enter_context(OffloadedOptimizer(params, kind, {"device": "cpu"}, **rates))
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     ends.callback(torch.distributed.destroy_process_group)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.jit

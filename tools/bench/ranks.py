@@ -110,7 +110,8 @@ def prepare_torch(task: Task, model: Any, batches: list[torch.Tensor], result: R
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo")
-    wrapped, optimizer = model, None
+    wrapped = model
+    optimizer: torch.optim.Optimizer | None = None
     if task.case == "DDP + ZeRO":
         wrapped = DistributedDataParallel(model)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=RATE, weight_decay=0.01)

@@ -125,8 +125,8 @@ Steps = tuple[Callable[[], object], Callable[[], object]]
 
 
 def prepare_plain(task: Task, config: Any, tokens: torch.Tensor, device: torch.device, result: Result) -> Steps:
-    model = build_gpt2(config).to(device)
-    model.train()
+    model: torch.nn.Module = build_gpt2(config)
+    model.to(device).train()
     params = list(model.parameters())
     result.num_parameters = sum(param.numel() for param in params)
 
@@ -303,8 +303,8 @@ def list_tasks(options: argparse.Namespace, directory: str) -> list[Task]:
         for update in options.update
         for checksums in (options.checksums if "nvme" in placement else CHECKSUMS[:1])
     ]
-    shape = (options.model, options.tokens, options.steps, options.clip, directory)
-    return [Task(*case, *shape) for case in cases]
+    shape: dict[str, Any] = {name: vars(options)[name] for name in ("model", "tokens", "steps", "clip")}
+    return [Task(*case, **shape, directory=directory) for case in cases]
 
 
 def show(results: Mapping[str, Result], bounds: Mapping[str, Mapping[str, float]], ratios: Mapping[str, float]) -> None:
@@ -426,7 +426,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if options.out:
         shape = {key: value for key, value in vars(options).items() if key not in ("out", "task", "dir")}
         samples = {name: result.seconds for name, result in results.items()}
-        best = {name: max(each) for name, each in report["rates_bytes_per_s"].items()}
+        best = {name: max(each) for name, each in (("triad", triads), *rates.items())}
         measured = {
             f"{name.replace(' ', '_')}_bytes_per_s": best[name] for name in ("triad", "disk read", "disk write")
         }

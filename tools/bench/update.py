@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # an installed tiered_zero goes before the checkout's; this folder's io.py is not Python's
@@ -84,7 +85,7 @@ def make_table(rule: AdamRule, runs: list[Run]) -> tuple[numpy.ndarray, Hyper]:
 def whole_update(rule: AdamRule, norms: GradNorm, runs: list[Run]) -> None:
     """What a step does to gradients that carry a loss scale, of one large run."""
     (run,) = runs
-    norm = norms.of(run.grad) / LOSS_SCALE
+    norm = float(norms.of(run.grad)) / LOSS_SCALE
     if not math.isfinite(norm):
         return
     run.grad_scale = min(1.0, CLIP / (norm + 1e-6)) / LOSS_SCALE
@@ -163,7 +164,7 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     addresses = [ctypes.c_void_p(x.data_ptr()) for x in (a, b, c)]
     tasks: dict[str, Callable[[], object]] = {
         "triad": lambda: stream.triad(*addresses, ctypes.c_int64(a.numel()), best.num_threads),
-        **{f"kernel {level}": lambda each=each: each.update(large) for level, each in rules.items()},
+        **{f"kernel {level}": partial(each.update, large) for level, each in rules.items()},
         "kernel fp32": lambda: rule.update(fp32),
         "small": lambda: best.update(table.ctypes.data, len(table)),
         "small, packed": lambda: rule.update(small),
