@@ -1,4 +1,4 @@
-"""Run as a program: a training run with in-place commits that is killed at random moments, and gone on with each time.
+"""Run as a program: a training run with in-place commits that is killed at random moments, and resumed each time.
 
     python run_commits.py SWAP_PATH SAVE_DIR NUM_KILLS SEED UPDATE STATE_FORMAT PARAMS
 

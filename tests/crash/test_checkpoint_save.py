@@ -156,7 +156,7 @@ def test_the_replay_notices_a_missing_sync(
         check_every_crash(without, saves, tmp_path, ruins)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_killed_processes_leave_the_last_checkpoint_or_the_next(swap_path: Path) -> None:
     """30 real kill -9 at random moments of processes that save, replace and prune."""
     program = ROOT / "tests/crash/run_save_kills.py"

@@ -1,4 +1,4 @@
-"""However a process with in-place commits ends, its swap directory stays, counts as resumable, and is gone on with."""
+"""However a process with in-place commits ends, its swap directory stays, counts as resumable, and is resumed."""
 
 from __future__ import annotations
 

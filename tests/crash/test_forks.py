@@ -27,7 +27,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return run.stdout.splitlines()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_forked_child_ends_and_damages_nothing(lines: list[str], policy: str) -> None:
     *children, parent = [found for found in map(json.loads, lines) if found.pop("policy") == policy]

@@ -37,14 +37,15 @@ def run_child(index: int, swap_path: Path, policy: str, num_steps: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the traceback of a KeyboardInterrupt
     torch.set_num_threads(1)
-    with build(swap_path, policy) as engine:
-        for step in range(num_steps):
-            failure = train(engine, step + 1, first=step)
-            if failure is not None:
-                raise failure.error
-            say(child=index, pid=os.getpid(), step=step)
-            time.sleep(0.02)
-        say(child=index, pid=os.getpid(), digest=digest(dict(named_weights(engine.module))))
+    engine = build(swap_path, policy)  # a child that a signal ends closes nothing itself
+    for step in range(num_steps):
+        failure = train(engine, step + 1, first=step)
+        if failure is not None:
+            raise failure.error
+        say(child=index, pid=os.getpid(), step=step)
+        time.sleep(0.02)
+    say(child=index, pid=os.getpid(), digest=digest(dict(named_weights(engine.module))))
+    engine.close()
 
 
 def main() -> None:

@@ -35,7 +35,8 @@ def run_cases(swap_path: Path, cases: list[Case]) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.timeout(60 + 10 * COUNT)
+@pytest.mark.slow
+@pytest.mark.timeout(600 + 10 * COUNT)
 def test_a_program_that_is_interrupted_ends_with_the_same_bits(swap_path: Path) -> None:
     """Each config in turn; every fourth signal is followed by a second one, and every fifth run calls the module and
     the loss past the engine."""

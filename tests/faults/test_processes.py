@@ -76,6 +76,7 @@ def swap(*arguments: str) -> Any:
     return json.loads(result.output)
 
 
+@pytest.mark.slow
 def test_many_runs_on_one_directory_and_every_way_to_end(
     children: Children, swap_path: Path, enter_row: EnterRow
 ) -> None:

@@ -1,15 +1,11 @@
 """Run as a program by the tests beside it: one training in a process of its own, and what it saw as one line of JSON.
 
 python -m tests.memory.child depth SWAP LAYERS
-python -m tests.memory.child interrupt SWAP
 python -m tests.memory.child activations SWAP LAYERS
 """
 
 import json
-import os
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
 from tests.support.configs import zero_section
-from tests.support.imports import freeze_imports
-from tests.support.models import ParityGPT, batch
-from tests.support.trainers import tiered, train
+from tests.support.trainers import tiered
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.plan.gpt_shape import GPTConfig
 
@@ -75,31 +69,6 @@ def depth(swap: str, layers: str) -> dict[str, Any]:
         }
 
 
-def interrupt(swap: str) -> dict[str, Any]:
-    """Interrupt processes by each signal that train, and close nothing themselves; they are forked after the imports.
-    Of each: how many runs it had, how it ended, and what it left."""
-    freeze_imports()
-    found = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        reading, writing = os.pipe()
-        child = os.fork()
-        if not child:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            engine = tiered(ParityGPT(), Path(swap))
-            train(engine, batch, 1)
-            os.write(writing, str(len(os.listdir(swap))).encode())
-            while True:
-                train(engine, batch, 1)
-        os.close(writing)
-        with os.fdopen(reading) as reader:
-            runs = int(reader.read(1))
-            time.sleep(0.3)
-            os.kill(child, number)
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        found[number.name] = {"runs": runs, "status": status, "left": os.listdir(swap)}
-    return found
-
-
 class Boundaries(nn.Module):
     """Checkpoints, one after another, of blocks that have hardly any weights."""
 
@@ -136,6 +105,4 @@ def activations(swap: str, layers: str) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     what, *arguments = sys.argv[1:]
-    print(
-        json.dumps({"depth": depth, "interrupt": interrupt, "activations": activations}[what](*arguments)), flush=True
-    )
+    print(json.dumps({"depth": depth, "activations": activations}[what](*arguments)), flush=True)

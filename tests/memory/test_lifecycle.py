@@ -2,11 +2,7 @@
 
 import contextlib
 import gc
-import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,6 @@ import torch
 from torch import nn
 
 import tiered_zero
-from tests.house import ROOT
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import FAR, tiered, train
 from tiered_zero.params.guarded_parameter import OffloadedParameter
@@ -117,12 +112,3 @@ def test_a_model_that_cannot_be_initialized_leaves_nothing(swap_path, no_leaks):
         tiered(Unborn(), swap_path)
     assert not any(swap_path.iterdir())
     assert is_held_by(before)
-
-
-def test_an_interrupted_run_leaves_no_swap_files(swap_path):
-    """In the middle of training, in processes of their own that close nothing themselves."""
-    command = [sys.executable, "-m", "tests.memory.child", "interrupt", str(swap_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found == {name: {"runs": 1, "status": -signal.Signals[name], "left": []} for name in ("SIGINT", "SIGTERM")}

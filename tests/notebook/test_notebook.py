@@ -82,6 +82,7 @@ def test_all_placements_of_the_notebook_give_the_same_weights(run_script: Any) -
     assert all(torch.equal(weight, theirs[name]) for name, weight in device.module.state_dict().items())
 
 
+@pytest.mark.slow
 def test_the_script_as_a_program_ends_by_itself() -> None:
     """It never closes its engine: the interpreter's end does, without a word and without a failure."""
     config = ROOT / "configs" / "notebook_offload.json"

@@ -1,9 +1,10 @@
-"""How the workers of pytest-xdist, each of which collects every test, share what collection costs."""
+"""How the workers of pytest-xdist, each of which collects every test, share what collection costs, and the tests."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,14 @@ def import_tests(config: pytest.Config) -> None:
                 importlib.import_module(name)
     finally:
         sys.dont_write_bytecode = writes
+
+
+def put_long_files_first(items: list[pytest.Item]) -> None:
+    """Order files, as workers get them: those with a test that is marked slow, then by their number of tests. A long
+    one that is begun last keeps one worker busy when the others have nothing left."""
+    num_tests = Counter(item.path for item in items)
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: (item.path not in slow, -num_tests[item.path], item.path))
 
 
 def _chosen_modules(arguments: Sequence[str]) -> list[str]:

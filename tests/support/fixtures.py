@@ -19,7 +19,7 @@ from hypothesis import settings
 
 from tests.ranks.pool import RankPool
 from tests.support.children import NUM_THREADS
-from tests.support.collection import import_tests
+from tests.support.collection import import_tests, put_long_files_first
 from tests.support.failed_tests import end_failed_test, restore_signal_handlers, signal_handlers
 from tests.support.imports import freeze_imports
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
@@ -43,6 +43,12 @@ if threading.current_thread() is threading.main_thread():
 def pytest_collection(session: pytest.Session) -> None:
     """See `import_tests`."""
     import_tests(session.config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """See `put_long_files_first`. Of the tests that were chosen."""
+    put_long_files_first(items)
 
 
 def pytest_collection_finish() -> None:

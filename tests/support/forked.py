@@ -95,7 +95,7 @@ class ForkedProgram(ForkedProcess):
         self._out, self._err = (tempfile.NamedTemporaryFile() for _ in range(2))  # noqa: SIM115
         super().__init__(*command, env=env, stdout=Path(self._out.name), stderr=Path(self._err.name))
 
-    def end(self, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+    def end(self, timeout_s: float = 540.0) -> subprocess.CompletedProcess[str]:
         """Wait for its end; return its exit code, and what it has printed. One that has not ended in time is killed."""
         try:
             code = self.wait(timeout_s)

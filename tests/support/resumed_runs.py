@@ -1,4 +1,4 @@
-"""Runs of one case of test_resume: never stopped, saved, and gone on with; and everything that they end with."""
+"""Runs of one case of test_resume: never stopped, saved, and resumed; and everything that they end with."""
 
 from __future__ import annotations
 

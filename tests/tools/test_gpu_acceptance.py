@@ -43,6 +43,7 @@ def accept(out: Path, swap_path: Path) -> subprocess.CompletedProcess[str]:
     return run_forked("-c", SECTIONS_IN_FORKS, TOOL, "--smoke", "--out", out, "--dir", swap_path)
 
 
+@pytest.mark.slow
 def test_smoke(swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     out = tmp_path / "out"
