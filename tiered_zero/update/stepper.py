@@ -189,8 +189,8 @@ class StreamingStepper:
             step.job.computed.complete()
         self._prefetch(step)
         must_wait = all_computed
-        if self._stages and not (all_computed or step.opened) and step.queue.peek() is not None:
-            must_wait = not self._io.num_free
+        if self._stages and not (all_computed or step.opened) and (ready := step.queue.peek()) is not None:
+            must_wait = not self._io.num_free and ready.subgroup.index not in step.prefetcher.subgroups
         while step.written and (must_wait or step.written[0].is_written()):
             self._io.finish(step.written[0])
             step.prefetcher.note_ended(step.written[0])
