@@ -328,6 +328,28 @@ def test_another_order_than_expected_takes_the_buffers_back(num_buffers: int) ->
     world.check_buffers()
 
 
+def test_what_was_prefetched_waits_for_no_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No buffer is free, and it needs none."""
+    world = World([make_unit(index, [CUT_NUMEL - 50]) for index in range(3)], num_buffers=3, latency=LATE)
+    world.step()
+    world.tier.log.clear()
+    queue, update = ReadyQueue([world.layouts[2]]), world.rule.update
+
+    def update_and_add(runs: Sequence[Run]) -> None:
+        update(runs)
+        if not queue.has_ended():
+            queue.add(world.layouts[0])
+            queue.add(world.layouts[1])
+            queue.close()
+
+    monkeypatch.setattr(world.rule, "update", update_and_add)
+    world.step(queue=queue)
+    assert reads(world)[:1] == ["s2"], "s0 and s1 were read at the end of the last step"
+    assert world.at("write", "s1") < world.at("write done", "s2")
+    world.check()
+    world.check_buffers()
+
+
 def test_a_step_of_the_other_kind_reads_anew() -> None:
     """What was opened for it has room for other parameters."""
     world = six(num_buffers=4, offloads=True)
