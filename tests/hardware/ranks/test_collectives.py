@@ -2,7 +2,9 @@
 
 import logging
 import os
+import signal
 import sys
+import threading
 
 import pytest
 import torch
@@ -118,6 +120,23 @@ def test_a_failure_is_one_line_and_no_more(monkeypatch, caplog):
     assert "no interface" in record.getMessage()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     collectives.close()
+
+
+def test_a_signal_ends_the_wait_for_ranks_that_never_come(monkeypatch):
+    """In torch's own wait no handler of Python's runs, not for Ctrl-C either."""
+    for key, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(key, value)
+    ended = threading.Event()
+
+    def wait_for_others(*_, **__):
+        assert threading.current_thread() is not threading.main_thread()
+        os.kill(os.getpid(), signal.SIGINT)
+        ended.wait(300)
+
+    monkeypatch.setattr(dist, "init_process_group", wait_for_others)
+    with pytest.raises(KeyboardInterrupt):
+        ensure_many(1800.0)
+    ended.set()
 
 
 def test_gloo_takes_the_interface_that_leads_to_the_first_host(monkeypatch):

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol, final
@@ -14,7 +15,7 @@ from typing import Protocol, final
 import torch
 import torch.distributed as dist
 
-from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all
+from tiered_zero.concurrency.transfer import COMPLETED, Completion, Transfer, wait_all
 from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.ranks.backends import HOST_BACKEND
@@ -139,8 +140,7 @@ def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> Non
             f"found {rank!r}. torchrun sets both."
         )
     try:
-        with network_interface():
-            dist.init_process_group(HOST_BACKEND, timeout=timedelta(seconds=timeout_s))
+        _meet(timeout_s)
     except (RuntimeError, ValueError, OSError) as error:
         raise RankError(
             f"rank {rank}: the process group of {world_size} ranks cannot be made at {os.environ['MASTER_ADDR']}:"
@@ -148,6 +148,22 @@ def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> Non
             "process of its own, started at about the same time, and a free port of rank 0's host that all of them "
             "reach."
         ) from error
+
+
+def _meet(timeout_s: float) -> None:
+    """Initialize torch.distributed on a thread of its own, for signals end a wait of Python's, not one of torch's."""
+    met = Completion()
+
+    def meet() -> None:
+        try:
+            with network_interface():
+                dist.init_process_group(HOST_BACKEND, timeout=timedelta(seconds=timeout_s))
+            met.complete()
+        except Exception as error:
+            met.fail(error)
+
+    threading.Thread(target=meet, name="tiered_zero rendezvous", daemon=True).start()
+    met.wait()
 
 
 def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | None = None) -> None:
