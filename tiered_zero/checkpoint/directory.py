@@ -158,7 +158,7 @@ def find_tag(load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     raise StoreError(
         f"Expected checkpoints of save_checkpoint in {path}; found {listed or 'nothing'}. Name the directory that "
-        "holds them, or, to begin at step 0, one that is empty or does not exist."
+        "holds them, or, to begin at step 0, one that is empty."
     )
 
 
