@@ -1,5 +1,6 @@
 """The CUDA accelerator on a device: order between streams, exact pinning, errors."""
 
+import time
 from collections import deque
 
 import pytest
@@ -69,6 +70,17 @@ def test_an_event_is_done_when_the_device_is(accelerator):
     after = accelerator.lane("fetch").submit(lambda: None, after=[event])
     after.wait()
     assert event.done() and after.done()
+
+
+def test_a_thread_that_waits_for_the_device_sleeps(accelerator):
+    """The update needs its core."""
+    for _ in range(40):
+        occupy(accelerator.device)
+    mark = accelerator.record_compute()
+    began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+    mark.wait()
+    waited_s, cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s
+    assert cpu_s < waited_s / 4, f"{cpu_s:.3f} s of a core in {waited_s:.3f} s"
 
 
 def test_an_error_reaches_who_waits(accelerator):
