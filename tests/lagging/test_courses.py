@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tiered_zero
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
+from tests.lagging.test_planted_faults import stream_of
 from tests.lagging.training import Course, build, data, data_on_device, engine_for, plain
 from tests.parity.test_activations import MODES, Blocks
 from tests.parity.test_failures import Fragile, Trip
@@ -278,7 +280,7 @@ def test_the_host_waits_no_oftener_for_a_deeper_model(device: LaggingDevice, swa
 
 
 def reserved_by_forwards(device: LaggingDevice, swap_path: Path) -> tuple[int, int, int]:
-    """(bytes reserved at most, bytes planned, bytes of the model) while copies are late and the host runs ahead."""
+    """(bytes reserved at most, bytes planned, bytes of the model) where no copy ends while the host runs ahead."""
     device.reset()
     model = seeded(ParityGPT, 16)
     zero = {"stage3_max_live_parameters": 25_000, "stage3_prefetch_bucket_size": 10_000}
@@ -288,10 +290,12 @@ def reserved_by_forwards(device: LaggingDevice, swap_path: Path) -> tuple[int, i
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
-        device.set(h2d_bytes_per_s=2e6)
-        for _ in range(3):
-            engine(*inputs)
-        peak = torch.cuda.max_memory_reserved() - before
+        with contextlib.ExitStack() as hold:
+            with stream_of(engine, "fetch"):
+                hold.enter_context(device.held())
+            for _ in range(3):
+                engine(*inputs)
+            peak = torch.cuda.max_memory_reserved() - before
         return (
             peak,
             engine.plan.nbytes("device"),
