@@ -204,7 +204,7 @@ def test_nothing_to_step_gives_no_subgroups(elementwise: bool) -> None:
 
 @pytest.mark.parametrize(
     ("given_numel", "numel"),
-    [(10**12, 1 << 20), (10**9, 1 << 20), (10**8, 1 << 20), (1 << 22, 1 << 22), (None, 1 << 20)],
+    [(10**12, 1 << 22), (10**9, 1 << 22), (10**8, 1 << 22), (1 << 21, 1 << 21), (None, 1 << 22)],
 )
 def test_a_limit_that_would_leave_nothing_to_overlap(given_numel: int | None, numel: int) -> None:
     """DeepSpeed's 1e9 stands in most configs; a model of a few million elements is cut nevertheless, and it is said."""
@@ -221,9 +221,11 @@ def test_state_that_is_updated_where_it_rests_is_cut_into_fewer_pieces() -> None
     def numel(total: int, **how: bool) -> int:
         return sub_group_numel(10**9, [make_unit(0, [total])], **how)
 
-    assert numel(7 * 10**9, in_place=True) == 1 << 25 and numel(7 * 10**9) == 1 << 20
-    assert 124_000_000 / 66 < numel(124_000_000, in_place=True) < 124_000_000 / 60, "units wait for their own updates"
-    assert numel(5_000_000, in_place=True) == numel(5_000_000) == 1 << 20
+    assert numel(7 * 10**9, in_memory=True) == 1 << 25 and numel(7 * 10**9) == 1 << 20
+    assert 124_000_000 / 66 < numel(124_000_000, in_memory=True) < 124_000_000 / 60, "units wait for their own updates"
+    assert numel(5_000_000, in_memory=True) == numel(5_000_000) == 1 << 20
+    assert numel(5_000_000, in_memory=True, shares_cores=True) == 1 << 22
+    assert numel(5_000_000, shares_cores=True) == 1 << 20, "NVMe: many in flight"
 
 
 @pytest.mark.parametrize(("given_numel", "numel"), [(100, 10240), (10240, 10240), (20000, 20480)])

@@ -122,7 +122,12 @@ def specify_run(
         _check_group_state(rule, config, request.ranks)  # the rule knows of such state from its first layout on
         return layouts
 
-    size = sub_group_numel(config.zero_optimization.sub_group_size, units, in_place=_updates_in_place(request))
+    size = sub_group_numel(
+        config.zero_optimization.sub_group_size,
+        units,
+        in_memory=request.state.tier != "nvme" and not request.state.is_split,
+        shares_cores=request.update.shares_cores,
+    )
     layouts, plan, size = _plan_to_fit(lay_out, units, rule, size, request)
     check_params(masters, [layout.subgroup for layout in layouts], plan.tiers.params, plan.tiers.state)
     run_spec = RunSpec(
@@ -306,11 +311,6 @@ def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a `dtype` tensor on the device: 16 bit if the config says so and it is a float."""
     wanted: torch.dtype = getattr(torch, config.param_dtype_name)
     return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
-
-
-def _updates_in_place(request: PlanRequest) -> bool:
-    """Whether an accelerator's state rests in memory, all of it on one tier."""
-    return not request.update.shares_cores and request.state.tier != "nvme" and not request.state.is_split
 
 
 def _plan_to_fit(
