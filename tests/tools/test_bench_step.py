@@ -68,7 +68,7 @@ def test_the_disks_bound_is_its_rate_at_the_cases_own_ratio_of_reads_and_writes(
         result = record["results"][case := f"nvme/nvme {policy}, checksums off"]
         assert result["update_policy"] == policy
         assert result["disk_bytes_per_s"] == max(rates[case])
-        assert set(bounds := record["bounds_s"][case]) == {"compute", "DRAM", "disk"}
+        assert set(bounds := record["bounds_s"][case]) == {"compute and update", "disk"}
         assert bounds["disk"] == (result["read_nbytes"] + result["written_nbytes"]) / result["disk_bytes_per_s"]
 
 

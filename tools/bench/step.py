@@ -10,7 +10,8 @@ On one model in one run, each case in a process of its own, in turns:
               checksums of all chunks are verified where nothing else is said
 The bounds are measured around every placement's run: memory by a triad, the disk through the engine that the runs
 choose, reading and writing at once in the case's own ratio of bytes; the best of all counts. A case's bound is the
-largest of compute, update at memory speed, and its own bytes at that rate of the disk. A case is named after the update
+largest of compute, update at memory speed (their sum where the CPU is the device), and its own bytes at that rate of
+the disk. A case is named after the update
 policy that ran, whatever was asked for. Peak memory is the resident set beyond that of a process which has imported
 torch and transformers.
 """
@@ -272,9 +273,14 @@ def measure_disk(directory: str, nbytes: int, seconds: float, read_shares: Seque
 
 
 def bound_of(result: Result, compute_s: float, triad: float) -> dict[str, float]:
-    """Seconds by resource that a step takes at least. Reads and writes share the disk, so all its bytes go at the rate
-    that it has with both at once, in the step's own ratio."""
-    bounds = {"compute": compute_s, "DRAM": DRAM_NBYTES_PER_PARAMETER * result.num_parameters / triad}
+    """Seconds by resource that a step takes at least. Where the CPU is the device, the update has the cores that
+    compute, so that both take their sum. Reads and writes share the disk, so all its bytes go at the rate that it has
+    with both at once, in the step's own ratio."""
+    update_s = DRAM_NBYTES_PER_PARAMETER * result.num_parameters / triad
+    if torch.cuda.is_available():
+        bounds = {"compute": compute_s, "DRAM": update_s}
+    else:
+        bounds = {"compute and update": compute_s + update_s}
     if result.disk_bytes_per_s is not None:
         bounds["disk"] = (result.read_nbytes + result.written_nbytes) / result.disk_bytes_per_s
     return bounds
