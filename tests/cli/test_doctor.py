@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.io.conftest import io_uring_refusal
-from tests.support.native_build import DIRECT_IO_SOURCE, compile_shared
 from tiered_zero.cli import doctor as module
 from tiered_zero.cli.doctor import BAD, GOOD, POOR
 from tiered_zero.cli.main import main
@@ -26,7 +24,7 @@ from tiered_zero.sizes import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
-    "engine native", "engine threads", "engine aiofiles", "io_uring", "O_DIRECT", "file system", "free space",
+    "engine native", "engine threads", "engine aiofiles", "O_DIRECT", "file system", "free space",
     "host memory",
     "cgroup memory", "huge pages", "processors", "update kernel", "torch", "accelerator",
     "pinned memory",
@@ -48,18 +46,6 @@ def test_every_question_is_answered_and_nothing_is_left(swap_path: Path) -> None
     assert {finding["state"] for finding in found.values()} <= {GOOD, POOR, BAD}
     assert all(finding["found"] and "\n" not in finding["found"] + finding["fix"] for finding in found.values())
     assert found["torch"]["state"] == GOOD and found["engine threads"]["state"] in (GOOD, POOR)
-
-
-def test_io_uring_works_or_is_off_with_its_reason(
-    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(LIBRARY_DIR_VARIABLE, str(tmp_path))
-    assert examine(swap_path)["io_uring"] == {
-        "name": "io_uring", "state": BAD, "found": "only the native engine uses it, see above", "fix": "",
-    }  # fmt: skip
-    compile_shared(DIRECT_IO_SOURCE, tmp_path / "_direct_io.so")
-    found = examine(swap_path)["io_uring"]
-    assert found["state"] == (BAD if io_uring_refusal(tmp_path) else GOOD) and found["found"]
 
 
 def test_one_line_each_with_a_word_for_its_colour(swap_path: Path) -> None:

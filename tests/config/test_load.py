@@ -276,7 +276,7 @@ class TestAuto:
         assert config.model_dump() == load_with().model_dump()
 
     def test_our_own_auto_is_a_value(self) -> None:
-        config = load_with(tiered_zero={"device": "auto", "io_engine": "auto", "io_uring": "auto"}, gradient_clipping=0)
+        config = load_with(tiered_zero={"device": "auto", "io_engine": "auto"}, gradient_clipping=0)
         assert config.notices == ()
 
     def test_schedules(self) -> None:

@@ -29,7 +29,6 @@ from tests.support.faulty_runs import (
 )
 from tests.support.imports import freeze_imports
 from tests.support.inspection import store_of
-from tiered_zero.io.select import config_of
 
 LIBC = ctypes.CDLL(None)
 Fault = tuple[str, int, str, int]
@@ -94,7 +93,7 @@ class Watch:
 
 def run(swap_path: Path, name: str, policy: str, fault: Fault, num_steps: int) -> str:
     hangs = fault[2] == "stall"
-    engine = build(swap_path, policy, runtime=config_of(name))
+    engine = build(swap_path, policy, runtime={"io_engine": name})
     try:
         first = train(engine, 2)
         if hangs:

@@ -9,10 +9,9 @@ import pytest
 
 from tests.faults.conftest import ROOT, EnterRow
 from tests.faults.run_faulty_libc import MENDED, RAISED, policies_of
-from tests.io.conftest import io_uring_faults_refusal
 from tests.support.native_build import DIRECT_IO_SOURCE, compile_shared
 
-ENGINES = ("native", "io_uring", "threads")
+ENGINES = ("native", "threads")
 Outcomes = dict[tuple[str, str, str], str]
 
 
@@ -23,12 +22,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     compile_shared(DIRECT_IO_SOURCE, built / "_direct_io.so")
     library = compile_shared(ROOT / "tests/io/faulty_libc.c", built / "faulty_libc.so", "-ldl")
     settings = {"LD_PRELOAD": str(library), "TIERED_ZERO_NATIVE_DIR": str(built)}
-    engines = [name for name in ENGINES if name != "io_uring" or not io_uring_faults_refusal(built)]
     command = [
         sys.executable,
         str(ROOT / "tests/faults/run_faulty_libc.py"),
         str(tmp_path_factory.mktemp("swap")),
-        *engines,
+        *ENGINES,
     ]
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -40,8 +38,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 @pytest.mark.parametrize("case", [*MENDED, *RAISED])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_on_failing_system_calls(engine: str, case: str, outcomes: Outcomes, enter_row: EnterRow) -> None:
-    if engine == "io_uring" and engine not in {name for name, _, _ in outcomes}:
-        pytest.skip("faults in io_uring need one, and Linux 6.1")
     for policy in policies_of(engine, case):
         came = outcomes[engine, case, policy]
         enter_row(f"system call: {case}", f"{policy}; {engine} engine", came)

@@ -2,18 +2,15 @@
 
 import mmap
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.native_build import DIRECT_IO_SOURCE, compile_shared
-from tiered_zero.errors import ConfigError
 from tiered_zero.io.disk_engine import DiskEngine
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.native import NativeEngine
-from tiered_zero.io.select import BUILDERS
+from tiered_zero.io.select import ENGINES
 
 BuildEngine = Callable[..., DiskEngine]
 
@@ -26,32 +23,11 @@ def native_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def io_uring_refusal(native_dir: Path) -> str | None:
-    """Why this kernel gives no ring, or None."""
-    try:
-        NativeEngine(
-            direct=False, alignment=1, settings=IOSettings(), io_timeout_s=1.0, io_uring=True,
-            library_path=native_dir / "_direct_io.so",
-        ).close()  # fmt: skip
-    except ConfigError as error:
-        return f"no io_uring here: {error}"
-    return None
-
-
-def io_uring_faults_refusal(native_dir: Path) -> str | None:
-    """Why tests/io/faulty_ring.h cannot work here, or None: it needs a kernel with IORING_SETUP_DEFER_TASKRUN."""
-    release = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
-    return io_uring_refusal(native_dir) or (None if release >= (6, 1) else "faults in io_uring need Linux 6.1")
-
-
-@pytest.fixture(params=list(BUILDERS))
+@pytest.fixture(params=list(ENGINES))
 def engine_name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
-    if name in ("native", "io_uring"):
-        native_dir: Path = request.getfixturevalue("native_dir")
-        monkeypatch.setenv("TIERED_ZERO_NATIVE_DIR", str(native_dir))
-        if name == "io_uring" and (refusal := io_uring_refusal(native_dir)):
-            pytest.skip(refusal)
+    if name == "native":
+        monkeypatch.setenv("TIERED_ZERO_NATIVE_DIR", str(request.getfixturevalue("native_dir")))
     return name
 
 
@@ -64,7 +40,7 @@ def build_engine(engine_name: str) -> Iterator[BuildEngine]:
         settings = IOSettings(block_size=block_size, queue_depth=queue_depth)
         io_timeout_s = others.get("io_timeout_s", 20.0)
         alignment = 4096 if direct else 1
-        engine = BUILDERS[engine_name](direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
+        engine = ENGINES[engine_name](direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
         built.append(engine)
         return engine
 

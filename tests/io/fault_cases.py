@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
 
-from tiered_zero.errors import ConfigError, TransferError
+from tiered_zero.errors import TransferError
 from tiered_zero.io.disk_engine import DiskEngine, DiskTransfer
 from tiered_zero.io.engine import File, IOSettings, IOTransfer
-from tiered_zero.io.select import BUILDERS, select_engine
+from tiered_zero.io.select import ENGINES
 
 LIBC = ctypes.CDLL(None)
 BLOCK_NBYTES = 8192
@@ -247,69 +247,10 @@ def stalled(scene: Scene) -> str:
     return text
 
 
-RING_CASES: dict[str, Callable[[Scene], str]] = {}
-"""Of io_uring's own calls."""
-
-
-def ring_case(function: Callable[[Scene], str]) -> Callable[[Scene], str]:
-    RING_CASES[function.__name__] = function
-    return function
-
-
-@ring_case
-def enter_fails_for_ever(scene: Scene) -> str:
-    """ENOMEM on every io_uring_enter"""
-    scene.arm("enter", 0, "fail", errno.ENOMEM)
-    return scene.error_of(scene.engine.read(scene.file, 0, scene.into))
-
-
-@ring_case
-def enter_fails_a_few_times(scene: Scene) -> str:
-    """EBUSY on an io_uring_enter"""
-    scene.arm("enter", 1, "fail", errno.EBUSY)
-    scene.engine.read(scene.file, 0, scene.into).wait()
-    return scene.intact()
-
-
-@ring_case
-def register_fails(scene: Scene) -> str:
-    """ENOMEM where memory is to be registered"""
-    scene.arm("register", 0, "fail", errno.ENOMEM)
-    text = scene.engine.register(scene.into)
-    scene.engine.read(scene.file, 0, scene.into).wait()
-    return f"{text}; {scene.intact()}"
-
-
-@ring_case
-def setup_fails(scene: Scene) -> str:
-    """EPERM on io_uring_setup"""
-    scene.arm("setup", 0, "fail", errno.EPERM)
-    try:
-        select_engine(scene.path.parent, io_uring=True).engine.close()
-    except ConfigError as error:
-        return str(error)
-    return "an engine was opened"
-
-
-@ring_case
-def others_go_on_beside_a_stalled_read(scene: Scene) -> str:
-    """a read hangs, and others come behind it"""
-    scene.arm("read", 1, "stall", -1)
-    stalled = scene.engine.read(scene.file, 0, scene.into[:BLOCK_NBYTES])
-    others = [scene.engine.read(scene.file, BLOCK_NBYTES, scene.into[BLOCK_NBYTES:]) for _ in range(20)]
-    for transfer in others:
-        transfer.wait()
-    went_on = not stalled.done()
-    scene.disarm()
-    stalled.wait()
-    return f"they were {'done before it' if went_on else 'held up'}; {scene.intact()}"
-
-
 def run(directory: Path, name: str, direct: bool) -> None:
-    cases = {**CASES, **(RING_CASES if name == "io_uring" else {})}
-    for key, function in cases.items():
+    for key, function in CASES.items():
         settings = IOSettings(block_size=BLOCK_NBYTES, queue_depth=2)
-        engine = BUILDERS[name](direct=direct, alignment=512 if direct else 1, settings=settings, io_timeout_s=120.0)
+        engine = ENGINES[name](direct=direct, alignment=512 if direct else 1, settings=settings, io_timeout_s=120.0)
         path = directory / f"faulty-{name}-{direct}-{key}"
         data, into = memoryview(mmap(-1, NBYTES)), memoryview(mmap(-1, NBYTES))
         data[:] = (bytes(range(251)) * (NBYTES // 251 + 1))[:NBYTES]

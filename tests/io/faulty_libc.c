@@ -7,8 +7,8 @@
  *   "short"  it moves at most `argument` bytes (through O_DIRECT: it moves more, and reports these)
  *   "stall"  it sleeps `argument` milliseconds first; -1: until the next call of faulty_libc_set
  *   "flip"   it moves all, and bit 0 of the byte `argument` is flipped on the way
- * faulty_libc_count() is the number of calls seen since. The variants of one call (pread, preadv2, read, a request
- * through io_uring, ...) are one.
+ * faulty_libc_count() is the number of calls seen since. The variants of one call (pread, preadv2, read, ...)
+ * are one.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -27,7 +27,6 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static char part_of_path[256], call[16], effect[16];
 static long nth, count;
 static volatile long argument;
-static void release_timers(void);
 
 void faulty_libc_set(const char *path, const char *which, long number, const char *what, long value)
 {
@@ -38,7 +37,6 @@ void faulty_libc_set(const char *path, const char *which, long number, const cha
     nth = number;
     argument = value;
     count = 0;
-    release_timers();
     pthread_mutex_unlock(&mutex);
 }
 
@@ -187,5 +185,3 @@ int posix_fallocate(int fd, off_t offset, off_t nbytes)
 {
     return posix_fallocate64(fd, offset, nbytes);
 }
-
-#include "faulty_ring.h"

@@ -13,7 +13,7 @@ import pytest
 from tests.io.conftest import BuildEngine, pages
 from tiered_zero.errors import TransferError
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.select import BUILDERS
+from tiered_zero.io.select import ENGINES
 
 PATTERN = bytes(random.Random(1).randbytes(4099))  # a prime length: no two pages look the same
 
@@ -248,7 +248,7 @@ def test_a_forked_process_has_no_workers_and_raises(
 def test_an_engine_that_is_dropped_ends_its_threads(engine_name: str, swap_path: Path, reads: bool) -> None:
     before = set(os.listdir("/proc/self/task"))
     (swap_path / "data").write_bytes(bytes(1 << 20))
-    engine = BUILDERS[engine_name](direct=False, alignment=1, settings=IOSettings(), io_timeout_s=60.0)
+    engine = ENGINES[engine_name](direct=False, alignment=1, settings=IOSettings(), io_timeout_s=60.0)
     assert set(os.listdir("/proc/self/task")) - before
     if reads:
         file = engine.open(str(swap_path / "data"))

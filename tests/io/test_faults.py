@@ -18,14 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.io.conftest import BuildEngine, io_uring_faults_refusal, io_uring_refusal, pages, takes_direct
-from tests.io.fault_cases import CASES, RING_CASES
+from tests.io.conftest import BuildEngine, pages, takes_direct
+from tests.io.fault_cases import CASES
 from tests.support.file_systems import mounted
 from tests.support.native_build import ROOT, compile_shared
 from tiered_zero.errors import TransferError
 from tiered_zero.io.native import NativeEngine
 from tiered_zero.io.preflight import preflight_directory
-from tiered_zero.io.select import BUILDERS, select_engine
+from tiered_zero.io.select import ENGINES, select_engine
 
 EXPECTED = {
     "eio_on_read": r"read of 40960 bytes .* wanted \d+ bytes, got 0: EIO \(.*\); .* free there\. The device reported",
@@ -45,11 +45,6 @@ EXPECTED = {
     "sync_behind_a_slow_write": "synced after it",
     "urgent_read_in_a_deep_queue": "came first",
     "stalled": r"read of 8192 bytes .* made no progress for 0\.3 s .*\n.*: 1 requests in flight\n.* 8192 bytes at 0 ",
-    "enter_fails_for_ever": r"read of 40960 bytes .* wanted 8192 bytes, got 0: ENOMEM",
-    "enter_fails_a_few_times": "intact",
-    "register_fails": r"io_uring: 40\.0 KiB of memory are not registered.* ENOMEM .*raise ulimit -l.*; intact",
-    "setup_fails": r"tiered_zero.io_uring is true, but .* it is not allowed here, .*io_uring_disabled is \d\): EPERM",
-    "others_go_on_beside_a_stalled_read": "they were done before it; intact",
 }
 
 
@@ -67,8 +62,7 @@ def outcomes(native_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
             stdout=subprocess.PIPE,
             text=True,
         )
-        for name in BUILDERS
-        if name != "io_uring" or not io_uring_faults_refusal(native_dir)
+        for name in ENGINES
     ]
     try:
         lines = [line for child in children for line in child.communicate(timeout=300)[0].splitlines()]
@@ -84,15 +78,8 @@ def outcomes(native_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {(row["engine"], row["access"], row["case"]): row["came"] for row in rows}
 
 
-@pytest.mark.parametrize(
-    ("engine", "case"),
-    [*itertools.product(BUILDERS, CASES), *itertools.product(["io_uring"], RING_CASES)],
-)
-def test_a_failing_system_call(
-    outcomes: dict[tuple[str, str, str], str], native_dir: Path, engine: str, case: str
-) -> None:
-    if engine == "io_uring" and (refusal := io_uring_faults_refusal(native_dir)):
-        pytest.skip(refusal)
+@pytest.mark.parametrize(("engine", "case"), [*itertools.product(ENGINES, CASES)])
+def test_a_failing_system_call(outcomes: dict[tuple[str, str, str], str], engine: str, case: str) -> None:
     came = {access: text for (name, access, key), text in outcomes.items() if (name, key) == (engine, case)}
     assert "buffered" in came
     for access, text in came.items():
@@ -140,16 +127,13 @@ def real_fs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield point
 
 
-@pytest.mark.parametrize("io_uring", [False, True], ids=["threads", "io_uring"])
 def test_a_real_file_system_takes_an_engine_and_runs_full(
-    real_fs: Path, native_dir: Path, monkeypatch: pytest.MonkeyPatch, io_uring: bool
+    real_fs: Path, native_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERED_ZERO_NATIVE_DIR", str(native_dir))
-    if io_uring and (refusal := io_uring_refusal(native_dir)):
-        pytest.skip(refusal)
     preflight_directory(real_fs)
-    selection = select_engine(real_fs, io_uring=io_uring)
-    assert isinstance(selection.engine, NativeEngine) and selection.engine.io_uring == io_uring
+    selection = select_engine(real_fs)
+    assert isinstance(selection.engine, NativeEngine)
     engine = selection.engine
     file, big = (engine.open(str(real_fs / name), create=True) for name in ("data", "big"))
     file.allocate(4 << 20)

@@ -8,14 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.io.conftest import io_uring_refusal, pages
+from tests.io.conftest import pages
 from tests.support.native_build import DIRECT_IO_SOURCE, ROOT, compile_shared
 from tiered_zero.errors import ConfigError
 from tiered_zero.io.engine import IOSettings
@@ -62,18 +61,12 @@ def no_switches() -> Iterator[None]:
         sys.setswitchinterval(interval_s)
 
 
-@pytest.fixture(params=[False, True], ids=["threads", "io_uring"])
-def build(request: pytest.FixtureRequest, native_dir: Path) -> Build:
-    """Of both ways."""
-    if request.param and (refusal := io_uring_refusal(native_dir)):
-        pytest.skip(refusal)
-
+@pytest.fixture
+def build(native_dir: Path) -> Build:
     def build(block_size: int = 1 << 20, queue_depth: int = 8) -> NativeEngine:
         settings = IOSettings(block_size=block_size, queue_depth=queue_depth)
         path = native_dir / "_direct_io.so"
-        return NativeEngine(
-            direct=False, alignment=1, settings=settings, io_timeout_s=120.0, io_uring=request.param, library_path=path
-        )
+        return NativeEngine(direct=False, alignment=1, settings=settings, io_timeout_s=120.0, library_path=path)
 
     return build
 
@@ -161,51 +154,14 @@ def test_the_pool_lives_as_long_as_a_transfer_that_may_ask_it(build: Build, swap
     free_pool(pool)
 
 
-def test_long_lived_memory_is_registered_with_a_ring(build: Build, swap_path: Path) -> None:
-    """Requests inside it, outside of it and across its end all carry the right bytes."""
-    engine = build(block_size=8192)
-    memory = pages(10 * 8192, b"registered, and not")
-    inside, across = memory[8192 : 5 * 8192], memory[3 * 8192 + 4096 :]
-    said = engine.register(memory[: 5 * 8192])
-    assert said == ("io_uring: 40.0 KiB of memory are registered" if engine.io_uring else "")
-    expected = bytes(memory)
-    file = engine.open(str(swap_path / "data"), create=True)
-    engine.write(file, 0, memory).wait()
-    assert (swap_path / "data").read_bytes() == expected
-    for part in (inside, across, memory):
-        at = len(memory) - len(part) if part is across else 8192 if part is inside else 0
-        part[:] = bytes(len(part))
-        engine.read(file, at, part).wait()
-        assert memory == expected
-    file.close()
-    engine.close()
-    mapping = weakref.ref(memory.obj)
-    del memory, inside, across, part
-    assert mapping() is None, "held by an engine that is closed"
-
-
-def test_memory_that_cannot_be_registered_is_logged_and_used(build: Build, swap_path: Path) -> None:
-    engine = build(block_size=4096)
-    parts = [pages(4096, bytes([number])) for number in range(70)]
-    said = [engine.register(part) for part in parts]
-    if engine.io_uring:
-        assert said[63] == "io_uring: 4.0 KiB of memory are registered" and "not registered" in said[64]
-    file = engine.open(str(swap_path / "data"), create=True)
-    for transfer in [engine.write(file, number * 4096, part) for number, part in enumerate(parts)]:
-        transfer.wait()
-    assert (swap_path / "data").read_bytes() == b"".join(map(bytes, parts))
-    file.close()
-    engine.close()
-
-
 @pytest.mark.usefixtures("no_leaks")
-def test_a_ring_needs_one_thread_and_closes_its_descriptors(build: Build, swap_path: Path) -> None:
+def test_threads_end_and_descriptors_close(build: Build, swap_path: Path) -> None:
     def count(what: str) -> int:
         return len(os.listdir(f"/proc/self/{what}"))
 
     threads, descriptors = count("task"), count("fd")
     engine = build(queue_depth=6)
-    assert count("task") - threads == (1 if engine.io_uring else 6)
+    assert count("task") - threads == 6
     file = engine.open(str(swap_path / "data"), create=True)
     engine.write(file, 0, pages(1 << 22)).wait()
     file.close()
@@ -228,11 +184,8 @@ def test_thousands_of_small_requests(build: Build, swap_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("way", ["threads", "io_uring"])
-def test_under_the_thread_sanitizer(tmp_path: Path, native_dir: Path, way: str) -> None:
+def test_under_the_thread_sanitizer(tmp_path: Path) -> None:
     """A C program that submits from several threads, with syncs and failures between, built with -fsanitize=thread."""
-    if way == "io_uring" and (refusal := io_uring_refusal(native_dir)):
-        pytest.skip(refusal)
     program = tmp_path / "race"
     compiler = shutil.which("cc") or pytest.skip("no C compiler on this machine")
     command = [compiler, "-g", "-O1", "-fsanitize=thread", "-pthread", "-I", str(ROOT / "tiered_zero/native")]
@@ -242,7 +195,7 @@ def test_under_the_thread_sanitizer(tmp_path: Path, native_dir: Path, way: str) 
     if made.returncode:
         pytest.skip(f"no thread sanitizer here: {made.stderr.strip()[:200]}")
     ran = subprocess.run(
-        [str(program), str(tmp_path / "data"), way], check=False, capture_output=True, text=True, timeout=300
+        [str(program), str(tmp_path / "data")], check=False, capture_output=True, text=True, timeout=300
     )
     if "unexpected memory mapping" in ran.stderr:
         pytest.skip("the thread sanitizer does not run on this kernel")

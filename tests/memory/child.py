@@ -38,7 +38,7 @@ def make_engine(swap: str, layers: int) -> tiered_zero.Engine:
         "bf16": {"enabled": True},
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
         "zero_optimization": zero_section("nvme", "nvme", swap, sub_group_size=400_000),
-        "tiered_zero": {"device": "cpu", "io_uring": False},  # a ring pins what is staged: at every depth, or at none
+        "tiered_zero": {"device": "cpu"},
     }
     model = build_gpt(GPTConfig(layers=layers, hidden=HIDDEN, vocab=256, context=32))
     return tiered_zero.initialize(model=model, config=config)[0]
@@ -87,7 +87,7 @@ def activations(swap: str, layers: str) -> dict[str, Any]:
     model, limit = Boundaries(int(layers)), 80 * 4 * BOUNDARY[0] * BOUNDARY[1]
     section = {"device": "nvme", "nvme_path": swap, "limit": limit}
     x = torch.randn(BOUNDARY, requires_grad=True)
-    with tiered(model, Path(swap), ("none", "none"), runtime={"activations": section, "io_uring": False}) as engine:
+    with tiered(model, Path(swap), ("none", "none"), runtime={"activations": section}) as engine:
         before = resident_nbytes()
         for _ in range(2):
             engine.backward(engine(x))

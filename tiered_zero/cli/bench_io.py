@@ -31,7 +31,7 @@ from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.measure import MODES, fill_file, measure_rate
 from tiered_zero.io.preflight import filesystem_type, filesystem_warnings
-from tiered_zero.io.select import BUILDERS, Selection, config_of, select_engine
+from tiered_zero.io.select import ENGINES, Selection, select_engine
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.swap_capacity import SwapNeed
 from tiered_zero.sizes import GIB, KIB, MIB, format_nbytes
@@ -59,7 +59,7 @@ _FILL_SHARE, _END_SHARE = 0.15, 0.05
 
 
 class Setting(NamedTuple):
-    """`engine`: of BUILDERS. `depth`: system calls on their way at once."""
+    """`engine`: of ENGINES. `depth`: system calls on their way at once."""
 
     engine: str
     block_nbytes: int
@@ -132,7 +132,6 @@ def bench() -> None:
 def io(directory: Path, seconds: float, model: GPTConfig | None, config: str | None, as_json: bool) -> None:
     """Find the best aio settings for the disk of DIRECTORY: read, write and mixed, over block x depth x engine.
 
-    Native and io_uring are the native engine, with threads and with io_uring.
     Writes a file of at most 1 GiB there and removes it.
     """
     if config and not model:
@@ -163,7 +162,7 @@ def measure_directory(directory: Path, end_s: float) -> dict[str, Any]:
 
         def measure(setting: Setting, mode: str, seconds: float) -> float:
             selection = selections[setting.engine]
-            engine = BUILDERS[setting.engine](
+            engine = ENGINES[setting.engine](
                 direct=selection.direct,
                 alignment=selection.alignment,
                 settings=IOSettings(block_size=setting.block_nbytes, queue_depth=setting.depth),
@@ -192,13 +191,13 @@ def measure_directory(directory: Path, end_s: float) -> dict[str, Any]:
         "free_nbytes": free_nbytes,
         "file_nbytes": nbytes,
         "aio": {"block_size": best.block_nbytes, "queue_depth": best.depth, "intra_op_parallelism": 1},
-        "tiered_zero": config_of(best.engine),
+        "tiered_zero": {"io_engine": best.engine},
         "best": {"direct": chosen.direct, "alignment": chosen.alignment, **_named(search.rates[best])},
         "engines_off": engines_off,
         "num_settings": search.num_settings,
         "is_choice": len(search.rates) >= CHOICE_SHARE * search.num_settings,
         "tried": [
-            {**config_of(s.engine), "block_size": s.block_nbytes, "queue_depth": s.depth, **_named(search.rates[s])}
+            {"io_engine": s.engine, "block_size": s.block_nbytes, "queue_depth": s.depth, **_named(search.rates[s])}
             for s in search.ranking
         ],
         "notes": notes,
@@ -209,10 +208,9 @@ def _open_engines(directory: Path) -> tuple[dict[str, Selection], dict[str, str]
     """(engine -> how it works there, engine -> why it does not)."""
     selections: dict[str, Selection] = {}
     off: dict[str, str] = {}
-    for name in BUILDERS:
-        config = config_of(name)
+    for name in ENGINES:
         try:
-            selections[name] = select_engine(directory, prefer=config["io_engine"], io_uring=config["io_uring"])
+            selections[name] = select_engine(directory, prefer=name)
             selections[name].engine.close()
         except ConfigError as error:
             off[name] = str(error).removeprefix(f"no I/O engine works in {directory}: ").removeprefix(f"{name} is ")
@@ -279,8 +277,7 @@ def _print(report: dict[str, Any]) -> None:
     table = make_table("Best of the settings tried", "engine", *(f">{column}" for column in ("block", "depth", *MODES)))
     for row in report["tried"][:_NUM_SHOWN]:
         rates = (f"{format_nbytes(row[f'{mode}_bytes_per_s'])}/s" for mode in MODES)
-        engine = "io_uring" if row["io_uring"] else row["io_engine"]
-        table.add_row(engine, format_nbytes(row["block_size"]), str(row["queue_depth"]), *rates)
+        table.add_row(row["io_engine"], format_nbytes(row["block_size"]), str(row["queue_depth"]), *rates)
     STDOUT.print(table)
     access = f"O_DIRECT at {report['best']['alignment']}" if report["best"]["direct"] else "buffered"
     click.echo(

@@ -99,7 +99,6 @@ def _directory(directory: Path) -> Iterator[Finding]:
 def _engines(directory: Path) -> Iterator[Finding]:
     direct: Selection | None = None
     why_buffered = ""
-    ring = Finding("io_uring", BAD, "only the native engine uses it, see above")
     for name in ENGINES:
         if name == "native" and find_library("_direct_io") is None:
             yield _missing("engine native", "_direct_io")
@@ -110,8 +109,6 @@ def _engines(directory: Path) -> Iterator[Finding]:
             yield Finding(f"engine {name}", BAD, str(error).rpartition(" is off: ")[2])
             continue
         selection.engine.close()
-        if name == "native":
-            ring = _io_uring(directory)
         if selection.direct:
             direct = direct or selection
             access = f"O_DIRECT at {selection.alignment}"
@@ -120,7 +117,6 @@ def _engines(directory: Path) -> Iterator[Finding]:
             access, why_buffered = "buffered", why_not[-1].rpartition(" is off: ")[2]
         found = f"{access}: a write in {directory} was read back intact"
         yield Finding(f"engine {name}", GOOD if selection.direct else POOR, found)
-    yield ring
     if direct:
         yield Finding("O_DIRECT", GOOD, f"works, aligned to {direct.alignment} bytes")
     elif why_buffered:
@@ -128,15 +124,6 @@ def _engines(directory: Path) -> Iterator[Finding]:
         yield Finding("O_DIRECT", BAD, f"every byte passes the page cache: {why_buffered}", fix)
     else:
         yield Finding("O_DIRECT", BAD, "not known: no engine works here, see above")
-
-
-def _io_uring(directory: Path) -> Finding:
-    try:
-        selection = select_engine(directory, prefer="native", io_uring=True)
-    except ConfigError as error:
-        return Finding("io_uring", BAD, str(error).rpartition(" is off: ")[2].removesuffix(". Leave it out."))
-    selection.engine.close()
-    return Finding("io_uring", GOOD, "works; used in place of threads where tiered_zero.io_uring is true")
 
 
 def _measured(nbytes: int, enough_nbytes: int, found: str, fix: str) -> tuple[str, str, str]:

@@ -101,11 +101,6 @@ class RuntimeSection(Section):
     io_engine: Literal["auto", "native", "threads", "aiofiles"] = Field(
         "auto", description="how files are read and written; auto tries in the swap directory and takes the best"
     )
-    io_uring: Literal["auto"] | bool = Field(
-        "auto",
-        description="true: the native engine uses io_uring in place of threads, or the run is refused; false and auto: "
-        "threads, which move 1.0 to 1.6 times as much on most machines",
-    )
     io_timeout_s: Number = Field(60.0, gt=0, description="seconds after which a stalled request is an error")
     comm_timeout_s: Number = Field(
         1800.0, gt=0, description="seconds after which a rank that does not answer the others is an error"

@@ -282,7 +282,6 @@ class Config(Section):
         if not self.managed_gradient_accumulation and self.zero_optimization.stage < 2:
             _check_unmanaged(self.zero_optimization)
         _check_state_limits(self.zero_optimization.offload_optimizer, self.tiered_zero.state_limits)
-        _check_io_uring(self.tiered_zero)
         _check_in_place(self.zero_optimization.offload_optimizer, self.tiered_zero)
         _check_gradients(self.zero_optimization.offload_optimizer, self.tiered_zero)
         return self
@@ -349,14 +348,6 @@ def _check_unmanaged(zero: ZeroSection) -> None:
         raise ConfigError(
             "zero_optimization.overlap_comm: expected stage 2 or 3 where managed_gradient_accumulation is false, since "
             f"no backward is known to be the last of a step; found true at stage {zero.stage}. Leave it out."
-        )
-
-
-def _check_io_uring(runtime: RuntimeSection) -> None:
-    if runtime.io_uring is True and runtime.io_engine not in ("auto", "native"):
-        raise ConfigError(
-            f"tiered_zero.io_uring: expected io_engine auto or native with it; found {runtime.io_engine!r}. Leave one "
-            "of the two out."
         )
 
 

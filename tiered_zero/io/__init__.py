@@ -17,8 +17,7 @@ Never: no callback runs on a worker, no worker touches torch, two requests are o
     preflight.py    what is wrong with a directory
     measure.py      the rate of an engine on a disk;  watch.py: what is in flight, as text and by signal
 
-The native engine's pool is threads in system calls or, if the config asks for it, one thread with an io_uring. With
-2 MiB x 8 in huge pages a ring takes 4..5 ms of CPU time a GB where threads take 7..9, for 0.88..1.04 of their rate on
-an idle machine, and 0.6..0.95 where the processors are busy. Without huge pages threads take 47..58 ms a GB, and a ring
-25, both at half of the rate. tools/bench/io.py holds both against fio.
+The native engine's pool is threads in system calls: with 2 MiB x 8 in huge pages they take 7..9 ms of CPU time a GB.
+io_uring took 4..5 ms, for 0.88..1.04 of their rate on an idle machine and 0.6..0.95 where the processors are busy, and
+is not used. tools/bench/io.py holds the engines against fio.
 """

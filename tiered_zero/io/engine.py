@@ -105,13 +105,6 @@ class IOEngine(ABC):
     def sync(self, file: File) -> IOTransfer:
         """fdatasync after every write submitted before it has finished. A failure latches; it is never retried."""
 
-    def register(self, memory: memoryview) -> str:
-        """Announce large memory that many requests will lie in; the engine holds it until it is closed.
-
-        Once, before such requests, by one thread. Returns what came of it, for the log; "" for nothing.
-        """
-        return ""
-
     @abstractmethod
     def in_flight(self) -> list[tuple[Request, float]]:
         """Requests not finished, each with its age in seconds."""

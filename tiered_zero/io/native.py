@@ -1,10 +1,8 @@
-"""The engine `native`: the pool of native/direct_io.c, its threads or its io_uring, bound with ctypes."""
+"""The engine `native`: the pool of threads of native/direct_io.c, bound with ctypes."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
 import os
 import threading
 import weakref
@@ -16,12 +14,10 @@ from tiered_zero.io.disk_engine import DiskEngine, DiskTransfer
 from tiered_zero.io.disk_file import DiskFile, end_of_file_error, errno_text, memory_address, transfer_error
 from tiered_zero.io.engine import IOSettings, Request
 from tiered_zero.native import declare, find_library, load, struct_fields, why_missing
-from tiered_zero.sizes import format_nbytes
 
 _KINDS: Final = {"read": 0, "write": 1, "sync": 2}
 _END_OF_FILE: Final = -1
 _NS: Final = 1_000_000_000
-_DISABLED: Final = Path("/proc/sys/kernel/io_uring_disabled")
 
 _abandoned: list[object] = []
 """Pools with a worker stuck in a system call, and their transfers: the kernel may still write to their memory."""
@@ -52,8 +48,6 @@ class _Library:
         pool, request = ctypes.c_void_p, ctypes.POINTER(_Request)
         code, nbytes, nanoseconds = ctypes.c_int32, ctypes.c_int64, ctypes.c_int64
         self.open_pool = declare(holding.tz_pool_open, code, ctypes.c_int32, nbytes, ctypes.POINTER(pool))
-        self.open_ring = declare(holding.tz_pool_open_ring, code, ctypes.c_int32, nbytes, ctypes.POINTER(pool))
-        self.register = declare(releasing.tz_register, code, pool, ctypes.c_void_p, nbytes)
         self.close_pool = declare(releasing.tz_pool_close, None, pool, ctypes.c_int32)
         self.free_pool = declare(holding.tz_pool_free, None, pool)
         self.submit = declare(holding.tz_submit, None, pool, request)
@@ -72,20 +66,6 @@ def load_library(path: Path | None = None) -> _Library:
         return _Library(found)
     except (OSError, AttributeError) as error:
         raise ConfigError(f"its library cannot be loaded: {error}") from error
-
-
-def _why_no_ring(code: int) -> str:
-    """The kernel's refusal in words."""
-    if code == errno.ENOSYS:
-        return f"this kernel has none, or one before Linux 5.6: {errno_text(code)}"
-    if code in (errno.EPERM, errno.EACCES):
-        setting = ""
-        with contextlib.suppress(OSError):
-            setting = f" (kernel.io_uring_disabled is {_DISABLED.read_text().strip()})"
-        return (
-            f"it is not allowed here, by the kernel's settings or the container's seccomp{setting}: {errno_text(code)}"
-        )
-    return f"a ring cannot be set up: {errno_text(code)}"
 
 
 @final
@@ -138,7 +118,7 @@ class NativeTransfer(DiskTransfer):
 @final
 class NativeEngine(DiskEngine):
     """One call submits a request and one waits for it, whatever its size; in between its workers need no GIL, so that
-    the rate holds while Python code computes. `io_uring`: one thread with a ring instead of a thread a block."""
+    the rate holds while Python code computes."""
 
     name = "native"
 
@@ -149,7 +129,6 @@ class NativeEngine(DiskEngine):
         alignment: int,
         settings: IOSettings,
         io_timeout_s: float,
-        io_uring: bool = False,
         library_path: Path | None = None,
     ) -> None:
         """`library_path`: of the shared object, instead of the one that the build made. Raises ConfigError."""
@@ -157,28 +136,12 @@ class NativeEngine(DiskEngine):
         self.library = load_library(library_path)
         self.pool = ctypes.c_void_p()
         self._lock = threading.Lock()
-        self._registered: list[memoryview] = []
-        self.io_uring = io_uring
         self._open_pools = [self.pool]
         # runs once no transfer holds the engine: a thread may be about to ask the pool for one
         weakref.finalize(self, _end_pool, os.getpid(), self.library, self.pool, self._open_pools).atexit = False
-        open_pool = self.library.open_ring if io_uring else self.library.open_pool
-        code = open_pool(settings.num_workers, settings.block_nbytes, ctypes.byref(self.pool))
+        code = self.library.open_pool(settings.num_workers, settings.block_nbytes, ctypes.byref(self.pool))
         if code:
-            no_threads = f"its {settings.num_workers} threads cannot be started: {errno_text(code)}"
-            raise ConfigError(_why_no_ring(code) if io_uring else no_threads)
-
-    def register(self, memory: memoryview) -> str:
-        """A ring has the kernel pin the memory once, where RLIMIT_MEMLOCK or CAP_IPC_LOCK allow."""
-        if not self.io_uring or self._closed:
-            return ""
-        size = format_nbytes(memory.nbytes)
-        self._registered.append(memoryview(memory))  # stays mapped: its addresses mean these pages to the ring
-        code = self.library.register(self.pool, memory_address(memory), memory.nbytes)
-        if not code:
-            return f"io_uring: {size} of memory are registered"
-        advice = "; raise ulimit -l, or give CAP_IPC_LOCK" if code in (errno.ENOMEM, errno.EPERM) else ""
-        return f"io_uring: {size} of memory are not registered, each transfer pins its own: {errno_text(code)}{advice}"
+            raise ConfigError(f"its {settings.num_workers} threads cannot be started: {errno_text(code)}")
 
     def collect(self, transfer: NativeTransfer) -> None:
         """Take a finished transfer out of the table; a failure latches. Any thread, more than once."""
@@ -214,8 +177,6 @@ class NativeEngine(DiskEngine):
             _abandoned.append((self, list(self._unfinished)))
         while self._open_pools:
             self.library.close_pool(self._open_pools.pop(), not idle)
-        if idle:
-            self._registered.clear()
 
 
 def _end_pool(pid: int, library: _Library, pool: ctypes.c_void_p, still_open: list[ctypes.c_void_p]) -> None:

@@ -8,8 +8,6 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypedDict
 
 from tiered_zero.errors import ConfigError, TransferError
 from tiered_zero.io.aiofile import AiofilesEngine
@@ -25,9 +23,6 @@ ENGINES: dict[str, Callable[..., DiskEngine]] = {
     "aiofiles": AiofilesEngine,
 }
 """Best first."""
-
-BUILDERS: dict[str, Callable[..., DiskEngine]] = {**ENGINES, "io_uring": partial(NativeEngine, io_uring=True)}
-"""Every way to move bytes: the engines, of which the native one is with threads, and the native one with io_uring."""
 
 _ACCESS = ((True, 512), (True, PAGE_NBYTES), (False, 1))
 """(O_DIRECT?, alignment) in the order in which they are tried."""
@@ -46,25 +41,14 @@ class Selection:
     reasons: tuple[str, ...]
 
 
-class EngineConfig(TypedDict):
-    io_engine: str
-    io_uring: bool
-
-
-def config_of(name: str) -> EngineConfig:
-    """Return the keys of the section `tiered_zero` that select one of BUILDERS."""
-    return {"io_engine": "native" if name == "io_uring" else name, "io_uring": name == "io_uring"}
-
-
 def select_engine(
     *directories: str | os.PathLike[str],
     prefer: str = "auto",
     settings: IOSettings | None = None,
     io_timeout_s: float = 60.0,
-    io_uring: bool = False,
 ) -> Selection:
     """The best engine that works in every one of `directories`; `prefer` names one ("native", "threads", "aiofiles")
-    and no other. `io_uring`: the native engine, through io_uring in place of threads, and no other.
+    and no other.
 
     Works means: a temporary file there (mode 0600, removed) takes an aligned write and a sync, and gives the same
     bytes back; O_DIRECT at 512, then 4096, else buffered (where pages are dropped from the cache once written).
@@ -72,9 +56,7 @@ def select_engine(
     """
     if prefer != "auto" and prefer not in ENGINES:
         raise ConfigError(f"there is no I/O engine {prefer!r}; use auto, {', '.join(ENGINES)}")
-    if io_uring and prefer not in ("auto", "native"):
-        raise ConfigError(f"tiered_zero.io_uring is of the engine native, not of {prefer}; leave out one of the two")
-    names = ["io_uring"] if io_uring else [*ENGINES] if prefer == "auto" else [prefer]
+    names = [*ENGINES] if prefer == "auto" else [prefer]
     paths = [os.fspath(directory) for directory in directories]
 
     def trial(engine: DiskEngine) -> None:
@@ -82,16 +64,11 @@ def select_engine(
             _try(engine, path, 2 * max(engine.alignment, 512))
 
     found, tried = _first_working(names, settings or IOSettings(), io_timeout_s, trial)
-    if found is None and io_uring:
-        raise ConfigError(
-            f"tiered_zero.io_uring is true, but does not work in {', '.join(paths)}: {'; '.join(tried)}. Leave it out."
-        )
     if found is None:
         raise ConfigError(f"no I/O engine works in {', '.join(paths)}: {'; '.join(tried)}")
     how = f"direct I/O ({found.alignment}-byte aligned)" if found.direct else "buffered I/O"
-    with_ring = " with io_uring" if io_uring else ""
     line = (
-        f"swap I/O: {found.name} engine{with_ring}, {how}, {found.settings.num_workers} requests at once, "
+        f"swap I/O: {found.name} engine, {how}, {found.settings.num_workers} requests at once, "
         "write-and-read check passed"
     )
     return Selection(engine=found, alignment=found.alignment, direct=found.direct, reasons=(*tried, line))
@@ -126,9 +103,7 @@ def _first_working(
     for direct, alignment in _ACCESS:
         for name in [*working]:
             try:
-                engine = BUILDERS[name](
-                    direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s
-                )
+                engine = ENGINES[name](direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
             except ConfigError as error:
                 reasons.append(f"{name} is off: {error}")
                 working.remove(name)

@@ -40,7 +40,6 @@ typedef struct {
     int32_t num_tries;     /* since a byte was moved */
     int32_t error;
     int64_t file_nbytes;
-    int64_t pause[2]; /* in a ring: struct __kernel_timespec of the pause on its way */
 } block;
 
 /* 1 ms, doubled with each try up to 100 ms. */

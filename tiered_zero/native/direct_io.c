@@ -5,8 +5,7 @@
  * first request that has one, so that the device's queue drains neither between requests nor between files. A sync
  * waits until the writes to its descriptor that stand before it in the list are finished.
  *
- * The workers are threads in system calls, a block each; or one thread with an io_uring, which claims blocks by the
- * same rules, has up to `depth` of them on their way, and takes what became of each through the same `complete_io`.
+ * The workers are threads in system calls, a block each.
  *
  * Everything is guarded by the pool's one mutex, except for the system calls themselves and `finished`: that is stored
  * last (release), after which the pool does not touch the request again, and its owner may free it.
@@ -21,11 +20,9 @@
 #include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
-#include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
 #include "block.h"
-#include "ring.h"
 #include "version.h"
 
 enum { STACK_NBYTES = 128 * 1024 };
@@ -40,15 +37,6 @@ typedef struct tz_pool {
     int32_t stopping;
     int32_t failed;     /* a request has failed */
     tz_request lost;    /* the outcome of the first write that has failed */
-    /* Of a ring: */
-    block *blocks;        /* [depth]; NULL if the workers are threads in system calls */
-    int32_t depth;        /* blocks on their way at once */
-    int32_t event_fd;     /* wakes the worker */
-    int32_t asleep;       /* the worker is in the kernel, or on its way there, and has room for a block */
-    int32_t ring_code;    /* of opening it; -1 until then */
-    char *register_memory; /* what the worker is asked to register; NULL when that is done */
-    int64_t register_nbytes;
-    int32_t register_code;
     pthread_t threads[];
 } tz_pool;
 
@@ -186,16 +174,6 @@ static void *work(void *argument)
     return NULL;
 }
 
-#include "ring_worker.h"
-
-/* The pool outlives its threads while tickets are asked about; its descriptor need not. */
-static void close_event(tz_pool *pool)
-{
-    if (pool->event_fd >= 0)
-        close(pool->event_fd);
-    pool->event_fd = -1;
-}
-
 /* End the workers once their blocks are done. `abandon`: do not wait for them, because some are stuck in a system
  * call; what they use, the pool and its unfinished requests, must then never be freed. */
 void tz_pool_close(tz_pool *pool, int32_t abandon)
@@ -203,18 +181,12 @@ void tz_pool_close(tz_pool *pool, int32_t abandon)
     pthread_mutex_lock(&pool->mutex);
     pool->stopping = 1;
     pthread_cond_broadcast(&pool->work);
-    wake(pool, 1);
     pthread_mutex_unlock(&pool->mutex);
     for (int32_t index = 0; index < pool->num_threads; index++) {
         if (abandon)
             pthread_detach(pool->threads[index]);
         else
             pthread_join(pool->threads[index], NULL);
-    }
-    if (!abandon) {
-        pthread_mutex_lock(&pool->mutex); /* a late submission wakes no thread */
-        close_event(pool);
-        pthread_mutex_unlock(&pool->mutex);
     }
 }
 
@@ -224,8 +196,6 @@ void tz_pool_free(tz_pool *pool)
     pthread_cond_destroy(&pool->work);
     pthread_cond_destroy(&pool->done);
     pthread_mutex_destroy(&pool->mutex);
-    close_event(pool);
-    free(pool->blocks);
     free(pool);
 }
 
@@ -236,7 +206,6 @@ static tz_pool *new_pool(int32_t num_threads, int64_t block_nbytes)
         return NULL;
     pool->block_nbytes = block_nbytes;
     pool->moved_ns = now_ns();
-    pool->event_fd = -1;
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
@@ -248,7 +217,7 @@ static tz_pool *new_pool(int32_t num_threads, int64_t block_nbytes)
 }
 
 /* 0 or an errno. The threads block all signals: those are for the program's own threads. */
-static int start_threads(tz_pool *pool, int32_t num_threads, void *(*worker)(void *))
+static int start_threads(tz_pool *pool, int32_t num_threads)
 {
     pthread_attr_t small_stack;
     pthread_attr_init(&small_stack);
@@ -258,7 +227,7 @@ static int start_threads(tz_pool *pool, int32_t num_threads, void *(*worker)(voi
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int code = 0;
     while (!code && pool->num_threads < num_threads) {
-        code = pthread_create(&pool->threads[pool->num_threads], &small_stack, worker, pool);
+        code = pthread_create(&pool->threads[pool->num_threads], &small_stack, work, pool);
         pool->num_threads += code == 0;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -266,62 +235,19 @@ static int start_threads(tz_pool *pool, int32_t num_threads, void *(*worker)(voi
     return code;
 }
 
-static int32_t opened(tz_pool *pool, int code, tz_pool **result)
+/* 0 and *result, or an errno. */
+int32_t tz_pool_open(int32_t num_threads, int64_t block_nbytes, tz_pool **result)
 {
+    tz_pool *pool = new_pool(num_threads, block_nbytes);
+    if (!pool)
+        return ENOMEM;
+    int code = start_threads(pool, num_threads);
     if (code) {
         tz_pool_close(pool, 0);
         tz_pool_free(pool);
     } else {
         *result = pool;
     }
-    return code;
-}
-
-/* 0 and *result, or an errno. */
-int32_t tz_pool_open(int32_t num_threads, int64_t block_nbytes, tz_pool **result)
-{
-    tz_pool *pool = new_pool(num_threads, block_nbytes);
-    return pool ? opened(pool, start_threads(pool, num_threads, work), result) : ENOMEM;
-}
-
-/* The same with one thread and an io_uring, `depth` blocks on their way at once. */
-int32_t tz_pool_open_ring(int32_t depth, int64_t block_nbytes, tz_pool **result)
-{
-    tz_pool *pool = new_pool(1, block_nbytes);
-    if (!pool)
-        return ENOMEM;
-    pool->depth = depth;
-    pool->ring_code = -1;
-    pool->event_fd = eventfd(0, EFD_CLOEXEC);
-    int code = pool->event_fd < 0 ? errno : 0;
-    if (!code && !(pool->blocks = calloc((size_t)depth, sizeof(block))))
-        code = ENOMEM;
-    if (!code)
-        code = start_threads(pool, 1, work_ring);
-    if (!code) {
-        pthread_mutex_lock(&pool->mutex);
-        while (pool->ring_code < 0)
-            pthread_cond_wait(&pool->done, &pool->mutex);
-        code = pool->ring_code;
-        pthread_mutex_unlock(&pool->mutex);
-    }
-    return opened(pool, code, result);
-}
-
-/* Have a ring's worker register memory that is used for long; 0, or the errno that says why it goes on without.
- * ENOSYS: this pool has no ring. The memory stays mapped until the pool is closed. One caller at a time. */
-int32_t tz_register(tz_pool *pool, char *memory, int64_t nbytes)
-{
-    if (!pool->blocks)
-        return ENOSYS;
-    pthread_mutex_lock(&pool->mutex);
-    pool->register_memory = memory;
-    pool->register_nbytes = nbytes;
-    wake(pool, 1);
-    while (pool->register_memory)
-        pthread_cond_wait(&pool->done, &pool->mutex);
-    int32_t code = pool->register_code;
-    pthread_mutex_unlock(&pool->mutex);
     return code;
 }
 
@@ -346,7 +272,6 @@ void tz_submit(tz_pool *pool, tz_request *request)
         pthread_cond_broadcast(&pool->work);
     else
         pthread_cond_signal(&pool->work);
-    wake(pool, 0);
     pthread_mutex_unlock(&pool->mutex);
 }
 

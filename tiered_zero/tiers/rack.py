@@ -82,11 +82,6 @@ class TierRack:
         self.gradient_windows = self._pool(plan.staging.gradient_windows, "gradient_window", runtime, resources)
         size = plan.activations.staging if plan.activations is not None else StagingSize()
         self.activation_staging = self._pool(size, "staging_activation", runtime, resources)
-        pools = (self.param_staging, self.state_staging, self.gradient_windows, self.activation_staging)
-        staged = [pool.memory for pool in pools if pool is not None]
-        for line in {engine.register(memory): None for engine in engines for memory in staged}:
-            if line:
-                logger.info("%s", line)
         self.host = HostTier(self.arena, runtime)
         self.device = DeviceTier(accelerator, runtime.ledger)
         resources.callback(self.device.close)
@@ -206,7 +201,6 @@ class _StoreOpener:
                 block_size=aio.block_size, queue_depth=aio.queue_depth, intra_op_parallelism=aio.intra_op_parallelism
             ),
             io_timeout_s=settings.io_timeout_s,
-            io_uring=settings.io_uring is True,
         )
         self.resources.callback(selection.engine.close)
         self.resources.callback(SignalDump([selection.engine]).close)

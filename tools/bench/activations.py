@@ -123,7 +123,7 @@ def run(options: argparse.Namespace, ends: ExitStack) -> dict[str, object]:
     swap = ends.enter_context(tempfile.TemporaryDirectory(dir=options.dir))
     x = torch.randn(options.batch, options.sequence, options.hidden)
     settings = IOSettings(block_size=MIB, queue_depth=32, intra_op_parallelism=1)
-    disk = select_engine(Path(swap), prefer="auto", settings=settings, io_timeout_s=60.0, io_uring=False).engine
+    disk = select_engine(Path(swap), prefer="auto", settings=settings, io_timeout_s=60.0).engine
     ends.callback(disk.close)
     path, nbytes = f"{swap}/file", (8 if options.smoke else 1024) * MIB
     fill_file(path, nbytes)

@@ -36,7 +36,7 @@ if __name__ == "__main__":  # an installed tiered_zero goes before the checkout'
 
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.measure import MODES, fill_file, measure_rate
-from tiered_zero.io.select import BUILDERS, Selection, select_engine
+from tiered_zero.io.select import ENGINES, Selection, select_engine
 from tiered_zero.sizes import GIB, KIB, MIB, parse_nbytes
 from tools.bench.record import append_record
 
@@ -70,7 +70,7 @@ class Bench(NamedTuple):
         return run_fio(self.path, self.nbytes, mode, way, "--time_based", f"--runtime={self.seconds}")
 
     def ours(self, mode: str, way: Way) -> float:
-        engine = BUILDERS[way.engine](
+        engine = ENGINES[way.engine](
             direct=self.selection.direct,
             alignment=self.selection.alignment,
             settings=IOSettings(block_size=way.block_nbytes, queue_depth=way.depth),
@@ -165,14 +165,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=parse_nbytes, nargs="+", default=[256 * KIB, MIB, 4 * MIB])
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 8, 16, 32])
-    parser.add_argument("--engines", nargs="+", default=["native", "threads"], choices=list(BUILDERS))
+    parser.add_argument("--engines", nargs="+", default=["native", "threads"], choices=list(ENGINES))
     parser.add_argument("--smoke", action="store_true", help="two seconds, without fio: does it run?")
     options = parser.parse_args()
     if options.smoke:
         options.nbytes, options.seconds, options.rounds = 32 * MIB, 0.05, 1
         options.blocks, options.depths = [MIB], [8]
 
-    selection = select_engine(options.dir, io_uring=False)
+    selection = select_engine(options.dir)
     selection.engine.close()
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench-io-") as directory:
         path = os.path.join(directory, "data")

@@ -129,7 +129,7 @@ def run(options: argparse.Namespace, ends: ExitStack) -> dict[str, object]:
     plain = {"foreach": kind(params, foreach=True, **rates), "fused": kind(params, fused=True, **rates)}
 
     settings = IOSettings(block_size=MIB, queue_depth=32, intra_op_parallelism=1)
-    engine = select_engine(Path(swap), prefer="auto", settings=settings, io_timeout_s=60.0, io_uring=False).engine
+    engine = select_engine(Path(swap), prefer="auto", settings=settings, io_timeout_s=60.0).engine
     ends.callback(engine.close)
     path, nbytes = f"{swap}/file", max(32 * MIB, min(1 << 30, DISK_NBYTES // 2 * numel))
     fill_file(path, nbytes)
