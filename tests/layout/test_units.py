@@ -248,3 +248,15 @@ def test_any_tree_is_partitioned(
             assert unit.persistent == (0 < entry.param.numel <= persistence)
             assert id(next(p for p, spec in specs.items() if spec is entry.param)) in own
     assert units == find_units(module_tree(model, specs), listed, rules), "the same every time"
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+def test_a_compiled_block_is_cut_only_where_a_cap_is_given_or_it_is_the_whole_model() -> None:
+    model = Stack(depth=2)
+    parts = [unit.module for unit in units_of(model)]
+    model.compile(backend="eager")
+    assert [unit.module for unit in units_of(model)] == parts
+    for block in model.blocks:
+        block.compile(backend="eager")
+    assert [unit.module for unit in units_of(model)] == ["embed", "blocks.0", "blocks.1", "norm", "head"]
+    assert len(units_of(model, size_cap_numel=1200)) > 5

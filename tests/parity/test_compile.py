@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
 
+from tests.support import models
 from tests.support.inspection import units
 from tests.support.trainers import FAR, Plain, assert_same_bits, follow, tiered
 
@@ -151,3 +152,39 @@ def test_compiled_blocks_have_the_bits_of_compiled_plain_blocks(backend, way, pl
     num_breaks = sum(counters["graph_break"].values())
     assert num_breaks <= num_units, "at most one break per unit"
     assert 0 < len(graphs) <= num_plain_graphs + num_breaks, "no recompilation"
+
+
+def large_blocks(way: str, backend: str) -> nn.Module:
+    """A model with two blocks of a third of it each, compiled in one of torch's two ways."""
+    model = Tiny("tied")
+    model.blocks = nn.ModuleList(models.Block(16) for _ in range(2))
+    for index, block in enumerate(model.blocks):
+        if way == "method":
+            block.compile(backend=backend)
+        else:
+            model.blocks[index] = torch.compile(block, backend=backend)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+@pytest.mark.parametrize(("way", "placement"), [("method", FAR[0]), ("function", FAR[1])], ids=str)
+def test_a_block_compiled_before_the_start_is_one_unit_with_the_bits_of_plain_pytorch(way, placement, swap_path):
+    def script(trainer):
+        seen = []
+        for _ in range(2):
+            loss = trainer(IDS)
+            trainer.backward(loss)
+            seen += [loss.detach(), *(param.grad.clone() for param in trainer.module.parameters())]
+            trainer.step()
+        return seen
+
+    try:
+        expected = follow(script, Plain(large_blocks(way, "aot_eager"), clipping=0.5))
+        torch._dynamo.reset()
+        counters.clear()
+        engine = tiered(large_blocks(way, "aot_eager"), swap_path, placement, clipping=0.5)
+        assert [unit.module for unit in units(engine)] == ["tokens", "blocks.0", "blocks.1", "norm"]
+        assert_same_bits(expected, follow(script, engine))
+        assert not counters["graph_break"]
+    finally:
+        torch._dynamo.reset()

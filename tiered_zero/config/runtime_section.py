@@ -118,7 +118,9 @@ class RuntimeSection(Section):
     )
     delay_start_step: Whole = Field(40, ge=0, description="delayed update: steps that are exact first")
     unit_size_cap: WholeOrNone = Field(
-        None, ge=1, description="most elements that are paged together; null: chosen from the model"
+        None,
+        ge=1,
+        description="most elements that are paged together; null: chosen from the model, compiled blocks whole",
     )
     debug_poison: bool = Field(False, description="freed buffers are filled with NaN, to find reads after free; slow")
     debug_delay_seed: WholeOrNone = Field(

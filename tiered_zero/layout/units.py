@@ -21,7 +21,7 @@ PCIe as the calls that a unit of its own costs."""
 @dataclass(frozen=True, kw_only=True)
 class UnitRules:
     """`size_cap_numel`: None lets the walk choose (at least four units where the model has them, 2^28 elements at
-    most).
+    most, and a compiled block whole).
 
     `persistence_numel`: trainable or frozen parameters of at most this many elements never leave the device, up to
     `max_persistent_numel` of them in all. With more ranks than one a block is never split into the stacks inside it:
@@ -41,7 +41,8 @@ class ModuleSpec:
     """One module of a tree. `params`: places in the list of ParamSpecs of the parameters that it owns itself.
 
     `is_stack`: holds blocks, or experts, that run one by one. `is_list`: a stack that holds them by number. `runs`: has
-    a forward, unlike ModuleList and ModuleDict, whose user may run some of what they hold.
+    a forward, unlike ModuleList and ModuleDict, whose user may run some of what they hold. `is_compiled`: by
+    torch.compile, which makes one graph of it unless it is cut.
     """
 
     name: str = ""
@@ -50,6 +51,7 @@ class ModuleSpec:
     is_stack: bool = False
     is_list: bool = False
     runs: bool = True
+    is_compiled: bool = False
 
     @cached_property
     def all_params(self) -> tuple[int, ...]:
@@ -124,7 +126,7 @@ def find_units(root: ModuleSpec, specs: Sequence[ParamSpec], rules: UnitRules) -
 def _cut_parts(root: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: UnitRules) -> Iterator[_Part]:
     placed: set[int] = set()
     persistent_numel = 0
-    for module, params, block in _walk(root, specs, cap, rules.world_size > 1):
+    for module, params, block in _walk(root, specs, cap, rules):
         groups: dict[_Kind, list[ParamSpec]] = {}
         for index in params:
             if index in placed:
@@ -169,24 +171,25 @@ def _place(
 
 
 def _walk(
-    module: ModuleSpec, specs: Sequence[ParamSpec], cap: int, whole_blocks: bool, above: tuple[ModuleSpec, ...] = ()
+    module: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: UnitRules, above: tuple[ModuleSpec, ...] = ()
 ) -> Iterator[tuple[str, tuple[int, ...], str | None]]:
     """(name of the module, its parameters, the block that they are a part of) of each group.
 
-    `whole_blocks`: end at a block of a list that holds stacks, also if it is one itself, unless it runs all of it in
-    order. `above`: the modules around `module`, the root first.
+    With more ranks than one end at a block of a list that holds stacks, also if it is one itself, unless it runs all of
+    it in order. `above`: the modules around `module`, the root first.
     """
     numel = sum(specs[index].numel for index in module.all_params)
     in_list = any(outer.is_list for outer in above)
-    is_whole = whole_blocks and in_list and module.holds_stack and not (module.is_stack and module.runs)
-    if not module.children or is_whole or (numel <= cap and not module.holds_stack):
+    is_whole = rules.world_size > 1 and in_list and module.holds_stack and not (module.is_stack and module.runs)
+    fits = numel <= cap or (module.is_compiled and bool(above) and rules.size_cap_numel is None)
+    if not module.children or is_whole or (fits and not module.holds_stack):
         yield module.name, module.all_params, _block(above)
         return
     above = (*above, module)
     if module.params:
         yield module.name, module.params, _block(above)
     for child in module.children:
-        yield from _walk(child, specs, cap, whole_blocks, above)
+        yield from _walk(child, specs, cap, rules, above)
 
 
 def _block(above: Sequence[ModuleSpec]) -> str | None:

@@ -62,6 +62,8 @@ def module_tree(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec], name:
         is_stack=_is_stack(model),
         is_list=_is_stack(model) and not isinstance(model, nn.ModuleDict),
         runs=not isinstance(model, (nn.ModuleList, nn.ModuleDict)),
+        # by its method `compile`, or inside of what torch.compile returns
+        is_compiled=model._compiled_call_impl is not None or "_orig_mod" in model._modules,
     )
 
 
