@@ -82,8 +82,9 @@ def test_changes_that_would_be_lost_are_refused(placement, change, swap_path):
         train(engine, batch, 2)
         before = engine.module.state_dict()
         engine.module.change = change
-        with pytest.raises(tiered_zero.ModelError, match=r"norm\.weight were changed.*modify=True"):
+        with pytest.raises(tiered_zero.ModelError, match=r"norm\.weight were changed.*modify=True") as caught:
             train(engine, batch, 1)
+        assert ("its module, LayerNorm, does so in its forward" in str(caught.value)) == (change is _other_memory)
         engine.module.change = lambda _: None
         engine.abort_step()
         if placement[0] != "none":

@@ -157,16 +157,21 @@ class FlatStorage:
                 param.__class__ = in_use
         self.watch.begin()
 
-    def end_change(self) -> str | None:
-        """Return the name of a parameter that has changed since `unguard`, or of the unit where only that is known:
-        written to, or given other memory (`param.data = ...`), which is dropped. [Note: Writes through .data]"""
+    def end_change(self) -> tuple[str, str] | None:
+        """Return the name of a parameter that has changed since `unguard`, or of the unit where only that is known, and
+        "" where it was written to; where it was given other memory (`param.data = ...`), which is dropped, the class of
+        its module. [Note: Writes through .data]"""
         changed = self.watch.find_change(self.key)
         if self.watch.values and not self.is_viewed:
             self.watch.values.clear()
         if changed is None:
             return None
+        if changed < 0:
+            self.reattach(keep=False)
+            return f"(one of unit {self.unit.name})", ""
+        spec, is_own = self.unit.entries[changed].param, self._params[changed].untyped_storage()._cdata == self.key
         self.reattach(keep=False)
-        return self.unit.entries[changed].param.name if changed >= 0 else f"(one of unit {self.unit.name})"
+        return spec.name, "" if is_own else spec.owner
 
     def check_converted(self) -> None:
         """Raise ModelError where the first parameter, in use, has another dtype or device than the flat: as

@@ -20,7 +20,7 @@ def list_params(
     """List every parameter once, by identity, in the order of `model.parameters()`.
 
     `cast`: the dtype on the device of a parameter with the given dtype. `trains`: False makes every one frozen. Raises
-    ModelError on a model without any, or with one that has no shape yet.
+    ModelError on a model without any, or with one that has no shape yet or no plain memory.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -29,11 +29,19 @@ def list_params(
                 f"Parameter {name} has no shape yet: its module is a lazy one. Run one batch through the model before "
                 "tiered_zero.initialize(), or give the module its sizes."
             )
+        if type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise ModelError(
+                f"Parameter {name}: expected a plain tensor; found {type(param).__name__} of {type(param).__module__}, "
+                "whose parts cannot be moved between tiers. Train the model before it is quantized; for adapters over "
+                "a quantized base take bitsandbytes' Linear4bit."
+            )
         names.setdefault(param, []).append(name)
     if not names:
         raise ModelError(
             "The model has no parameters; there is nothing to train. Pass the torch.nn.Module to be trained."
         )
+    modules = reversed(list(model.modules()))  # the first of those that share a parameter counts
+    owners = {param: type(module).__name__ for module in modules for param in module.parameters(recurse=False)}
     embeddings = {module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
     return {
         param: ParamSpec(
@@ -45,6 +53,7 @@ def list_params(
             aliases=tuple(others),
             embedding=param in embeddings,
             stride=kept_stride(param),
+            owner=owners[param],
         )
         for index, (param, (first, *others)) in enumerate(names.items())
     }

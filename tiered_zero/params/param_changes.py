@@ -51,8 +51,8 @@ class ParamChanges:
         raises for it."""
         if paged.state is not UnitState.IN_USE or self._allowed[paged]:
             return
-        if (name := paged.storage.end_change()) is not None:
-            self._refusal = _changed_past_home(name)
+        if (changed := paged.storage.end_change()) is not None:
+            self._refusal = _changed_past_home(*changed)
             paged.mark_stale()
 
     def refuse(self) -> None:
@@ -132,12 +132,20 @@ class ParamChanges:
             return None
         if (changed := paged.storage.end_change()) is not None:
             paged.mark_stale()
-        return changed
+        return None if changed is None else changed[0]
 
 
-def _changed_past_home(param: str) -> ModelError:
-    return ModelError(
+def _changed_past_home(param: str, replaced_in: str) -> ModelError:
+    """`replaced_in`: the class of the module, where the parameter was given other memory."""
+    message = (
         f"The values of parameter {param} were changed in forward or between steps, but not at its home on the tiers: "
         "the next update would undo that. Change parameters between steps, inside "
         "`with tiered_zero.gathered(param, modify=True):`."
     )
+    if replaced_in:
+        message += (
+            f" It was given other memory (.data = ...). Where its module, {replaced_in}, does so in its forward, it "
+            "cannot be paged: of bitsandbytes, take Linear4bit in place of Linear8bitLt, and after model.eval() call "
+            "train() of each Linear4bit, which packs its weight otherwise on a CPU with AVX-512."
+        )
+    return ModelError(message)

@@ -272,11 +272,21 @@ class UnitCache:
         if self._live_nbytes + new_nbytes > self._limits.most_live_nbytes:
             held = [other.unit.name for other in self._units if other.storage.is_full and other is not paged]
             room_nbytes = max(self._limits.live_nbytes, self._limits.most_live_nbytes)
-            raise BudgetError(
+            message = (
                 f"Unit {unit.name} needs {format_nbytes(unit.nbytes)}, but units in use at the same time already fill "
                 f"{format_nbytes(self._live_nbytes)} of the {format_nbytes(room_nbytes)} that paged parameters may "
-                f"take on the device (on it: {', '.join(held)}). Raise stage3_max_live_parameters or "
-                f"tiered_zero.{self._limits.tier}_memory_limit, or lower tiered_zero.unit_size_cap."
+                f"take on the device (on it: {', '.join(held)}). "
+            )
+            kept = {entry.param.owner for other in self._units if other.is_kept for entry in other.unit.entries}
+            if kept:
+                message += (
+                    f"Views of weights of {', '.join(sorted(kept))} keep their memory after forward, as where an "
+                    "autograd function keeps the weight itself (bitsandbytes' Linear4bit). Checkpoint each block with "
+                    "use_reentrant=True (in transformers gradient_checkpointing_kwargs={'use_reentrant': True}). "
+                )
+            raise BudgetError(
+                f"{message}Raise stage3_max_live_parameters or tiered_zero.{self._limits.tier}_memory_limit, or lower "
+                "tiered_zero.unit_size_cap."
             )
         if not self._has_warned:
             self._has_warned = True
