@@ -43,8 +43,8 @@ class ParamSpec:
     """One parameter by identity. `name`: its first fully qualified name; `aliases`: the others (tied weights).
 
     `dtype`: on the device. `index`: its place in `model.parameters()`. `embedding`: the table of an nn.Embedding, maybe
-    tied to an output head. `stride`: of its elements in memory, which it has densely; None: row-major. `owner`: the class
-    of the module that holds it.
+    tied to an output head. `stride`: of its elements in memory, which it has densely; None: row-major. `owner`: the
+    class of the module that holds it.
     """
 
     name: str

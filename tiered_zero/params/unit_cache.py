@@ -277,10 +277,10 @@ class UnitCache:
                 f"{format_nbytes(self._live_nbytes)} of the {format_nbytes(room_nbytes)} that paged parameters may "
                 f"take on the device (on it: {', '.join(held)}). "
             )
-            kept = {entry.param.owner for other in self._units if other.is_kept for entry in other.unit.entries}
-            if kept:
+            classes = {entry.param.owner for other in self._units if other.is_kept for entry in other.unit.entries}
+            if classes:
                 message += (
-                    f"Views of weights of {', '.join(sorted(kept))} keep their memory after forward, as where an "
+                    f"Views of weights of {', '.join(sorted(classes))} keep their memory after forward, as where an "
                     "autograd function keeps the weight itself (bitsandbytes' Linear4bit). Checkpoint each block with "
                     "use_reentrant=True (in transformers gradient_checkpointing_kwargs={'use_reentrant': True}). "
                 )
