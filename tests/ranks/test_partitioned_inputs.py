@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks.pool import RankPool, open_collectives
+from tests.support.trainers import tiered
 from tiered_zero import checkpointing
 from tiered_zero.activations.partition import PartitionedInputs, _Checks, _Part
 from tiered_zero.errors import ModelError
@@ -107,3 +109,48 @@ def test_without_a_group_it_is_said_to_have_no_effect(caplog: pytest.LogCaptureF
         assert "no mpu with a group of several ranks" in caplog.text and caplog.records[0].levelno == logging.WARNING
     finally:
         checkpointing.configure(partition_activations=False)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpointing.checkpoint(block, x).tanh()
+        return x.square().mean()
+
+
+def train_in_an_engine(swap_path: str) -> dict[bool, Any]:
+    """By whether inputs are split: what the ranks' equal training gives, and the bytes of checkpoints' inputs."""
+    found = {}
+    unpack, kept = PartitionedInputs.unpack, []
+
+    def counted(self: PartitionedInputs, packed: Any) -> Tensor:
+        kept.append(packed.memory.nbytes)
+        return unpack(self, packed)
+
+    PartitionedInputs.unpack = counted  # type: ignore[method-assign]
+    for is_split in (False, True):
+        with tiered(Checkpointed(), Path(swap_path), ("cpu", "cpu"), clipping=0.5) as engine:
+            checkpointing.configure(Parallel(), partition_activations=is_split)
+            kept.clear()
+            x = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).requires_grad_()
+            for _ in range(2):
+                engine.backward(engine(x))
+                engine.step()
+            weights = {name: value.numpy() for name, value in engine.module.state_dict().items()}
+            found[is_split] = {"kept": list(kept), "grad": x.grad.numpy(), **weights}  # type: ignore[union-attr]
+    checkpointing.configure(partition_activations=False)
+    PartitionedInputs.unpack = unpack  # type: ignore[method-assign]
+    return found
+
+
+def test_inside_of_an_engine_each_rank_saves_half(ranks: RankPool, swap_path: Path) -> None:
+    """Of three inputs of 128 KiB in each of two steps."""
+    for found in ranks.run(train_in_an_engine, 2, str(swap_path)):
+        whole, split = found[False], found[True]
+        assert (whole.pop("kept"), split.pop("kept")) == ([], [64 << 10] * 6)
+        assert all((whole[name] == split[name]).all() for name in whole)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -55,6 +56,19 @@ class PartitionedInputs:
         """`in_cpu`: parts rest in host memory."""
         self.ranks, self.in_cpu = ranks, in_cpu
         self._checks = _Checks(graph_task=-1)
+
+    def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """Return (pack, unpack). What stays whole goes to the hooks that autograd calls now, if there are any."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if outer is None:
+            return self.pack, self.unpack
+        pack, unpack = outer
+
+        def pack_inside(tensor: torch.Tensor) -> Any:
+            packed = self.pack(tensor)
+            return packed if isinstance(packed, _Part) else pack(tensor)
+
+        return pack_inside, lambda packed: self.unpack(packed) if isinstance(packed, _Part) else unpack(packed)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
         """Keep this rank's part; parameters, and what is no plain memory or too small to split, stay whole."""

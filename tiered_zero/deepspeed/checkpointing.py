@@ -27,7 +27,7 @@ from tiered_zero.config.values import shown, switch
 from tiered_zero.deepspeed.accelerator import get_accelerator
 from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.ranks.model_parallel import find_model_parallel_ranks
-from tiered_zero.params.saved_views import moves_saved_tensors
+from tiered_zero.params.saved_views import moves_saved_tensors, names_saved_views
 
 logger = logging.getLogger("tiered_zero")
 
@@ -97,8 +97,8 @@ def configure(
 
     `checkpoint_in_cpu`: inputs of checkpoints rest in host memory, where no engine moves them already. `synchronize`:
     wait for the device around each. `profile`: log the seconds of each. `partition_activations`: inputs of checkpoints,
-    which are equal on all ranks of the model-parallel group of `mpu_`, are split over it, and gathered in backward; not
-    inside of an engine, whose ranks hold other inputs each, and without such a group it has no effect, with a notice.
+    which are equal on all ranks of the model-parallel group of `mpu_`, are split over it, and gathered in backward,
+    also inside of an engine that moves no activations; without such a group it has no effect, with a notice.
     The group is asked for here: call this again when it is another one. Contiguous buffers have no effect: an
     engine's budget is one piece. Raises ConfigError.
     """
@@ -192,8 +192,8 @@ def _saving(settings: _Settings) -> AbstractContextManager[Any]:
     if not torch.is_grad_enabled():
         return nullcontext()
     inputs = settings.inputs
-    if inputs is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        return saved_tensors_hooks(inputs.pack, inputs.unpack)
+    if inputs is not None and (names_saved_views() or not torch._C._autograd._top_saved_tensors_default_hooks(True)):
+        return saved_tensors_hooks(*inputs.hooks())
     return save_on_cpu() if settings.checkpoint_in_cpu and not moves_saved_tensors() else nullcontext()
 
 
