@@ -65,7 +65,7 @@ def optimizer_for(model: nn.Module, placement: Placement, swap_path: Path) -> It
             yield optimizer
         assert not list(swap_path.iterdir())
         return
-    with tiered(model, swap_path, placement, adamw) as engine:
+    with tiered(model, swap_path, placement, adamw, clipping=None) as engine:
         yield engine.optimizer
 
 

@@ -131,7 +131,7 @@ def tiered(
     placement: tuple[str, str] = ("nvme", "nvme"),
     make_optimizer: OptimizerMaker = adamw,
     accumulation: int = 1,
-    clipping: float = 0.0,
+    clipping: float | None = 0.0,
     make_scheduler: SchedulerMaker | None = None,
     zero: dict[str, Any] | None = None,
     runtime: dict[str, Any] | None = None,
@@ -152,7 +152,7 @@ def tiered(
         **top,
     }
     return tiered_zero.initialize(
-        model=model, optimizer=make_optimizer(model), lr_scheduler=make_scheduler, config=config
+        model=model, optimizer=make_optimizer(model), lr_scheduler=make_scheduler, config=_given(config)
     )[0]
 
 

@@ -151,6 +151,53 @@ def test_its_step_is_the_engines_step() -> None:
     assert all(torch.equal(results[0][name], weight) for name, weight in results[1].items())
 
 
+@pytest.mark.parametrize("asked", [None, "auto", 1.0])
+@pytest.mark.parametrize("loop_clips", [0.0, 1.0, 5.0])
+def test_a_loop_that_clips_by_itself_is_clipped_again_only_where_the_config_asks(
+    loop_clips: float, asked: float | str | None
+) -> None:
+    """Loops of training frameworks: loss.backward(), a clip of their own, optimizer.step(), and a config without
+    gradient_clipping."""
+
+    def train(model: nn.Module, optimizer: Optimizer, clips: list[float]) -> list[Tensor]:
+        params, norms = list(model.parameters()), []
+        for step in range(3):
+            (100 * model(batch(step))).square().mean().backward()
+            norms += [nn.utils.clip_grad_norm_(params, most) for most in clips if most]
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(norm > 10 for norm in norms[:: len(clips)])
+        return [*norms, *model.state_dict().values()]
+
+    plain, model = build_model(), build_model()
+    config = {**settings(), "gradient_clipping": asked}
+    if asked is None:
+        del config["gradient_clipping"]
+    engine, handle, _, _ = tiered_zero.initialize(model=model, optimizer=build_optimizer(model), config=config)
+    with engine:
+        found = train(model, handle, [loop_clips])
+    again = [asked] if isinstance(asked, float) else []
+    expected = train(plain, build_optimizer(plain), [loop_clips, *again])
+    weights = len(plain.state_dict())
+    assert all(map(torch.equal, expected[-weights:], found[-weights:]))
+
+
+@pytest.mark.parametrize("asked", [None, 0.5])
+def test_the_engines_own_step_clips_unless_the_config_says_otherwise(asked: float | None) -> None:
+    model, plain = build_model(), build_model()
+    config = {**settings(), "gradient_clipping": 1.0 if asked is None else asked}
+    if asked is None:
+        del config["gradient_clipping"]
+    with tiered_zero.initialize(model=model, optimizer=build_optimizer(model), config=config)[0] as engine:
+        engine.backward((100 * engine(batch(0))).square().mean())
+        engine.step()
+        found = engine.module.state_dict()
+    (100 * plain(batch(0))).square().mean().backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), asked or 1.0)
+    build_optimizer(plain).step()
+    assert all(map(torch.equal, plain.state_dict().values(), found.values()))
+
+
 def test_values_set_by_hand_count_from_the_next_step_on() -> None:
     plain, model = build_model(), build_model()
     reference = build_optimizer(plain)

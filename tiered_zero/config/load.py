@@ -300,7 +300,9 @@ def _finish(config: Config, reading: Reading) -> None:
             f"offload_optimizer.device {zero.offload_optimizer.device} is honoured at stage 0, unlike in DeepSpeed"
         )
     if "gradient_clipping" not in config.model_fields_set:
-        reading.notices.append(f"gradient_clipping {config.gradient_clipping} by default; 0 turns it off")
+        reading.notices.append(
+            f"gradient_clipping {config.gradient_clipping} by default in engine.step(); 0 turns it off"
+        )
     if config.tiered_zero.state_format.startswith("lossy"):
         reading.notices.append(
             f"tiered_zero.state_format {config.tiered_zero.state_format} rounds Adam's moments: numbers are not fp32's"

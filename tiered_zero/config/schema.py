@@ -235,7 +235,12 @@ class Config(Section):
         description="false: every step() updates, after as many backwards as the caller makes; each loss is still "
         "divided by gradient_accumulation_steps",
     )
-    gradient_clipping: Number = Field(1.0, ge=0, description="largest global L2 norm of the gradients; 0 does not clip")
+    gradient_clipping: Number = Field(
+        1.0,
+        ge=0,
+        description="largest global L2 norm of the gradients; 0 does not clip. Left out, engine.step() clips to 1 and "
+        "optimizer.step() does not clip",
+    )
     gradient_allreduce_op: Literal["mean", "sum"] = Field(
         "mean", description="what many ranks make of their gradients: the mean, or the sum"
     )

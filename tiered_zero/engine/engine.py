@@ -94,11 +94,12 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
     @on_one_thread
     @runs_outside_modes
-    def step(self) -> None:
+    def step(self, *, clips_by_default: bool = True) -> None:
         """Count a micro-batch; at an accumulation boundary check the gradients and update the weights, or skip the
-        step."""
+        step. `clips_by_default`: clip also where the config leaves gradient_clipping out; `optimizer.step()` does not,
+        for its loop may clip by itself."""
         run, step = self._run, self._step
-        if step.step(self.optimizer, run.lr_scheduler) and (report := step.meter.report) is not None:
+        if step.step(self.optimizer, run.lr_scheduler, clips_by_default) and (report := step.meter.report) is not None:
             for observer in run.observers:
                 observer(report)
 

@@ -69,6 +69,7 @@ class TrainStep:
         self._activations = movers.activations
         self._trains = trains
         self._clipping = config.gradient_clipping
+        self._is_clipping_asked = "gradient_clipping" in config.model_fields_set
         self._optimizer_in_backward = choice.optimizer_in_backward
         self._warned_of_no_gradient = False
         self._records = True
@@ -239,7 +240,7 @@ class TrainStep:
         scaled = loss / num_steps if num_steps > 1 and by_steps else loss
         return scaled if self.overflow.scaler is None else scaled.float() * self.overflow.loss_scale
 
-    def step(self, optimizer: TieredOptimizer, lr_scheduler: Any) -> bool:
+    def step(self, optimizer: TieredOptimizer, lr_scheduler: Any, clips_by_default: bool = True) -> bool:
         """Count a micro-batch; at a boundary: gradient check -> loss scaler -> update -> learning rate -> report.
 
         `optimizer`: runs its hooks around the update. Optimizer and scheduler are arguments, not attributes: modules
@@ -255,7 +256,7 @@ class TrainStep:
             self.arrivals.has_noticed = False
             if boundary:
                 with self.runtime.recorder.span("compute", "step"):
-                    self._take_step(optimizer, lr_scheduler)
+                    self._take_step(optimizer, lr_scheduler, clips_by_default)
                 self.failures.has_surfaced = False
         if boundary:
             self.runtime.accelerator.add_spans()
@@ -329,12 +330,12 @@ class TrainStep:
 
     # -- inside a step -------------------------------------------------------------------------------------------------
 
-    def _take_step(self, optimizer: TieredOptimizer, lr_scheduler: Any) -> None:
+    def _take_step(self, optimizer: TieredOptimizer, lr_scheduler: Any, clips_by_default: bool) -> None:
         if self._activations is not None:
             self._activations.end_step()
         self.gradients.param_grads.collect_assigned()
         self.gradients.wait_transfers()
-        check = self.counts.grad_check = self._check_gradients()
+        check = self.counts.grad_check = self._check_gradients(clips_by_default)
         if not self.gradients.homes.has_gradients and not self._warned_of_no_gradient:
             self._warned_of_no_gradient = True
             logger.warning(
@@ -360,14 +361,15 @@ class TrainStep:
         self.recovery.drop_gradients(are_taken)
         self.recovery.end_step()
 
-    def _check_gradients(self) -> GradCheck:
+    def _check_gradients(self, clips_by_default: bool) -> GradCheck:
         """Check this rank's gradients, or reduce those of all ranks and check the averages."""
         loss_scale, counts = self.overflow.loss_scale, self.counts
+        clipping = self._clipping if clips_by_default or self._is_clipping_asked else 0.0
         if self._reducer is None:
             device = self.runtime.accelerator.device
-            return check_gradients(self.gradients.norms(), loss_scale, self._clipping, device)
+            return check_gradients(self.gradients.norms(), loss_scale, clipping, device)
         values = self._groups.values()
-        return self._reducer.check(counts.micro_steps, counts.global_steps, loss_scale, self._clipping, values)
+        return self._reducer.check(counts.micro_steps, counts.global_steps, loss_scale, clipping, values)
 
     @shielded
     def _update(self, optimizer: TieredOptimizer, lr_scheduler: Any, check: GradCheck) -> None:

@@ -34,7 +34,7 @@ class EngineCalls(Protocol):
     @property
     def loss_scale(self) -> float: ...
 
-    def step(self) -> None: ...
+    def step(self, *, clips_by_default: bool = True) -> None: ...
 
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
@@ -82,12 +82,13 @@ class TieredOptimizer(TierStateOptimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Call the closure, if there is one, and do `engine.step()`: it counts a micro-batch, and updates at an
-        accumulation boundary. Returns what the closure returned. Hooks before the step are called behind it."""
+        accumulation boundary, without a clip that the config does not ask for. Returns what the closure returned. Hooks
+        before the step are called behind it."""
         calls, loss = self._calls(), None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        calls.step()
+        calls.step(clips_by_default=False)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then leaves it alone: hooks fire in `update`
