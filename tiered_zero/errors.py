@@ -1,6 +1,12 @@
 """The one family of errors. A message says what was expected, what was found, and what to do."""
 
 
+def add_note(error: BaseException, text: str) -> None:
+    """Show `text` below the traceback of `error`, once. Python 3.10 has no notes."""
+    if hasattr(error, "add_note") and text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
+
+
 class TieredZeroError(Exception):
     """Base of every error that tiered_zero raises on purpose."""
 

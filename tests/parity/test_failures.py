@@ -1,5 +1,7 @@
 """An exception in forward or backward costs its step and nothing else: the course goes on with plain PyTorch's bits."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 import tiered_zero
 from tests.support.inspection import differences, everything, evict_all
-from tests.support.models import HIDDEN, VOCAB, Block, batch
+from tests.support.models import HIDDEN, VOCAB, Block, batch, rows, two_layers
 from tests.support.trainers import FAR, assert_parity, tiered, train
 
 
@@ -132,3 +134,25 @@ def test_no_grad_inside_and_early_returns(swap_path):
             return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), targets.flatten())
 
     assert_parity(Catching, lambda own: train(own, batch), swap_path)
+
+
+@pytest.mark.parametrize("placement", [("none", "none"), *FAR])
+def test_a_gathered_block_that_raises_loses_its_changes_and_says_so(
+    placement: tuple[str, str], swap_path: Path
+) -> None:
+    model = two_layers()
+    before = model[0].weight.detach().clone()
+    with tiered(model, swap_path, placement) as engine:
+        outer, inner = (tiered_zero.gathered(part, modify=True) for part in (model, model[0].weight))
+        with pytest.raises(Trip) as raised, outer, inner, torch.no_grad():
+            model[0].weight.fill_(7)
+            raise Trip("after a change")
+        engine.backward(engine(rows()).square().mean())
+        engine.step()  # until then the device shows it where the parameter lives there
+        assert (engine.module.state_dict()["0.weight"] - before).abs().max() < 0.01
+    notes = getattr(raised.value, "__notes__", [])
+    assert [note.partition(":")[0] for note in notes] == (
+        ["What this block of tiered_zero.gathered(modify=True) has changed is lost"]
+        if sys.version_info >= (3, 11)
+        else []
+    )

@@ -12,12 +12,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.concurrency.interrupts import INTERRUPTS, mark_protected
-from tiered_zero.errors import ModelError
+from tiered_zero.errors import ModelError, add_note
 from tiered_zero.params.guarded_parameter import ClosedEngine
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.param_handlers import handler_of
 from tiered_zero.params.saved_views import Saved, SavedViews
 from tiered_zero.params.unit_state import PagedUnit
+
+_LOST = (
+    "What this block of tiered_zero.gathered(modify=True) has changed is lost: it is written to the parameters' homes "
+    "where the block ends without an error."
+)
 
 
 @contextmanager
@@ -30,10 +35,10 @@ def gathered(
     `target`: a module (all its parameters), one parameter, or several. They must fit the room that
     stage3_max_live_parameters and the device leave; gather a large model part by part. `modify`: keep changes made
     inside: they go to the parameters' homes, and the fp32 master of every element that changed is set to its new value
-    (an unchanged element keeps its master's full precision). Without `modify` a change raises ModelError at the end of
-    the block. What is computed inside may be differentiated after it, until the parameters change. Parameters that no
-    engine pages are left alone. With many ranks every rank enters a block with `modify`, and gets what `modifier_rank`
-    has changed.
+    (an unchanged element keeps its master's full precision). If the block raises, its changes are lost, at the latest
+    with the next update. Without `modify` a change raises ModelError at the end of the block. What is computed inside
+    may be differentiated after it, until the parameters change. Parameters that no engine pages are left alone. With
+    many ranks every rank enters a block with `modify`, and gets what `modifier_rank` has changed.
     """
     if isinstance(target, nn.Module):
         params = list(target.parameters())
@@ -43,7 +48,12 @@ def gathered(
     with gather(params, modify, modifier_rank), _saving_views(params):
         if INTERRUPTS.pending is not None:
             INTERRUPTS.leave()
-        yield
+        try:
+            yield
+        except BaseException as error:
+            if modify and any(access_of(param) is not None for param in params):
+                add_note(error, _LOST)
+            raise
     if INTERRUPTS.pending is not None:
         INTERRUPTS.leave()
 
