@@ -409,6 +409,28 @@ def test_a_file_that_an_index_names_is_expected_beside_it(tmp_path: Path) -> Non
         initialized(on_meta(gpt2), weights=str(tmp_path))
 
 
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_an_index_names_no_file_outside_of_its_directory(is_absolute: bool, tmp_path: Path) -> None:
+    path = saved(nn.Linear(4, 4), tmp_path / "elsewhere.safetensors")
+    (tmp_path / "model").mkdir()
+    named = str(path) if is_absolute else "../elsewhere.safetensors"
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": named, "bias": named}}))
+    with pytest.raises(ModelError, match=f"{named} is not in its directory. Name the files themselves"):
+        initialized(on_meta(lambda: nn.Linear(4, 4)), weights=str(index.parent))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_only_floats_are_converted_to_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = on_meta(lambda: nn.Linear(4, 4, dtype=torch.bfloat16))
+    path = tmp_path / "file.safetensors"
+    save_file({"weight": torch.ones(4, 4).to(dtype), "bias": torch.ones(4, dtype=torch.float64)}, path)
+    with pytest.raises(ModelError, match=rf"expected weight as torch.bfloat16, .* found {dtype}\. .* dequantized"):
+        initialized(model, weights=str(path))
+    save_file({"weight": torch.ones(4, 4, dtype=torch.float16), "bias": torch.ones(4, dtype=torch.float64)}, path)
+    assert all((value == 1).all() for value in initialized(model, weights=str(path)).values())
+
+
 def test_a_file_may_name_a_tied_weight_either_way(tmp_path: Path) -> None:
     value = torch.randn(64, 32)
     for name in ("head.weight", "tokens.weight"):

@@ -47,13 +47,15 @@ class WeightFiles:
 
     def __init__(self, paths: Sequence[str]) -> None:
         """`paths`: of files, of an index, or of directories of models."""
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._paths: dict[str, str] = {}
         for path in weight_paths(paths):
             try:
                 with open_safetensors(path) as file:
                     names = list(file.keys())
-                    self._shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in names})
+                    tensors = {name: file.get_tensor(name) for name in names}  # mapped; nothing is read
+                    self._kinds.update({name: (tuple(each.shape), each.dtype) for name, each in tensors.items()})
+                    del tensors
             except Exception as error:
                 raise ModelError(
                     f"tiered_zero.weights: {path} cannot be read as safetensors ({error}). Name safetensors files, the "
@@ -63,7 +65,7 @@ class WeightFiles:
 
     def check(self, model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> list[str]:
         """Notices about what the files hold in vain. Raises ModelError: a parameter on meta that no file has, or in
-        another shape; no parameter on meta at all."""
+        another shape, or a dtype that is not converted; no parameter on meta at all."""
         wanted = {spec.name: self._find(_names(spec)) for param, spec in specs.items() if param.is_meta}
         if not wanted:
             raise ModelError(
@@ -82,10 +84,18 @@ class WeightFiles:
             )
         for spec in specs.values():
             name = wanted.get(spec.name)
-            if name is not None and self._shapes[name] != spec.shape:
+            if name is not None and self._kinds[name][0] != spec.shape:
                 raise ModelError(
                     f"tiered_zero.weights: expected {name} of shape {spec.shape}, as in the model; found "
-                    f"{self._shapes[name]}. Name files of a model of this configuration."
+                    f"{self._kinds[name][0]}. Name files of a model of this configuration."
+                )
+        for name, own in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+            found = self._kinds[name][1] if own.is_meta and name in self._kinds else own.dtype
+            if found is not own.dtype and not (_is_float(found) and _is_float(own.dtype)):
+                raise ModelError(
+                    f"tiered_zero.weights: expected {name} as {own.dtype}, as in the model"
+                    f"{', or as another float of 16 to 64 bits' if _is_float(own.dtype) else ''}; found {found}. Name "
+                    "files of the model's own values: those that were quantized have to be dequantized first."
                 )
         return [f"tiered_zero.weights: the model has no use for {_some(extra)} in the files."] if extra else []
 
@@ -100,6 +110,11 @@ class WeightFiles:
 
     def _find(self, names: Iterable[str]) -> str | None:
         return next((name for name in names if name in self._paths), None)
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    """Whether values are converted to it and from it: float8 has scales elsewhere."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,8 @@ def _of_index(path: Path) -> Iterator[Path]:
             raise ValueError(f"it has {format_nbytes(_nbytes(path))}, more than {format_nbytes(_MOST_INDEX_NBYTES)}")
         files = decode_json(path.read_bytes())["weight_map"].values()
         names = dict.fromkeys(Path(name) for name in files)
+        if outside := [str(name) for name in names if name.is_absolute() or ".." in name.parts]:
+            raise ValueError(f"{outside[0]} is not in its directory")
         missing = [name for name in names if not (path.parent / name).is_file()]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(
