@@ -52,7 +52,7 @@ def main(directory: str = "ck", swap_directory: str = "swap") -> list[float]:
             config=config(swap_directory),
         )
         assert loader is not None
-        with engine:  # leaving it waits for a save that is under way
+        with engine:
             path, saved = engine.load_checkpoint(directory)  # (None, {}) at the first start
             losses = saved.get("losses", [])
             if path is not None:

@@ -231,7 +231,6 @@ def test_weights_that_were_loaded_beside_their_state_are_committed_with_checksum
             }
         )
         engine.save_checkpoint(tmp_path, tag="loaded")
-        engine.flush()
         saved = held_by(engine)
         train(engine, 1)
         engine.load_checkpoint(tmp_path, tag="loaded")
@@ -328,7 +327,6 @@ def test_a_commit_that_fails_leaves_the_last_one_and_says_whether_training_goes_
             patched.setattr(manifest, failing, fail)
             with pytest.raises(StoreError, match="No space left"):  # at the latest of the two
                 engine.save_checkpoint(tmp_path, tag="full")
-                engine.flush()
         assert not (tmp_path / "full").exists()
         if failing == "write_next":  # nothing had changed: it can be tried again
             train(engine, 1, tmp_path)
@@ -358,7 +356,6 @@ def test_a_commit_without_its_tag_is_named_and_resumed_from(
             patched.setattr(TagWriter, failing, fail)
             with pytest.raises(UntaggedCommitError, match=r"Step 2 is committed in .* No space left") as caught:
                 engine.save_checkpoint(tmp_path)
-                engine.flush()
         assert str(run.path) in str(caught.value) and "untouched" not in str(caught.value)
         assert caught.value.step == 2 and not (tmp_path / "global_step2").exists()
     for source in (tmp_path, run.path):

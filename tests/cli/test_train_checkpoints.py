@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from tests.support.forked import ForkedProgram
 from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.cli.main import main
-from tiered_zero.cli.saving import Saver
 from tiered_zero.errors import StoreError
 
 NVME = str(CONFIGS / "gpt_nvme.json")
@@ -192,25 +190,6 @@ def test_a_full_disk_is_named_and_training_goes_on(swap_path: Path, monkeypatch:
     for options in (task, task[:-2]):  # at the last step too
         result = train(*options)
         assert result.exit_code == 3 and result.stderr.count("step 4 was not saved") == 1
-
-
-def test_no_rank_tries_a_save_again_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first save is not seen in this rank's view of the directory yet, when the second fails on all ranks."""
-    answers: list[Exception | None] = [None, StoreError("Rank 1: the disk is full"), None]
-    calls = []
-
-    def save_checkpoint(*_: object, **__: object) -> None:
-        calls.append(engine.global_steps)
-        if (error := answers[len(calls) - 1]) is not None:
-            raise error
-
-    engine: Any = SimpleNamespace(global_steps=0, world_size=2, save_checkpoint=save_checkpoint)
-    saver = Saver(engine, tmp_path, 1, {})
-    for step in (1, 2):
-        engine.global_steps = step
-        saver.after_step(0.5)
-    assert calls == [1, 2]
-    assert "step 2 was not saved" in caplog.text
 
 
 def test_a_committed_step_without_its_tag_is_saved_where_resume_finds_it(

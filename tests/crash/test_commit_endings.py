@@ -35,7 +35,6 @@ while line := sys.stdin.readline():
     for step in range(2):
         take_step(engine, step)
         engine.save_checkpoint(saved)
-    engine.flush()
     take_step(engine, 2)  # and is not saved
     print(digest(engine), flush=True)
     if how == "raise":

@@ -141,7 +141,6 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
                     run.module[2].weight.add_(1)
             saves.begun.append(len(log))
             run.save_checkpoint(root / "saved", tag=tag)
-            run.flush()
             saves.ended.append(len(log))
             own = range(saves.begun[-1], saves.ended[-1])
             names = "rename", str(swap / "manifest.next"), str(swap / "manifest")

@@ -69,7 +69,6 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[str, 
                 engine.backward(engine(torch.randn(2, WIDTH)).square().mean())
                 engine.step()
             engine.save_checkpoint(path, tag="tag")
-            engine.flush()
             engine.load_checkpoint(path, tag="tag")
     finally:
         sys.setprofile(before)

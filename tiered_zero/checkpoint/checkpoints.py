@@ -1,8 +1,8 @@
 """Saves and loads of one run: what `save_checkpoint` and `load_checkpoint` of the engine do, without DeepSpeed's words.
 
-A save captures what the driver holds at the call, and is queued behind the update that is under way; both overlap with
-what the driver computes next. It is durable once a later save, load, flush or close has returned; the first of those
-raises its error. After a save that fails training goes on.
+A save is made between two updates, and is durable when its call returns. With checkpoint.async it goes on beside
+training, and is durable once a later save, load, flush or close has returned; the first of those raises its error.
+After a save that fails training goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.concurrency.interrupts import shielded
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import ConfigError, StoreError
+from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.plan.planner import Plan
 from tiered_zero.update.policy import UpdatePolicy
@@ -116,8 +116,9 @@ class Checkpoints:
         save_latest: bool = True,
         exclude_frozen: bool = False,
     ) -> None:
-        """Queue a save of the state after the last step. Raises the error of the save before, and of this one if it is
-        known by now. `begin`: checks that the call is allowed now; returns the step and the tag's name.
+        """Save the state after the last step; return when the tag is durable, or, with checkpoint.async, when all that
+        a script may change is copied. Raises its error, and that of an asynchronous save before. `begin`: checks that
+        the call is allowed now; returns the step and the tag's name.
 
         With many ranks all of them call this; it returns on all once the tag is durable, or raises on all.
         """
@@ -150,14 +151,13 @@ class Checkpoints:
         ready = self._state.runtime.accelerator.record_compute()
         if self._is_async:
             self._queue(save, partial(self._begin_async, save, capture, ready))
+            if not capture.may_return:
+                self.wait()
         elif self._is_alone:
-            write = partial(self._write_at_cut, tag, capture, ready)
-            self._queue(save, partial(save.write, lambda: capture.publish(tag, [write()])))
+            self._at_cut(save, lambda: capture.publish(tag, [self._write_at_cut(tag, capture, ready)]))
         else:
             write_share = partial(self._write_share, save, capture, ready)
-            return publish_together(self._ranks, save, write_share, partial(capture.publish, tag))
-        if not capture.may_return:
-            self.wait()
+            publish_together(self._ranks, save, write_share, partial(capture.publish, tag))
 
     def _write_share(self, save: QueuedSave, capture: Capture, ready: Transfer) -> Share:
         """Return when this rank's part is durable."""
@@ -170,12 +170,14 @@ class Checkpoints:
         return self._at_cut(save, write)
 
     def _at_cut(self, save: QueuedSave, act: Callable[[], T]) -> T:
-        """Return what `act` makes of a save between two updates, for the driver: an update lane makes no collective."""
+        """Return what `act` makes of a save between two updates, for the driver: an update lane makes no collective.
+        Raises its error, or that of the update before."""
         made: list[T] = []
         self._queue(save, partial(save.write, lambda: made.append(act())))
         self.wait()
         if not made:
-            raise StoreError(f"Checkpoint {save.tag.tag} was not written: an update has failed before it.")
+            with self._policy.failures.surfacing():
+                self._policy.check()
         return made[0]
 
     def _commit(
@@ -190,12 +192,11 @@ class Checkpoints:
             fields={**capture.fields, "kind": "in_place", "swap": commits.new_swap()},
             save_latest=capture.save_latest,
             runtime=self._state.runtime,
-            queue=partial(self._queue, save),
             at_cut=partial(self._at_cut, save),
         ).run()
 
     def _queue(self, save: QueuedSave, job: Callable[[], None]) -> None:
-        """Run `job`, which writes the save, between two updates. Raises its error if it has failed by now."""
+        """Run `job`, which writes the save, between two updates."""
         try:
             self._policy.at_cut(job, save.cut)
         except BaseException:
@@ -203,8 +204,6 @@ class Checkpoints:
             raise
         save.is_queued = True
         self.last_save.set(save)
-        if save.end.done():
-            self.wait()
 
     def set_scheduler(self, scheduler: Any) -> None:
         """Save and restore the state of `scheduler`, or of none, from now on."""
@@ -234,8 +233,9 @@ class Checkpoints:
 
         def job() -> None:
             try:
-                with suppress(Exception):  # the save has it
-                    save.write(write)
+                save.write(write)
+            except Exception as error:  # which the save has
+                logger.error("the save of checkpoint %s failed, and training goes on: %s", save.tag.tag, error)
             finally:
                 for subgroup in held:
                     free(subgroup)
@@ -360,6 +360,5 @@ def check_async(config: Config, plan: Plan) -> None:
         raise ConfigError(
             f"tiered_zero.checkpoint.async: expected {what} in memory, where an update waits for the bytes of its own "
             "sub-group alone; found them on nvme, where the next update rewrites them. Set "
-            "tiered_zero.checkpoint.in_place, which commits them where they are, or leave async out: a save "
-            "overlaps forward and backward in any case."
+            "tiered_zero.checkpoint.in_place, which commits them where they are, or leave async out."
         )

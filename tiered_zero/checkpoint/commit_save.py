@@ -30,7 +30,7 @@ from tiered_zero.hardware.runtime import Runtime
 class InPlaceSave:
     """One save. `fields`: of TagManifest, with this rank's driver state, as `DriverState.capture` gives it.
 
-    `queue(job)`: runs a job that ends `save`, between two updates. `at_cut(act)`: returns what is made there.
+    `at_cut(act)`: returns what is made between two updates, which ends `save`.
     """
 
     commits: Commits
@@ -38,14 +38,12 @@ class InPlaceSave:
     fields: Mapping[str, Any]
     save_latest: bool
     runtime: Runtime
-    queue: Callable[[Callable[[], None]], None]
-    at_cut: Callable[[Callable[[], Share]], Share]
+    at_cut: Callable[[Callable[[], Any]], Any]
 
     def run(self) -> None:
-        """Queue it with one rank; with many, return when it is durable. Driver thread. Raises UntaggedCommitError and
-        others."""
+        """Return when it is durable. Driver thread. Raises UntaggedCommitError and others."""
         if self.runtime.collectives.world_size == 1:
-            self.queue(partial(self.save.write, self._commit_alone))
+            self.at_cut(self._commit_alone)
             return
         try:
             self._commit_together()
@@ -66,7 +64,8 @@ class InPlaceSave:
         is_first = ranks.rank == 0
 
         def share() -> Share:
-            return self.at_cut(lambda: self._share(own_state(self.fields["driver"])))
+            made: Share = self.at_cut(lambda: self._share(own_state(self.fields["driver"])))
+            return made
 
         shares = agree(ranks, f"{SAVE}: what it commits", share, encode=Share.encode, decode=Share.decode)
 

@@ -9,7 +9,6 @@ from typing import final
 
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.concurrency.transfer import Completion, Transfer
-from tiered_zero.hardware.device.lanes import runs_on_lane
 
 logger = logging.getLogger("tiered_zero")
 
@@ -29,8 +28,8 @@ class QueuedSave:
         """Whether `write` was called, or will be, unless an update fails before."""
 
     def write(self, act: Callable[[], None]) -> None:
-        """End the tag by `act`, on the calling thread. Log a failure on a lane, which the driver raises later, and an
-        interrupt, after which no call raises one. Raises what `act` raises."""
+        """End the tag by `act`, on the calling thread. Log an interrupt, after which no call raises an error. Raises
+        what `act` raises."""
         try:
             with self.tag.writing():
                 act()
@@ -42,8 +41,6 @@ class QueuedSave:
                     self.tag.tag,
                     type(error).__name__,
                 )
-            elif runs_on_lane():
-                logger.error("the save of checkpoint %s failed, and training goes on: %s", self.tag.tag, error)
             self.end.fail(error)
             raise
         self.end.complete()

@@ -35,8 +35,8 @@ class Saver:
         """`options`: of the command line, that the numbers depend on; kept with the state."""
         self._engine, self._directory, self._every = engine, directory, every
         self._options = dict(options)
-        self._begun: tuple[Path, float, int | None] | None = None
-        """The save under way: where it is to be, when it began, and the inode that was there before."""
+        self._begun: tuple[Path, float] | None = None
+        """The save whose end is not in the log yet: where it is to be, and when it began."""
         self._tried_step = engine.global_steps
         """The last that was to be saved."""
         self._saved_step: int | None = engine.global_steps
@@ -44,9 +44,8 @@ class Saver:
         """Of what was saved, oldest first."""
 
     def after_step(self, loss: float) -> None:
-        """Save, if it is time to. Say which save has become durable. `loss`: of the step."""
+        """Save, if it is time to. `loss`: of the step."""
         self._options[_LOSS] = loss
-        self._announce()
         if self._every is not None and self._engine.global_steps % self._every == 0:
             self._save()
 
@@ -54,62 +53,47 @@ class Saver:
         """Save the last step, unless that was tried, and wait until it is durable. Return whether it is saved."""
         if self._engine.global_steps != self._tried_step:
             self._save("at the end of training")
-        try:
-            self._engine.flush()
-        except (StoreError, TransferError, BudgetError) as error:
-            self._fail(error)
-        self._announce()
+        self._end_save()
         return self._saved_step == self._engine.global_steps
 
     def _save(self, then: str = "and training goes on") -> None:
+        self._end_save()
         step = self._tried_step = self._engine.global_steps
-        path = self._directory / f"global_step{step}"
-        for _ in range(2):  # the first call may raise what became of the save before
-            begun = path, time.time(), _inode(path)
-            try:
-                self._engine.save_checkpoint(self._directory, client_state={_STATE_KEY: self._options})
-            except (StoreError, TransferError, BudgetError) as error:
-                is_of_before = isinstance(error, UntaggedCommitError) and error.step != step
-                if self._begun is None and not is_of_before:
-                    self._saved_step = step if self._is_found(error, step) else None
-                    if self._saved_step is None:
-                        logger.error("step %d was not saved, %s: %s", step, then, error)
-                    else:
-                        logger.error("%s", error)
-                    return
-                self._fail(error)
-            else:
-                self._announce()
-                self._begun, self._saved_step = begun, step
-                self._announce()
-                if self._engine.world_size > 1:
-                    self._begun = None  # it is durable; whether to try again is the same on every rank
-                return
-
-    def _fail(self, error: Exception) -> None:
-        """The save under way was not completed, which is in the log by now."""
-        self._begun = None
-        if not self._is_found(error, self._saved_step):
-            self._saved_step = None
-
-    def _is_found(self, error: Exception, step: int | None) -> bool:
-        """Whether the save of `step` that failed has committed it in place, and an older tag leads --resume to it."""
-        if not isinstance(error, UntaggedCommitError) or error.step != step:
-            return False
+        begun = self._directory / f"global_step{step}", time.time()
         try:
-            return find_checkpoint(self._directory).swap is not None
+            self._engine.save_checkpoint(self._directory, client_state={_STATE_KEY: self._options})
+        except (StoreError, TransferError, BudgetError) as error:
+            if self._is_found(error):
+                logger.error("%s", error)
+                self._saved_step = step
+            else:
+                logger.error("step %d was not saved, %s: %s", step, then, error)
+                self._saved_step = None
+            return
+        self._begun, self._saved_step = begun, step
+        if not self._engine.config.tiered_zero.checkpoint.async_save:
+            self._end_save()
+
+    def _is_found(self, error: Exception) -> bool:
+        """Whether the save that failed has committed its step in place, and an older tag leads --resume to it."""
+        try:
+            return isinstance(error, UntaggedCommitError) and find_checkpoint(self._directory).swap is not None
         except StoreError:
             return False
 
-    def _announce(self) -> None:
-        """Log the save under way once it has its name."""
+    def _end_save(self) -> None:
+        """Wait for a save beside training. Log that it is durable; the log has its error."""
         if self._begun is None:
             return
-        path, began_s, inode_before = self._begun
-        if (inode := _inode(path)) is None or inode == inode_before:
+        (path, began_s), self._begun = self._begun, None
+        try:
+            self._engine.flush()
+        except (StoreError, TransferError, BudgetError):
+            self._saved_step = None
             return
-        self._begun = None
         self.paths.append(str(path))
+        if self._engine.global_rank > 0:  # a file system over a network may show it later there
+            return
         files = [entry.stat() for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)]
         nbytes = format_nbytes(sum(file.st_size for file in files))
         in_place = (
@@ -117,13 +101,6 @@ class Saver:
         )
         seconds = max(0.0, path.stat().st_ctime - began_s)
         logger.info("saved %s: %s%s in %.2f s", path, nbytes, in_place, seconds)
-
-
-def _inode(path: Path) -> int | None:
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return None
 
 
 @final

@@ -308,7 +308,7 @@ def _finish(config: Config, reading: Reading) -> None:
             f"tiered_zero.state_format {config.tiered_zero.state_format} rounds Adam's moments: numbers are not fp32's"
         )
     if config.tiered_zero.checkpoint.in_place and config.tiered_zero.checkpoint.async_save:
-        reading.notices.append("tiered_zero.checkpoint.async without effect with in_place, whose saves never wait")
+        reading.notices.append("tiered_zero.checkpoint.async without effect with in_place")
     config._reading = reading
 
 

@@ -56,13 +56,14 @@ class CheckpointCalls:
         """Save everything that the run holds as `save_dir/tag` (default: global_step{N}), on any placement for any
         other, so that training goes on with the same bits. Call it after a `step()` that updates.
 
-        The save is queued behind the update that is under way. It is durable once `flush()`, `close()`, or the next
-        save or load has returned; the first of them raises its error, and training can go on in any case. A delayed
+        The checkpoint is complete and durable when this returns; where it raises, training can go on. With
+        checkpoint.async, for state in memory, it is so once `flush()`, `close()`, or the next save or load has
+        returned, the first of which raises its error; for state on NVMe checkpoint.in_place is the quick way. A delayed
         update becomes visible first. `client_state`: plain values, tensors and arrays. Without frozen parameters a
         checkpoint is loaded with load_module_strict=False. Raises ModelError, StoreError and TransferError.
 
-        With many ranks every rank calls this, and rank 0's `client_state` is saved. It returns on all of them once the
-        checkpoint is durable, or raises on all the error of one.
+        With many ranks every rank calls this, and rank 0's `client_state` is saved. It returns on all of them, or
+        raises on all the error of one.
         """
 
         def begin() -> tuple[int, str]:

@@ -166,7 +166,6 @@ def measure_full(options: argparse.Namespace, directory: Path, disk: Disk, sampl
 
         def save(tag: str) -> None:
             engine.save_checkpoint(save_dir, tag)
-            engine.flush()
 
         def torch_save(plain: Path) -> None:
             torch.save(state, plain)
@@ -212,7 +211,6 @@ def measure_in_place(options: argparse.Namespace, directory: Path, disk: Disk, s
 
             def commit() -> None:
                 engine.save_checkpoint(directory / "commits", "now")
-                engine.flush()
 
             samples["commit in place"].append(timed(commit))
             bound_s = 1.5 * samples["four syncs"][-1]
