@@ -1,4 +1,4 @@
-"""Build an engine from a run on paper, in three acts: open the machine, place the model, join the engine."""
+"""Build an engine from a run on paper: open the machine, join the engine, and last of all place the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tiered_zero.assembly.homes import make_commits
 from tiered_zero.assembly.machine import Machine, find_source, nvme_paths, open_machine, open_runtime
-from tiered_zero.assembly.model import PlacedModel, place_model
+from tiered_zero.assembly.model import ModelParts, make_model_parts, place_model
 from tiered_zero.assembly.notices import planning_notices
 from tiered_zero.assembly.parts import make_observers
 from tiered_zero.assembly.run_spec import RunSpec
@@ -22,7 +22,7 @@ from tiered_zero.data import TrainingLoader
 from tiered_zero.engine.calls import EngineParts
 from tiered_zero.engine.engine import Engine
 from tiered_zero.engine.full_values import FullValues
-from tiered_zero.errors import PlanError
+from tiered_zero.errors import PlanError, add_note
 from tiered_zero.hardware.memory.host_memory import trim_malloc
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.plan.planner import Plan
@@ -54,11 +54,14 @@ SHUTDOWN = (
 """What ends a run, in this order; a start that fails ends what it has built in the same order."""
 
 
+_BUILD_ANEW = "initialize() had begun to move the model's parameters or to load them: build the model anew."
+
+
 def build(
     run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loader: TrainingLoader | None = None
 ) -> Engine:
-    """Allocate what the plan says, give every parameter its home, and join the parts. On failure nothing is left
-    behind. `loader`: the one whose position checkpoints hold.
+    """Allocate what the plan says, join the parts, and give every parameter its home. On failure nothing is left
+    behind; the model is as it was, unless the error has a note. `loader`: the one whose position checkpoints hold.
     """
     _check_plan(run_spec.plan, collectives)
     check_async(run_spec.config, run_spec.plan)
@@ -75,13 +78,28 @@ def build(
         _announce(run_spec, source.warnings, collectives)
         observers = make_observers(run_spec, runtime, resources)  # a file that cannot be made costs no model
         machine = open_machine(run_spec, runtime, source, resources)
-        placed = place_model(run_spec, machine, source, handle, resources)
+        parts = make_model_parts(run_spec, machine, source, handle, resources)
         own_state = run_spec.source.state  # the handle hides it once it is connected
-        engine = _join(run_spec, machine, placed, scheduler, loader, observers, resources)
-        INTERRUPTS.check()  # what comes now is undone no more
+        engine, begin = _join(run_spec, machine, parts, scheduler, loader, observers, resources)
+        has_begun = False
+
+        def place() -> None:
+            nonlocal has_begun
+            INTERRUPTS.check()
+            has_begun = True
+            place_model(run_spec, machine, parts, own_state, resources)
+
+        try:
+            begin(place)
+            machine.runtime.recorder.take_spans()  # of the start of the run, which no trace shows
+            trim_malloc()
+            INTERRUPTS.check()  # what comes now is undone no more
+        except BaseException as error:
+            if has_begun:
+                add_note(error, _BUILD_ANEW)
+            raise
         if handle is not None:
             own_state.clear()  # the optimizer has it again when the engine ends
-    trim_malloc()
     return engine
 
 
@@ -116,16 +134,17 @@ def _announce(run_spec: RunSpec, warnings: Sequence[str], collectives: Collectiv
 def _join(
     run_spec: RunSpec,
     machine: Machine,
-    placed: PlacedModel,
+    parts: ModelParts,
     scheduler: Any,
     loader: TrainingLoader | None,
     observers: Sequence[Callable[[StepReport], None]],
     resources: Teardown,
-) -> Engine:
-    """Make the engine of what was built, and resume the checkpoint that was found."""
-    config, step, handle, source = run_spec.config, placed.step, placed.handle, placed.source
+) -> tuple[Engine, Callable[[Callable[[], None]], None]]:
+    """Make the engine of what was built. Also returns what begins the run by placing the model: it first checks the
+    checkpoint that was found, and then resumes it."""
+    config, step, handle, source = run_spec.config, parts.step, parts.handle, parts.source
     values = FullValues(
-        events=step.param_events, view=placed.run_state.view, state=placed.state, groups=run_spec.source.param_groups
+        events=step.param_events, view=parts.run_state.view, state=parts.state, groups=run_spec.source.param_groups
     )
     resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
     values.register()
@@ -139,13 +158,13 @@ def _join(
         module=run_spec.model,
     )
     checkpoints = Checkpoints(
-        placed.run_state,
+        parts.run_state,
         step.policy,
-        placed.whole,
+        parts.whole,
         driver,
         written_by(run_spec.rule, config, machine.runtime),
         config=config,
-        commits=make_commits(run_spec, machine.tiers, placed.run_state, placed.copies),
+        commits=make_commits(run_spec, machine.tiers, parts.run_state, parts.copies),
     )
     resources.add("saves", once(checkpoints.last_save.wait))
     run = EngineParts(
@@ -157,12 +176,11 @@ def _join(
         observers=observers,
         checkpoints=checkpoints,
     )
-    machine.runtime.recorder.take_spans()  # of the start of the run, which no trace shows
     engine = Engine(run, step, resources)
     if handle is not None:
-        handle.connect(engine, placed.state, step.policy, partial(resources.add, "optimizer"))
-    if source.adoption is not None and placed.adopted is not None:
-        checkpoints.adopt(source.adoption, placed.adopted)
-    elif source.found is not None:
-        checkpoints.resume(source.found)
-    return engine
+        handle.connect(engine, parts.state, step.policy, partial(resources.add, "optimizer"))
+    if source.adoption is not None and parts.adopted is not None:
+        return engine, partial(checkpoints.adopt, source.adoption, parts.adopted)
+    if source.found is not None:
+        return engine, partial(checkpoints.resume, source.found)
+    return engine, lambda place: place()

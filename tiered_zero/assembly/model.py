@@ -1,10 +1,11 @@
-"""Place a model on a machine: its units and their movers, the first values of parameters and state, the hooks."""
+"""Place a model on a machine: first the movers of its units; then, which changes the model, values and hooks."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -45,10 +46,10 @@ logger = logging.getLogger("tiered_zero")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PlacedModel:
-    """A model whose parameters are on their tiers, and what moves them. `source`: of their values. `handle`: the
-    optimizer that the user gets; None where the run evaluates. `copies`: durable ones, for commits in place; None
-    without such commits. `adopted`: see `Source.adoption`."""
+class ModelParts:
+    """What moves a model's parameters. `source`: of their values. `handle`: the optimizer that the user gets; None
+    where the run evaluates. `copies`: durable ones, for commits in place; None without such commits. `adopted`: see
+    `Source.adoption`."""
 
     source: Source
     handle: TieredOptimizer | None
@@ -60,10 +61,10 @@ class PlacedModel:
     adopted: AdoptedValues | None
 
 
-def place_model(
+def make_model_parts(
     run_spec: RunSpec, machine: Machine, source: Source, handle: TieredOptimizer | None, resources: Teardown
-) -> PlacedModel:
-    """Build the movers, give every parameter its home and its first value, and hook the modules."""
+) -> ModelParts:
+    """Build the movers, and check the optimizer's state. The model stays as it is."""
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
     view = StateView(run_spec.layouts, run_spec.rule, inventory, tiers.state_staging)
     step, pager, stepper, whole = _make_step(run_spec, machine, view, handle, resources)
@@ -87,17 +88,7 @@ def place_model(
     state = _make_state(run_spec, machine, view)
     if source.adoption is None:
         state.check(run_spec.source.state, run_spec.source.param_groups)
-    _place_values(run_spec, machine, source, view, pager, step, adopted)
-    trainable = [unit for unit in run_spec.units if unit.trainable]
-    step.visible_gradients.open([param for unit in trainable for param in run_spec.params_of(unit)])
-    hooks = ModuleHooks(run_spec.model, run_spec.units, step)
-    resources.add("hooks", hooks.remove)
-    hooks.install()
-    if source.adoption is None:
-        state.write(run_spec.source.state, run_spec.source.param_groups)
-    elif any(run_spec.source.state.values()):
-        logger.warning("the optimizer's own state is left out: the run goes on with what was committed")
-    return PlacedModel(
+    return ModelParts(
         source=source,
         handle=handle,
         step=step,
@@ -107,6 +98,24 @@ def place_model(
         copies=copies,
         adopted=adopted,
     )
+
+
+def place_model(
+    run_spec: RunSpec, machine: Machine, parts: ModelParts, own_state: Mapping[Any, Any], resources: Teardown
+) -> None:
+    """Give every parameter its home and its first value, and hook the modules. `own_state`: of the optimizer. Where
+    this raises, the model is to be built anew."""
+    step = parts.step
+    _place_values(run_spec, machine, parts)
+    trainable = [unit for unit in run_spec.units if unit.trainable]
+    step.visible_gradients.open([param for unit in trainable for param in run_spec.params_of(unit)])
+    hooks = ModuleHooks(run_spec.model, run_spec.units, step)
+    resources.add("hooks", hooks.remove)
+    hooks.install()
+    if parts.source.adoption is None:
+        parts.state.write(own_state, run_spec.source.param_groups)
+    elif any(own_state.values()):
+        logger.warning("the optimizer's own state is left out: the run goes on with what was committed")
 
 
 def _make_step(
@@ -169,21 +178,16 @@ def _make_state(run_spec: RunSpec, machine: Machine, view: StateView) -> Optimiz
     return OptimizerState(named, view, shards)
 
 
-def _place_values(
-    run_spec: RunSpec,
-    machine: Machine,
-    source: Source,
-    view: StateView,
-    pager: Pager,
-    step: TrainStep,
-    adopted: AdoptedValues | None,
-) -> None:
+def _place_values(run_spec: RunSpec, machine: Machine, parts: ModelParts) -> None:
     """Give every parameter its first value: the module's own, one of a file of weights, or the committed one."""
-    collectives = machine.runtime.collectives
-    materializer = Materializer(run_spec.model, source.weights, run_spec.specs)
-    resumed = None if adopted is None else adopted.flat
+    collectives, step = machine.runtime.collectives, parts.step
+    materializer = Materializer(run_spec.model, parts.source.weights, run_spec.specs)
     placer = UnitPlacer(
-        pager=pager, handler=step.param_events, store_masters=view.store_masters, ranks=collectives, resumed=resumed
+        pager=step.pager,
+        handler=step.param_events,
+        store_masters=parts.run_state.view.store_masters,
+        ranks=collectives,
+        resumed=None if parts.adopted is None else parts.adopted.flat,
     )
     materialize_model(materializer, run_spec.units, run_spec.params_of, placer)
     materializer.move_buffers(machine.runtime.accelerator.device, collectives)

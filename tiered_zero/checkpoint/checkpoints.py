@@ -276,10 +276,13 @@ class Checkpoints:
         load_together(self._ranks, prepare)
         return find_together(self._ranks, load_dir, look)
 
-    def load(self, found: FoundCheckpoint, parts: LoadParts, *, strict: bool = True) -> dict[str, Any]:
+    def load(
+        self, found: FoundCheckpoint, parts: LoadParts, *, strict: bool = True, place: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
         """Make the run what the checkpoint says, and return its client_state. Everything is checked, on every rank,
         before the first weight changes; an error after that ends the engine's use, and an interrupt waits for the end.
-        Raises ModelError, ConfigError, StoreError, CorruptionError and TransferError."""
+        `place`: places the model, behind the checks. Raises ModelError, ConfigError, StoreError, CorruptionError and
+        TransferError."""
         with ExitStack() as opened:
             loads: list[_Load] = []
 
@@ -296,6 +299,8 @@ class Checkpoints:
                 self._guard.invalidate_all()
 
             check_together(self._ranks, check)
+            if place is not None:
+                place()
             load_together(self._ranks, prepare)
             self._overwrite(found.path, loads[0], parts)
             return dict(loads[0].driver["client_state"])
@@ -326,27 +331,29 @@ class Checkpoints:
             logger.warning("%s", line)
         return matched, driver
 
-    def adopt(self, adoption: Adoption, values: AdoptedValues) -> None:
-        """Resume from the commit that this run's stores were opened at. Raises ModelError and StoreError, on every
-        rank."""
+    def adopt(self, adoption: Adoption, values: AdoptedValues, place: Callable[[], None]) -> None:
+        """Resume from the commit that this run's stores were opened at. `place`: see `load`. Raises ModelError and
+        StoreError, on every rank."""
+        checked: list[tuple[Matched, dict[str, Any]]] = []
+        load_together(self._ranks, lambda: checked.append(self._check(adoption.manifest, LoadParts())))
+        place()
         self._guard.invalidate_all()
-        load_together(self._ranks, partial(self._adopt, adoption, values))
+        load_together(self._ranks, partial(self._adopt, adoption, values, *checked[0]))
         self._guard.end_update()
 
-    def _adopt(self, adoption: Adoption, values: AdoptedValues) -> None:
+    def _adopt(self, adoption: Adoption, values: AdoptedValues, matched: Matched, driver: dict[str, Any]) -> None:
         assert self._commits is not None, "a run that adopts commits in place"
-        state, manifest = self._state, adoption.manifest
-        matched, driver = self._check(manifest, LoadParts())
         self._commits.revert()
-        for layout in state.view.layouts:
+        view = self._state.view
+        for layout in view.layouts:
             if layout.subgroup.index in adoption.initialized:
-                state.view.scalars.replace(layout, matched.scalars(layout))
+                view.scalars.replace(layout, matched.scalars(layout))
         values.restore_buffers()
         self.resumed = adoption.found.path, self._driver.restore(driver)
 
-    def resume(self, found: FoundCheckpoint) -> None:
+    def resume(self, found: FoundCheckpoint, place: Callable[[], None]) -> None:
         """Load what the config says that the run goes on from. Raises as `load`."""
-        self.resumed = found.path, self.load(found, LoadParts())
+        self.resumed = found.path, self.load(found, LoadParts(), place=place)
 
 
 def check_async(config: Config, plan: Plan) -> None:
