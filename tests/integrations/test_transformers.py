@@ -3,14 +3,19 @@ PyTorch under them."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+import tiered_zero
 from tests.integrations.conftest import LOOP, PLACES, Placement, Sentences, copies, gpt2, optimizer_for, token_ids
-from tests.support.trainers import Record, assert_same_bits
+from tests.support.trainers import Record, adamw, assert_same_bits, tiered
+from tiered_zero.checkpoint.directory import list_tags
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]  # the libraries warn of each other
 
@@ -69,6 +74,53 @@ def test_trainer_with_gradient_checkpointing(placement, swap_path, tmp_path):
     options = {"max_grad_norm": 1.0, "gradient_checkpointing": True}
     expected = with_trainer(None, swap_path, tmp_path / "plain", **options)
     assert_same_bits(expected, with_trainer(placement, swap_path, tmp_path / "own", **options))
+
+
+def with_rotation(engine: tiered_zero.Engine | None, model: nn.Module, optimizer: Optimizer, output: Path) -> Record:
+    """Six steps at a rate that makes the loss worse; the last checkpoint and the best are kept, the best is loaded. The
+    engine's own checkpoint is saved and copied in each of the Trainer's."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Save(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if engine is not None:
+                folder = output / f"checkpoint-{state.global_step}" / "engine"
+                engine.save_checkpoint(folder)
+                assert [info.complete for info in list_tags(folder)] == [True]
+                shutil.copytree(folder, output / "copies" / str(state.global_step))
+
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(output), per_device_train_batch_size=2, max_steps=6, report_to=[], use_cpu=True,
+            disable_tqdm=True, seed=1, eval_strategy="steps", eval_steps=1, save_steps=1, save_total_limit=1,
+            load_best_model_at_end=True,
+        ),
+        train_dataset=Sentences(),
+        eval_dataset=Sentences(),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 if step < 3 else 100)),
+        callbacks=[Save()],
+    )  # fmt: skip
+    trainer.train()
+    best = trainer.state.best_global_step
+    assert best < 6
+    seen = [*(row.get("eval_loss") for row in trainer.state.log_history), best]
+    record = Record(seen, copies(model.state_dict()))
+    if engine is not None:
+        kept = [path.parent.parent.name for path in output.glob("checkpoint-*/engine/*") if path.is_dir()]
+        assert sorted(kept) == sorted(path.name for path in output.glob("checkpoint-*")) == [f"checkpoint-{best}"]
+        engine.load_checkpoint(output / "copies" / str(best))
+        assert engine.global_steps == best
+        assert all(map(torch.equal, record.weights.values(), copies(model.state_dict()).values()))
+    return record
+
+
+@pytest.mark.parametrize("placement", PLACES, ids="-".join)
+def test_trainer_that_rotates_checkpoints_and_loads_the_best(placement, swap_path, tmp_path):
+    plain, model = gpt2(), gpt2()
+    expected = with_rotation(None, plain, adamw(plain), tmp_path / "plain")
+    with tiered(model, swap_path, placement, adamw, clipping=None) as engine:
+        assert_same_bits(expected, with_rotation(engine, model, engine.optimizer, tmp_path / "own"))
 
 
 def with_accelerator(
