@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
@@ -62,15 +62,6 @@ class DeviceWeights(Protocol):
 
     def end_update(self) -> None:
         """Take the values of units that live on the device as new."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Load:
-    """A checkpoint that this rank can load."""
-
-    reader: TensorReader
-    matched: Matched
-    driver: dict[str, Any]
 
 
 @final
@@ -156,18 +147,13 @@ class Checkpoints:
         elif self._is_alone:
             self._at_cut(save, lambda: capture.publish(tag, [self._write_at_cut(tag, capture, ready)]))
         else:
-            write_share = partial(self._write_share, save, capture, ready)
-            publish_together(self._ranks, save, write_share, partial(capture.publish, tag))
 
-    def _write_share(self, save: QueuedSave, capture: Capture, ready: Transfer) -> Share:
-        """Return when this rank's part is durable."""
+            def write() -> Share:
+                share = self._write_at_cut(tag, capture, ready)
+                tag.writer.wait_durable()  # this rank's part
+                return share
 
-        def write() -> Share:
-            share = self._write_at_cut(save.tag, capture, ready)
-            save.tag.writer.wait_durable()
-            return share
-
-        return self._at_cut(save, write)
+            publish_together(self._ranks, save, lambda: self._at_cut(save, write), partial(capture.publish, tag))
 
     def _at_cut(self, save: QueuedSave, act: Callable[[], T]) -> T:
         """Return what `act` makes of a save between two updates, for the driver: an update lane makes no collective.
@@ -284,14 +270,13 @@ class Checkpoints:
         `place`: places the model, behind the checks. Raises ModelError, ConfigError, StoreError, CorruptionError and
         TransferError."""
         with ExitStack() as opened:
-            loads: list[_Load] = []
+            checked: list[tuple[TensorReader, Matched, dict[str, Any]]] = []
 
             def check() -> TagManifest:
                 self.wait()
                 own_runs = () if self._commits is None else self._commits.run_ids
                 reader = opened.enter_context(open_reader(found, own_runs))
-                matched, driver = self._check(reader.manifest, parts, strict)
-                loads.append(_Load(reader=reader, matched=matched, driver=driver))
+                checked.append((reader, *self._check(reader.manifest, parts, strict)))
                 return reader.manifest
 
             def prepare() -> None:
@@ -302,18 +287,19 @@ class Checkpoints:
             if place is not None:
                 place()
             load_together(self._ranks, prepare)
-            self._overwrite(found.path, loads[0], parts)
-            return dict(loads[0].driver["client_state"])
+            reader, matched, driver = checked[0]
+
+            def read() -> None:
+                self._driver.restore(driver, parts)
+                with torch.no_grad():
+                    StateLoader(self._state, reader, matched, self._policy.groups).load()
+
+            self._overwrite(found.path, read)
+            return dict(driver["client_state"])
 
     @shielded
-    def _overwrite(self, path: Path, load: _Load, parts: LoadParts) -> None:
+    def _overwrite(self, path: Path, read: Callable[[], None]) -> None:
         """Replace the run's state by what was checked. Where this raises some values are new and some old."""
-
-        def read() -> None:
-            self._driver.restore(load.driver, parts)
-            with torch.no_grad():
-                StateLoader(self._state, load.reader, load.matched, self._policy.groups).load()
-
         try:
             load_together(self._ranks, read)
             self._guard.end_update()

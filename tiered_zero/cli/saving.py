@@ -40,8 +40,6 @@ class Saver:
         self._tried_step = engine.global_steps
         """The last that was to be saved."""
         self._saved_step: int | None = engine.global_steps
-        self.paths: list[str] = []
-        """Of what was saved, oldest first."""
 
     def after_step(self, loss: float) -> None:
         """Save, if it is time to. `loss`: of the step."""
@@ -91,7 +89,6 @@ class Saver:
         except (StoreError, TransferError, BudgetError):
             self._saved_step = None
             return
-        self.paths.append(str(path))
         if self._engine.global_rank > 0:  # a file system over a network may show it later there
             return
         files = [entry.stat() for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)]

@@ -82,20 +82,20 @@ class WeightFiles:
                 "Files that name or split them in another way, as those of experts, transformers rewrites: "
                 "from_pretrained(...).save_pretrained(directory, save_original_format=False)."
             )
-        for spec in specs.values():
-            name = wanted.get(spec.name)
-            if name is not None and self._kinds[name][0] != spec.shape:
-                raise ModelError(
-                    f"tiered_zero.weights: expected {name} of shape {spec.shape}, as in the model; found "
-                    f"{self._kinds[name][0]}. Name files of a model of this configuration."
-                )
         for name, own in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
-            found = self._kinds[name][1] if own.is_meta and name in self._kinds else own.dtype
-            if found is not own.dtype and not (_is_float(found) and _is_float(own.dtype)):
+            if not own.is_meta or name not in self._kinds:
+                continue
+            shape, dtype = self._kinds[name]
+            if shape != own.shape:
                 raise ModelError(
-                    f"tiered_zero.weights: expected {name} as {own.dtype}, as in the model"
-                    f"{', or as another float of 16 to 64 bits' if _is_float(own.dtype) else ''}; found {found}. Name "
-                    "files of the model's own values: those that were quantized have to be dequantized first."
+                    f"tiered_zero.weights: expected {name} of shape {tuple(own.shape)}, as in the model; found "
+                    f"{shape}. Name files of a model of this configuration."
+                )
+            if dtype is not own.dtype and not (_is_float(dtype) and _is_float(own.dtype)):
+                others = ", or as another float of 16 to 64 bits" if _is_float(own.dtype) else ""
+                raise ModelError(
+                    f"tiered_zero.weights: expected {name} as {own.dtype}, as in the model{others}; found {dtype}. "
+                    "Name files of the model's own values: those that were quantized have to be dequantized first."
                 )
         return [f"tiered_zero.weights: the model has no use for {_some(extra)} in the files."] if extra else []
 
