@@ -13,4 +13,8 @@ A unit is needed in one of three ways, and each leads to `Pager.acquire` or what
 3. Backward unpacks a saved view of a flat (saved_views.py): autograd keeps (unit, version, geometry), not the view, so
    the bytes may leave between forward and backward, and be fetched to another address when a node asks for them.
 No entry point depends on the recorded order of use; prefetching does (`Schedule`), and it is only a hint.
+
+[Note: Casts of weights]
+torch.autocast caches a 16-bit copy of every weight that it casts until its outermost block ends: 2 bytes a parameter,
+in no plan. So that cache is off while a module runs (`Pager.enter_frame`), and as it was after it.
 """

@@ -177,7 +177,8 @@ class Pager:
         if is_outermost or self.frames[-1].thread != thread:  # else this thread is inside
             self.driver.check("A module's forward")
         self.num_uses += 1
-        self.frames.append(frame := Frame(thread=thread))
+        self.frames.append(frame := Frame(thread=thread, caches_casts=torch.is_autocast_cache_enabled()))
+        torch.set_autocast_cache_enabled(False)
         if is_outermost:
             self.copies.end()  # of a state_dict that its own hooks broke off
             self.changes.refuse()
@@ -194,6 +195,7 @@ class Pager:
         if not self.frames or self.frames[-1].thread != threading.get_ident():
             return False
         frame = self.frames.pop()
+        torch.set_autocast_cache_enabled(frame.caches_casts)
         if frame.is_inside_hooks:
             self.saved_views.end_inside()
         for paged in frame.held:
@@ -287,6 +289,8 @@ class Pager:
     def abort(self) -> None:
         """End every frame, evict units without users, and count anew: no module runs any more. What a transfer still
         fetches is left to it, as if it were prefetched."""
+        if self.frames and self.frames[0].thread == threading.get_ident():
+            torch.set_autocast_cache_enabled(self.frames[0].caches_casts)
         self.frames.clear()
         self.loading.clear()
         self.copies.end()
