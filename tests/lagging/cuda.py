@@ -39,6 +39,7 @@ class LaggingDevice:
         self._library.lagging_unpin.argtypes = [ctypes.c_void_p]
         self._library.lagging_pinned_nbytes.restype = ctypes.c_size_t
         self._library.lagging_use_pool.argtypes = [ctypes.c_int64]
+        self._library.lagging_serve_others.argtypes = [ctypes.c_int, ctypes.c_int64]
         self._library.lagging_drop_pool.argtypes = [ctypes.c_int, ctypes.c_int64]
         self._library.lagging_private_nbytes.restype = ctypes.c_size_t
         self._library.lagging_resize_storage.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -134,8 +135,10 @@ def _private_pools(library: ctypes.CDLL) -> dict[str, Any]:
     numbers = itertools.count(1)
 
     class MemPool:
-        def __init__(self) -> None:
+        def __init__(self, use_on_oom: bool = False) -> None:
             index, self.number = torch.accelerator.current_device_index(), next(numbers)
+            if use_on_oom:
+                library.lagging_serve_others(index, self.number)
             weakref.finalize(self, library.lagging_drop_pool, index, self.number)
 
     @contextlib.contextmanager
@@ -168,6 +171,7 @@ def _replace_functions(library: ctypes.CDLL) -> None:
         "_cuda_getDeviceCount": lambda: NUM_DEVICES,
         "_cuda_getDevice": accelerator.current_device_index,
         "_cuda_setDevice": accelerator.set_device_index,
+        "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_getCurrentRawStream": lambda index: accelerator.current_stream(index).stream_id,
     }.items():  # which are not there
         setattr(torch._C, name, value)

@@ -13,6 +13,7 @@ from tests.lagging.cuda import LaggingDevice
 from tests.lagging.faults import Plant
 from tests.lagging.test_device_updates import Net
 from tests.support.trainers import tiered
+from tiered_zero.hardware.device import cuda
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.device.cuda import CudaAccelerator
 from tiered_zero.params.flat_storage import FlatStorage
@@ -73,3 +74,39 @@ def test_units_reserve_what_is_planned(device: LaggingDevice, swap_path: Path) -
     assert found.reserved == found.planned == found.touched == 3 * UNIT_NUMEL * 4
     shared = train_with_odd_sizes(device, swap_path, units_share_blocks)
     assert shared.reserved == 0 and shared.touched > shared.planned, "units move, as their blocks are cut"
+
+
+@on_device
+def test_what_units_have_left_serves_others_before_memory_runs_out(device: LaggingDevice) -> None:
+    accelerator = CudaAccelerator(torch.device("cuda"))
+    with accelerator.unit_memory():
+        unit = torch.empty(UNIT_NUMEL, device="cuda")
+    address = unit.data_ptr()
+    del unit
+    torch.cuda.empty_cache()
+    device.set(capacity_nbytes=torch.cuda.memory_reserved())
+    assert torch.empty(UNIT_NUMEL, device="cuda").data_ptr() == address
+    accelerator.close()
+
+
+@pytest.mark.parametrize("cause", ["backend", "MemPool"])
+@on_device
+def test_without_pools_units_share_the_allocators_blocks(device: LaggingDevice, cause: str, swap_path: Path) -> None:
+    """`backend:cudaMallocAsync` has none."""
+
+    def refuse(use_on_oom: bool) -> None:
+        raise RuntimeError("this allocator has no pools")
+
+    lines: list[str] = []
+    before = device.private_nbytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda.logger, "warning", lambda text, *values: lines.append(text % values))
+        patch.setattr(torch.cuda, "MemPool", refuse)
+        if cause == "backend":
+            patch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
+        with tiered(Net(12), swap_path, ("cpu", "cpu"), runtime={"device": "cuda"}) as engine:
+            engine.backward(engine(torch.ones(45, 48, device="cuda")))
+            engine.step()
+    assert device.private_nbytes() == before
+    [line] = [line for line in lines if "paged units share" in line]
+    assert ("cudaMallocAsync" if cause == "backend" else "this allocator has no pools") in line

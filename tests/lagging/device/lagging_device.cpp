@@ -79,6 +79,8 @@ int lagging_unpin(uintptr_t address) { return lagging::pinned().remove(address);
 // The pool that the calling thread allocates from; 0: the common one.
 void lagging_use_pool(int64_t pool) { lagging::current_pool = pool; }
 
+void lagging_serve_others(int device, int64_t pool) { lagging::pool(device).serve_others(pool); }
+
 void lagging_drop_pool(int device, int64_t pool) { lagging::pool(device).drop(pool); }
 
 // Bytes that are reserved by private pools, at most since the peaks were reset.

@@ -85,18 +85,20 @@ class Pool {
         release();
         guard.lock();
       }
-      if (!fits(nbytes)) {
+      if (!fits(nbytes) && !reuse_last(*block)) {
         delete block;
         throw c10::OutOfMemoryError(
             {__func__, __FILE__, __LINE__},
             c10::str("CUDA out of memory (lagging device ", device_, "): tried to allocate ", nbytes, " bytes, ",
                      reserved.now, " are reserved of ", size_t(settings.capacity_nbytes.load())));
       }
-      block->address = new_address(nbytes);
-      segments_[block->address] = nbytes;
-      reserved.add(nbytes);
-      if (block->pool) private_reserved.add(nbytes);
-      counts().add("device_malloc");
+      if (!block->address) {
+        block->address = new_address(nbytes);
+        segments_[block->address] = nbytes;
+        reserved.add(nbytes);
+        if (block->pool) private_reserved.add(nbytes);
+        counts().add("device_malloc");
+      }
     }
     allocated.add(nbytes);
     active.add(nbytes);
@@ -140,6 +142,13 @@ class Pool {
   void drop(int64_t pool) {
     std::lock_guard<std::mutex> guard(lock);
     dropped_.insert(pool);
+    last_.erase(pool);
+  }
+
+  // What is free of `pool` serves others before they are out of memory (`use_on_oom`).
+  void serve_others(int64_t pool) {
+    std::lock_guard<std::mutex> guard(lock);
+    last_.insert(pool);
   }
   Figure private_reserved;  // of `reserved`, in pools that are not the common one
 
@@ -218,6 +227,16 @@ class Pool {
     return true;
   }
 
+  // Give `block`, of the common pool, the address of a free one of a pool that serves others.
+  bool reuse_last(Block& block) {
+    for (auto pool : block.pool ? std::set<int64_t>() : last_) {
+      block.pool = pool;
+      if (reuse(block)) return true;
+      block.pool = 0;
+    }
+    return false;
+  }
+
   // Add a free block, joined with its neighbours of the same segment.
   void join(Free& own, char* address, size_t nbytes) {
     auto next = own.blocks.find(address + nbytes);
@@ -241,7 +260,7 @@ class Pool {
   size_t used_nbytes_ = 0;
   std::map<std::pair<int64_t, int64_t>, Free> free_;  // by (stream, pool)
   Blocks segments_;                                   // what is reserved
-  std::set<int64_t> dropped_;
+  std::set<int64_t> dropped_, last_;
   std::map<size_t, std::vector<char*>> released_;  // by size; these are not reserved any more
   std::vector<std::pair<Block*, std::vector<std::pair<int64_t, uint64_t>>>> waiting_;
 };

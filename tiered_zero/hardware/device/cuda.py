@@ -6,13 +6,14 @@ torch's allocator splits its blocks. Where units and activations share them, a b
 for activations, the next unit finds none that is long enough, and more is reserved than planned. A private pool gives
 its blocks to units alone: what one leaves the next one takes, on the same stream, and where units are alike the pool
 reserves no more than the window of paged parameters. `storage.resize_()` allocates there as anywhere. Inside of such a
-block torch neither gives back what it has cached nor tries again, so the caller of `fill()` does.
+block torch neither gives back what it has cached nor tries again, so the caller of `fill()` does. Where an allocation
+outside of the pool finds no memory, it gets what idle units have left in the pool (`use_on_oom`).
 """
 
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, final
 
 import torch
@@ -32,6 +33,8 @@ class CudaAccelerator(StreamAccelerator):
     def __init__(self, device: torch.device, poison: bool = False) -> None:
         super().__init__(device, poison)
         self._unit_pool: torch.cuda.MemPool | None = None
+        self._has_pool = True
+        """False once the allocator has refused one."""
 
     def _current_stream(self) -> torch.Stream:
         return torch.cuda.current_stream(self.device)
@@ -42,10 +45,29 @@ class CudaAccelerator(StreamAccelerator):
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def unit_memory(self) -> AbstractContextManager[None]:
+        if self._unit_pool is None and self._has_pool:
+            self._open_pool()
         if self._unit_pool is None:
-            with torch.cuda.device(self.device):
-                self._unit_pool = torch.cuda.MemPool()
+            return nullcontext()
         return torch.cuda.use_mem_pool(self._unit_pool, self.device)
+
+    def _open_pool(self) -> None:
+        """Make the pool of units; log, once, why the allocator has none."""
+        backend = torch.cuda.memory.get_allocator_backend()
+        why = "" if backend == "native" else f"the allocator {backend} has no pools"
+        try:
+            if not why:
+                with torch.cuda.device(self.device):
+                    self._unit_pool = torch.cuda.MemPool(use_on_oom=True)
+        except RuntimeError as error:
+            why = str(error)
+        if why:
+            self._has_pool = False
+            logger.warning(
+                "paged units share the device allocator's blocks with activations, so more memory may be reserved than "
+                "planned: %s. Leave backend out of PYTORCH_CUDA_ALLOC_CONF",
+                why,
+            )
 
     def release_cached_memory(self) -> None:
         """Give back what units have left, too: a pool does so as its owner drops it. Units that have memory keep it."""
