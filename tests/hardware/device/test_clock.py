@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tiered_zero.hardware.device import clock as module
 from tiered_zero.hardware.device.clock import DeviceClock
 from tiered_zero.telemetry.spans import Recorder
 
@@ -67,3 +68,20 @@ def test_what_is_under_way_comes_with_the_next_step_and_a_failure_not_at_all(clo
     clock.add_spans()
     [second] = recorder.take_spans()
     assert (second.start_s, second.end_s) == (pytest.approx(100.0), pytest.approx(100.015))
+
+
+def test_a_span_that_a_lane_adds_while_another_is_looked_at_takes_nothing_away(clock, monkeypatch):
+    monkeypatch.setattr(module, "MAX_PENDING", 1)
+    clock, recorder, query = DeviceClock(torch.device("cuda")), Recorder(keep_spans=True), Event.query
+
+    def query_late(event):
+        monkeypatch.setattr(Event, "query", query)
+        with clock.span(recorder, "fetch", "fetch", "second"):
+            pass
+        return event.query()
+
+    with clock.span(recorder, "fetch", "fetch", "first"):
+        pass
+    monkeypatch.setattr(Event, "query", query_late)
+    clock.add_spans()
+    assert [span.name for span in recorder.take_spans()] == ["first", "second"]

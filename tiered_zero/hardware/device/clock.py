@@ -37,6 +37,8 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
+        self._first: _Pending | None = None
+        """Before those; taken out of them first, for a lane's append to a full deque drops the first there."""
         self._zero: torch.Event | None = None
         """An event that has come, at `_zero_s` of time.perf_counter()."""
         self._zero_s = 0.0
@@ -56,14 +58,17 @@ class DeviceClock:
 
         The zero follows them: torch gives milliseconds in fp32, which has no microseconds left after some minutes.
         """
-        if not self._pending:
+        if self._first is None and not self._pending:
             return
         if self._zero is None:
             self._zero = self._record()
             self._zero.synchronize()
             self._zero_s = time.perf_counter()
-        while self._pending and self._pending[0].end.query():
-            span = self._pending.popleft()
+        while self._first is not None or self._pending:
+            span = self._first = self._first or self._pending.popleft()
+            if not span.end.query():
+                return
+            self._first = None
             end_s = self._zero_s + self._zero.elapsed_time(span.end) / 1e3
             start_s = end_s - span.start.elapsed_time(span.end) / 1e3
             span.recorder.add(span.lane, span.kind, span.name, start_s, end_s, span.nbytes)
