@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -18,6 +19,8 @@ from tiered_zero.hardware.ranks.collective_transfer import DeviceCollective, Wai
 from tiered_zero.hardware.ranks.device_watch import DeviceWatch
 from tiered_zero.hardware.ranks.rank_failures import CollectiveCall
 from tiered_zero.hardware.ranks.rank_order import add_in_order, split_rows
+
+logger = logging.getLogger("tiered_zero")
 
 BACKSTOP_S = 60.0
 """A backend that watches its collectives itself, and may end the process, does so that much later than the watch."""
@@ -160,9 +163,11 @@ class DeviceCollectives:
 
     def abort(self) -> None:
         """Free whatever hangs in the groups, on this rank. No collective is begun any more. Any thread; idempotent."""
-        for group in tuple(self._groups.values()):
-            with suppress(Exception):
+        for name, group in tuple(self._groups.items()):
+            try:
                 group.abort()
+            except Exception:
+                logger.exception("ending the group of %s failed: what hangs in it may go on", name)
 
     def close(self) -> None:
         """End the watch and the groups. Idempotent."""
