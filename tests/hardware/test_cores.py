@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered_zero.hardware.cores import bind_to_share, gpu_node, pci_node, place_of, share_of
+from tiered_zero.hardware import cores
+from tiered_zero.hardware.cores import bind_to_share, gpu_node, near_cpus, pci_node, place_of, share_of
 
 
 def two_sockets(num_cores: int) -> dict[int, tuple[int, int, int]]:
@@ -58,6 +59,21 @@ def test_places_and_nodes_are_what_the_system_says(tmp_path: Path) -> None:
         (device / "numa_node").write_text(text)
     assert [pci_node(f"0000:{bus}:00.0", tmp_path) for bus in ("3b", "3c", "3d")] == [1, None, None]
     assert gpu_node(torch.device("cpu"), tmp_path) is None
+
+
+def test_processors_near_a_gpu_are_those_of_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    for cpu, node in enumerate((0, 0, 1, 1)):
+        (tmp_path / f"devices/system/cpu/cpu{cpu}/node{node}").mkdir(parents=True)
+    for own, node, expected in (
+        ({0, 1, 2, 3}, 1, {2, 3}),
+        ({2, 3}, 1, set()),
+        ({0, 1}, 1, set()),
+        ({0, 2}, None, set()),
+    ):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, own=own: own, raising=False)
+        monkeypatch.setattr(cores, "gpu_node", lambda device, system, node=node: node)
+        assert near_cpus(cuda, tmp_path) == expected
 
 
 class OtherRanks:

@@ -82,6 +82,16 @@ def gpu_node(device: torch.device, system: Path = SYSTEM) -> int | None:
     return pci_node(f"{domain:04x}:{bus:02x}:{slot:02x}.0", system)  # torch does not name all three everywhere
 
 
+def near_cpus(device: torch.device, system: Path = SYSTEM) -> set[int]:
+    """Return the processors of this process on the NUMA node of an accelerator: host memory that they touch first lies
+    near it. None where the system does not say, and where all or none of them are."""
+    if (node := gpu_node(device, system)) is None or not hasattr(os, "sched_getaffinity"):
+        return set()
+    cpus = os.sched_getaffinity(0)
+    near = {cpu for cpu in cpus if place_of(cpu, system)[0] == node}
+    return near if near < cpus else set()
+
+
 def pci_node(address: str, system: Path = SYSTEM) -> int | None:
     """Return the NUMA node of the PCI device at `address` ("0000:3b:00.0"); None where the system does not say."""
     node = _number(read_text(system / "bus/pci/devices" / address / "numa_node"))

@@ -280,3 +280,14 @@ for _ in range(30):
     del large
 print(mallinfo2().arena - before)
 """
+
+
+def test_pinned_memory_is_touched_near_the_device(monkeypatch, ledger):
+    touched = []
+    monkeypatch.setattr(host_memory, "near_cpus", lambda device: {3})
+    monkeypatch.setattr(host_memory, "touch_pages", lambda address, nbytes, threads, cpus: touched.append(cpus))
+    arena = HostArena(16 * PAGE_NBYTES, Pinning(MIB), pin=True, ledger=ledger)
+    arena.take(PAGE_NBYTES, "param")
+    arena.take(PAGE_NBYTES, "state")
+    assert touched == [{3}], "the CPU updates state where it rests"
+    arena.close()

@@ -11,6 +11,7 @@ from typing import final
 import torch
 
 from tiered_zero.errors import BudgetError
+from tiered_zero.hardware.cores import near_cpus
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.layout.extents import ExtentMap
 from tiered_zero.native.update import available_cpus
@@ -98,6 +99,7 @@ class HostArena:
         mapping = map_memory(self.capacity_nbytes, "MADV_DONTFORK", "MADV_HUGEPAGE")
         self._memory, self._tensor = memoryview(mapping), torch.frombuffer(mapping, dtype=torch.uint8)
         self._pin = pin
+        self._near_cpus = near_cpus(accelerator.device) if pin else set()
         self._pinned: dict[int, int] = {}
         """Offset -> bytes of each slot that is pinned."""
         self.poison(self._tensor)
@@ -127,7 +129,7 @@ class HostArena:
             slot = HostSlot(offset=offset, nbytes=size, kind=kind, tensor=tensor, memory=memory, _arena=self)
             self._taken[offset] = slot
             if self._pin and kind not in UNPINNED_KINDS:
-                touch_pages(tensor.data_ptr(), size, available_cpus())
+                touch_pages(tensor.data_ptr(), size, available_cpus(), self._near_cpus)
                 if self._accelerator.pin(tensor.data_ptr(), size):
                     self._pinned[offset] = size
         return slot
