@@ -13,7 +13,6 @@ import pytest
 from click.testing import CliRunner
 
 from tiered_zero.cli import doctor as module
-from tiered_zero.cli.doctor import BAD, GOOD, POOR
 from tiered_zero.cli.main import main
 from tiered_zero.errors import TransferError
 from tiered_zero.hardware import probe
@@ -21,6 +20,7 @@ from tiered_zero.io.disk_engine import DiskEngine
 from tiered_zero.io.disk_file import DiskFile
 from tiered_zero.native import LIBRARY_DIR_VARIABLE
 from tiered_zero.sizes import GIB
+from tiered_zero.system.finding import BAD, GOOD, POOR
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
@@ -124,3 +124,10 @@ def test_without_torch_the_rest_is_reported(swap_path: Path, tmp_path: Path) -> 
     found = {finding["name"]: finding for finding in json.loads(shown.stdout)["findings"]}
     assert found["torch"]["found"] == "cannot be imported: libcudart.so is missing" and found["torch"]["fix"]
     assert found["engine threads"]["state"] in (GOOD, POOR)
+
+
+@pytest.mark.skipif(bool(probe.accelerator_names()), reason="this machine has an accelerator")
+def test_a_machine_without_an_accelerator_has_one_line() -> None:
+    result = CliRunner().invoke(main, ["doctor", "--device"])
+    assert result.exit_code == 1 and len(result.stdout.splitlines()) == 1
+    assert "torch finds no accelerator" in result.stdout and "fix: " in result.stdout

@@ -203,6 +203,7 @@ def _replace_functions(library: ctypes.CDLL) -> None:
         "get_device_properties": properties,
         "get_device_name": lambda device=None: properties(device).name,
         "get_device_capability": lambda device=None: (9, 0),
+        "get_arch_list": lambda: ["sm_90"],
         "default_generators": tuple(torch.Generator(f"cuda:{index}") for index in range(NUM_DEVICES)),
     }
     for name, value in replaced.items():

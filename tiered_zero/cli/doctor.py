@@ -1,64 +1,65 @@
-"""`tiered-zero doctor [DIR]`: what works on this machine and in DIR, what does not and why, and how to mend it."""
+"""`tiered-zero doctor [DIR]`: what works on this machine and in DIR, what does not and why, and how to mend it.
+`--device` does the same for the accelerator (device_check.py)."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
-import mmap
 import os
 import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 from rich.text import Text
 
 from tiered_zero.cli.console import STDOUT
+from tiered_zero.cli.options import parse_bytes
 from tiered_zero.errors import ConfigError, TieredZeroError
 from tiered_zero.io.preflight import filesystem_type, filesystem_warnings, preflight_directory
 from tiered_zero.io.select import ENGINES, Selection, select_engine
 from tiered_zero.native import find_library, why_missing
 from tiered_zero.native.update import UpdateKernel, available_cpus
 from tiered_zero.sizes import GIB, MIB, format_nbytes
+from tiered_zero.system.finding import BAD, GOOD, POOR, Finding
 
-GOOD, POOR, BAD = "ok", "slow", "off"
 _STYLES = {GOOD: "green", POOR: "yellow", BAD: "red"}
 _PIN_TRIAL_NBYTES = 64 * MIB
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line. `state`: "ok", "slow" (works, but not at full speed) or "off". `fix`: what to do; "" for nothing."""
-
-    name: str
-    state: str
-    found: str
-    fix: str = ""
 
 
 @click.command("doctor")
 @click.argument("directory", type=click.Path(path_type=Path), default=Path("."))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
+@click.option("--device", "on_device", is_flag=True, help="Check the accelerator instead, in about 30 s.")
+@click.option("--pin", callback=parse_bytes, default="1GiB", metavar="64GiB", help="With --device: bytes to be pinned.")
 @click.pass_context
-def doctor(ctx: click.Context, directory: Path, as_json: bool) -> None:
+def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, pin: int) -> None:
     """Say what works on this machine and in DIRECTORY (where nvme_path would point), and how to mend the rest.
 
-    Writes and removes small files there. The exit code is 1 where DIRECTORY cannot be used, and 0 otherwise.
+    Writes and removes small files there. The exit code is 1 where DIRECTORY cannot be used; with --device where
+    something is off; and 0 otherwise.
     """
     logging.getLogger("tiered_zero").setLevel(logging.ERROR)
-    findings = [*examine(directory)]
-    if as_json:
-        click.echo(json.dumps({"directory": str(directory), "findings": [asdict(finding) for finding in findings]}))
-    else:
-        for finding in findings:
+    findings = []
+    for finding in _examine_device(pin) if on_device else examine(directory):
+        findings.append(finding)
+        if not as_json:
             line = Text.assemble((f"{finding.state:<5}", _STYLES[finding.state]), f"{finding.name:<19}{finding.found}")
             STDOUT.print(line.append(f"; fix: {finding.fix}" if finding.fix else ""), soft_wrap=True)
-    if any(finding.name == "directory" for finding in findings):  # the one question that the user has asked by name
+    if as_json:
+        click.echo(json.dumps({"directory": str(directory), "findings": [asdict(finding) for finding in findings]}))
+    asked = [finding for finding in findings if finding.name == "directory" or (on_device and finding.state == BAD)]
+    if asked:  # the one question that the user has asked by name
         ctx.exit(1)
+
+
+def _examine_device(pinned_nbytes: int) -> Iterator[Finding]:
+    from tiered_zero.cli.device_check import examine_device
+
+    return examine_device(pinned_nbytes)
 
 
 def examine(directory: Path) -> Iterator[Finding]:
@@ -207,20 +208,14 @@ def _torch() -> Iterator[Finding]:
 
 
 def _pinning() -> Iterator[Finding]:
+    from tiered_zero.hardware.check import check_pinning
     from tiered_zero.hardware.device.select import build_accelerator
 
     accelerator = build_accelerator()
     try:
         if accelerator.name == "cpu":
             yield Finding("pinned memory", GOOD, "not needed: the device is the CPU")
-            return
-        block = mmap.mmap(-1, _PIN_TRIAL_NBYTES)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(block))
-        if accelerator.pin(address, _PIN_TRIAL_NBYTES):
-            accelerator.unpin(address)
-            yield Finding("pinned memory", GOOD, f"{format_nbytes(_PIN_TRIAL_NBYTES)} could be pinned")
         else:
-            found = f"{format_nbytes(_PIN_TRIAL_NBYTES)} could not be pinned: copies do not overlap"
-            yield Finding("pinned memory", POOR, found, "see the driver's log; under WSL raise its memory limit")
+            yield check_pinning(accelerator, _PIN_TRIAL_NBYTES)
     finally:
         accelerator.close()

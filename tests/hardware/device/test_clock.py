@@ -70,7 +70,7 @@ def test_what_is_under_way_comes_with_the_next_step_and_a_failure_not_at_all(clo
     assert (second.start_s, second.end_s) == (pytest.approx(100.0), pytest.approx(100.015))
 
 
-def test_a_span_that_a_lane_adds_while_another_is_looked_at_takes_nothing_away(clock, monkeypatch):
+def test_a_span_that_a_lane_adds_while_another_is_looked_at_drops_none(clock, monkeypatch):
     monkeypatch.setattr(module, "MAX_PENDING", 1)
     clock, recorder, query = DeviceClock(torch.device("cuda")), Recorder(keep_spans=True), Event.query
 

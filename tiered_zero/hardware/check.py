@@ -1,0 +1,234 @@
+"""Checks of a device for `tiered-zero doctor --device`: each takes an open accelerator and returns one finding.
+
+They go through lanes, pinned memory and events as a run does. Main thread; they raise what torch raises.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tiered_zero.concurrency.transfer import Transfer
+from tiered_zero.hardware.cores import gpu_node
+from tiered_zero.hardware.device.accelerator import Accelerator
+from tiered_zero.hardware.memory.host_memory import HostArena
+from tiered_zero.hardware.probe import PROC, SYSTEM, available_host_nbytes
+from tiered_zero.hardware.ranks.backends import device_backend
+from tiered_zero.sizes import MIB, format_nbytes
+from tiered_zero.system.cgroups import read_text
+from tiered_zero.system.finding import BAD, GOOD, POOR, Finding
+from tiered_zero.telemetry.ledger import Ledger
+
+COPY_NBYTES = 256 * MIB
+NUM_COPIES = 4
+SIDE = 4096
+"""Of the matrices that are multiplied."""
+
+BUSY_S = 0.1
+"""How long the device computes while a thread waits for it."""
+
+COLLECTIVE_LIMIT_S = 10.0
+Launch = Callable[[], Transfer]
+_ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def check_memory(accelerator: Accelerator) -> Finding:
+    free, total = torch.accelerator.get_memory_info(accelerator.device)
+    found = f"{format_nbytes(free)} of {format_nbytes(total)} free"
+    fix = "" if free > 0.9 * total else "stop what else uses the device (nvidia-smi)"
+    return Finding("device memory", POOR if fix else GOOD, found, fix)
+
+
+def check_kernel(accelerator: Accelerator) -> Finding:
+    """Launch a kernel, whose architecture this torch may not have."""
+    device, built = accelerator.device, f"torch {torch.__version__}"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        built = f"sm_{major}{minor}, {built} for {' '.join(torch.cuda.get_arch_list()) or 'what it does not say'}"
+    try:
+        float((torch.ones(1024, device=device) * 2).sum())
+    except RuntimeError as error:
+        found = f"does not run ({built}): {str(error).partition(chr(10))[0]}"
+        return Finding("kernel", BAD, found, "install a torch built for this device, and a driver new enough for it")
+    return Finding("kernel", GOOD, f"runs ({built})")
+
+
+def check_copies(accelerator: Accelerator) -> Finding:
+    """Measure copies by direction, of pinned and of pageable memory."""
+    rates, fix = {}, ""
+    for pins in (True, False):
+        with _buffers(accelerator, pins) as (up, down):
+            up_s, down_s, both_s = (_seconds(accelerator, *each) for each in ([up], [down], [up, down]))
+        to, from_, both = (NUM_COPIES * COPY_NBYTES / seconds / 1e9 for seconds in (up_s, down_s, both_s / 2))
+        rates[pins] = f"{to:.3g} to the device, {from_:.3g} from it, {both:.3g} both at once"
+        if pins and both_s > 0.85 * (up_s + down_s):
+            fix = "see pinned memory; look at what else uses the link, and at its width (nvidia-smi -q)"
+    found = f"GB/s pinned: {rates[True]}; pageable: {rates[False]}"
+    return Finding("copies", POOR if fix else GOOD, found, fix)
+
+
+def check_overlap(accelerator: Accelerator) -> Finding:
+    """Measure how much of a copy runs beside products of matrices."""
+    with _buffers(accelerator) as (up, _):
+        copy_s = _seconds(accelerator, up)
+        products, products_s = _products(accelerator, copy_s)
+        hidden = (copy_s + products_s - _seconds(accelerator, up, products)) / min(copy_s, products_s)
+    found = f"{max(0.0, min(1.0, hidden)):.0%} of a copy runs beside a product"
+    fix = "" if hidden > 0.5 else "see copies and pinned memory; until then a step takes the sum of compute and copies"
+    return Finding("overlap", POOR if fix else GOOD, found, fix)
+
+
+def check_sleep(accelerator: Accelerator) -> Finding:
+    """Measure the CPU time of a thread that waits for the device."""
+    products, _ = _products(accelerator, BUSY_S)
+    transfer = products()
+    began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+    transfer.wait()
+    share = (time.thread_time() - began_cpu_s) / max(time.perf_counter() - began_s, 1e-9)
+    found = f"a thread that waits for the device takes {share:.0%} of a core"
+    fix = "" if share < 0.5 else "give the process a core more: the update has one less while the device is waited for"
+    return Finding("waits", POOR if fix else GOOD, found, fix)
+
+
+def check_allocator(accelerator: Accelerator) -> Finding:
+    """Name torch's allocator, and see whether the pool of units returns its memory."""
+    device = accelerator.device
+    backend = torch.cuda.memory.get_allocator_backend() if device.type == "cuda" else device.type
+    conf = next((f"{name}={os.environ[name]}" for name in _ALLOC_CONF if name in os.environ), "no PYTORCH_ALLOC_CONF")
+    before = torch.accelerator.memory_reserved(device)
+    with accelerator.unit_memory():
+        block = torch.empty(COPY_NBYTES, dtype=torch.uint8, device=device)
+    del block
+    accelerator.release_cached_memory()
+    kept = torch.accelerator.memory_reserved(device) - before
+    fix = "" if kept <= 0 else "leave PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF unset"
+    if device.type == "cuda" and backend != "native":
+        fix = "leave backend out of PYTORCH_CUDA_ALLOC_CONF: units have a pool of their own in the native allocator"
+    found = f"{backend}, {conf}; of {format_nbytes(COPY_NBYTES)} for units {format_nbytes(max(0, kept))} are kept"
+    return Finding("allocator", POOR if fix else GOOD, found, fix)
+
+
+def check_pinning(accelerator: Accelerator, nbytes: int) -> Finding:
+    """Pin `nbytes`, what a plan calls host memory, and time it."""
+    if nbytes > (available := available_host_nbytes()):
+        found = f"{format_nbytes(nbytes)} asked for, {format_nbytes(available)} of host memory may be taken"
+        return Finding("pinned memory", BAD, found, "lower tiered_zero.host_memory_limit")
+    began_s = time.perf_counter()
+    with _arena(accelerator, nbytes) as arena:
+        arena.take(nbytes, "param")
+        seconds, pinned = time.perf_counter() - began_s, arena.pinned_nbytes
+    found = f"{format_nbytes(pinned and nbytes)} of {format_nbytes(nbytes)} pinned in {seconds:.2f} s"
+    fix = "" if pinned else "see the driver's log; raise the container's limits; under WSL its memory limit"
+    return Finding("pinned memory", POOR if fix else GOOD, found, fix)
+
+
+def check_numa(accelerator: Accelerator, system: Path = SYSTEM, proc: Path = PROC) -> Finding:
+    """Compare the NUMA node of the device with that of pinned pages."""
+    node, num_nodes = gpu_node(accelerator.device, system), len([*system.glob("devices/system/node/node[0-9]*")])
+    if node is None or num_nodes < 2:
+        return Finding("NUMA", GOOD, f"nodes: {num_nodes}; the device's: {'not said' if node is None else node}")
+    with _arena(accelerator, COPY_NBYTES) as arena:
+        memory = arena.take(COPY_NBYTES, "param").tensor
+        memory.zero_()  # pages that are not pinned are touched now
+        pages = node_pages(memory.data_ptr(), proc)
+    near = pages.get(node, 0) / max(1, sum(pages.values()))
+    fix = "" if near > 0.9 else f"numactl --cpunodebind={node} --preferred={node}"
+    return Finding("NUMA", POOR if fix else GOOD, f"device on node {node}; {near:.0%} of pinned pages are there", fix)
+
+
+def node_pages(address: int, proc: Path = PROC) -> dict[int, int]:
+    """Count the pages of each NUMA node in the mapping of this process that holds `address`."""
+    maps = [line.split() for line in read_text(proc / "self/numa_maps").splitlines()]
+    below = [words for words in maps if int(words[0], 16) <= address]
+    words = max(below, key=lambda words: int(words[0], 16), default=[])
+    return {int(node): int(count) for node, count in re.findall(r"\bN(\d+)=(\d+)", " ".join(words))}
+
+
+def check_collectives(accelerator: Accelerator) -> Finding:
+    """Reduce over a group of this process alone, which connects as a group of several does. In a thread, for a call
+    that hangs cannot be ended."""
+    device, ended = accelerator.device, list[str]()
+
+    def reduce() -> None:
+        try:
+            torch.accelerator.set_device_index(device)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(device_backend(device), store=store, rank=0, world_size=1)
+            ones = torch.ones(4, device=device)
+            dist.all_reduce(ones)
+            total = float(ones.sum())
+            ended.append("" if total == 4 else f"expected a sum of 4, found {total}")
+            dist.destroy_process_group()
+        except Exception as error:
+            ended.append(f"{type(error).__name__}: {error}".splitlines()[0])
+
+    thread = threading.Thread(target=reduce, daemon=True)
+    thread.start()
+    thread.join(COLLECTIVE_LIMIT_S)
+    if why := ended[0] if ended else f"no end within {COLLECTIVE_LIMIT_S:.0f} s":
+        return Finding("collectives", POOR, why, "start one process; NCCL_DEBUG=INFO says more")
+    return Finding("collectives", GOOD, "an all-reduce of one process ends")
+
+
+@contextmanager
+def _arena(accelerator: Accelerator, nbytes: int, pins: bool = True) -> Iterator[HostArena]:
+    arena = HostArena(nbytes, accelerator, pin=pins, ledger=Ledger())
+    try:
+        yield arena
+    finally:
+        accelerator.synchronize()
+        arena.close()
+
+
+@contextmanager
+def _buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[Launch, Launch]]:
+    """Yield what launches copies of host memory to the device, and from it."""
+    with _arena(accelerator, 2 * COPY_NBYTES, pins) as arena:
+        host = [arena.take(COPY_NBYTES, "param").tensor.fill_(0) for _ in range(2)]
+        on_device = [torch.zeros(COPY_NBYTES, dtype=torch.uint8, device=accelerator.device) for _ in range(2)]
+
+        def launch(lane: str, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+            def copy() -> None:
+                for _ in range(NUM_COPIES):
+                    accelerator.copy(target, source)
+
+            return accelerator.lane(lane).submit(copy)
+
+        up = partial(launch, "fetch", on_device[0], host[0])
+        down = partial(launch, "reduce", host[1], on_device[1])
+        _seconds(accelerator, up, down)  # the first copies open what later ones find open
+        yield up, down
+
+
+def _products(accelerator: Accelerator, seconds: float) -> tuple[Launch, float]:
+    """Return what launches products of about `seconds`, and how long they take."""
+    square = torch.ones(SIDE, SIDE, device=accelerator.device)
+
+    def launch(number: int = 1) -> Transfer:
+        for _ in range(number):
+            square @ square
+        return accelerator.record_compute()
+
+    launch().wait()
+    number = math.ceil(seconds / _seconds(accelerator, launch))
+    products = partial(launch, number)
+    return products, _seconds(accelerator, products)
+
+
+def _seconds(accelerator: Accelerator, *launches: Launch) -> float:
+    """Time work from its launch to its end."""
+    accelerator.synchronize()
+    began_s = time.perf_counter()
+    for transfer in [launch() for launch in launches]:
+        transfer.wait()
+    return time.perf_counter() - began_s
