@@ -16,5 +16,6 @@ No entry point depends on the recorded order of use; prefetching does (`Schedule
 
 [Note: Casts of weights]
 torch.autocast caches a 16-bit copy of every weight that it casts until its outermost block ends: 2 bytes a parameter,
-in no plan. So that cache is off while a module runs (`Pager.enter_frame`), and as it was after it.
+in no plan. Where autograd saves such copies for backward the cache adds nothing, and shares them between uses of a
+weight. Where it does not (evaluation, checkpoints) the cache is cleared as a module with offloaded units ends.
 """

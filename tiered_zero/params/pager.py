@@ -21,7 +21,7 @@ from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.param_changes import ParamChanges
 from tiered_zero.params.param_handlers import FaultHandler
-from tiered_zero.params.saved_views import SavedViews, TensorMover, changed_weights
+from tiered_zero.params.saved_views import SavedViews, TensorMover, changed_weights, is_discarding
 from tiered_zero.params.state_dict import ParamCopies
 from tiered_zero.params.unit_cache import UnitCache
 from tiered_zero.params.unit_state import Frame, PagedUnit, UnitState, UnitTable, WeightState
@@ -177,8 +177,7 @@ class Pager:
         if is_outermost or self.frames[-1].thread != thread:  # else this thread is inside
             self.driver.check("A module's forward")
         self.num_uses += 1
-        self.frames.append(frame := Frame(thread=thread, caches_casts=torch.is_autocast_cache_enabled()))
-        torch.set_autocast_cache_enabled(False)
+        self.frames.append(frame := Frame(thread=thread))
         if is_outermost:
             self.copies.end()  # of a state_dict that its own hooks broke off
             self.changes.refuse()
@@ -195,9 +194,10 @@ class Pager:
         if not self.frames or self.frames[-1].thread != threading.get_ident():
             return False
         frame = self.frames.pop()
-        torch.set_autocast_cache_enabled(frame.caches_casts)
         if frame.is_inside_hooks:
             self.saved_views.end_inside()
+        if (frame.discards or is_discarding()) and not all(paged.is_resident for paged in frame.held):
+            torch.clear_autocast_cache()  # [Note: Casts of weights]
         for paged in frame.held:
             self._release(paged, frame.pass_name)
         if frame.faulted:
@@ -289,8 +289,6 @@ class Pager:
     def abort(self) -> None:
         """End every frame, evict units without users, and count anew: no module runs any more. What a transfer still
         fetches is left to it, as if it were prefetched."""
-        if self.frames and self.frames[0].thread == threading.get_ident():
-            torch.set_autocast_cache_enabled(self.frames[0].caches_casts)
         self.frames.clear()
         self.loading.clear()
         self.copies.end()
