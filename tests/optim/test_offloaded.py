@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,20 @@ def test_what_a_loop_changes_between_steps_is_seen(offload: dict[str, Any]) -> N
                 own.zero_grad(set_to_none=step > 3)
             assert_same(plain, ours)
         assert_same_state(pairs[0][1].state_dict(), optimizer.state_dict())
+
+
+def test_an_empty_state_starts_all_parameters_anew(offload: dict[str, Any]) -> None:
+    plain, ours = models()
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    with OffloadedOptimizer(ours.parameters(), torch.optim.AdamW, offload, lr=1e-2) as optimizer:
+        for step in range(6):
+            for net, own in ((plain, reference), (ours, optimizer)):
+                if step == 3:
+                    own.state = defaultdict(dict)
+                backward(net, step)
+                own.step()
+                own.zero_grad()
+        assert_same(plain, ours)
 
 
 class Largest(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -287,6 +288,9 @@ def test_the_state_mapping_names_who_has_state_and_hands_none_out(swap_path: Pat
             lambda: state.__setitem__(model.norm.weight, {}),
             lambda: state.__delitem__(model.norm.weight),
             state.clear,
+            lambda: state.pop(model.norm.weight),
+            lambda: state.pop(model.norm.weight, None),
+            lambda: state.update({}),
         ):
             with pytest.raises(ModelError, match=r"state_dict\(\) or read_state"):
                 reach()
@@ -332,33 +336,23 @@ def test_a_broken_transfer_while_state_is_loaded_stops_training(
     engine.close()
 
 
-def test_distributed_checkpoint_reads_and_writes_it(swap_path: Path) -> None:
-    from torch.distributed.checkpoint import state_dict as dcp
-
-    def build_plain() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-    def adam(model: nn.Module) -> Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=0.01)
-
-    def step(trainer: Any, number: int) -> None:
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
-        trainer.backward(trainer(x).square().mean())
-        trainer.step()
-
-    plain = Plain(build_plain(), adam)
-    with tiered(build_plain(), swap_path, ("cpu", "cpu"), adam) as engine:
-        for number in range(3):
-            step(plain, number)
-        expected = dcp.get_optimizer_state_dict(plain.module, plain.optimizer)
-        assert dcp.get_optimizer_state_dict(engine.module, engine.optimizer)["state"] == {}
-        engine.module.load_state_dict(plain.module.state_dict())
-        dcp.set_optimizer_state_dict(engine.module, engine.optimizer, expected)
-        found = dcp.get_optimizer_state_dict(engine.module, engine.optimizer)
-        assert expected["param_groups"] == found["param_groups"]
-        for name, values in expected["state"].items():
-            assert all(same_bits(value, found["state"][name][key]) for key, value in values.items())
-        step(plain, 3)
-        step(engine, 3)
-        assert_same_weights(plain.module, engine.module)
+@pytest.mark.parametrize("reset", ["handle", "own"])
+@pytest.mark.parametrize("placement", [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+def test_an_empty_state_starts_all_parameters_anew(placement: tuple[str, str], reset: str, swap_path: Path) -> None:
+    """As code does that restarts training: of the optimizer passed in, and of the one returned."""
+    plain, model = Plain(build(), MAKERS["AdamW"]), build()
+    own = MAKERS["AdamW"](model)
+    with tiered(model, swap_path, placement, lambda _: own) as engine:
+        assert run(plain, 0) == run(engine, 0)
+        for optimizer in (plain.optimizer, engine.optimizer if reset == "handle" else own):
+            optimizer.state = defaultdict(dict)
+        assert own.state is engine.optimizer.state or reset == "own"
+        assert run(plain, 3) == run(engine, 3)
+        own.state = {}
+        assert not own.state_dict()["state"] and not engine.optimizer.state
+        run(engine, 6)
+        for optimizer in (own, engine.optimizer):
+            with pytest.raises(ModelError, match=r"optimizer\.state = \{\}"):
+                optimizer.state = {model.norm.weight: {}}
+                engine.step()
+        assert own.state is engine.optimizer.state and len(own.state) > 0

@@ -165,6 +165,7 @@ class TrainStep:
         self.recovery.recover()
         try:
             self.policy.check()
+            self._groups.take_reset()
             if trains:
                 self._groups.check()
             self.runtime.accelerator.check_compute()
@@ -247,6 +248,8 @@ class TrainStep:
         refer to this object, and would keep them and the engine from being garbage. Returns whether it was a boundary.
         """
         self.check(trains=True)
+        if self._creates_state(optimizer):
+            return False
         if self.counts.is_boundary():
             self.scope.check_parameters()
         with self.recovery.call(Phase.STEP):
@@ -269,6 +272,22 @@ class TrainStep:
                 activations=self._activations.take_counts() if self._activations is not None else {},
             )
         return boundary
+
+    def _creates_state(self, optimizer: TieredOptimizer) -> bool:
+        """Create state, and return True, where this is the step by which torch.distributed.checkpoint wants it created:
+        there is none, and no backward; every lr is 0, and so is each gradient, which the program has assigned. It
+        leaves what the same step of the plain optimizer leaves, and counts as no step."""
+        counts = self.counts
+        if counts.num_backwards or self.arrivals.has_noticed or counts.is_accumulating or optimizer.state:
+            return False
+        if any(group.get("lr") for group in optimizer.param_groups):
+            return False
+        found = self.gradients.param_grads.assigned()
+        if not found or any(grad.any() for grad in found.values()):
+            return False
+        with self.failures.surfacing():
+            optimizer.create_state(found)
+        return True
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Return every rank's `data`, in rank order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import final
 
 import torch
@@ -55,7 +56,8 @@ class ParamGrads:
         index = entry.param.index
         if value is None and index not in gradients.present:
             return
-        self._refuse_if_hidden(entry)
+        if self._hidden is not None and any(each.present - each.assigned or each.waiting for each in self._units()):
+            self._refuse_if_hidden(entry)
         if value is None:
             gradients.remove(entry)
             return
@@ -81,13 +83,25 @@ class ParamGrads:
         a backward was running."""
         for param, grad in self.take_unstored():
             self.assign(param, grad)
-        for gradients in self._homes.units.values():
+        for gradients in self._units():
             if gradients.shown:
                 self.store_shown(gradients)
+
+    def assigned(self) -> dict[nn.Parameter, torch.Tensor]:
+        """List the gradients that users have assigned and that are not at their homes yet."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = {param: GRAD_SLOT.__get__(param) for param in self._homes.places}
+        for param, (gradients, entry) in self._homes.places.items():
+            if (index := entry.param.index) in gradients.assigned:
+                found[param] = gradients.shown[index]
+        return {param: grad for param, grad in found.items() if grad is not None}
 
     def store_shown(self, gradients: UnitGradients) -> None:
         """Copy home the gradients of a unit that users assigned, and those that they changed of which they have
         copies."""
+        for entry in gradients.unit.entries if self._hidden is not None else ():
+            if entry.param.index in gradients.assigned:
+                self._refuse_if_hidden(entry)
         scale = self._overflow.loss_scale
         if scale == 1.0 and gradients.paged is None:
             gradients.store_assigned()
@@ -106,6 +120,9 @@ class ParamGrads:
                     GRAD_SLOT.__set__(param, None)
                     found.append((param, grad))
         return found
+
+    def _units(self) -> Collection[UnitGradients]:
+        return self._homes.units.values()
 
     def _refuse_if_hidden(self, entry: FlatEntry) -> None:
         if self._hidden is not None:

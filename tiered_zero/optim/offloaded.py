@@ -171,7 +171,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         fit."""
         self._current()
         with StateFiles(Path(directory), self.param_groups) as files:
-            self._access.replace(files, files.groups)
+            self.state.replace(files, files.groups)
             replace_values(self.param_groups, files.groups)
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -222,10 +222,8 @@ class OffloadedOptimizer(TierStateOptimizer):
             pipeline.resources.close()
             raise
         self._pipeline = pipeline
-        access = StateAccess(pipeline.state, pipeline.policy, self.param_groups)
+        self.state = access = StateAccess(pipeline.state, pipeline.policy, self.param_groups)
         pipeline.resources.add("state", access.close)
-        self._access = access
-        self.state = access  # type: ignore[assignment]
         if former is not None:
             self._end.detach()
             former.resources.close()

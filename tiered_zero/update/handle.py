@@ -58,6 +58,13 @@ class TieredOptimizer(TierStateOptimizer):
         for name in _HOOKS:
             setattr(self, name, getattr(source, name))
 
+    def take_reset(self) -> None:
+        """Start the state anew where the program has set `state` of its own optimizer to an empty mapping."""
+        given = self._source.state
+        if given is not self._access and isinstance(self._access, StateAccess):
+            self._source.state = self._access  # type: ignore[assignment]
+            self.state = given
+
     @property
     def loss_scale(self) -> float:
         """Return what `backward` multiplies the loss by: of fp16, else 1."""
@@ -75,9 +82,8 @@ class TieredOptimizer(TierStateOptimizer):
         """Send calls to `engine` once the run is built, read and write state on its tiers, and redirect calls of the
         user's own optimizer here. `at_end` registers the acts that end that, each before what it ends begins."""
         self._engine = engine
-        access = self._access = StateAccess(state, policy, self.param_groups)
+        self.state = access = StateAccess(state, policy, self.param_groups)
         at_end(access.close)
-        self.state = access  # type: ignore[assignment]
         _redirect(self._source, self, at_end)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -138,7 +144,7 @@ class TieredOptimizer(TierStateOptimizer):
     def checked_group_options(self, options: Any) -> list[dict[str, Any]]:
         """Complete `options`, which are untrusted. Raises ModelError where the class cannot step with them."""
         completed = self._completed_options(options)
-        self._access.check_groups(completed)
+        self.state.check_groups(completed)
         return completed
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
@@ -210,6 +216,12 @@ class ParamGroupWatch:
             {name: _describe(group[name]) for name in self._names if isinstance(group.get(name), _VALUES)}
             for group in self._groups
         ]
+
+    def take_reset(self) -> None:
+        """Start the state anew where the program has set `state` of its own optimizer to an empty mapping."""
+        for ref in self._optimizers[:1]:
+            if isinstance(handle := ref(), TieredOptimizer):
+                handle.take_reset()
 
     def check(self) -> None:
         """Raise ModelError where the list, the parameters of a group or its choice of code were changed."""
@@ -294,6 +306,7 @@ def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[...,
         handle = owner()
         if handle is None:
             raise ModelError(f"The engine that trains with this optimizer is gone; {name}() has nothing to act on.")
+        handle.take_reset()
         return getattr(handle, name)(*args, **kwargs)
 
     call._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers need not wrap it to see its steps

@@ -56,6 +56,10 @@ class OptimizerState:
         stepped = self._view.scalars.stepped(layout)
         return stepped if only is None else [piece for piece in stepped if self._params[piece.param.name] is only]
 
+    def names_of(self, params: Collection[nn.Parameter]) -> frozenset[str]:
+        """Return the names of `params`."""
+        return frozenset(name for name, param in self._params.items() if param in params)
+
     def is_stepped(self, param: nn.Parameter) -> bool:
         """Whether a parameter has state on any rank. Every rank calls it."""
         return any(self.shards.each("optimizer state is set", lambda: any(own is param for own in self.stepped())))

@@ -18,6 +18,7 @@ from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.update.eager import EagerUpdate, UpdateJob
+from tiered_zero.update.places import GradientSource
 from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.update.stepper import StreamingStepper
 
@@ -237,6 +238,9 @@ class DelayedPolicy(UpdatePolicy):
         self._exact.guard.begin_back_update()
         self._is_unpublished = True
         self._exact.run_behind(partial(self._step, job), after=[job.after])
+
+    def update_now(self, gradients: GradientSource) -> None:
+        self._exact.update_now(gradients)
 
     def prepare_evaluation(self) -> None:
         self._finish()

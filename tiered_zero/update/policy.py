@@ -116,6 +116,12 @@ class UpdatePolicy(ABC):
         """Raise ModelError where `act` comes too late, because an eager update is open."""
         return
 
+    def update_now(self, gradients: GradientSource) -> None:
+        """Run an update on this thread, between two steps, as none of them."""
+        self.finish(before_write=True)
+        self.prepare()
+        self._step(self._job(gradients, 1.0))
+
     def begin_backward(self) -> None:
         """Begin the only backward of a step: read its state ahead, and allow updates of complete units."""
         self._prefetch()
@@ -236,6 +242,10 @@ class BarrierPolicy(UpdatePolicy):
     def apply(self, gradients: GradientSource, grad_scale: float) -> None:
         self.num_applied += 1
         self._step(self._job(gradients, grad_scale))
+        self._guard.end_update()
+
+    def update_now(self, gradients: GradientSource) -> None:
+        super().update_now(gradients)
         self._guard.end_update()
 
     def apply_in_order(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from itertools import chain
 from typing import Any, NoReturn
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tiered_zero.concurrency.interrupts import protected, shielded
 from tiered_zero.errors import ModelError
 from tiered_zero.rules.optimizer_copy import bare_copy
-from tiered_zero.update.state_access import NO_COPY, StateAccess
+from tiered_zero.update.state_access import NO_COPY, StateAccess, refuse_state
 from tiered_zero.update.state_view import ParamState
 
 
@@ -24,6 +24,29 @@ class TierStateOptimizer(Optimizer):
     _source: Optimizer
     _access: StateAccess
 
+    @property
+    def state(self) -> StateAccess:
+        """The parameters that have state. Set it to an empty mapping to start the state of all of them anew."""
+        return self._access
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if isinstance(value, StateAccess) or not hasattr(self, "_access"):  # torch's constructor sets a dict
+            self._access = value
+        elif len(value):
+            refuse_state()
+        else:
+            self._reset()
+
+    @shielded
+    def _reset(self) -> None:
+        self._access.replace({}, self.param_groups)
+
+    def create_state(self, params: Collection[nn.Parameter]) -> None:
+        """Give `params` the state that a step with gradients of zero leaves. The engine's call; it counts as no
+        step."""
+        self._access.create(params)
+
     @protected
     def state_dict(self) -> dict[str, Any]:
         """Copy the state in torch's own format: fp32 CPU tensors in the parameters' shapes, from any tier and format.
@@ -32,7 +55,7 @@ class TierStateOptimizer(Optimizer):
         16 bits those of a 16-bit model lose their last ones. Raises BudgetError where the tensors do not fit into free
         host memory. Where state is sharded (many ranks, stage 1 and up) every rank calls this, and gets the whole.
         """
-        with self._access.reading():
+        with self.state.reading():
             return super().state_dict()
 
     @shielded
@@ -47,7 +70,7 @@ class TierStateOptimizer(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             given = pre_hook(self, given) or given
         states, groups = self._matched(given)
-        self._access.replace(states, groups)
+        self.state.replace(states, groups)
         replace_values(self.param_groups, groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -55,7 +78,7 @@ class TierStateOptimizer(Optimizer):
     @protected
     def read_state(self, param: nn.Parameter) -> ParamState:
         """Read one parameter's state, as `state_dict()` gives it, on every rank; empty before its first step."""
-        return self._access.read_one(param)
+        return self.state.read_one(param)
 
     def __getstate__(self) -> NoReturn:
         raise ModelError(NO_COPY)

@@ -1,0 +1,130 @@
+"""PyTorch's own recipe, get_state_dict, dcp.load, set_state_dict, over our optimizers: what is loaded into a fresh pair
+goes on with the bits of a run that was not interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from tests.support.models import named_weights, rows, two_layers
+from tests.support.trainers import Plain, same_bits, tiered
+from tiered_zero.optim import OffloadedOptimizer
+
+KINDS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5),
+    "muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.01),
+}
+OPTIONS = [
+    {},
+    {"flatten_optimizer_state_dict": True},
+    {"full_state_dict": True},
+    {"full_state_dict": True, "cpu_offload": True},
+]
+
+
+@contextmanager
+def opened(name: str, swap_path: Path, kind: str = "adam") -> Any:
+    """A trainer over a new model: plain, an engine with everything on a tier, or a plain loop with our optimizer."""
+    if name == "plain":
+        yield Plain(two_layers(), KINDS[kind])
+    elif name.startswith("engine"):
+        tier = name.removeprefix("engine-")
+        with tiered(two_layers(), swap_path, (tier, tier), KINDS[kind]) as engine:
+            yield engine
+    else:
+        offload = {"device": name, "nvme_path": str(swap_path)}
+        trainer = Plain(
+            two_layers(),
+            lambda model: OffloadedOptimizer(model.parameters(), torch.optim.Adam, offload, lr=0.01, weight_decay=0.1),
+        )
+        with closing(trainer.optimizer):  # type: ignore[type-var]
+            yield trainer
+
+
+def steps(trainer: Any, first: int, number: int = 3) -> list[torch.Tensor]:
+    """Take steps `first`, `first` + 1, ..., and return the weights then."""
+    for index in range(first, first + number):
+        trainer.backward(trainer(rows(index)).square().mean())
+        trainer.step()
+    return [value for _, value in named_weights(trainer.module)]
+
+
+def move(source: Any, target: Any, path: Path, **chosen: Any) -> None:
+    """Save `source` and load it into `target`, as PyTorch's documentation does."""
+    options = StateDictOptions(**chosen)
+    model, optimizer = get_state_dict(source.module, source.optimizer, options=options)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path, no_dist=True)
+    model, optimizer = get_state_dict(target.module, target.optimizer, options=options)
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path, no_dist=True)
+    set_state_dict(target.module, target.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "default")
+@pytest.mark.parametrize("name", ["engine-none", "engine-cpu", "engine-nvme", "cpu", "nvme"])
+def test_state_loaded_into_a_fresh_pair_keeps_its_moments(
+    name: str, options: dict[str, Any], swap_path: Path, tmp_path: Path
+) -> None:
+    with opened(name, swap_path) as source, opened(name, swap_path) as target:
+        steps(source, 0)
+        move(source, target, tmp_path / "saved", **options)
+        assert all(map(same_bits, steps(source, 3), steps(target, 3)))
+        assert name in ("cpu", "nvme") or target.global_steps == 3, "what torch steps to create state is no step"
+
+
+@pytest.mark.parametrize(("source", "target"), [("plain", "engine-nvme"), ("engine-cpu", "plain")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_recipe_moves_state_between_plain_torch_and_an_engine(
+    source: str, target: str, kind: str, swap_path: Path, tmp_path: Path
+) -> None:
+    with opened(source, swap_path, kind) as one, opened(target, swap_path, kind) as other:
+        steps(one, 0)
+        move(one, other, tmp_path / "saved")
+        assert all(map(same_bits, steps(one, 3), steps(other, 3)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["engine-none", "engine-nvme"])
+def test_torch_creates_the_state_that_it_creates_in_a_plain_optimizer(name: str, kind: str, swap_path: Path) -> None:
+    """And training on from it has the plain optimizer's bits."""
+    with opened("plain", swap_path, kind) as plain, opened(name, swap_path, kind) as engine:
+        weights = [value.clone() for _, value in named_weights(engine.module)]
+        found = [get_optimizer_state_dict(each.module, each.optimizer) for each in (plain, engine)]
+        assert found[0]["param_groups"] == found[1]["param_groups"]
+        for param, values in found[0]["state"].items():
+            assert all(same_bits(value, found[1]["state"][param][key]) for key, value in values.items())
+        assert engine.global_steps == engine.micro_steps == 0
+        assert all(map(same_bits, weights, (value for _, value in named_weights(engine.module))))
+        assert all(map(same_bits, steps(plain, 0), steps(engine, 0)))
+
+
+def test_a_first_step_whose_learning_rate_is_0_counts(swap_path: Path) -> None:
+    """A schedule that warms up begins so; and gradients that a program assigns are not all zero."""
+    with opened("plain", swap_path) as plain, opened("engine-cpu", swap_path) as engine:
+        for trainer in (plain, engine):
+            trainer.optimizer.param_groups[0]["lr"] = 0.0
+            for param in trainer.module.parameters():
+                param.grad = torch.ones_like(param)
+            trainer.step()
+        assert engine.global_steps == 1
+        for trainer in (plain, engine):
+            trainer.optimizer.param_groups[0]["lr"] = 0.01
+        assert all(map(same_bits, steps(plain, 0), steps(engine, 0)))
+    with opened("engine-cpu", swap_path) as engine:
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        steps(engine, 0, 1)
+        assert engine.global_steps == 1
