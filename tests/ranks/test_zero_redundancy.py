@@ -5,15 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.ranks import sharded_optimizers as cases
 from tests.ranks.pool import RankPool
+from tiered_zero.optim import ZeroRedundancyOptimizer
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_numbers_are_those_of_torchs_class(world_size: int, ranks: RankPool, swap_path: Path) -> None:
     ranks.run(cases.train_beside_torch, world_size, str(swap_path))
     assert not list(swap_path.iterdir())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_of_several_dtypes_are_stepped_as_by_the_plain_optimizer(world_size: int, ranks: RankPool) -> None:
+    ranks.run(cases.train_mixed_dtypes, world_size)
+
+
+def test_a_process_without_a_process_group_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases.train_mixed_dtypes(is_alone=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=0.1)
 
 
 @pytest.mark.parametrize("offload", [None, {"device": "cpu"}])

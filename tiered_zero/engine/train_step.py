@@ -27,6 +27,7 @@ from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.plan.update_policy import UpdateChoice
 from tiered_zero.telemetry.report import StepMeter
 from tiered_zero.update.handle import TieredOptimizer
+from tiered_zero.update.state_access import creates_state
 
 logger = logging.getLogger("tiered_zero")
 
@@ -275,15 +276,13 @@ class TrainStep:
 
     def _creates_state(self, optimizer: TieredOptimizer) -> bool:
         """Create state, and return True, where this is the step by which torch.distributed.checkpoint wants it created:
-        there is none, and no backward; every lr is 0, and so is each gradient, which the program has assigned. It
+        there is none, no backward has run, and every lr is 0, as are the gradients, which the program has assigned. It
         leaves what the same step of the plain optimizer leaves, and counts as no step."""
         counts = self.counts
         if counts.num_backwards or self.arrivals.has_noticed or counts.is_accumulating or optimizer.state:
             return False
-        if any(group.get("lr") for group in optimizer.param_groups):
-            return False
         found = self.gradients.param_grads.assigned()
-        if not found or any(grad.any() for grad in found.values()):
+        if not creates_state(optimizer.param_groups, found.values()):
             return False
         with self.failures.surfacing():
             optimizer.create_state(found)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+BucketKind = tuple[torch.device, torch.dtype]
+
 MESSAGE_NUMEL = 1 << 20
 """Elements of a bucket that are broadcast at once, at least: those behind them are still updated."""
 
@@ -41,24 +43,24 @@ def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, 
         group.update({name: value for name, value in values.items() if name not in ("params", "param_names")})
 
 
-def build_buckets(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[torch.device, list[Tensor]]:
-    """Make the trainable parameters of each rank and device, all of one dtype, views of one tensor, in their order;
-    frozen ones get memory of their own. Returns device -> the tensor of each rank."""
-    buckets: dict[torch.device, list[Tensor]] = {}
-    for device in dict.fromkeys(param.device for groups in parts for param in params_of(groups)):
+def build_buckets(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[BucketKind, list[Tensor]]:
+    """Make the trainable parameters of each rank, device and dtype views of one tensor, in their order; frozen ones get
+    memory of their own. Returns the tensor of each rank."""
+    buckets: dict[BucketKind, list[Tensor]] = {}
+    for kind in dict.fromkeys((param.device, param.dtype) for groups in parts for param in params_of(groups)):
         for groups in parts:
-            own = [param for param in params_of(groups) if param.device == device]
+            own = [param for param in params_of(groups) if (param.device, param.dtype) == kind]
             trainable = [param for param in own if param.requires_grad]
             for param in own:
                 if not param.requires_grad:
                     param.data = param.data.clone()
-            dtype = trainable[0].dtype if trainable else torch.float32
+            device, dtype = kind
             bucket, start = torch.empty(sum(map(torch.numel, trainable)), dtype=dtype, device=device), 0
             for param in trainable:
                 part = bucket[start : start + param.numel()].view(param.shape)
                 start += param.numel()
                 param.data = part.copy_(param.data)
-            buckets.setdefault(device, []).append(bucket)
+            buckets.setdefault(kind, []).append(bucket)
     return buckets
 
 

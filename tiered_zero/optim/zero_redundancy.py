@@ -15,7 +15,16 @@ from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.ranks.shard_group import Joinable, ShardGroup, StepHook, notify_join_context
 from tiered_zero.optim.consolidate import consolidate
 from tiered_zero.optim.offloaded import OffloadedOptimizer
-from tiered_zero.optim.partition import Message, build_buckets, messages_of, params_of, partition_groups, sync_groups
+from tiered_zero.optim.partition import (
+    BucketKind,
+    Message,
+    build_buckets,
+    messages_of,
+    params_of,
+    partition_groups,
+    sync_groups,
+)
+from tiered_zero.update.state_access import creates_state
 
 logger = logging.getLogger("tiered_zero")
 
@@ -65,8 +74,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._parts = partition_groups(self.param_groups, self.world_size)
         self._trainable = self._trainable_mask()
         self._consolidated: dict[int, dict[str, Any]] | None = None
-        self.buckets: dict[torch.device, list[Tensor]] = {}
-        """Device -> the tensor of each rank that its parameters are views of; empty without bucket views."""
+        self.buckets: dict[BucketKind, list[Tensor]] = {}
+        """Device and dtype -> the tensor of each rank that its parameters are views of; empty without bucket views."""
         self._build_buckets()
         own = self._parts[self.rank]
         self.optim: Optimizer
@@ -87,6 +96,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         """Step this rank's parameters, and exchange all. Returns what the local step returns; `kwargs` are its own."""
+        if closure is None and not kwargs and self._creates_state():
+            sync_groups(self.param_groups, self.optim.param_groups)
+            self.optim.step()  # alone: a rank without parameters has no state at any time
+            return None
         notify_join_context(self)
         if (trainable := self._trainable_mask()) != self._trainable:
             logger.warning(
@@ -152,6 +165,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return [param.requires_grad for param in params_of(self.param_groups)]
 
     # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """The local optimizer's. Set it to an empty mapping to start the state of this rank's parameters anew."""
+        return self.optim.state if hasattr(self, "optim") else {}
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if hasattr(self, "optim"):  # torch's constructor sets it before
+            self.optim.state = value
+            self._consolidated = None
+
+    def _creates_state(self) -> bool:
+        if self.state:
+            return False
+        grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
+        return creates_state(self.param_groups, grads)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring all state to rank `to`, in host memory, a tensor at a time; `state_dict()` then has it. Every rank
@@ -342,12 +372,8 @@ def _checked(params: Iterable[Any]) -> list[Any]:
         tensors = params_of(given)
     if not all(isinstance(param, Tensor) for param in tensors):
         raise TypeError("`params` argument should be an iterable of Tensors or dicts")
-    names = sorted({torch.typename(param) for param in tensors})
-    if len(names) > 1 or any(param.layout is not torch.strided for param in tensors):
-        raise ValueError(
-            "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got "
-            f"{' and '.join(names)}"
-        )
+    if other := [str(param.layout) for param in tensors if param.layout is not torch.strided]:
+        raise ValueError(f"ZeroRedundancyOptimizer: expected dense parameters; found one of layout {other[0]}.")
     return given
 
 

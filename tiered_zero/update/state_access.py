@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, final
 
@@ -18,6 +18,12 @@ from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.update.state_view import ParamState
 
 NO_COPY = "An optimizer whose state rests on tiers cannot be copied or pickled. Save optimizer.state_dict() instead."
+
+
+def creates_state(groups: Sequence[Mapping[str, Any]], grads: Collection[torch.Tensor]) -> bool:
+    """Return whether a step of an optimizer without state is that by which torch.distributed.checkpoint wants state
+    created: every lr and all `grads` are 0."""
+    return bool(grads) and not any(group.get("lr") for group in groups) and not any(grad.any() for grad in grads)
 
 
 def refuse_state(*_: object) -> NoReturn:

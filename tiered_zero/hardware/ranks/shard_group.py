@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from tiered_zero.concurrency.transfer import Completion
+from tiered_zero.hardware.ranks.launcher import is_initialized, launched_world_size
+
 __all__ = ["Joinable", "ShardGroup", "StepHook", "notify_join_context"]
 
 
@@ -31,20 +34,31 @@ class StepHook(JoinHook):
 
 @final
 class ShardGroup:
-    """The ranks of `process_group`; None: those of the default group. Raises what torch raises without one."""
+    """The ranks of `process_group`; None: those of the default group, or this process alone where there is none. Raises
+    what torch raises without a group where a launcher has started several processes."""
 
     def __init__(self, process_group: Any = None) -> None:
-        self.process_group: Any = dist.group.WORLD if process_group is None else process_group
+        self.process_group: Any = process_group
+        self.rank = self.global_rank = 0
+        self.world_size = 1
+        if process_group is None and not is_initialized() and launched_world_size() == 1:
+            return
+        self.process_group = dist.group.WORLD if process_group is None else process_group
         self.world_size = dist.get_world_size(self.process_group)
         self.rank = dist.get_rank(self.process_group)
         self.global_rank = dist.get_rank()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Any:
         """Start to fill `tensor` with that of rank `source` of the group; `wait()` of what is returned ends it."""
+        if self.world_size == 1:
+            (done := Completion()).complete()
+            return done
         return dist.broadcast(tensor, self._global(source), group=self.process_group, async_op=True)
 
     def exchange(self, data: bytes, what: str = "") -> list[bytes]:
         """Return every rank's `data`, of any length, in rank order. Collective."""
+        if self.world_size == 1:
+            return [data]
         found: list[bytes] = []
         for source in range(self.world_size):
             length = torch.tensor([len(data)], device=self._device)
