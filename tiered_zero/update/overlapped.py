@@ -35,6 +35,9 @@ class UnitGuard(Protocol):
     def unblock(self) -> None:
         """Unblock the units blocked in backward: no update has begun."""
 
+    def end_update(self) -> None:
+        """Take the values of resident units as new."""
+
     def begin_back_update(self) -> None:
         """Choose the slots that a delayed update that begins now writes, and compute reads once it is published."""
 
@@ -83,6 +86,10 @@ class OverlappedPolicy(UpdatePolicy):
         if self._open is not None and self._open.updates(unit) and self.guard.block_unit_for_update(unit):
             self._add_unit_update(unit, self._open.job)
             self._open.add(unit, self._stepper.record_compute())
+
+    def update_now(self, gradients: GradientSource) -> None:
+        super().update_now(gradients)
+        self.guard.end_update()
 
     def prepare(self) -> None:
         if self._open is None:

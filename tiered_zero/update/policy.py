@@ -117,9 +117,9 @@ class UpdatePolicy(ABC):
         return
 
     def update_now(self, gradients: GradientSource) -> None:
-        """Run an update on this thread, between two steps, as none of them."""
+        """Run an update that changes no weight on this thread, between two steps, as none of them. Other ranks may not
+        run it."""
         self.finish(before_write=True)
-        self.prepare()
         self._step(self._job(gradients, 1.0))
 
     def begin_backward(self) -> None:

@@ -1,0 +1,142 @@
+"""PyTorch's own checkpoint recipe on ranks: of engines at every stage, of our optimizers under DDP, and from FSDP2."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import tiered_zero
+from tests.ranks.pool import RankPool
+from tests.support.models import rows, two_layers
+from tests.support.trainers import Plain
+from tiered_zero.optim import OffloadedOptimizer
+
+CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
+STAGES: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 1, "offload_optimizer": CPU},
+    {"stage": 2, "offload_optimizer": NVME},
+    {"stage": 3, "offload_optimizer": NVME, "offload_param": CPU},
+]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def make_engine(path: str, zero: dict[str, Any]) -> tiered_zero.Engine:
+    section = copy.deepcopy(zero)
+    for value in section.values():
+        if isinstance(value, dict) and value["device"] == "nvme":
+            value["nvme_path"] = path
+    model = two_layers()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0,
+        "zero_optimization": section,
+        "tiered_zero": {"device": "cpu", "host_memory_limit": "1GiB", "comm_timeout_s": 60},
+    }
+    return tiered_zero.initialize(model=model, optimizer=adam(model), config=config)[0]
+
+
+def steps(trainer: Any, first: int) -> list[torch.Tensor]:
+    """Take three steps, each rank over other rows; return the weights then, on the CPU."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for index in range(first, first + 3):
+        trainer.backward(trainer(rows(world * index + rank)).square().mean())
+        trainer.step()
+    return [value.detach().clone() for value in trainer.module.state_dict().values()]
+
+
+def move(source: Any, target: Any, path: str, **chosen: Any) -> None:
+    options = StateDictOptions(**chosen)
+    model, optimizer = get_state_dict(source.module, source.optimizer, options=options)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+    load(target, path, options)
+
+
+def load(target: Any, path: str, options: StateDictOptions | None = None) -> None:
+    model, optimizer = get_state_dict(target.module, target.optimizer, options=options)
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+    set_state_dict(target.module, target.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options)
+
+
+@contextlib.contextmanager
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo")
+    yield
+    dist.barrier()
+
+
+def move_engines(swap_path: str, saved: str, zero: dict[str, Any]) -> None:
+    with group():
+        for number, options in enumerate(({}, {"flatten_optimizer_state_dict": True}, {"full_state_dict": True})):
+            with make_engine(swap_path, zero) as source, make_engine(swap_path, zero) as target:
+                steps(source, 0)
+                move(source, target, f"{saved}/{number}", **options)
+                assert all(map(torch.equal, steps(source, 3), steps(target, 3))), options
+                assert target.global_steps == 3
+
+
+@pytest.mark.parametrize("zero", STAGES, ids=lambda zero: f"stage{zero['stage']}")
+def test_engines_keep_their_moments(zero: dict[str, Any], ranks: RankPool, swap_path: Path, tmp_path: Path) -> None:
+    ranks.run(move_engines, 2, str(swap_path), str(tmp_path), zero)
+
+
+def move_offloaded(swap_path: str, saved: str) -> None:
+    """The module is the one inside of DistributedDataParallel: all names are those of one process."""
+    with group():
+        for device in ("cpu", "nvme"):
+            trainers = []
+            for _ in range(2):
+                offload = {"device": device, "nvme_path": swap_path}
+                trainer = Plain(
+                    two_layers(),
+                    lambda model, to=offload: OffloadedOptimizer(model.parameters(), torch.optim.Adam, to, lr=0.01),
+                )
+                trainer.module = DistributedDataParallel(trainer.module)
+                trainers.append(trainer)
+            steps(trainers[0], 0)
+            move(*trainers, f"{saved}/{device}")
+            assert all(map(torch.equal, *(steps(trainer, 3) for trainer in trainers)))
+            for trainer in trainers:
+                trainer.optimizer.close()
+
+
+def test_an_offloaded_optimizer_keeps_its_moments_under_ddp(ranks: RankPool, swap_path: Path, tmp_path: Path) -> None:
+    ranks.run(move_offloaded, 2, str(swap_path), str(tmp_path))
+
+
+def move_from_fsdp2(swap_path: str, saved: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with group():
+        model = fully_shard(two_layers(), mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        source = Plain(model, adam)
+        steps(source, 0)
+        states = get_state_dict(source.module, source.optimizer)
+        dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=saved)
+        whole = [value.full_tensor() for value in model.state_dict().values()]
+        moments = [source.optimizer.state[param]["exp_avg"].full_tensor() for param in model.parameters()]
+        with make_engine(swap_path, STAGES[3]) as target:
+            load(target, saved)
+            assert all(map(torch.equal, whole, target.module.state_dict().values()))
+            found = target.optimizer.state_dict()["state"]
+            assert all(torch.equal(value, found[index]["exp_avg"]) for index, value in enumerate(moments))
+            assert all(values["step"] == 3 for values in found.values())
+
+
+def test_a_checkpoint_of_fsdp2_comes_in(ranks: RankPool, swap_path: Path, tmp_path: Path) -> None:
+    ranks.run(move_from_fsdp2, 2, str(swap_path), str(tmp_path / "saved"))
