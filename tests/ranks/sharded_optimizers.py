@@ -297,8 +297,8 @@ def mixed_net() -> nn.Sequential:
 
 
 def train_mixed_dtypes(is_alone: bool = False) -> None:
-    """Parameters of several dtypes, with and without buckets: bitwise the plain optimizer; also once state is reset, and
-    in a process without a process group."""
+    """Parameters of several dtypes, with and without buckets: bitwise the plain optimizer; also once state is reset,
+    and in a process without a process group."""
     with contextlib.nullcontext() if is_alone else group():
         for buckets in (False, True):
             plain, own = mixed_net(), mixed_net()

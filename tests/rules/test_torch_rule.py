@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from tiered_zero.errors import ModelError
+from tiered_zero.optim import OffloadedOptimizer
 from tiered_zero.rules import optimizer_copy
 from tiered_zero.rules.native_rules import Lion
 from tiered_zero.rules.rule import Run
@@ -398,10 +401,46 @@ class GlobalNorm(RowScaled):
             p.sub_(p.grad / norm)
 
 
-class ListState(RowScaled):
+class NestedState(RowScaled):
+    """State in lists and dicts of tensors, some of which come late, as SOAP and DASH keep it."""
+
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
-            self.state[p]["history"] = [p.grad.clone()]
+            if p.grad is None:
+                continue
+            state, rows = self.state[p], p.grad.flatten(1)
+            if not state:
+                state.update(sides=[torch.zeros_like(rows @ rows.T), None], blocks=[{"sum": torch.zeros(rows.shape)}])
+                state["shape"] = (len(rows), rows.shape[1])
+            state["sides"][0].lerp_(rows @ rows.T, 0.1)
+            state["blocks"][0]["sum"] += rows
+            state["sides"][1] = state["sides"][0] * 2
+            p -= 0.01 * (state["sides"][1] @ state["blocks"][0]["sum"]).view(p.shape)
+
+
+class SetState(RowScaled):
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["history"] = {1}
+
+
+class TransposedState(RowScaled):
+    """State in another order of memory, as torch.linalg.eigh leaves it."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["sides"] = [torch.zeros(3, 2, device=p.device).T]
+
+
+class AdamWScheduleFree(RowScaled):
+    """A class that changes weights in eval() and train()."""
+
+
+class Wrapper(RowScaled):
+    """Its param groups are those of another optimizer."""
+
+    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
 
 
 class Packed(torch.Tensor):
@@ -445,7 +484,8 @@ class NeedsClosure(RowScaled):
         (GroupSum, r"by itself; \['distance'\] of its param group"),
         (SelfCounter, r"counts \['count'\] in itself"),
         (GlobalNorm, "by itself"),
-        (ListState, "history: list"),
+        (SetState, "history: set"),
+        (TransposedState, "contiguous arrays as state; found sides.0"),
         (SubclassState, "moment: Packed, a tensor subclass.*state_format lossy_8bit_moments"),
         (NeedsClosure, "no closure"),
     ],
@@ -454,6 +494,31 @@ def test_an_optimizer_that_cannot_be_split_is_refused(kind: type[Optimizer], wor
     rule = TorchRule(kind, {"lr": 0.1})
     with pytest.raises(ModelError, match=words):
         rule.state_fields((30, 4), {"lr": 0.1})
+
+
+@pytest.mark.parametrize(("kind", "words"), [(AdamWScheduleFree, "eval.. and train.. exchange"), (Wrapper, "wraps")])
+def test_a_class_that_cannot_be_stepped_in_parts_is_refused_at_once(kind: type[Optimizer], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        TorchRule(kind, {"lr": 0.1})
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_nested_state_has_plain_bits_and_moves_to_and_from_a_plain_optimizer(offload: str, swap_path: Path) -> None:
+    plain, own = (torch.nn.Linear(6, 4, bias=False) for _ in range(2))
+    own.load_state_dict(plain.state_dict())
+    reference = NestedState(plain.parameters())
+    where = {"device": offload, "nvme_path": str(swap_path)}
+    with OffloadedOptimizer(own.parameters(), NestedState, where) as optimizer:
+        for step in range(6):
+            for model, one in ((plain, reference), (own, optimizer)):
+                model.weight.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+                one.step()
+            assert torch.equal(plain.weight, own.weight)
+            left, right = (one.state_dict()["state"][0] for one in (reference, optimizer))
+            assert all(map(torch.equal, left["sides"], right["sides"])) and left["shape"] == right["shape"]
+            assert torch.equal(left["blocks"][0]["sum"], right["blocks"][0]["sum"])
+            if step == 3:
+                optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
 
 
 def test_a_group_that_changes_otherwise_than_foreseen_stops_the_step() -> None:

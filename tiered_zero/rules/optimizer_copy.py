@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ Group = dict[str, Any]
 DEVICE_CHUNK_NUMEL = 1 << 26
 _CHUNK_NUMEL = 1 << 18
 _GRAIN_NUMEL = 1 << 16
+_MARKS: dict[type, str] = {list: "items of a list: ", tuple: "items of a tuple: ", dict: "items of a dict: "}
 _PLAIN = (bool, int, float, str, type(None))
 """What a copy of needs no call: almost all values of a param group."""
 
@@ -136,6 +138,37 @@ def cloned_all(scalars: Sequence[Mapping[str, Any]]) -> list[State]:
     for alike in pairs.values():
         torch._foreach_copy_([copy for copy, _ in alike], [value for _, value in alike])
     return copies
+
+
+def flattened(state: Mapping[str, Any]) -> State:
+    """Give each item of a list, tuple or dict in a parameter's state a name of its own, and the container's a mark,
+    from which `nested` makes it again."""
+    flat: State = {}
+    for name, value in state.items():
+        if type(value) not in (list, tuple, dict):
+            flat[name] = value
+            continue
+        items = value if isinstance(value, dict) else dict(enumerate(value))
+        flat[name] = _MARKS[type(value)] + json.dumps(list(items))
+        flat.update(flattened({f"{name}.{key}": item for key, item in items.items()}))
+    return flat
+
+
+def nested(flat: Mapping[str, Any]) -> State:
+    """Invert `flattened`."""
+    left = dict(flat)
+
+    def take(name: str) -> Any:
+        value = left.pop(name)
+        for kind, mark in _MARKS.items():
+            if isinstance(value, str) and value.startswith(mark):
+                items = {key: take(f"{name}.{key}") for key in json.loads(value.removeprefix(mark))}
+                return items if kind is dict else kind(items.values())
+        return value
+
+    marked = [name for name, value in flat.items() if isinstance(value, str) and value.startswith("items of a ")]
+    outer_first = [*sorted(marked, key=len), *flat]
+    return {name: take(name) for name in outer_first if name in left}
 
 
 def example_leaf(values: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch.optim import Optimizer
 
@@ -31,6 +33,16 @@ REFUSED: dict[type[Optimizer], str] = {
 
 def refuse_class(kind: type[Optimizer]) -> None:
     """Raise ModelError for a class that cannot be stepped piece by piece."""
+    if isinstance(inspect.getattr_static(kind, "param_groups", None), property):
+        raise ModelError(
+            f"{kind.__name__} cannot train across tiers: it wraps another optimizer, which has its param groups and "
+            "state. Pass the inner optimizer."
+        )
+    if any("ScheduleFree" in base.__name__ for base in kind.__mro__):
+        raise ModelError(
+            f"{kind.__name__} cannot train across tiers: its eval() and train() exchange weights for averages in its "
+            "state, which is not at hand between steps. Choose an optimizer with a schedule, such as AdamW."
+        )
     for refused, reason in REFUSED.items():
         if issubclass(kind, refused):
             raise ModelError(

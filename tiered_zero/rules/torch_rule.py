@@ -26,7 +26,9 @@ from tiered_zero.rules.optimizer_copy import (
     copied_group,
     dry_steps,
     example_leaf,
+    flattened,
     leaves_of,
+    nested,
     numbers,
     pieces_of,
 )
@@ -136,7 +138,7 @@ class TorchRule(UpdateRule):
         return self._state_of(state, cloned(scalars)) if scalars else {}
 
     def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        fields = {found.name: found for found in self.state_fields(shape, hyper)}
+        fields, values = {found.name: found for found in self.state_fields(shape, hyper)}, flattened(values)
         arrays = {name: values[name] for name in fields if isinstance(values.get(name), torch.Tensor)}
         rest, _ = self._split({name: value for name, value in values.items() if name not in arrays})
         self.refuse_unplanned(rest, fields)
@@ -153,7 +155,7 @@ class TorchRule(UpdateRule):
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> State:
         """Load as torch does: a step count stays as it is unless the device counts; other tensors become fp32."""
-        scalars = dict(values)
+        scalars = flattened(values)
         for name, home in state.items():
             if isinstance(scalars.get(name), torch.Tensor):
                 home.copy_(scalars.pop(name))
@@ -246,7 +248,7 @@ class TorchRule(UpdateRule):
     def _state_of(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> State:
         absent = {name for name, value in scalars.items() if isinstance(value, str) and value == _ABSENT}
         kept = {name: value for name, value in scalars.items() if name not in {_INITIALIZED, *absent}}
-        return {name: home.detach() for name, home in state.items() if name not in scalars} | kept
+        return nested({name: home.detach() for name, home in state.items() if name not in scalars} | kept)
 
     def _first_state(self, leaf: torch.Tensor, group: Mapping[str, Any]) -> State:
         if self._construct is None:
@@ -267,7 +269,7 @@ class TorchRule(UpdateRule):
         """Arrays, and 0-d tensors and plain values. Raises ModelError for anything else."""
         arrays: dict[str, torch.Tensor] = {}
         scalars: State = {}
-        for name, value in state.items():
+        for name, value in flattened(state).items():
             if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter):
                 raise ModelError(
                     f"{self.name} was expected to keep plain tensors as state; found {name}: {type(value).__name__}, a "
@@ -301,6 +303,13 @@ class TorchRule(UpdateRule):
                 f"it raised {type(error).__name__}: {error}. Give such parameters another optimizer."
             ) from error
         self.keeps_group_state |= bool(changed)
+        for name, array in arrays.items():
+            if tuple(array.shape) != tuple(shape) and not array.is_contiguous():
+                raise ModelError(
+                    f"{self.name} was expected to keep contiguous arrays as state; found {name} with strides "
+                    f"{array.stride()}, which tiers do not keep, so that products of it would round otherwise. Choose "
+                    "another optimizer."
+                )
         return [StateField(name=name, shape=tuple(array.shape), dtype=array.dtype) for name, array in arrays.items()]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:

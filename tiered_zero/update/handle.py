@@ -298,7 +298,7 @@ def _redirect(source: Optimizer, handle: TieredOptimizer, at_end: Callable[[Call
 
     at_end(restore)
     vars(source).update(redirects)
-    source.state = handle.state
+    source.state = handle.state  # type: ignore[assignment]
 
 
 def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.layout.flat import ParamSpec
 from tiered_zero.layout.subgroups import ParamPiece
-from tiered_zero.rules.optimizer_copy import changes
+from tiered_zero.rules.optimizer_copy import changes, flattened, nested
 from tiered_zero.rules.rule import Run, UpdateRule
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.rules.torch_rule import PROBE_STEPS
@@ -115,7 +115,7 @@ class OptimizerState:
 
         def read() -> dict[str, Any]:
             self._check_room(sum(sizes) * local_world_size())
-            own.update(self._read_own(groups, only))
+            own.update({param: flattened(values) for param, values in self._read_own(groups, only).items()})
             return {names[param]: _described(values) for param, values in own.items()}
 
         described: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -127,7 +127,8 @@ class OptimizerState:
             if name in described:
                 rank, forms = described[name]
                 values, spec = own.get(param, {}), shards.spec(name)
-                found[param] = {key: self._joined(spec, values.get(key), form, rank) for key, form in forms.items()}
+                joined = {key: self._joined(spec, values.get(key), form, rank) for key, form in forms.items()}
+                found[param] = nested(joined)
         return found
 
     def _joined(self, param: ParamSpec, own: torch.Tensor | None, form: Sequence[Any], rank: int) -> Any:
@@ -176,11 +177,9 @@ class OptimizerState:
 
     def check(self, states: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ModelError where `write` could not go on from `states` with the values of `groups`."""
-        held: set[nn.Parameter] = set()
         for layout in self._view.layouts:
             for piece in layout.subgroup.pieces:
                 param, hyper = self._params[piece.param.name], groups[piece.group]
-                held.add(param)
                 self._check_planned(layout, piece, hyper)
                 if piece.param_start == 0 and (values := states.get(param)):
                     try:
@@ -188,7 +187,8 @@ class OptimizerState:
                         self._rule.check_state(values, piece.param.shape, hyper)
                     except ModelError as error:
                         raise ModelError(f"Optimizer state of {piece.param.name}: {error}") from error
-        if idle := sum(bool(values) and param not in held for param, values in states.items()):
+        trained = {param for name, param in self._params.items() if name in self.shards.trained}
+        if idle := sum(bool(values) and param not in trained for param, values in states.items()):
             logger.warning("optimizer state of %d parameters that are not trained is left out", idle)
 
     def check_groups(self, groups: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:

@@ -24,7 +24,7 @@ class TierStateOptimizer(Optimizer):
     _source: Optimizer
     _access: StateAccess
 
-    @property
+    @property  # type: ignore[override]
     def state(self) -> StateAccess:
         """The parameters that have state. Set it to an empty mapping to start the state of all of them anew."""
         return self._access

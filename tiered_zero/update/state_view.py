@@ -12,7 +12,7 @@ from tiered_zero.errors import InternalError
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment
-from tiered_zero.rules.optimizer_copy import same
+from tiered_zero.rules.optimizer_copy import flattened, nested, same
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_formats import Parts
 from tiered_zero.rules.state_layout import StateLayout
@@ -191,7 +191,9 @@ class StateView:
             master = layout.master(raw)[piece.start : piece.stop]
             state[MASTER] = values[MASTER] = master if self.rule.elementwise else piece.param.view(master)
         for name, value in values.items():
-            if name not in state or not isinstance(value, torch.Tensor):
+            if isinstance(value, (list, tuple, dict)):
+                into[name] = nested({key: _on_cpu(item) for key, item in flattened({name: value}).items()})[name]
+            elif name not in state or not isinstance(value, torch.Tensor):
                 into[name] = value
             elif not self.rule.elementwise:
                 into[name] = value.to("cpu", copy=True)
@@ -251,6 +253,10 @@ class StateView:
         ]
         kept = self.rule.export_state(state, scalars) if narrow else {}
         return sum(not torch.equal(kept[name].cpu(), values[name].detach().cpu()) for name in narrow)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _cut(piece: ParamPiece, value: torch.Tensor) -> torch.Tensor:
