@@ -415,7 +415,7 @@ class NestedState(RowScaled):
                 state["shape"] = (len(rows), rows.shape[1])
             state["sides"][0].lerp_(rows @ rows.T, 0.1)
             state["blocks"][0]["sum"] += rows
-            state["sides"][1] = state["sides"][0] * 2
+            state["sides"][1] = torch.linalg.eigh(state["sides"][0])[1]  # in another order of memory
             p -= 0.01 * (state["sides"][1] @ state["blocks"][0]["sum"]).view(p.shape)
 
 
@@ -423,14 +423,6 @@ class SetState(RowScaled):
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             self.state[p]["history"] = {1}
-
-
-class TransposedState(RowScaled):
-    """State in another order of memory, as torch.linalg.eigh leaves it."""
-
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["sides"] = [torch.zeros(3, 2, device=p.device).T]
 
 
 class AdamWScheduleFree(RowScaled):
@@ -485,7 +477,6 @@ class NeedsClosure(RowScaled):
         (SelfCounter, r"counts \['count'\] in itself"),
         (GlobalNorm, "by itself"),
         (SetState, "history: set"),
-        (TransposedState, "contiguous arrays as state; found sides.0"),
         (SubclassState, "moment: Packed, a tensor subclass.*state_format lossy_8bit_moments"),
         (NeedsClosure, "no closure"),
     ],

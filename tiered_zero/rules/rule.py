@@ -17,13 +17,14 @@ from tiered_zero.native.update import UpdateKernel
 @dataclass(frozen=True, kw_only=True)
 class StateField:
     """One array of optimizer state over a run of parameters. `shape` is in elements; those of an elementwise rule stand
-    for `block_numel` neighbouring parameters each.
+    for `block_numel` neighbouring parameters each. `stride`: of arrays in another order of memory; None: row-major.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     block_numel: int = 1
+    stride: tuple[int, ...] | None = None
 
     @cached_property
     def nbytes(self) -> int:

@@ -185,6 +185,8 @@ def gaps(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tuple
 
 def _shaped(piece: ParamPiece, field: StateField, memory: torch.Tensor) -> torch.Tensor:
     """In the field's shape; one of the parameter's shape has its strides, as torch's zeros_like() gives them."""
+    if field.stride is not None:
+        return memory.as_strided(field.shape, field.stride)
     return piece.param.view(memory) if field.shape == piece.param.shape else memory.view(field.shape)
 
 

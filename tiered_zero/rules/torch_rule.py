@@ -303,14 +303,10 @@ class TorchRule(UpdateRule):
                 f"it raised {type(error).__name__}: {error}. Give such parameters another optimizer."
             ) from error
         self.keeps_group_state |= bool(changed)
-        for name, array in arrays.items():
-            if tuple(array.shape) != tuple(shape) and not array.is_contiguous():
-                raise ModelError(
-                    f"{self.name} was expected to keep contiguous arrays as state; found {name} with strides "
-                    f"{array.stride()}, which tiers do not keep, so that products of it would round otherwise. Choose "
-                    "another optimizer."
-                )
-        return [StateField(name=name, shape=tuple(array.shape), dtype=array.dtype) for name, array in arrays.items()]
+        return [
+            StateField(name=name, shape=tuple(array.shape), dtype=array.dtype, stride=_stride(array, shape))
+            for name, array in arrays.items()
+        ]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
         """Give each param group what the class counts in it, found by a step on a small one; see `_check_group`."""
@@ -402,6 +398,13 @@ class TorchRule(UpdateRule):
                 f"{self.name} was planned without fused=True; found it in a param group. It rounds otherwise at a cut: "
                 "set it when the optimizer is made, so that whole parameters are stepped."
             )
+
+
+def _stride(array: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the stride where state is kept in another order of memory, as eigenvectors are, by which products round.
+    State of the parameter's shape has the parameter's."""
+    is_usual = tuple(array.shape) == shape or array.is_contiguous()
+    return None if is_usual or not torch.ops.aten.is_non_overlapping_and_dense(array) else array.stride()
 
 
 def _example_params() -> list[torch.Tensor]:
