@@ -36,9 +36,9 @@ from torch import nn
 import tiered_zero
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.plan.gpt_shape import GPTConfig
+from tools.bench.bounds import measure_disk
 from tools.bench.gpt2 import resident_nbytes
 from tools.bench.record import append_record
-from tools.bench.step import measure_disk
 
 MIB = 1 << 20
 BESIDE_NBYTES = 160 * MIB
