@@ -3,9 +3,10 @@
     python tools/gpu_acceptance.py --out DIR
 
 Works for ten minutes (--minutes) and stops; the same command again goes on where it stopped, until nothing is left.
-Two calls are enough for a GPU of 80 GB with 16 cores. Needs the checkout and no network. Each result is a line of
-DIR/results.jsonl as soon as it is known; docs/gpu.md says how to read them. Each section runs in a process of its own,
-so that one which crashes takes no other along. Ends with 1 if a check has failed.
+Needs the checkout with its compiled libraries, and no network; tools/gpu_contact.sh brings both about. Each section
+leaves one line in DIR/results.jsonl as soon as it is over, and DIR/summary.md says what they amount to (docs/gpu.md).
+Sections run in processes of their own, so that one which crashes takes no other along. Ends with 1 if a check has
+failed.
 
 --smoke runs everything once on tiny models, within a minute or two: on the GPU if there is one, else on the lagging
 device of tests/lagging, else on the CPU.
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -30,46 +32,61 @@ if __name__ == "__main__":
 
 import torch
 
-from tools.acceptance import correctness, machine, speed
+from tools.acceptance import correctness, machine, peers, profile, ranks, speed, summary
 from tools.acceptance.model import Course
-from tools.acceptance.report import Report, Site, read_lines
-
-LEAST_S = 20.0
-"""No section is begun with less time than this."""
+from tools.acceptance.report import Section, Site, read_records, write_record
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """What CUDA reads as it starts."""
 
-Section = Callable[[Report, Site], None]
+SMOKE_COURSES = 4
+"""As many of each group of courses are tried."""
 
 
-def sections() -> dict[str, Section]:
-    """Name -> what it does, in their order: what decides most comes first."""
-    found: dict[str, Section] = {
-        "machine": machine.describe_machine,
-        "links": machine.measure_links,
-        "gpu tests": machine.run_gpu_tests,
-        "failures": correctness.check_failures,
-        "parity": correctness.check_parity,
-        "memory": correctness.check_memory,
-    }
-    shapes = {("1.3b", 1): ("cpu/cpu", "cpu/nvme"), ("1.3b", 4): ("cpu/cpu",), ("7b", 8): ("cpu/cpu", "cpu/nvme")}
-    for (name, rows), placements in shapes.items():
-        found[f"compute {name} {rows}"] = partial(speed.measure_compute, name=name, rows=rows)
-        for placement in placements:
-            for clip in (1.0, 0.0) if placement == "cpu/cpu" else (1.0,):
-                course = Course(placement=placement, bf16=True, clip=clip)
-                step = partial(speed.measure_training, name=name, rows=rows, course=course)
-                found[f"{name} {rows} {placement} clip {clip}"] = step
-        if name == "1.3b":
-            found[f"FSDP2 {name} {rows}"] = partial(speed.measure_fsdp2, name=name, rows=rows)
-    found["trace"] = speed.record_trace
+def sections(smoke: bool = False) -> list[Section]:
+    """List all, in their order: what decides most comes first."""
+    first = correctness.first_courses()
+    rest = [course for course in correctness.all_courses() if course not in first]
+    if smoke:
+        first, rest = (each[:: len(each) // SMOKE_COURSES] for each in (first, rest))
+    return [
+        Section(name="machine", group="machine", run=machine.describe_machine),
+        Section(name="links", group="machine", run=machine.measure_links),
+        Section(name="a kernel", group="contact", run=machine.launch_kernel),
+        Section(name="a copy", group="contact", run=machine.copy_both_ways),
+        Section(name="one step", group="contact", run=machine.take_one_step),
+        Section(name="pytest -m gpu", group="tests", run=machine.run_gpu_tests, least_s=60.0),
+        *peers.sections(),
+        *speed.largest_sections(),
+        Section(name="profile", group="profile", run=profile.profile_step, least_s=60.0),
+        *correctness.parity_sections(first),
+        *correctness.failure_sections(),
+        *large_sections(),
+        *ranks.sections(),
+        *correctness.parity_sections(rest),
+        speed.training_section("1.3b clip 1.0", "1.3b", 4, Course(bf16=True, clip=1.0)),
+        speed.compute_section("1.3b", 1),
+        speed.training_section("1.3b 1 row", "1.3b", 1, Course(bf16=True, clip=1.0)),
+    ]
+
+
+def large_sections() -> list[Section]:
+    """7B, and 3B where its state is too much for the host's memory or the disk."""
+    found = []
+    for name in ("7b", "3b"):
+        found.append(speed.compute_section(name, 8))
+        for placement, clip in (("cpu/cpu", 1.0), ("cpu/cpu", 0.0), ("cpu/nvme", 1.0)):
+            course, title = Course(placement=placement, bf16=True, clip=clip), f"{placement} clip {clip}"
+            instead_of = f"7b {title}" if name == "3b" else ""
+            found.append(speed.training_section(f"{name} {title}", name, 8, course, instead_of=instead_of))
     return found
 
 
-def run_here(names: list[str], options: argparse.Namespace) -> None:
-    """Run sections in this process."""
-    out, simulated = Path(options.out), None
+# -- in a process of its own -------------------------------------------------------------------------------------------
+
+
+def open_site(options: argparse.Namespace) -> Site:
+    simulated = None
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None and options.smoke:
         from tests.lagging import build
@@ -79,66 +96,114 @@ def run_here(names: list[str], options: argparse.Namespace) -> None:
             torch.set_num_threads(1)  # of the streams' threads, too
             simulated = LaggingDevice(build.build())
             found = torch.device("cuda")
-    device = torch.device("cpu") if found is None else torch.device(found.type, 0)
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu") if found is None else torch.device(found.type, index)
     if device.type == "cpu" and not options.smoke:
         raise SystemExit("expected an accelerator; this torch finds none. --smoke tries everything without one.")
-    known: dict[str, Section] = {**sections(), "exit": correctness.exit_without_close}
-    with tempfile.TemporaryDirectory(prefix="acceptance-", dir=options.dir) as folder:
-        site = Site(device=device, directory=Path(folder), out=out, simulated=simulated, smoke=options.smoke)
-        for name in names:
-            report, start_s = Report(out / "results.jsonl", name), time.perf_counter()
-            try:
-                known[name](report, site)
-            except Exception as error:
-                traceback.print_exc()
-                report.write("raised", False, error=f"{type(error).__name__}: {error}")
-                continue
-            if name != "exit":
-                report.write("end", None, seconds=time.perf_counter() - start_s)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(index)
+    return Site(
+        device=device,
+        directory=Path(options.dir),
+        out=Path(options.out),
+        simulated=simulated,
+        smoke=options.smoke,
+        until_s=options.until,
+    )
+
+
+def run_here(names: list[str], options: argparse.Namespace) -> None:
+    """Run sections in this process, as far as the time goes."""
+    site = open_site(options)
+    known = {section.name: section for section in sections(options.smoke)}
+    for name in names:
+        if name == "exit":
+            correctness.exit_without_close(site)
+            return
+        if name in ranks.BODIES:
+            ranks.run_rank(name, site)
+            return
+        if name != names[0] and site.left_s < known[name].least_s:
+            return
+        start_s = time.perf_counter()
+        try:
+            record = known[name].run(site)
+        except Exception as error:
+            traceback.print_exc()
+            record = {"passed": False, "error": f"{type(error).__name__}: {error}"}
+        write_record(site.out / "results.jsonl", name, {**record, "took_s": round(time.perf_counter() - start_s, 1)})
+
+
+# -- one process after the other ---------------------------------------------------------------------------------------
+
+
+def run_child(command: list[str], timeout_s: float) -> int | None:
+    """Return its exit code; None if it had to be stopped, with all that it has started."""
+    process = subprocess.Popen(command, env={**DETERMINISTIC, **os.environ}, start_new_session=True)
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def run_sections(options: argparse.Namespace) -> int:
-    """Run what has no end in the results yet, each section in a process, as far as the time goes."""
-    out = Path(options.out)
+    """Run what has no record yet, a group in a process, as far as the time goes."""
+    out, budget_s = Path(options.out), 60 * options.minutes
     out.mkdir(parents=True, exist_ok=True)
-    results, until_s = out / "results.jsonl", time.monotonic() + 60 * options.minutes
-    over = {line["section"] for line in read_lines(results) if line["what"] in ("end", "raised", "stopped")}
-    left = [name for name in sections() if name not in over]
-    groups = [left] if options.smoke and left else [[name] for name in left]
-    for names in groups:
-        room_s = until_s - time.monotonic()
-        if room_s < LEAST_S:
-            print(f"out of time, {len(left)} sections left: call again with the same --out", flush=True)
-            return 0
-        command = [sys.executable, str(Path(__file__).resolve()), "--out", options.out, "--dir", options.dir]
-        command += [part for name in names for part in ("--section", name)] + ["--smoke"] * options.smoke
-        try:
-            code = subprocess.run(command, timeout=room_s, env={**DETERMINISTIC, **os.environ}).returncode
-        except subprocess.TimeoutExpired:
-            if room_s > 60 * options.minutes - 60:  # it had all the time that there is
-                Report(results, names[0]).write("stopped", False, after_s=room_s)
-            continue
-        ends = [line for line in read_lines(results) if line["section"] in names and line["what"] in ("end", "raised")]
-        if code and not ends:
-            Report(results, names[0]).write("stopped", False, code=code)
-        left = [name for name in left if name not in names]
-    lines = read_lines(results)
-    failed = [f"{line['section']}: {line['what']}" for line in lines if line["passed"] is False]
-    print(f"{sum(line['passed'] is True for line in lines)} checks passed, {len(failed)} failed", *failed, sep="\n  ")
+    results, until_s = out / "results.jsonl", time.monotonic() + budget_s
+    listed = sections(options.smoke)
+    for _, group in groupby(listed, key=lambda section: "" if options.smoke else section.group):
+        members = list(group)
+        while left := unfinished(members, results):
+            room_s = until_s - time.monotonic()
+            if room_s < min(left[0].least_s, budget_s / 2):
+                break
+            limit_s = sum(section.most_s for section in left)
+            with tempfile.TemporaryDirectory(prefix="acceptance-", dir=options.dir) as folder:
+                command = [sys.executable, str(Path(__file__).resolve()), "--out", options.out, "--dir", folder]
+                command += ["--until", str(until_s)] + ["--smoke"] * options.smoke
+                command += [part for section in left for part in ("--section", section.name)]
+                code = run_child(command, min(room_s, limit_s))
+            after = unfinished(left, results)
+            if code == 0 or not after:
+                break  # what is left had no time
+            if code is None and limit_s > room_s and room_s < budget_s - 60:
+                break  # the next call gives it more
+            found = f"ended with exit code {code}" if code is not None else f"had not ended after {room_s:.0f} s"
+            write_record(results, after[0].name, {"passed": False, "error": found})
+    records = read_records(results)
+    summary.write(out / "summary.md", records, [section.name for section in listed])
+    failed = [name for name, record in records.items() if record["passed"] is False]
+    num_passed, num_left = sum(each["passed"] is True for each in records.values()), len(unfinished(listed, results))
+    print(f"{num_passed} checks passed, {len(failed)} failed, {num_left} sections left", *failed, sep="\n  ")
+    print(f"{out / 'summary.md'} has it all" + (": call again with the same --out to go on" if num_left else ""))
     return 1 if failed else 0
 
 
-def main() -> int:
+def unfinished(members: list[Section], results: Path) -> list[Section]:
+    records = read_records(results)
+    return [section for section in members if section.name not in records]
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, help="where results.jsonl, trace.json and logs go")
+    parser.add_argument("--out", required=True, help="where the records, the pictures and the trace go")
     parser.add_argument("--dir", default=".", help="where swap files are made, and the disk measured")
     parser.add_argument("--minutes", type=float, default=10.0, help="for this call")
+    parser.add_argument("--without-kernels", action="store_true", help="go on where the C libraries are not built")
     parser.add_argument("--smoke", action="store_true", help="tiny models: does all of it run?")
     parser.add_argument("--section", action="append", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
     if options.section:
         run_here(options.section, options)
         return 0
+    if (missing := machine.missing_kernels()) and not (options.without_kernels or options.smoke):
+        parser.error(f"{missing}; or give --without-kernels: every update is then several times slower")
     return run_sections(options)
 
 

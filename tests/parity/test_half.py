@@ -33,6 +33,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.exact_root import ExactRoot
 from tests.support.models import ParityGPT, batch, groups, named_weights
 from tests.support.trainers import (
     FAR,
@@ -57,26 +58,6 @@ COURSES = ((1, 0.0), (3, 0.5), (1, 0.5), (3, 0.0))
 """(accumulation, clipping). Two backwards a step have a test of their own, the last one."""
 THIRDS = [[(TIERS[i], TIERS[(i + third) % 3]) for i in range(3)] for third in range(3)]
 """Of the nine placements: each has every tier of the parameters and of the state, and together they are all."""
-
-
-class ExactRoot(torch.optim.Optimizer):
-    """torch.optim.AdamW's for-loop form, operation by operation, with the exact square root."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                mean = state.setdefault("mean", torch.zeros_like(param))
-                square = state.setdefault("square", torch.zeros_like(param))
-                state["step"] = step = state.get("step", 0) + 1
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                mean.lerp_(param.grad, 1 - 0.9)
-                square.mul_(0.999).addcmul_(param.grad, param.grad, value=1 - 0.999)
-                root = square.double().sqrt().float() / (1 - 0.999**step) ** 0.5
-                param.addcdiv_(mean, root.add_(1e-8), value=-group["lr"] / (1 - 0.9**step))
 
 
 def build() -> ParityGPT:

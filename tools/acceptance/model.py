@@ -27,6 +27,7 @@ SIZES = {
     "tiny": Size(layers=3, hidden=32, heads=2, vocab=64, tokens=16),
     "small": Size(layers=12, hidden=256, heads=4, vocab=1024, tokens=128),
     "1.3b": Size(layers=24, hidden=2048, heads=16, vocab=50304, tokens=2048),
+    "3b": Size(layers=32, hidden=2560, heads=32, vocab=32000, tokens=2048),
     "7b": Size(layers=32, hidden=4096, heads=32, vocab=32000, tokens=2048),
 }
 
@@ -79,9 +80,16 @@ class Transformer(nn.Module):
 
 
 def batch(size: Size, number: int, device: torch.device | str, rows: int = 2) -> Tensor:
-    """Batch `number` of a run: [rows, tokens]."""
+    """Batch `number` of a run: [rows, tokens]. Low tokens are frequent, which a model learns in a few steps."""
     generator = torch.Generator().manual_seed(number)
-    return torch.randint(0, size.vocab, (rows, size.tokens), generator=generator).to(device)
+    tokens = torch.rand(rows, size.tokens, generator=generator, dtype=torch.float64).pow(4).mul(size.vocab)
+    return tokens.long().to(device)
+
+
+def meta_model(size: Size) -> Transformer:
+    """With recomputation, and without values: they come unit by unit."""
+    with torch.device("meta"):
+        return Transformer(size, recompute=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +101,7 @@ class Course:
     clip: float = 0.0
     accumulation: int = 1
     bf16: bool = False
+    lr: float = 1e-3
 
     @property
     def name(self) -> str:
@@ -100,7 +109,7 @@ class Course:
         return f"{self.placement} {self.update} {'bf16' if self.bf16 else 'fp32'} clip {self.clip} x{self.accumulation}"
 
 
-def make_config(course: Course, directory: Path, rows: int = 2, **runtime: Any) -> dict[str, Any]:
+def make_config(course: Course, directory: Path, runtime: dict[str, Any], rows: int = 2) -> dict[str, Any]:
     params, state = course.placement.split("/")
     path = {"nvme_path": str(directory)}
     return {
@@ -108,7 +117,7 @@ def make_config(course: Course, directory: Path, rows: int = 2, **runtime: Any) 
         "gradient_accumulation_steps": course.accumulation,
         "gradient_clipping": course.clip,
         "bf16": {"enabled": course.bf16},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "optimizer": {"type": "AdamW", "params": {"lr": course.lr, "weight_decay": 0.01}},
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": params, "max_in_cpu": 0, **path},
