@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -127,7 +128,7 @@ def test_what_has_no_time_is_left_to_the_next_call(
     assert "1 sections left" in capsys.readouterr().out and not (tmp_path / "out/results.jsonl").exists()
 
 
-def test_it_stops_without_compiled_libraries_unless_told(
+def test_it_stops_without_compiled_libraries_unless_asked(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TIERED_ZERO_NATIVE_DIR", str(tmp_path))
@@ -162,6 +163,20 @@ def test_running_out_of_memory_has_to_raise(
     monkeypatch.setattr(correctness, "_run_out_of_memory", lambda site, engine: raised)
     site = Site(device=torch.device("cuda", 0), directory=tmp_path, out=tmp_path)
     assert correctness.survive_out_of_memory(site)["passed"] is passed
+
+
+def test_a_course_in_bf16_is_held_against_the_kernels_square_root(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, swap_path: Path, tmp_path: Path
+) -> None:
+    """MKL's, which torch takes, gives other bits here after four steps of four layers."""
+    from tools.acceptance import correctness
+    from tools.acceptance.model import SIZES, Course
+    from tools.acceptance.report import Site
+
+    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], layers=4))
+    site = Site(device=torch.device("cpu"), directory=swap_path, out=tmp_path, smoke=True)
+    record = correctness.check_parity(site, Course(placement="cpu/cpu", update="barrier", clip=0.3, bf16=True))
+    assert record["passed"] and record["compared_bits"] and not record["other_than_plain"]
 
 
 def test_a_record_has_no_folders_and_no_host_name(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,8 @@ def bounds_of(site: Site, compute: str, links: dict[str, int], num_params: int) 
 
 LARGEST_PLACEMENTS = ("cpu/cpu", "cpu/nvme", "nvme/nvme")
 MOST_LAYERS, MOST_IN_SMOKE = 1024, 16
+PART_TAKEN = 0.9
+"""Of the host's memory and the disk: the machine's other programs live on."""
 
 
 def largest_sections() -> list[Section]:
@@ -183,7 +185,10 @@ def largest_sections() -> list[Section]:
 def train_largest(site: Site, limit_nbytes: int | None) -> Record:
     """As many layers of the 7B model as the plan finds room for, on the placement that holds the most, bisected; then
     two steps of it. `limit_nbytes`: of the device, all of it without."""
-    runtime = site.runtime(host_memory_limit="1536KiB") if site.smoke else site.runtime()
+    from tiered_zero.hardware.probe import available_host_nbytes
+
+    host_nbytes = (3 << 19) if site.smoke else int(available_host_nbytes() * PART_TAKEN)
+    runtime = site.runtime(host_memory_limit=host_nbytes)
     if limit_nbytes is not None:
         if site.device.type != "cuda":
             return left_out("only CUDA's allocator takes a limit")
@@ -256,7 +261,7 @@ def most_layers(site: Site, size: Size, placement: str, runtime: dict[str, Any])
             plan.check()
         except PlanError:
             return False
-        return plan.nbytes("nvme") <= free_nbytes * 0.95
+        return plan.nbytes("nvme") <= free_nbytes * PART_TAKEN
 
     low, high = 0, 1
     while high < (MOST_IN_SMOKE if site.smoke else MOST_LAYERS) and fits(high):
