@@ -52,13 +52,67 @@ def plan_activations(request: ActivationRequest, host_room_nbytes: int) -> Activ
     )
 
 
-BLOCK_NBYTES = 17
-"""Activations of one transformer block, over the bytes of its input: 34 h bytes a token in 16 bit, without the scores
-of attention, which fused kernels do not keep (Korthikanti et al., Reducing Activation Recomputation, 2022, section 4).
-"""
+STATISTICS_NBYTES = 4
+"""Of a row: a normalization's factor, a head's sum of exponentials."""
 
-LOGIT_ITEMSIZE = 4
-"""Bytes a logit takes besides itself: its gradient, or its fp32 copy."""
+LOSS_NBYTES = 12
+"""Of a logit, at the peak of its loss: log-softmax, its gradient, and the gradient of its input, all in fp32."""
+
+GELU_OF_OPERATIONS = "gelu_new"
+"""An activation made of torch's operations, each of which saves its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """Sizes of a transformer block, in elements of a token. `query`, `key`: over all heads. `norms`: of its hidden
+    state; `norms_heads`: queries and keys too. `fp32_norms`: made of operations in fp32, as models with RMSNorm have
+    them; else torch's own. `ffn`: of one expert. `experts`: that a token passes through; 0: no router. `masks`: dropout.
+    `eager`: attention keeps its scores. `fp32_scores`: its softmax runs in fp32."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    query: int
+    key: int
+    norms: int = 2
+    fp32_norms: bool = False
+    norms_heads: bool = False
+    gated: bool = False
+    activation: str = "gelu"
+    experts: int = 0
+    masks: bool = False
+    eager: bool = False
+    fp32_scores: bool = True
+
+    def token_nbytes(self, length: int, itemsize: int) -> int:
+        """Bytes that autograd saves of one token of a sample of `length`, whose activations have `itemsize` bytes."""
+        # A normalization saves its input (in fp32, if made of operations in fp32, and then its result before the
+        # weight, too) and a statistic.
+        norm_itemsize = 4 + itemsize if self.fp32_norms else itemsize
+        norms = self.norms * (norm_itemsize * self.hidden + STATISTICS_NBYTES)
+        if self.norms_heads:
+            norms += norm_itemsize * (self.query + self.key)
+        # The projections save their inputs: one for queries, keys and values, one for the output.
+        projections = itemsize * (self.hidden + self.query)
+        # Attention saves queries, keys and values. Fused kernels save the sum of a row besides, and their output is the
+        # next projection's input. Eager attention repeats keys and values for each query's head, and saves the row
+        # after softmax, and its copies in the parameters' dtype and after dropout (with the mask).
+        attention = itemsize * (self.query + 2 * (self.query if self.eager else self.key))
+        if self.eager:
+            upcast = self.fp32_scores and itemsize < 4
+            score_nbytes = (4 + itemsize if upcast else itemsize) + 2 * itemsize * self.masks
+            attention += self.heads * length * score_nbytes
+        else:
+            attention += self.heads * STATISTICS_NBYTES
+        # The feed-forward saves its input, the activation's input and output (GPT-2's also tanh and two products), and
+        # with a gate the other factor and the product. With experts the router saves the input, and each expert its
+        # own copy and its output.
+        arrays = 2 + 2 * self.gated + 3 * (self.activation == GELU_OF_OPERATIONS)
+        ffn = itemsize * self.hidden + max(1, self.experts) * itemsize * arrays * self.ffn
+        ffn += self.experts * 2 * itemsize * self.hidden
+        # A dropout behind attention and feed-forward saves its mask: a byte on CUDA, an element on the CPU.
+        masks = 2 * itemsize * self.hidden * self.masks
+        return norms + projections + attention + ffn + masks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +139,16 @@ class ActivationEstimate:
         )
 
 
-def estimate_activations(tokens: int, hidden: int, layers: int, vocab: int, itemsize: int) -> ActivationEstimate:
-    """`tokens`: of a micro-batch, all its samples. `itemsize`: bytes of an activation's element."""
-    boundary_nbytes = itemsize * hidden * tokens
+def estimate_activations(
+    block: BlockShape, *, samples: int, length: int, layers: int, vocab: int, itemsize: int
+) -> ActivationEstimate:
+    """`samples` of `length` tokens are a micro-batch. `itemsize`: bytes of an activation's element. The logits
+    themselves stay until the step ends, as the model's output."""
+    tokens = samples * length
     return ActivationEstimate(
         tokens=tokens,
-        boundary_nbytes=boundary_nbytes,
+        boundary_nbytes=itemsize * block.hidden * tokens,
         num_boundaries=layers,
-        block_nbytes=BLOCK_NBYTES * boundary_nbytes,
-        logits_nbytes=tokens * vocab * (itemsize + LOGIT_ITEMSIZE),
+        block_nbytes=block.token_nbytes(length, itemsize) * tokens,
+        logits_nbytes=tokens * vocab * (itemsize + LOSS_NBYTES),
     )
