@@ -80,7 +80,15 @@ def test_another_machine_is_planned_for_by_option() -> None:
     code, values = plan_json(CONFIG, "--params", "7e9", "--device-memory", "24GiB", "--host-memory", "64GiB")
     assert (code, values["problem"]) == (0, None)
     code, values = plan_json(CONFIG, "--params", "7e9", "--device-memory", "24GiB", "--host-memory", "1GiB")
-    assert code == 1 and "host memory; 1.0 GiB is allowed (--host-memory)" in values["problem"]
+    assert code == 1 and "host memory; 896.0 MiB is allowed (--host-memory, less an eighth" in values["problem"]
+    least = re.search(r"[Rr]aise --host-memory to at least (\S+ \w+)", values["problem"])
+    assert (
+        least
+        and plan_json(
+            CONFIG, "--params", "7e9", "--device-memory", "24GiB", "--host-memory", least[1].replace(" ", "")
+        )[0]
+        == 0
+    )
     result = CliRunner().invoke(main, ["plan", CONFIG, "--params", "7e9"])
     assert "add for example --device-memory 24GiB" in result.stderr
     wrong = CliRunner().invoke(main, ["plan", CONFIG, "--device-memory", "much"])
@@ -123,7 +131,8 @@ def test_ranks_share_the_host_and_the_state(tmp_path: Path) -> None:
     assert state_nbytes(both) == pytest.approx(state_nbytes(alone) / 2, rel=0.01)
     assert both["directories"][0]["nbytes"] == pytest.approx(alone["directories"][0]["nbytes"], rel=0.01)
     shown = CliRunner().invoke(main, ["plan", config, "--ranks", "2", "--host-memory", "8GiB"])
-    assert "Rank 0 of 2" in shown.stdout and "4.0 GiB (--host-memory for 2 ranks)" in shown.stdout
+    assert "Rank 0 of 2" in shown.stdout
+    assert "3.5 GiB (--host-memory for 2 ranks" in " ".join(shown.stdout.split())
 
 
 def test_a_model_of_a_hugging_face_config_is_planned(tmp_path: Path) -> None:
@@ -219,20 +228,63 @@ def test_activations_of_a_long_sequence_are_estimated(tmp_path: Path) -> None:
     values = json.loads(Path(CONFIG).read_text())
     values |= {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     config = write(tmp_path / "config.json", **{**values, "tiered_zero": {"activations": section}})
-    options = (config, "--params", "7B", "--sequence-length", "32768", "--device-memory", "80GiB")
-    found = plan_json(*options, "--host-memory", "64GiB")[1]["activations"]
+    options = (config, "--params", "7B", "--device-memory", "80GiB")
+    long = (*options, "--sequence-length", "32768")
+    found = plan_json(*long, "--host-memory", "64GiB")[1]["activations"]
     hidden, layers = (
         int(re.findall(rf"{name}=(\d+)", plan_json(*options)[1]["model"])[0]) for name in ("hidden", "layers")
     )
     assert found["tokens"] == 32768 and found["num_boundaries"] == layers
     assert found["boundary_nbytes"] == 2 * hidden * 32768
-    assert found["block_nbytes"] == 34 * hidden * 32768
     fit = (6 << 30) // found["boundary_nbytes"] * found["boundary_nbytes"]
-    shown = CliRunner().invoke(main, ["plan", *options]).stdout
+    shown = CliRunner().invoke(main, ["plan", *long]).stdout
     assert f"Of the inputs {format_nbytes(fit)} fit the budget on nvme." in shown
-    assert "the plan leaves" in shown and "(--device-memory)." in shown
-    small = CliRunner().invoke(main, ["plan", *options, "--device-memory", "24GiB"]).stdout
-    assert "(--device-memory); compute the logits and the loss of a part of the tokens at a time" in small
+    assert re.search(r"In sum they need \S+ GiB of device memory; the plan leaves \S+ GiB of 80\.0 GiB\.", shown)
+    small = CliRunner().invoke(main, ["plan", *long, "--device-memory", "24GiB"])
+    assert small.exit_code == 1 and "Activations do not fit: they need" in small.stderr
+    assert "Compute the logits and the loss of a part of the tokens at a time" in small.stderr
+    assert "--sequence-length" in CliRunner().invoke(main, ["plan", *options]).stdout, "the default length is said"
+
+
+LAYERS_OF_LLAMA_70B = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256},
+    **{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 8},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+}
+
+
+def test_a_model_whose_activations_do_not_fit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(json.dumps(LAYERS_OF_LLAMA_70B))
+    nvme = {"device": "nvme", "nvme_path": "swap"}
+    zero = {"stage": 3, "offload_param": {**nvme, "max_in_cpu": 0}, "offload_optimizer": nvme}
+    given = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+    (tmp_path / "config.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **given}))
+    options = (str(tmp_path / "config.json"), "--model-config", str(tmp_path / "model.json"), "--disk", "2TB")
+    machine = ("--device-memory", "20GiB", "--host-memory", "64GiB")
+    code, values = plan_json(*options, *machine, "--sequence-length", "8192")
+    assert code == 1 and values["problem"].startswith("Activations do not fit")
+    assert values["update_policy"]["policy"] == "overlapped", "a device of its own size is an accelerator"
+    assert plan_json(*options, *machine, "--sequence-length", "2048")[0] == 0
+
+
+def test_fit_is_judged_by_the_disks_that_are_given(tmp_path: Path) -> None:
+    needed = plan_json(CONFIG)[1]["drives"][0]["nbytes"]
+    for disks, code, nbytes in (
+        ([f"{needed}"], 0, needed),
+        ([f"{needed - 1}:7GB/s,5GB/s"], 1, needed),
+        (["1TB", "1TB::1200TBW"], 0, -(-needed // 2)),
+    ):
+        options = [part for disk in disks for part in ("--disk", disk)]
+        found, values = plan_json(CONFIG, *options)
+        assert found == code and [drive["nbytes"] for drive in values["drives"]] == [nbytes] * len(disks)
+    (drive,) = plan_json(CONFIG, "--disk", "2TB:7GB/s,5GB/s:1200TBW")[1]["drives"]
+    assert (drive["read_bytes_per_s"], drive["write_bytes_per_s"]) == (7 * 10**9, 5 * 10**9)
+    steps = 1200 * 10**12 // drive["written_nbytes_per_step"]
+    shown = CliRunner().invoke(main, ["plan", CONFIG, "--disk", "2TB:7GB/s,5GB/s:1200TBW"]).stdout
+    assert f"rated to take (1200 TB) is written after {steps:,} steps" in shown
+    for wrong in ("2TB:7GB/s", "much", "2TB:7GB/s,5GB/s:1200", "2TB:1,2:nTBW"):
+        result = CliRunner().invoke(main, ["plan", CONFIG, "--disk", wrong])
+        assert result.exit_code == 2 and "expected SIZE[:READ,WRITE[:TBW]]" in result.stderr
 
 
 def test_activations_of_an_unknown_model_are_not_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

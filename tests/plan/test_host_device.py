@@ -111,13 +111,13 @@ def test_the_run_says_and_counts_what_it_does(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("runtime", [CPU, {**CPU, **SMALL_DEVICE}, {**CPU, "debug_delay_seed": 1}], ids=str)
 def test_paged_parameters_in_use_are_of_host_memory(runtime: dict[str, Any]) -> None:
-    """Where the CPU is the device, and no other one is asked for: so a plan for a budget holds for the process."""
+    """Where the CPU is the device, whatever its limit: so a plan for a budget holds for the process."""
     given = config("nvme", "nvme")
     given["tiered_zero"] = dict(runtime)
     plan = specify_run(load(given), two_layers()).plan
     in_use = sum(row.nbytes for row in plan.rows if row.kind in ("param_window", "gradient_in_flight"))
     assert 0 < in_use == plan.nbytes("device")
-    is_host = runtime == CPU
+    is_host = "debug_delay_seed" not in runtime
     assert plan.needed_nbytes("host") == plan.nbytes("host") + (in_use if is_host else 0)
     assert (", in host memory" in plan.text) == is_host
 
@@ -151,6 +151,22 @@ def test_a_plan_shrinks_to_the_limit_of_host_memory_and_names_the_smallest_that_
         is_cut = engine.plan.nbytes("host", "staging_state") < free.nbytes("host", "staging_state")
         assert is_cut == (limit < small_window), "sub-groups are cut smaller only where the window does not suffice"
         assert_same_bits(expected, follow(script, engine))
+
+
+def test_a_refusal_names_both_limits_of_a_cpu() -> None:
+    """What the device holds counts against its own limit and against that of the host."""
+    both = {"device_memory_limit": 64 * MIB, "host_memory_limit": 64 * MIB}
+    given = config("nvme", "nvme", **both)
+    plan = specify_run(load(given), gpt()).plan
+    in_use = plan.nbytes("device")
+    assert in_use > 0 and plan.needed_nbytes("host") == plan.nbytes("host") + in_use
+    given = config("nvme", "nvme", **{**both, "host_memory_limit": plan.nbytes("host") // 2})
+    short = specify_run(load(given), gpt()).plan
+    assert short.nbytes("device") < in_use, "the window shrinks to the smaller room"
+    with pytest.raises(
+        PlanError, match=r"KiB under tiered_zero\.device_memory_limit; .*tiered_zero\.host_memory_limit"
+    ):
+        short.check()
 
 
 def test_the_smallest_limit_of_a_refusal_is_the_smallest() -> None:

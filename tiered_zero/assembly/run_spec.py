@@ -28,7 +28,7 @@ from tiered_zero.params.param_handlers import handler_of
 from tiered_zero.plan.host_device import resolve_host_tiers
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.rank_facts import compare_facts
-from tiered_zero.plan.request import Limits, PlanRequest, RankRequest, SubGroupSize, plan_request, unit_rules
+from tiered_zero.plan.request import Limits, PlanRequest, RankRequest, SubGroupSize, limit_of, plan_request, unit_rules
 from tiered_zero.plan.slots import PlannedSlot, list_slots
 from tiered_zero.rules.from_config import group_params, make_optimizer, make_rule
 from tiered_zero.rules.rule import UpdateRule
@@ -36,9 +36,15 @@ from tiered_zero.rules.state_formats import check_params, master_format
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import align_up
 
-ACTIVATION_SHARE = 8
-"""This part of a device's free memory is left to activations, of which the plan knows nothing, where the config sets no
-limit: a plan of all that is free would fail in its first forward."""
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMachine:
+    """A machine that is planned for in place of this one: its memory, which goes before the config's limits, or None
+    for what this one has free. Its device is an accelerator. `ranks`: processes that share the host."""
+
+    device_nbytes: int | None = None
+    host_nbytes: int | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +97,7 @@ def specify_run(
     model: nn.Module,
     optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
-    limits: Limits | None = None,
+    machine: PlannedMachine | None = None,
     collectives: Collectives | None = None,
 ) -> RunSpec:
     """Lay the model out and plan its bytes. Reads no parameter's bytes; raises ConfigError and ModelError.
@@ -107,8 +113,11 @@ def specify_run(
     _check_embeddings(model)
     check_memory(model, specs)
     source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
-    effective, request = _request(config, model, _limits(config, model, limits or {}, ranks), ranks)
+    machine = machine or PlannedMachine()
+    effective, request = _request(config, model, machine, ranks)
     rule, masters = _make_rule(source, request), master_format(request.state.format)
+    if machine.device_nbytes is not None or find_device(config.tiered_zero.device).type != "cpu":
+        request = replace(request, update=replace(request.update, temporaries=rule.temporaries))
     rules = unit_rules(effective, ranks.world_size, whole_params=not rule.elementwise)
     units = find_units(module_tree(model, specs), list(specs.values()), rules)
     group_of = group_params(source, specs) if trains else {}
@@ -159,15 +168,19 @@ def _check_delayed(config: Config, world_size: int) -> None:
         )
 
 
-def _request(config: Config, model: nn.Module, limits: Limits, ranks: Collectives) -> tuple[Config, PlanRequest]:
+def _request(
+    config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives
+) -> tuple[Config, PlanRequest]:
     """Return the config with parameters and state where they rest in this run, and what the planner must know."""
-    on_cpu = shares_cores(config.tiered_zero.device, config.tiered_zero.debug_delay_seed)
+    limits, settings = _limits(config, model, machine, ranks), config.tiered_zero
+    on_cpu = machine.device_nbytes is None and shares_cores(settings.device, settings.debug_delay_seed)
     effective = resolve_host_tiers(config, limits, shares_cores=on_cpu, world_size=ranks.world_size)
     request = plan_request(
         effective,
         limits=limits,
         shares_cores=on_cpu,
-        device_is_host=on_cpu and "device" not in limits,
+        device_is_host=on_cpu,
+        segments=machine.device_nbytes is not None or find_device(settings.device).type == "cuda",
         buffers_nbytes=packed_nbytes(persistent_buffers(model).values()),
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -338,25 +351,25 @@ def _sizes(layouts: Iterable[StateLayout]) -> list[SubGroupSize]:
     ]
 
 
-def _limits(config: Config, model: nn.Module, given: Limits, ranks: Collectives) -> Limits:
-    """Bytes that this rank may use on each tier: those `given` go before the config's and the machine's.
+def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives) -> Limits:
+    """Bytes that this rank may use on each tier: the config's limits, or what is free, less a share that is reserved.
 
     A model that is on the device leaves it, unit by unit, for its place in the plan. Ranks of one host share its
     memory, and every rank plans with the least that any has.
     """
     settings = config.tiered_zero
-    limits: dict[str, tuple[int, str]] = {}
-    device_nbytes = available_device_nbytes(find_device(settings.device), model.parameters())
-    given_nbytes = settings.device_memory_limit
-    if given_nbytes is not None and (device_nbytes is None or given_nbytes <= device_nbytes):
-        limits["device"] = (given_nbytes, "tiered_zero.device_memory_limit")
-    elif device_nbytes is not None:
-        reserve_nbytes = device_nbytes // ACTIVATION_SHARE
-        limits["device"] = (device_nbytes - reserve_nbytes, "what the device has free, less an eighth for activations")
-    limits["host"] = (available_host_nbytes(), "what this machine and its cgroup have free")
-    if ranks.world_size > 1:
-        shares = ranks.exchange(str(limits["host"][0] // local_world_size()).encode(), "free host memory")
-        limits["host"] = (min(map(int, shares)), "each rank's part of what its machine and cgroup have free")
-    if settings.host_memory_limit is not None and settings.host_memory_limit <= limits["host"][0]:
-        limits["host"] = (settings.host_memory_limit, "tiered_zero.host_memory_limit")
-    return {**limits, **given}
+    nbytes, source, given_nbytes = machine.device_nbytes, "--device-memory", None
+    if nbytes is None:
+        nbytes = available_device_nbytes(find_device(settings.device), model.parameters())
+        source, given_nbytes = "what the device has free", settings.device_memory_limit
+    limits = limit_of("device", nbytes, source, given_nbytes)
+    nbytes, source, given_nbytes = machine.host_nbytes, "--host-memory", None
+    if nbytes is None:
+        nbytes, source = available_host_nbytes(), "what this machine and its cgroup have free"
+        given_nbytes = settings.host_memory_limit
+    if machine.ranks > 1:
+        nbytes, source = nbytes // machine.ranks, f"{source} for {machine.ranks} ranks"
+    elif ranks.world_size > 1:
+        shares = ranks.exchange(str(nbytes // local_world_size()).encode(), "free host memory")
+        nbytes, source = min(map(int, shares)), "each rank's part of what its machine and cgroup have free"
+    return limits | limit_of("host", nbytes, source, given_nbytes)

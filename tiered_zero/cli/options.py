@@ -10,6 +10,7 @@ from typing import TypeVar
 import click
 
 from tiered_zero.errors import ConfigError
+from tiered_zero.plan.drives import Drive, parse_drive
 from tiered_zero.plan.gpt_shape import GPTConfig, gpt_of_size, parse_count, parse_gpt
 from tiered_zero.sizes import parse_nbytes
 
@@ -54,6 +55,11 @@ size_option = click.option(
 def parse_bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """Callback: 24GiB -> bytes."""
     return None if value is None else _or_usage_error(parse_nbytes, value)
+
+
+def parse_drives(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Drive, ...]:
+    """Callback: 2TB:7GB/s,5GB/s:1200TBW, any number of times."""
+    return tuple(_or_usage_error(parse_drive, value) for value in values)
 
 
 def _or_usage_error(parse: Callable[[T], Parsed], value: T) -> Parsed:

@@ -11,11 +11,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tiered_zero.cli.console import STDOUT
-from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_bytes, parse_source, size_option
+from tiered_zero.cli.options import (
+    CONFIG_FILE,
+    DEMO_MODEL,
+    JSON_OPTION,
+    parse_bytes,
+    parse_drives,
+    parse_source,
+    size_option,
+)
 from tiered_zero.cli.tables import plan_table
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.errors import PlanError
+from tiered_zero.plan.drives import Drive, fill_drives
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.swap_capacity import SwapNeed, directory_needs, look_at_drives
 from tiered_zero.sizes import format_nbytes
@@ -61,13 +70,24 @@ _NO_ESTIMATE = (
     "--device-memory",
     callback=parse_bytes,
     metavar="24GiB",
-    help="Plan for a device of this size (default: what the GPU has free, or the config's limit).",
+    help="Plan for an accelerator of this size, of which the plan may take seven eighths (default: the device here, "
+    "or the config's limit).",
 )
 @click.option(
     "--host-memory",
     callback=parse_bytes,
     metavar="64GiB",
-    help="Plan for a host of this size (default: what is free here).",
+    help="Plan for a host of this size, of which the plan may take seven eighths (default: what is free here, or the "
+    "config's limit).",
+)
+@click.option(
+    "--disk",
+    "disks",
+    callback=parse_drives,
+    multiple=True,
+    metavar="2TB[:7GB/s,5GB/s[:1200TBW]]",
+    help="Plan for a drive of this size, with its rates of reads and writes and what it is rated to take (default: "
+    "the disks here). Repeat it for more drives.",
 )
 @JSON_OPTION
 @click.pass_context
@@ -83,6 +103,7 @@ def plan(
     ranks: int,
     device_memory: int | None,
     host_memory: int | None,
+    disks: tuple[Drive, ...],
     as_json: bool,
 ) -> None:
     """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing.
@@ -99,6 +120,8 @@ def plan(
         settings["optimizer"] = {"type": optimizer}
     # Not imported for --help: torch takes seconds.
     from tiered_zero.cli.planned_run import build_planned, count_parameters, estimate_of, specify_planned
+    from tiered_zero.hardware.device.select import find_device
+    from tiered_zero.hardware.probe import available_device_nbytes
     from tiered_zero.rules.from_config import check_sections
 
     loaded = load(settings, world_size=ranks, to_train=False)
@@ -106,10 +129,17 @@ def plan(
     model = build_planned(chosen)
     run = specify_planned(loaded, model, ranks, device_memory, host_memory)
     paths = loaded.tiered_zero.activations.nvme_paths
-    needs = directory_needs(SwapNeed.of(run.plan), loaded.zero_optimization, 1, paths)
-    directories, drives = look_at_drives(dataclasses.replace(need, nbytes=ranks * need.nbytes) for need in needs)
-    problems = list(_problems(run.plan, drives))
+    needs = [
+        dataclasses.replace(need, nbytes=ranks * need.nbytes, written_per_step=ranks * need.written_per_step)
+        for need in directory_needs(SwapNeed.of(run.plan), loaded.zero_optimization, 1, paths)
+    ]
+    directories, drives = look_at_drives(needs)
+    if disks:
+        drives = fill_drives(needs, disks) if needs else []
     estimate = estimate_of(model, chosen, loaded, sequence_length)
+    device_nbytes = device_memory or available_device_nbytes(find_device(loaded.tiered_zero.device))
+    lines, short = _estimate_lines(estimate, run.plan, device_nbytes, is_given=sequence_length is not None)
+    problems = [*_problems(run.plan, drives), *([short] if short else [])]
     if as_json:
         facts = {
             "model": str(chosen),
@@ -132,7 +162,7 @@ def plan(
             click.echo(f"Rank 0 of {ranks} on one host; the others need the same, or a little less.")
         STDOUT.print(plan_table(run.plan))
         policy = run.plan.update_policy.text
-        for line in (*_directory_lines(directories, drives), policy, *_estimate_lines(estimate, run.plan)):
+        for line in (*_disk_lines(directories, drives), policy, *lines):
             click.echo(line)
     for problem in problems:
         click.echo(f"Error: {problem.partition(chr(10))[0]}", err=True)
@@ -142,28 +172,42 @@ def plan(
         ctx.exit(1)
 
 
-def _estimate_lines(estimate: ActivationEstimate | None, plan: Plan) -> Iterator[str]:
-    """Say what a micro-batch takes beside the plan, and where."""
+def _estimate_lines(
+    estimate: ActivationEstimate | None, plan: Plan, device_nbytes: int | None, *, is_given: bool
+) -> tuple[list[str], str]:
+    """Say what a micro-batch takes beside the plan, and where; and what is wrong with a length that `is_given`, or "".
+
+    `device_nbytes`: of the device, with what the plan leaves to activations; None: that is not known.
+    """
     if estimate is None:
-        yield _NO_ESTIMATE
-        return
+        return [_NO_ESTIMATE], ""
     offloaded = estimate.offloaded_nbytes(plan.activations)
     kept = estimate.boundaries_nbytes - offloaded
-    yield (
-        f"Beside the plan, estimated for a micro-batch of {estimate.tokens:,} tokens with each block in a checkpoint: "
-        f"inputs of {estimate.num_boundaries} blocks {format_nbytes(estimate.boundaries_nbytes)}, one block's "
-        f"activations {format_nbytes(estimate.block_nbytes)}, logits {format_nbytes(estimate.logits_nbytes)}."
-    )
+    length = "" if is_given else " (the most that the model takes; --sequence-length TOKENS sets another)"
+    lines = [
+        f"Beside the plan, estimated for a micro-batch of {estimate.tokens:,} tokens{length} with each block in a "
+        f"checkpoint: inputs of {estimate.num_boundaries} blocks {format_nbytes(estimate.boundaries_nbytes)}, one "
+        f"block's activations {format_nbytes(estimate.block_nbytes)}, logits with their loss "
+        f"{format_nbytes(estimate.logits_nbytes)}."
+    ]
     if plan.activations is not None:
-        yield f"Of the inputs {format_nbytes(offloaded)} fit the budget on {plan.activations.tier}."
-    limit, source = plan.limits.get("device", (None, ""))
-    if limit is not None:
-        needed, room = kept + estimate.block_nbytes + estimate.logits_nbytes, limit - plan.nbytes("device")
-        way = "" if needed <= room else f"; {_way_to_fit(estimate, kept)}"
-        yield (
-            f"On the device they need {format_nbytes(needed)}; the plan leaves {format_nbytes(max(0, room))} ({source})"
-            f"{way}."
-        )
+        lines.append(f"Of the inputs {format_nbytes(offloaded)} fit the budget on {plan.activations.tier}.")
+    tier = "host" if plan.request.device_is_host else "device"
+    limit, _ = plan.limits.get(tier, (None, ""))
+    size = limit if device_nbytes is None else device_nbytes
+    if size is None:
+        return lines, ""
+    needed, room = kept + estimate.block_nbytes + estimate.logits_nbytes, size - plan.needed_nbytes(tier)
+    fact = (
+        f"they need {format_nbytes(needed)} of {tier} memory; the plan leaves {format_nbytes(max(0, room))} of "
+        f"{format_nbytes(size)}"
+    )
+    if needed <= room:
+        return [*lines, f"In sum {fact}."], ""
+    way = _way_to_fit(estimate, kept)
+    if is_given:
+        return lines, f"Activations do not fit: {fact}. {way[0].upper()}{way[1:]}."
+    return [*lines, f"In sum {fact}, where they do not fit: {way}."], ""
 
 
 def _way_to_fit(estimate: ActivationEstimate, kept_nbytes: int) -> str:
@@ -185,13 +229,28 @@ def _problems(plan: Plan, drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield str(error)
     for drive in drives:
         if not drive["fits"]:
+            where = f"of {drive['disk']} (--disk)" if "disk" in drive else "are free there"
+            way = (
+                "Give a larger --disk, or more" if "disk" in drive else "Free space, or name another disk in nvme_path"
+            )
             yield (
                 f"The plan needs {format_nbytes(drive['nbytes'])} in {', '.join(drive['directories'])}; "
-                f"{format_nbytes(drive['free_nbytes'])} are free there. Free space, or name another disk in nvme_path."
+                f"{format_nbytes(drive['free_nbytes'])} {where}. {way}."
             )
 
 
-def _directory_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _disk_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what the swap directories need and have; or, with `--disk`, the drives, and how long each lasts."""
+    if drives and "disk" in drives[0]:
+        for drive in drives:
+            where = f"--disk {drive['disk']} (nvme_path {', '.join(drive['directories'])})"
+            yield f"{where}: {format_nbytes(drive['nbytes'])} of {format_nbytes(drive['free_nbytes'])}"
+            if drive["rated_nbytes"] and (written := drive["written_nbytes_per_step"]):
+                yield (
+                    f"  a step writes {format_nbytes(written)} of parameters and state: what the drive is rated to take "
+                    f"({drive['rated_nbytes'] / 1e12:g} TB) is written after {drive['rated_nbytes'] // written:,} steps"
+                )
+        return
     free = {path: drive["free_nbytes"] for drive in drives for path in drive["directories"]}
     for row in directories:
         exists = "" if row["exists"] else " (it does not exist yet)"

@@ -10,16 +10,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tiered_zero.assembly.run_spec import RunSpec, specify_run
+from tiered_zero.assembly.run_spec import PlannedMachine, RunSpec, specify_run
 from tiered_zero.config.json_file import read_json
 from tiered_zero.config.schema import Config
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError
-from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.plan.activations import ActivationEstimate, BlockShape, estimate_activations
 from tiered_zero.plan.gpt_shape import GPTConfig
-from tiered_zero.plan.request import NO_LIMIT
 
 
 def build_planned(source: GPTConfig | Path | str) -> nn.Module:
@@ -56,12 +54,8 @@ def specify_planned(
     config: Config, model: nn.Module, ranks: int, device_nbytes: int | None, host_nbytes: int | None
 ) -> RunSpec:
     """Specify rank 0's run. `device_nbytes`, `host_nbytes`: of the machine, which the ranks share; None: this one's."""
-    limits = {} if device_nbytes is None else {"device": (device_nbytes, "--device-memory")}
-    if host_nbytes is not None:
-        limits["host"] = (host_nbytes // ranks, "--host-memory" + f" for {ranks} ranks" * (ranks > 1))
-    elif ranks > 1 and (part := available_host_nbytes() // ranks) < (config.tiered_zero.host_memory_limit or NO_LIMIT):
-        limits["host"] = (part, f"the part of each of {ranks} ranks in what this machine and its cgroup have free")
-    return specify_run(config, model, limits=limits, collectives=cast(Collectives, _PlannedRanks(ranks)))
+    machine = PlannedMachine(device_nbytes=device_nbytes, host_nbytes=host_nbytes, ranks=ranks)
+    return specify_run(config, model, machine=machine, collectives=cast(Collectives, _PlannedRanks(ranks)))
 
 
 def estimate_of(
@@ -93,7 +87,8 @@ def _size(sizes: Any, *names: str) -> int:
 def _block_of(model: nn.Module, sizes: Any, hidden: int, layers: int) -> BlockShape:
     """Read a block's shape from the sizes that the model says, and from the names and classes of its modules."""
     names = {name.rpartition(".")[2] for name, _ in (*model.named_modules(), *model.named_parameters())}
-    norms = [m for m in model.modules() if "norm" in type(m).__name__.lower() and isinstance(m.weight, Tensor)]
+    norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
+    weights = [weight for module in norms if isinstance(weight := getattr(module, "weight", None), Tensor)]
     heads = _size(sizes, "heads", "num_attention_heads") or 1
     head_size = _size(sizes, "head_dim") or hidden // heads
     dropouts = (getattr(sizes, name, None) for name in ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob"))
@@ -103,7 +98,7 @@ def _block_of(model: nn.Module, sizes: Any, hidden: int, layers: int) -> BlockSh
         heads=heads,
         query=heads * head_size,
         key=(_size(sizes, "num_key_value_heads") or heads) * head_size,
-        norms=sum(norm.weight.numel() == hidden for norm in norms) // layers,
+        norms=sum(weight.numel() == hidden for weight in weights) // layers,
         fp32_norms=not any(isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) for norm in norms),
         norms_heads="q_norm" in names,
         gated=not names.isdisjoint({"gate_proj", "gate_up_proj", "w3"}),

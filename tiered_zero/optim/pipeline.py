@@ -28,7 +28,7 @@ from tiered_zero.layout.subgroups import AUTO_SUB_GROUP_NUMEL, SubGroup, pack_pa
 from tiered_zero.native.update import num_kernel_threads
 from tiered_zero.optim.user_params import UserParameters
 from tiered_zero.plan.planner import Plan, make_plan
-from tiered_zero.plan.request import SubGroupSize, plan_request
+from tiered_zero.plan.request import SubGroupSize, limit_of, plan_request
 from tiered_zero.plan.slots import list_slots
 from tiered_zero.rules.from_config import make_rule
 from tiered_zero.rules.rule import UpdateRule
@@ -183,10 +183,8 @@ def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config
         for layout, segments in zip(layouts, staged, strict=True)
     ]
     free = available_host_nbytes() // local_world_size()
-    limits = {"host": (free, "this process's part of what the machine and its cgroup have free")}
-    given = config.tiered_zero.host_memory_limit
-    if given is not None and given <= free:
-        limits["host"] = given, "host_memory_limit"
+    source = "this process's part of what the machine and its cgroup have free"
+    limits = limit_of("host", free, source, config.tiered_zero.host_memory_limit, prefix="")
     request = plan_request(config, limits=limits, shares_cores=params.device.type == "cpu")
     units = {segment.unit.index: segment.unit for segments in staged for segment in segments}
     plan = make_plan(list(units.values()), in_buffers, request)

@@ -12,14 +12,26 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.activations import ActivationPlan, plan_activations
 from tiered_zero.plan.placement import Placement, gradients_to_nvme, place
 from tiered_zero.plan.remedies import how_to_fit
-from tiered_zero.plan.request import NO_LIMIT, Limits, LookAhead, ParamRequest, PlanRequest, RankRequest, SubGroupSize
+from tiered_zero.plan.request import NO_LIMIT, Limits, LookAhead, PlanRequest, RankRequest, SubGroupSize
 from tiered_zero.plan.slots import PlannedSlot, list_slots
 from tiered_zero.plan.staging import NUM_STATE_STAGING, Staging, size_staging
 from tiered_zero.plan.update_policy import UpdateChoice, choose_update_policy
-from tiered_zero.sizes import TIERS, format_nbytes
+from tiered_zero.sizes import MIB, TIERS, align_up, format_nbytes
 
 WINDOW_UNITS = 3
 """Paged units on the device at once: the one in use, the one that is fetched, the one that is evicted."""
+
+
+SHARED_SEGMENT_NBYTES, SEGMENT_NBYTES = 20 * MIB, 2 * MIB
+LEAST_SEGMENT_NBYTES = 10 * MIB
+"""Of CUDA's allocator in torch: larger blocks than a MiB lie in segments of the first size, in which several find
+room; from the last size on a block has a segment of its own, a multiple of the second."""
+
+UPDATE_CHUNK_NUMEL, COPIES_CHUNK_NUMEL = 1 << 26, 1 << 22
+"""Elements that an update on the device steps at once: of fp32 state, and of other formats, by fp32 copies."""
+
+NUM_UPDATE_COPIES = 12
+"""Such copies, and what rounding them back takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +50,8 @@ _Row = tuple[str, str, int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class PagerLimits:
-    """`live_nbytes`: planned bytes of paged units on the device at once. `most_live_nbytes`: as many as the config
+    """`live_nbytes`: planned bytes of paged units on the device at once. `reserved_nbytes`: what its allocator takes
+    for them. `most_live_nbytes`: as many as the config
     allows, where code uses more units at the same time than a forward of nested modules does (a checkpointed region of
     many blocks, `gathered`). `one_module`: the largest unit is the parameters of one, which no size cap cuts.
     `limited_by`: what keeps fewer units on the device, or fetches fewer ahead, than could be in use. `tier`: whose
@@ -46,6 +59,7 @@ class PagerLimits:
     """
 
     live_nbytes: int
+    reserved_nbytes: int = 0
     most_live_nbytes: int = 0
     one_module: bool = False
     limited_by: tuple[str, ...] = ()
@@ -129,7 +143,7 @@ class Plan:
                 continue
             limit, source = self.limits.get(tier, (None, ""))
             allowed = "" if limit is None else f" of {format_nbytes(limit)} ({source})"
-            allowed = ", in host memory" if tier == "device" and self.request.device_is_host else allowed
+            allowed += ", in host memory" if tier == "device" and self.request.device_is_host else ""
             lines.append(f"  {tier}: {format_nbytes(self.nbytes(tier))}{allowed}")
             lines += [f"    {format_nbytes(row.nbytes):>10}  {row.what}" for row in own]
         return "\n".join(lines)
@@ -146,10 +160,12 @@ class Plan:
         for tier, (limit, source) in self.limits.items():
             if self.missing_nbytes(tier) <= 0:
                 continue
-            needed = self.needed_nbytes(tier)
+            needed, device = self.needed_nbytes(tier), self.nbytes("device")
+            both = tier == "host" and self.request.device_is_host and "device" in self.limits
+            within = f"{format_nbytes(device)} under {self.limits['device'][1]}" if both else ""
             raise PlanError(
-                f"The plan needs {format_nbytes(needed)} of {tier} memory; {format_nbytes(limit)} is allowed "
-                f"({source}). {how_to_fit(self, tier)}\n{self.text}"
+                f"The plan needs {format_nbytes(needed)} of {tier} memory{f', with {within}' if both else ''}; "
+                f"{format_nbytes(limit)} is allowed ({source}). {how_to_fit(self, tier)}\n{self.text}"
             )
         for tier, most in self.request.state.limits.items():
             needed = self.nbytes(tier, "state") + self.nbytes(tier, "commit")
@@ -212,6 +228,8 @@ def _plan(
     staging = size_staging(units, subgroups, tiers, request, gradients.nbytes)
     slots = list_slots(units, subgroups, tiers, request, delayed=delayed)
     rows = _rows(units, tiers, slots, gradients, staging, request.state.format)
+    temporary_nbytes = _update_nbytes(subgroups, tiers.state, request, gradients)
+    rows.append(("device", "update_temporary", temporary_nbytes, "temporaries of an update on the device"))
     activations = None
     if request.activations is not None:
         activations = plan_activations(request.activations, _room_nbytes("host", rows, request))
@@ -220,15 +238,16 @@ def _plan(
             (activations.tier, "activation", activations.nbytes, "activations saved for backward"),
             ("host", "staging_activation", activations.staging.total_nbytes, "activation staging buffers"),
         ]
-    tier = "host" if request.device_is_host else "device"
-    room = _room_nbytes(tier, rows, request) - gradients.in_flight_nbytes
+    rooms = {each: _room_nbytes(each, rows, request) for each in ("device", "host")}
+    tier = "host" if request.device_is_host and rooms["host"] < rooms["device"] else "device"
+    room = rooms[tier] - gradients.in_flight_nbytes
     paged = [unit for unit in units if not tiers.is_resident(unit)]
-    pager_limits = _pager_limits(paged, request.params, room, tier)
-    second = _second_in_flight_nbytes(to_host, request, room - pager_limits.live_nbytes)
+    pager_limits = _pager_limits(paged, request, room, tier)
+    second = _second_in_flight_nbytes(to_host, request, room - pager_limits.reserved_nbytes)
     gradients = replace(gradients, in_flight_nbytes=gradients.in_flight_nbytes + second)
     to = "host memory" if gradients.rank is None else "the ranks that keep them"
     rows[1:1] = [
-        ("device", "param_window", pager_limits.live_nbytes, "paged parameters in use, fetched ahead or kept"),
+        ("device", "param_window", pager_limits.reserved_nbytes, "paged parameters in use, fetched ahead or kept"),
         ("device", "gradient_in_flight", gradients.in_flight_nbytes, f"gradients on their way to {to}"),
     ]
     return Plan(
@@ -293,6 +312,24 @@ def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room
     return 0 if request.update.shares_cores or sum(second) > room_nbytes else sum(second)
 
 
+def _update_nbytes(
+    subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], request: PlanRequest, gradients: GradientPlan
+) -> int:
+    """Temporaries of the largest update on an accelerator: the rule's own, gradients in fp32, and the state, which torch
+    creates in the first step before it is copied to its place."""
+    count = request.update.temporaries
+    on_device = [group for group, tier in zip(subgroups, state_tiers, strict=True) if tier == "device"]
+    if count is None or not on_device:
+        return 0
+    largest = max(on_device, key=lambda group: sum(group.parts.values()))
+    numel = sum(largest.parts.values())
+    if request.state.format != "fp32":
+        return 4 * NUM_UPDATE_COPIES * min(numel, COPIES_CHUNK_NUMEL)
+    casts = gradients.itemsize < 4 and not gradients.sums
+    nbytes = 4 * numel * (count + casts) + largest.state_nbytes - 4 * numel
+    return nbytes * min(numel, UPDATE_CHUNK_NUMEL) // max(1, numel)
+
+
 def _waiting_nbytes(trainable: Sequence[Unit], ranks: RankRequest) -> int:
     """Gradients of shards wait on the device until those of all units in their bucket are complete."""
     if not ranks.shards_gradients:
@@ -329,11 +366,12 @@ def _commit_rows(slots: Iterable[PlannedSlot]) -> list[_Row]:
     ]
 
 
-def _pager_limits(paged: Sequence[Unit], request: ParamRequest, room_nbytes: int, tier: str) -> PagerLimits:
+def _pager_limits(paged: Sequence[Unit], plan_request: PlanRequest, room_nbytes: int, tier: str) -> PagerLimits:
     """The largest chain of units that are in use together (a module inside a module), and the next largest to fetch.
 
     `room_nbytes`: what the limit of `tier` leaves; the window shrinks to it, but not below the chain.
     """
+    request = plan_request.params
     if not paged:
         return PagerLimits(live_nbytes=0, look_ahead=request.look_ahead)
     by_module: dict[str, list[Unit]] = {}
@@ -341,7 +379,10 @@ def _pager_limits(paged: Sequence[Unit], request: ParamRequest, room_nbytes: int
         by_module.setdefault(unit.module, []).append(unit)
     chain = max(([u for m in _around(module) for u in by_module.get(m, ())] for module in by_module), key=_total)
     others = sorted((unit.nbytes for unit in paged if unit not in chain), reverse=True)
-    window = _total(chain) + sum(others[: WINDOW_UNITS - 1])
+    sizes = [*(unit.nbytes for unit in chain), *others[: WINDOW_UNITS - 1]]
+    window = sum(sizes)
+    reserved = _reserved_nbytes(sizes) if plan_request.segments else window
+    room_nbytes = room_nbytes * window // max(1, reserved)
     allowed = request.max_live_numel * max(unit.itemsize for unit in paged)
     live = max(_total(chain), min(window, allowed, room_nbytes))
     most_live = max(live, min(_total(paged), room_nbytes, allowed))
@@ -350,12 +391,24 @@ def _pager_limits(paged: Sequence[Unit], request: ParamRequest, room_nbytes: int
     limits = {"stage3_max_live_parameters": allowed, "stage3_prefetch_bucket_size": _total(chain) + ahead_nbytes}
     return PagerLimits(
         live_nbytes=live,
+        reserved_nbytes=-(-live * reserved // max(1, window)),
         most_live_nbytes=most_live,
         limited_by=tuple(name for name, most in {**limits, tier: room_nbytes}.items() if most < window),
         one_module=len(modules) == 1,
         tier=tier,
         look_ahead=request.look_ahead,
     )
+
+
+def _reserved_nbytes(sizes: Iterable[int]) -> int:
+    """Bytes of the segments in which blocks of these sizes lie, without those of at most a MiB, which are shared."""
+    shared = own = 0
+    for nbytes in sizes:
+        if MIB < nbytes < LEAST_SEGMENT_NBYTES:
+            shared += SHARED_SEGMENT_NBYTES // (SHARED_SEGMENT_NBYTES // nbytes)
+        else:
+            own += nbytes if nbytes <= MIB else align_up(nbytes, SEGMENT_NBYTES)
+    return own + align_up(shared, SHARED_SEGMENT_NBYTES)
 
 
 def _around(module: str) -> list[str]:

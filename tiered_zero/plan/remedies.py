@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tiered_zero.plan.request import RESERVED, RESERVED_SHARE
 from tiered_zero.plan.staging import NUM_STATE_STAGING
 from tiered_zero.sizes import ceil_nbytes, format_nbytes
 
@@ -26,17 +27,22 @@ def how_to_fit(plan: Plan, tier: str) -> str:
     changes: dict[str, None] = {}
     freed_nbytes = 0
     for row in rows:
-        change, share = _change(plan, row)
+        change, share = _change(plan, row, tier)
         if change and freed_nbytes < missing_nbytes:
             changes[change] = None
             freed_nbytes += int(row.nbytes * share)
     fixed = ", which rest nowhere else"
     largest = "Largest: " + "; ".join(
-        f"{row.what} {format_nbytes(row.nbytes)}{'' if _change(plan, row)[0] else fixed}" for row in rows[:NUM_NAMED]
+        f"{row.what} {format_nbytes(row.nbytes)}{'' if _change(plan, row, tier)[0] else fixed}"
+        for row in rows[:NUM_NAMED]
     )
     more = f"take a machine with more {tier} memory"
-    if source.startswith("--") or source.endswith("memory_limit"):
-        more = f"raise {source} to at least {ceil_nbytes(plan.needed_nbytes(tier))}"
+    name, reserved, _ = source.partition(RESERVED)
+    if name.startswith("--") or name.endswith("memory_limit"):
+        least_nbytes = plan.needed_nbytes(tier)
+        if reserved:
+            least_nbytes += least_nbytes // (RESERVED_SHARE - 1) + 1
+        more = f"raise {name} to at least {ceil_nbytes(least_nbytes)}"
     if freed_nbytes < missing_nbytes:
         missing = f"no other setting frees the {format_nbytes(missing_nbytes)} that are missing"
         return f"{largest}. {_sentence(f'{more}: {missing}')}"
@@ -48,10 +54,10 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _change(plan: Plan, row: PlanRow) -> tuple[str, float]:
-    """(what frees a row's bytes, or a part of them; that part), or ("", 0) where nothing does."""
+def _change(plan: Plan, row: PlanRow, tier: str) -> tuple[str, float]:
+    """(what frees a row's bytes of `tier`, or a part of them; that part), or ("", 0) where nothing does."""
     params, state, ranks = plan.request.params, plan.request.state, plan.request.ranks
-    kind, on_host = row.kind, row.tier == "host" or plan.request.device_is_host
+    kind, on_host = row.kind, tier == "host"
     if kind == "param" and row.tier == "device":
         if params.tier == "device" and not on_host:
             return "offload parameters (zero_optimization.offload_param, at stage 3)", 1.0
@@ -89,6 +95,8 @@ def _change(plan: Plan, row: PlanRow) -> tuple[str, float]:
     if kind == "staging_param":
         lowered = "buffer_count" if plan.staging.params.count > 1 else "buffer_size"
         return f"lower zero_optimization.offload_param.{lowered}", 1.0
+    if kind == "update_temporary":
+        return "lower zero_optimization.sub_group_size", 1.0
     if kind == "bucket":
         return "lower zero_optimization.reduce_bucket_size", 1.0
     return "", 0.0

@@ -17,6 +17,27 @@ Limits = Mapping[str, tuple[int, str]]
 """Tier -> (bytes, the name of the setting or fact that sets them)."""
 
 
+RESERVED_SHARE = 8
+"""This part of free memory, on the device and of the host, is left to what no plan counts (activations, the model's
+code, the system), where the config sets no limit: a plan of all that is free would fail in its first forward."""
+
+RESERVED = ", less an eighth for "
+"""In the name of a limit from which that part was taken."""
+
+
+def limit_of(
+    tier: str, free_nbytes: int | None, source: str, given_nbytes: int | None, prefix: str = "tiered_zero."
+) -> dict[str, tuple[int, str]]:
+    """Return the limit of one tier: the config's, which may be all that is free, or what is free less the reserved
+    share. `prefix`: of the config's key."""
+    if given_nbytes is not None and (free_nbytes is None or given_nbytes <= free_nbytes):
+        return {tier: (given_nbytes, f"{prefix}{tier}_memory_limit")}
+    if free_nbytes is None:
+        return {}
+    rest = "activations" if tier == "device" else "all else"
+    return {tier: (free_nbytes - free_nbytes // RESERVED_SHARE, f"{source}{RESERVED}{rest}")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class LookAhead:
     """The pager's use of spare room. `prefetch_numel`: most elements fetched ahead of use. `reuse_numel`: a unit
@@ -72,13 +93,15 @@ class UpdateRequest:
     """`policy`: "auto", "barrier", "overlapped" or "delayed". `shares_cores`: compute runs on the CPU, like the update.
 
     `checks_gradients`: a global norm or a check for overflow comes before any update. `in_backward`: updates may start
-    in backward, so that gradients cannot be read before `step()`.
+    in backward, so that gradients cannot be read before `step()`. `temporaries`: fp32 arrays that an update on an
+    accelerator makes besides copies of state and gradients; None: no accelerator.
     """
 
     policy: str = "auto"
     shares_cores: bool = False
     checks_gradients: bool = False
     in_backward: bool = True
+    temporaries: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +146,7 @@ class PlanRequest:
     `gradients`: the tier of those that leave the device: "host", "nvme", or "auto", host memory as far as there is
     room. `commits`, `activations`: None without in-place commits, and if activations stay on the device.
     `device_is_host`: what the device holds counts against host memory. See [Note: The CPU as the device].
+    `segments`: the device's allocator takes memory in segments, as CUDA's does.
     """
 
     params: ParamRequest
@@ -135,6 +159,7 @@ class PlanRequest:
     ranks: RankRequest = field(default_factory=RankRequest)
     activations: ActivationRequest | None = None
     device_is_host: bool = False
+    segments: bool = False
 
     def limit_nbytes(self, tier: str) -> int:
         """Bytes of the tier that may be used."""
@@ -188,6 +213,7 @@ def plan_request(
     limits: Limits,
     shares_cores: bool,
     device_is_host: bool = False,
+    segments: bool = False,
     buffers_nbytes: int = 0,
     rank: int = 0,
     world_size: int = 1,
@@ -195,7 +221,7 @@ def plan_request(
     """Read from `config` what the planner must know. Raises ConfigError for a delayed update of state on the device.
 
     `limits`: of this machine, and those that go before the config's. `buffers_nbytes`: of the model's buffers, where
-    they are saved. `device_is_host`: see PlanRequest.
+    they are saved. `device_is_host`, `segments`: see PlanRequest.
     """
     _check_delayed(config)
     shards_gradients = _shards_gradients(config, world_size)
@@ -228,6 +254,7 @@ def plan_request(
         ),
         limits=limits,
         device_is_host=device_is_host,
+        segments=segments,
         sums_gradients=config.gradient_accumulation_steps > 1 or not config.managed_gradient_accumulation,
         gradients=_gradient_tier(config, are_whole=world_size > 1 and not shards_gradients),
         commits=CommitRequest(buffers_nbytes=buffers_nbytes) if settings.checkpoint.in_place else None,

@@ -85,7 +85,7 @@ class NativeRule(UpdateRule):
         self.kernel = kernel
         self.state_dtype = state_dtype
         self._reference = TorchRule(self._class, options)
-        self.name = self._reference.name
+        self.name, self.temporaries = self._reference.name, self._reference.temporaries
         self._defaults = self._reference.defaults
         self._root_flag = Flag(0)
         self.torch_bits = kernel is None or self._find_torch_bits()

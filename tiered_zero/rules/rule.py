@@ -75,6 +75,10 @@ class UpdateRule(ABC):
     keeps_group_state: bool = False
     """Whether a step changes values of its param group, as where a class counts steps there."""
 
+    temporaries: int = 4
+    """fp32 arrays as long as the runs that a step on an accelerator makes at once, besides copies of state and
+    gradients: no torch class makes more."""
+
     kernel: UpdateKernel | None = None
     """The native kernel, which gradient norms share; None for torch alone."""
 

@@ -25,6 +25,13 @@ ELEMENTWISE: set[type[Optimizer]] = {
 """Known to give the same bits wherever a cut falls, unless fused. Exact classes: a subclass may do anything. Lion
 enters itself."""
 
+TEMPORARIES: dict[type[Optimizer], int] = {
+    **dict.fromkeys((torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RAdam), 1),
+    **dict.fromkeys((torch.optim.ASGD, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RMSprop), 2),
+    torch.optim.Adadelta: 3,
+}
+"""`UpdateRule.temporaries` where torch steps many parameters by one launch (foreach), as it does on an accelerator."""
+
 REFUSED: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the model several times within a step and couples all parameters",
     torch.optim.SparseAdam: "it needs sparse gradients, and gradients are dense here",

@@ -33,7 +33,7 @@ from tiered_zero.rules.optimizer_copy import (
     pieces_of,
 )
 from tiered_zero.rules.rule import Run, StateField, UpdateRule
-from tiered_zero.rules.torch_classes import ELEMENTWISE, refuse_class
+from tiered_zero.rules.torch_classes import ELEMENTWISE, TEMPORARIES, refuse_class
 
 PROBE_STEPS = 8
 """RAdam and its kin change their formula after five."""
@@ -89,6 +89,7 @@ class TorchRule(UpdateRule):
         self.name = type(optimizer).__name__
         self.defaults = dict(optimizer.defaults)
         self.elementwise = type(optimizer) in ELEMENTWISE and not optimizer.defaults.get("fused")
+        self.temporaries = TEMPORARIES.get(type(optimizer), self.temporaries)
         self._optimizer = bare_copy(optimizer)
         self._construct = construct
         self._expected: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
