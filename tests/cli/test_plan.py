@@ -281,7 +281,7 @@ def test_fit_is_judged_by_the_disks_that_are_given(tmp_path: Path) -> None:
     assert (drive["read_bytes_per_s"], drive["write_bytes_per_s"]) == (7 * 10**9, 5 * 10**9)
     steps = 1200 * 10**12 // drive["written_nbytes_per_step"]
     shown = CliRunner().invoke(main, ["plan", CONFIG, "--disk", "2TB:7GB/s,5GB/s:1200TBW"]).stdout
-    assert f"rated to take (1200 TB) is written after {steps:,} steps" in shown
+    assert f"rated for (1200 TB) is written after {steps:,} steps" in shown
     for wrong in ("2TB:7GB/s", "much", "2TB:7GB/s,5GB/s:1200", "2TB:1,2:nTBW"):
         result = CliRunner().invoke(main, ["plan", CONFIG, "--disk", wrong])
         assert result.exit_code == 2 and "expected SIZE[:READ,WRITE[:TBW]]" in result.stderr

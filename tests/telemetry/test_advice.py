@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,8 +12,9 @@ from tiered_zero.plan.planner import make_plan
 from tiered_zero.plan.remedies import open_settings
 from tiered_zero.plan.request import PlanRequest
 from tiered_zero.telemetry.advice import _LANES, _WAITS, MEANINGS, explain_pace
-from tiered_zero.telemetry.report import CAUSES, RunReport, RunTotals, StepReport
-from tiered_zero.telemetry.spans import LANES
+from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.report import CAUSES, RunReport, RunTotals, StepMeter, StepReport
+from tiered_zero.telemetry.spans import LANES, Recorder, Totals
 
 ALL = sorted({setting for remedies in [*(r for _, r in _LANES.values()), *_WAITS.values()] for setting, _ in remedies})
 """Settings of remedies."""
@@ -49,6 +51,22 @@ def report(seconds: dict[str, float], busy_s: dict[str, float], settings: list[s
 )
 def test_it_names_what_sets_the_pace(seconds: dict[str, float], busy_s: dict[str, float], expected: str) -> None:
     assert re.search(expected, explain_pace(report(seconds, busy_s)))
+
+
+def test_cores_that_other_processes_hold_are_named_before_a_faster_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process gets 84 of the 300 CPU seconds that two threads could have in 150 s; then 280 of them."""
+    clock = Mock(**{"perf_counter.side_effect": [0.0, 150.0, 300.0], "process_time.side_effect": [5.0, 89.0, 369.0]})
+    monkeypatch.setattr("tiered_zero.telemetry.report.time", clock)
+    recorder = Mock(spec=Recorder)
+    recorder.take_totals.return_value = Totals(causes={"forward": 150.0}, busy_s={"compute": 150.0})
+    meter = StepMeter(recorder, Ledger({}), num_threads=2)
+    for share, said in ((84 / 300, "got 28% of the CPU seconds"), (280 / 300, "a faster device")):
+        meter.finish(1)
+        assert meter.report is not None and meter.report.cpu_share == pytest.approx(share)
+        totals = RunTotals()
+        totals.add(StepReport.from_json(meter.report.to_json()))
+        text = explain_pace(totals.report())
+        assert said in text and ("a faster device" in text) == (share > 0.5)
 
 
 def test_a_wait_that_takes_little_is_no_cause() -> None:

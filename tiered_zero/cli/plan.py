@@ -247,7 +247,7 @@ def _disk_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mappi
             yield f"{where}: {format_nbytes(drive['nbytes'])} of {format_nbytes(drive['free_nbytes'])}"
             if drive["rated_nbytes"] and (written := drive["written_nbytes_per_step"]):
                 yield (
-                    f"  a step writes {format_nbytes(written)} of parameters and state: what the drive is rated to take "
+                    f"  a step writes {format_nbytes(written)} of parameters and state: what the drive is rated for "
                     f"({drive['rated_nbytes'] / 1e12:g} TB) is written after {drive['rated_nbytes'] // written:,} steps"
                 )
         return

@@ -53,7 +53,8 @@ class TrainStep:
         self._reducer = movers.reducer
         self.phase: CallPhase = movers.pager.phase
         self.overflow = overflow
-        self.meter = StepMeter(self.runtime.recorder, self.runtime.ledger)
+        num_threads = torch.get_num_threads() if self.runtime.accelerator.shares_cores else 0
+        self.meter = StepMeter(self.runtime.recorder, self.runtime.ledger, num_threads)
         self.counts = StepCounts(config.gradient_accumulation_steps, managed=config.managed_gradient_accumulation)
         self.is_closed = False
         self.failures = self.policy.failures

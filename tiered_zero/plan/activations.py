@@ -66,8 +66,8 @@ GELU_OF_OPERATIONS = "gelu_new"
 class BlockShape:
     """Sizes of a transformer block, in elements of a token. `query`, `key`: over all heads. `norms`: of its hidden
     state; `norms_heads`: queries and keys too. `fp32_norms`: made of operations in fp32, as models with RMSNorm have
-    them; else torch's own. `ffn`: of one expert. `experts`: that a token passes through; 0: no router. `masks`: dropout.
-    `eager`: attention keeps its scores. `fp32_scores`: its softmax runs in fp32."""
+    them; else torch's own. `ffn`: of one expert. `experts`: that a token passes through; 0: no router. `masks`: with
+    dropout. `eager`: attention keeps its scores. `fp32_scores`: its softmax runs in fp32."""
 
     hidden: int
     ffn: int

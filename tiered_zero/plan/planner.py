@@ -315,8 +315,8 @@ def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room
 def _update_nbytes(
     subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], request: PlanRequest, gradients: GradientPlan
 ) -> int:
-    """Temporaries of the largest update on an accelerator: the rule's own, gradients in fp32, and the state, which torch
-    creates in the first step before it is copied to its place."""
+    """Temporaries of the largest update on an accelerator: the rule's own, gradients in fp32, and the state, which
+    torch creates in the first step before it is copied to its place."""
     count = request.update.temporaries
     on_device = [group for group, tier in zip(subgroups, state_tiers, strict=True) if tier == "device"]
     if count is None or not on_device:

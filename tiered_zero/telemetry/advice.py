@@ -14,6 +14,9 @@ BUSY_SHARE = 0.7
 OUTSIDE_SHARE = 0.25
 """Where the loop around the engine takes so much of a step, it is named first."""
 
+CPU_SHARE = 0.5
+"""Where the CPU computes and the process gets less of it, that is named first."""
+
 WAIT_SHARE = 0.1
 """A wait that takes less of a step is not worth a change."""
 
@@ -134,6 +137,12 @@ def explain_pace(report: RunReport) -> str:
     shares = {cause: seconds / report.step_s for cause, seconds in report.seconds.items()}
     busy = min(1.0, report.busy_s[lane] / report.step_s)
     doing, remedies = _LANES.get(lane, (lane, ()))
+    if lane in ("compute", "update") and report.cpu_share is not None and report.cpu_share < CPU_SHARE:
+        return (
+            f"In a typical step ({report.step_s:.3g} s) this process got {report.cpu_share:.0%} of the CPU seconds "
+            "that its threads could have: other processes hold the cores, or its operations are too small to keep all "
+            "threads at work. Look at those first."
+        )
     outside = shares.get(OTHER, 0.0)
     if outside >= OUTSIDE_SHARE:
         return (

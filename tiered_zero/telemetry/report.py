@@ -69,7 +69,8 @@ class StepReport(JsonRecord):
     the model does not read tokens. `grad_norm`: before clipping; None if it is not taken. `seconds`: by cause.
     `link_nbytes`, `busy_s`: by lane. `tier_nbytes`: the most on each tier in this step. `peak_nbytes`: the most since
     the run began. `kind_nbytes`: tier -> kind -> its own most since the run began. `activations`: how many storages,
-    and bytes, were moved, and found no room in their budget (kept), where activations are offloaded.
+    and bytes, were moved, and found no room in their budget (kept), where activations are offloaded. `cpu_share`: of
+    the CPU seconds that compute's threads could have, what the process got; None if an accelerator computes.
     """
 
     step: int
@@ -86,6 +87,7 @@ class StepReport(JsonRecord):
     peak_nbytes: dict[str, int] = field(default_factory=dict)
     kind_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
     activations: dict[str, int] = field(default_factory=dict)
+    cpu_share: float | None = None
 
     @property
     def bytes_per_s(self) -> dict[str, float]:
@@ -130,9 +132,13 @@ def build_step_report(
 
 @final
 class StepMeter:
-    """Collects losses and tokens of a step's micro-batches for its report. Driver thread."""
+    """Collects losses and tokens of a step's micro-batches for its report. Driver thread.
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
+    `num_threads`: of compute on the CPU; 0 if an accelerator computes.
+    """
+
+    def __init__(self, recorder: Recorder, ledger: Ledger, num_threads: int = 0) -> None:
+        self._num_threads, self._start_cpu_s = num_threads, time.process_time()
         self._recorder = recorder
         self._ledger = ledger
         recorder.take_totals()  # of the start of the run
@@ -149,7 +155,8 @@ class StepMeter:
 
     def finish(self, step: int, **facts: Any) -> None:
         """End an optimizer step. `facts`: grad_norm, loss_scale, skipped of `StepReport`."""
-        now_s = time.perf_counter()
+        now_s, cpu_s = time.perf_counter(), time.process_time()
+        possible_s = self._num_threads * (now_s - self._start_s)
         losses, self.losses = self.losses, []
         tokens, self.num_tokens = self.num_tokens, 0
         self.report = build_step_report(
@@ -159,9 +166,10 @@ class StepMeter:
             self._ledger,
             loss=sum(map(float, losses)) / len(losses) if losses else None,
             tokens=tokens,
+            cpu_share=(cpu_s - self._start_cpu_s) / possible_s if possible_s else None,
             **facts,
         )
-        self._start_s = now_s
+        self._start_s, self._start_cpu_s = now_s, cpu_s
 
 
 def known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
@@ -197,7 +205,7 @@ class RunReport(JsonRecord):
     causes still sum to its wall time and a slow first step does not count.
 
     `planned_nbytes`, `peak_nbytes`: by tier. `link_nbytes`: by lane, whole run. `bytes_per_s`: by lane, while busy.
-    `open_settings`: those that have room to change, by the plan.
+    `open_settings`: those that have room to change, by the plan. `cpu_share`: see StepReport.
     """
 
     steps: int
@@ -217,6 +225,7 @@ class RunReport(JsonRecord):
     planned_nbytes: dict[str, int]
     peak_nbytes: dict[str, int]
     open_settings: list[str] = field(default_factory=list)
+    cpu_share: float | None = None
 
     @property
     def steps_text(self) -> str:
@@ -281,6 +290,7 @@ class RunTotals:
             planned_nbytes=self._planned_nbytes,
             peak_nbytes=dict(last.peak_nbytes) if last else {},
             open_settings=self._open_settings,
+            cpu_share=_mean(typical, lambda report: {"share": report.cpu_share or 0.0}).get("share") or None,
         )
 
 
