@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from tests.support.peaks import PeakBytes
 from tiered_zero.cli.planned_run import estimate_of
 from tiered_zero.config.load import load
 from tiered_zero.demo.gpt import build_gpt
@@ -99,28 +97,6 @@ def test_a_block_of_the_built_in_gpt_saves_what_is_estimated(dtype: torch.dtype)
     assert estimate(two, shapes[1], dtype, 64).block_nbytes == pytest.approx(measured, rel=0.1)
 
 
-class _Peak(TorchDispatchMode):
-    """The most bytes of storages that are made inside, at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._live: dict[int, int] = {}
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._see, result)
-        self.nbytes = max(self.nbytes, sum(self._live.values()))
-        return result
-
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._live:
-            self._live[key] = storage.nbytes()
-            weakref.finalize(storage, self._live.pop, key)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_logits_and_their_loss_take_what_is_estimated(name: str, dtype: torch.dtype) -> None:
@@ -133,7 +109,7 @@ def test_logits_and_their_loss_take_what_is_estimated(name: str, dtype: torch.dt
     model = build(name, sizes, "sdpa", 1, vocab_size=vocab).to(dtype)
     head = model.get_output_embeddings().weight.requires_grad_(False)  # type: ignore[operator,union-attr]
     tokens = torch.randint(vocab, (SAMPLES, length))
-    with _Peak() as peak:
+    with PeakBytes() as peak:
         output = model(tokens, labels=tokens)
         output.loss.backward()
     assert head.grad is None

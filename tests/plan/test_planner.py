@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.peaks import PeakBytes
 from tests.support.units import make_unit
 from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.layout.flat import Unit
@@ -33,6 +34,8 @@ from tiered_zero.plan.staging import (
     NUM_STATE_STAGING,
     StagingSize,
 )
+from tiered_zero.rules.rule import Run
+from tiered_zero.rules.torch_rule import TorchRule
 from tiered_zero.sizes import MIB, PAGE_NBYTES, TIERS, format_nbytes
 
 K = 8192
@@ -474,3 +477,59 @@ def test_without_a_limit_activations_take_a_quarter_of_the_host_memory_that_is_l
     asked = replace(asked, activations=ActivationRequest(tier="host", nbytes=MIB * 500))
     with pytest.raises(PlanError, match=r"Lower tiered_zero\.activations\.limit"):
         make_plan(some_units(), [], asked).check()
+
+
+def test_the_window_is_planned_in_the_segments_of_the_devices_allocator() -> None:
+    """torch's CUDA allocator lays blocks of 1 to 10 MiB into segments of 20 MiB, larger ones into multiples of 2."""
+    for sizes_mib, expected_mib in (([7, 7, 7], 40), ([11, 11, 11], 36), ([12, 7, 0.5], 32.5), ([5, 5, 5, 5], 20)):
+        units = [make_unit(index, [int(size * MIB / 2)], torch.bfloat16) for index, size in enumerate(sizes_mib)]
+        for segments, window in ((True, expected_mib), (False, sum(sorted(sizes_mib)[-3:]))):
+            plan = make_plan(units, [], replace(request(), segments=segments))
+            assert plan.nbytes("device", "param_window") == window * MIB
+            assert plan.pager_limits.live_nbytes == sum(sorted(sizes_mib)[-3:]) * MIB
+    limits = {"device": (30 * MIB, "a limit")}
+    units = [make_unit(index, [7 * MIB // 2], torch.bfloat16, trainable=False) for index in range(3)]
+    plan = make_plan(units, [], replace(request(limits=limits), segments=True))
+    assert plan.missing_nbytes("device") <= 0 and plan.pager_limits.live_nbytes < 21 * MIB
+
+
+RULES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
+    (torch.optim.Adagrad, {"weight_decay": 0.1}),
+    (torch.optim.RMSprop, {"weight_decay": 0.1, "momentum": 0.9, "centered": True}),
+    (torch.optim.NAdam, {"weight_decay": 0.1}),
+    (torch.optim.RAdam, {"weight_decay": 0.1}),
+    (torch.optim.Adadelta, {"weight_decay": 0.1}),
+    (torch.optim.Adamax, {"weight_decay": 0.1}),
+    (torch.optim.Rprop, {}),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "options"), RULES, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_temporaries_of_an_update_on_a_device_are_planned(
+    optimizer: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    """What the first and the second step take beside masters, gradients and state; on meta, which is no CPU."""
+    numel = MIB
+    hyper = {"lr": 1e-2, "foreach": True, **options}
+    rule = TorchRule(optimizer, hyper)
+    fields = rule.state_fields((numel,), {**rule.defaults})
+    with torch.device("meta"):
+        run = Run(
+            master=torch.zeros(numel),
+            grad=torch.zeros(numel, dtype=torch.bfloat16),
+            state={field.name: torch.zeros(numel) for field in fields},
+            scalars={},
+            hyper=rule.defaults,
+        )
+    with PeakBytes(run.master, run.grad, *run.state.values()) as peak:
+        rule.update([run])
+        rule.update([run])
+    size = subgroup(4 * numel * (1 + len(fields)), {0: numel})
+    asked = request(optimizer_tier="device")
+    asked = replace(asked, update=replace(asked.update, temporaries=rule.temporaries))
+    plan = make_plan([make_unit(0, [numel], torch.bfloat16)], [size], asked)
+    planned = plan.nbytes("device", "update_temporary")
+    assert peak.nbytes <= planned + 64 * K and planned <= 2 * peak.nbytes

@@ -82,13 +82,13 @@ class RuntimeSection(Section):
     device_memory_limit: Nbytes = Field(
         None,
         description='most device memory to plan, without activations: bytes, or text such as "1.5GiB"; null: seven '
-        "eighths of what the device has free",
+        "eighths of what the device has free; on a CPU it is part of host_memory_limit",
     )
     host_memory_limit: Nbytes = Field(
         None,
-        description='most host memory to use: bytes, or text such as "8GiB"; null: what machine and cgroup leave. '
-        "Buffers and sub-groups shrink to it; a plan that still needs more is refused, with the smallest limit that "
-        "would do",
+        description='most host memory to use: bytes, or text such as "8GiB"; null: seven eighths of what machine and '
+        "cgroup leave. Buffers and sub-groups shrink to it; a plan that still needs more is refused, with the smallest "
+        "limit that would do",
     )
     state_limits: StateLimitsSection = StateLimitsSection()
     checkpoint: CheckpointSection = CheckpointSection()
