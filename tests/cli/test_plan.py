@@ -292,3 +292,10 @@ def test_activations_of_an_unknown_model_are_not_estimated(tmp_path: Path, monke
     monkeypatch.syspath_prepend(tmp_path)
     shown = CliRunner().invoke(main, ["plan", CONFIG, "--model", "some_model:build"])
     assert "Activations are not estimated" in shown.stdout
+
+
+def test_an_accelerator_has_a_row_for_the_temporaries_of_its_update() -> None:
+    config = str(Path(CONFIG).with_name("gpt_device.json"))
+    for options, is_planned in (((), False), (("--device-memory", "24GiB"), True)):
+        kinds = {row["kind"] for row in plan_json(config, *options)[1]["rows"]}
+        assert ("update_temporary" in kinds) == is_planned and "state" in kinds
