@@ -16,6 +16,10 @@ class Clock:
     def perf_counter(self) -> float:
         return self._now_s
 
+    def process_time(self) -> float:
+        """As if all cores of any machine had worked: none is held by others."""
+        return 1024 * self._now_s
+
     def sleep(self, seconds: float) -> None:
         with self._lock:
             self._now_s += seconds
