@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.failed_tests import end_failed_test, restore_signal_handlers, signal_handlers
+from tests.support.failed_tests import end_failed_test
 from tests.support.models import ParityGPT
 from tests.support.trainers import tiered
 from tiered_zero.optim import OffloadedOptimizer
@@ -19,7 +19,6 @@ def fail(swap_path: Path) -> None:
     optimizer = OffloadedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.AdamW, {"device": "cpu"})
     engine = tiered(ParityGPT(), swap_path)
     assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    signal.signal(signal.SIGTERM, lambda *_: None)
     gc.disable()
     try:
         raise KeyError(engine, optimizer)
@@ -29,13 +28,12 @@ def fail(swap_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_leaks")
 def test_engines_handlers_and_files_of_a_failed_test_end(swap_path: Path) -> None:
-    handlers, threads = signal_handlers(), set(threading.enumerate())
+    threads = set(threading.enumerate())
     try:
         fail(swap_path)
     except AssertionError as error:
         failure = error  # as pytest keeps it
     end_failed_test(failure)
-    restore_signal_handlers(handlers)
-    assert gc.isenabled() and signal_handlers() == handlers
+    assert gc.isenabled() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not list(swap_path.iterdir())
     assert not {each.name for each in set(threading.enumerate()) - threads if each.name.startswith("tiered_zero")}

@@ -4,11 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import tiered_zero
+from tests.support.forked import ForkedProcess, call_in_fork
+from tests.support.models import ParityGPT
+from tests.support.trainers import tiered
 from tiered_zero.stopping import INTERRUPTED, TERMINATED, StopRequest
 
 CODES = {signal.SIGTERM: TERMINATED, signal.SIGINT: INTERRUPTED}
@@ -72,3 +76,61 @@ def test_a_request_is_true_once_a_signal_has_come() -> None:
     assert not request
     request.code = TERMINATED
     assert request
+
+
+SCRIPT = """if True:
+    import signal, sys, torch, torch.distributed as dist
+    from pathlib import Path
+    from tiered_zero.optim import OffloadedOptimizer
+    rank, opens, swap = int(sys.argv[1]), sys.argv[2] == "open", Path(sys.argv[3])
+    store = dist.FileStore(str(swap / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    if rank == 0:
+        numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        offload = {"device": "nvme", "nvme_path": str(swap)}
+        param = torch.nn.Parameter(torch.ones(3))
+        optimizer = OffloadedOptimizer([param], torch.optim.AdamW, offload)
+        param.sum().backward()
+        optimizer.step()
+        if not opens:
+            optimizer.close()
+        print([signal.getsignal(number) for number in numbers] == [signal.SIG_DFL] * 3, flush=True)
+        dist.recv(torch.zeros(1), 1)  # which the other rank never sends
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.mark.parametrize("state", ["open", "closed"])
+def test_sigterm_ends_a_process_that_waits_for_a_silent_rank(state: str, swap_path: Path) -> None:
+    """In C++, where no Python handler runs; the package has set none."""
+    output = swap_path / "output"
+    ranks = [
+        ForkedProcess("-c", SCRIPT, rank, state, swap_path, stdout=output, stderr=output, env=os.environ)
+        for rank in range(2)
+    ]
+    try:
+        while b"\n" not in (output.read_bytes() if output.exists() else b"") and ranks[0].poll() is None:
+            time.sleep(0.02)
+        ranks[0].send_signal(signal.SIGTERM)
+        assert ranks[0].wait(60) == -signal.SIGTERM, output.read_text()
+        assert output.read_text() == "True\n"
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+
+
+def test_initialize_leaves_the_signals_of_a_host_framework_alone(swap_path: Path) -> None:
+    """Lightning sets its handler of SIGUSR1 where there is none, and calls what it finds for SIGTERM."""
+    assert call_in_fork(handlers_of_an_engine, str(swap_path)) == [signal.SIG_DFL] * 9
+
+
+def handlers_of_an_engine(swap: str) -> list[object]:
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    seen = [signal.getsignal(number) for number in numbers]
+    with tiered(ParityGPT(), Path(swap)):
+        seen += [signal.getsignal(number) for number in numbers]
+    return [*seen, *(signal.getsignal(number) for number in numbers)]

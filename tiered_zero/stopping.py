@@ -59,8 +59,8 @@ def stop_on_signals(*, at_boundary: bool = True) -> Iterator[StopRequest]:
 
     Gives what to look at after each `engine.step()`: it is true once a signal has come. A second signal ends
     the engine's call at its next safe point, a third one at once, by SystemExit or KeyboardInterrupt, so that the
-    engine is closed and its files are removed. Enter it in the main thread, before an engine is made: a swap directory
-    sets a handler of its own only where there is none.
+    engine is closed and its files are removed. Enter it in the main thread. Outside of it SIGTERM ends the process as
+    the program or the system has it: the package handles SIGINT alone.
     """
     request = StopRequest(at_boundary)
     numbers = [signal.SIGTERM]

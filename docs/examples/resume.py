@@ -43,7 +43,7 @@ def config(swap_directory: str) -> dict[str, Any]:
 def main(directory: str = "ck", swap_directory: str = "swap") -> list[float]:
     """Train; return the losses of all steps, those before a stop included. Exits by 143 or 130 if it is stopped."""
     torch.manual_seed(0)  # of the first start; a resumed run has the generators of the checkpoint
-    with tiered_zero.stop_on_signals() as stop:  # before the engine is made
+    with tiered_zero.stop_on_signals() as stop:
         engine, _, loader, _ = tiered_zero.initialize(
             model=build(),
             # its position is in the checkpoint, so that no batch is seen twice, and none is left out

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.errors import StoreError
-from tiered_zero.store.runs import collect_garbage, list_runs
+from tiered_zero.store.runs import collect_garbage, leftover_notices, list_runs
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 
@@ -156,8 +156,6 @@ def test_committed_state_of_a_dead_run_is_removed_on_demand(swap_path: Path, sta
         ("sys.exit(3)", 3),
         ("raise ValueError", 1),
         ("os.kill(os.getpid(), signal.SIGINT); time.sleep(500)", -signal.SIGINT),
-        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(500)", -signal.SIGTERM),
-        ("os.kill(os.getpid(), signal.SIGHUP); time.sleep(500)", -signal.SIGHUP),
         ("store.close(); store.close()", 0),
         ("del store, directory, record; import gc; gc.collect()", 0),
     ],
@@ -177,31 +175,21 @@ def test_a_signal_leaves_committed_state(swap_path: Path, start: Start, number: 
     assert (run.state, run.step) == ("dead", 1)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_the_programs_own_handler_decides(swap_path: Path, start: Start, when: str) -> None:
-    handler = "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'mine\\n'), sys.exit(5)))"
-    program = PROGRAM if when == "after" else PROGRAM.replace("directory =", handler + "\ndirectory =")
-    child = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            program.format(act=handler if when == "after" else "", end="time.sleep(500)"),
-            swap_path,
-        ],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+def test_sigterm_leaves_a_dead_run_which_a_collection_removes(swap_path: Path, start: Start) -> None:
+    child = start()
     child.terminate()
-    assert child.communicate()[0] == "mine\n" and child.returncode == 5
-    assert list(swap_path.iterdir()) == []
+    assert child.wait(300) == -signal.SIGTERM
+    (left,) = list_runs(swap_path)
+    assert (left.state, left.resumable) == ("dead", False)
+    assert "swap gc" in leftover_notices([str(swap_path)])[0]
+    (gone,) = collect_garbage(swap_path)
+    assert gone.removed and list(swap_path.iterdir()) == []
 
 
 def test_a_forked_child_owns_nothing(swap_path: Path, start: Start) -> None:
     child = start(act="pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)")
     assert [run.state for run in list_runs(swap_path)] == ["alive"]
-    child.terminate()
+    child.send_signal(signal.SIGINT)
     child.wait(300)
     assert list(swap_path.iterdir()) == []
 

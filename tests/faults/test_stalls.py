@@ -1,15 +1,14 @@
-"""A device that answers no more: an error in time, with what is in flight; and the same table on SIGUSR1."""
+"""A device that answers no more: an error in time, with what is in flight; and the same table on a signal."""
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import tiered_zero
 from tests.faults.conftest import EnterRow
 from tests.support.faulty_runs import (
     NVME,
@@ -25,7 +24,6 @@ from tests.support.faulty_runs import (
 )
 from tests.support.inspection import policy as policy_of
 from tests.support.inspection import prefetched
-from tiered_zero.io.watch import SignalDump
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
@@ -67,31 +65,20 @@ def test_a_stalled_request(
     enter_row(f"{stall} stalls", f"{policy}; nvme/nvme", f"{came}; the error holds the in-flight table")
 
 
-def then(act: Callable[..., None], next_act: Callable[[], None]) -> Callable[..., None]:
-    """`act`, and then `next_act`."""
-
-    def acting(*args: Any) -> None:
-        act(*args)
-        next_act()
-
-    return acting
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("stall", ["a parameter's read", "the state's write"])
-def test_sigusr1_shows_a_stalled_step(
+def test_dump_on_shows_a_stalled_step(
     stall: str,
     policy: str,
     swap_path: Path,
     enter_row: EnterRow,
     capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The main thread waits deep in a step; the table comes nevertheless, and the step goes on."""
     what, kind, armed = STALLS[stall]
     handled = threading.Event()
-    monkeypatch.setattr(SignalDump, "_print", then(SignalDump._print, handled.set))
-    before = signal.getsignal(signal.SIGUSR1)
+    before = signal.signal(signal.SIGUSR1, lambda *_: handled.set())
+    tiered_zero.dump_on(signal.SIGUSR1)
     with faulty_disks() as disks, build(swap_path, policy) as engine:
         place = extent(engine, what)
 
@@ -122,9 +109,11 @@ def test_sigusr1_shows_a_stalled_step(
         )
         assert kind in table and float(row.split()[0]) >= 0.0
         assert not differing(reference(policy, 4), dict(engine.module.state_dict()))
-    assert signal.getsignal(signal.SIGUSR1) == before
+    signal.signal(signal.SIGUSR1, before)
     enter_row(
-        "SIGUSR1 while a request stalls", f"{policy}; nvme/nvme", "the in-flight table on stderr; the step goes on"
+        "the signal of dump_on while a request stalls",
+        f"{policy}; nvme/nvme",
+        "the in-flight table on stderr; the step goes on",
     )
 
 

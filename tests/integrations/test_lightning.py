@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.integrations.conftest import LOOP, PLACES, Placement, copies, optimizer_for
+from tests.support.forked import call_in_fork
 from tests.support.models import rows, two_layers
 from tests.support.trainers import Record, adamw, assert_same_bits, tiered
 from tiered_zero.optim import OffloadedOptimizer
@@ -153,3 +156,45 @@ def test_fabric(precision, clipping, is_separate, placement, swap_path, tmp_path
     options = (precision, clipping, is_separate)
     expected = with_fabric(None, swap_path, tmp_path / "plain", *options)
     assert_same_bits(expected, with_fabric(placement, swap_path, tmp_path / "own", *options))
+
+
+def end_by_sigterm(swap: str, placement: Placement) -> list[str]:
+    """Fit as in a job of SLURM, get SIGTERM in the second step, and say what Lightning did."""
+    import lightning
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    module, seen = lightning_module(placement, Path(swap), False), []
+
+    class Watch(lightning.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                seen.append(type(signal.getsignal(signal.SIGUSR1)).__name__)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            seen.append(type(exception).__name__)
+            trainer.save_checkpoint(f"{swap}/saved.ckpt")
+
+    os.environ |= {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "job", "SLURM_PROCID": "0"}
+    os.environ |= {"SLURM_NTASKS_PER_NODE": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    trainer = lightning.Trainer(
+        max_steps=6, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=1, plugins=[SLURMEnvironment()], callbacks=[Watch()],
+    )  # fmt: skip
+    try:
+        trainer.fit(module, torch.utils.data.DataLoader(Rows(), 4))
+    except BaseException as error:
+        seen.append(f"raised {type(error).__name__}")
+    return [
+        *seen,
+        *(["in time"] if trainer.global_step == 2 else []),
+        *(each.name for each in Path(swap).glob("*.ckpt")),
+    ]
+
+
+@pytest.mark.parametrize("placement", [None, ("nvme", "nvme"), LOOP], ids=["plain", "engine", "loop"])
+def test_sigterm_ends_gracefully_and_slurms_signal_is_free(placement, swap_path):
+    """Lightning calls what it finds for SIGTERM, and sets its own handler of requeueing where there is none."""
+    assert call_in_fork(end_by_sigterm, str(swap_path), placement) == [
+        "_HandlersCompose", "SIGTERMException", "raised SIGTERMException", "in time", "saved.ckpt",
+    ]  # fmt: skip

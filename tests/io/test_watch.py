@@ -1,18 +1,18 @@
-"""What is in flight can be seen: in the error of a stall, and by signal."""
+"""What is in flight can be seen: in the error of a stall, and on a signal."""
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import tiered_zero
 from tests.fakes.io_faults import Fault, FaultyEngine
 from tests.io.conftest import pages
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.threads import ThreadsEngine
-from tiered_zero.io.watch import SignalDump, dump_in_flight
+from tiered_zero.io.watch import dump_in_flight, watch
 
 
 @pytest.fixture
@@ -41,44 +41,16 @@ def test_a_long_table_is_cut(stalled: FaultyEngine, swap_path: Path) -> None:
     file.close()
 
 
-def test_sigusr1_prints_it_and_the_old_handler_is_restored(
+def test_a_signal_of_the_programs_choice_prints_it_and_then_calls_the_handler_of_before(
     stalled: FaultyEngine, capfd: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: seen.append(number))
     try:
-        old = signal.getsignal(signal.SIGUSR1)
-        dump = SignalDump([stalled])
-        os.kill(os.getpid(), signal.SIGUSR1)
+        watch(stalled)
+        tiered_zero.dump_on(signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGUSR2)
         assert "write          8192 bytes at 4096" in capfd.readouterr().err
-        assert seen == [signal.SIGUSR1], "the handler of before is called too"
-        dump.close()
-        dump.close()
-        assert signal.getsignal(signal.SIGUSR1) is old
+        assert seen == [signal.SIGUSR2]
     finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_two_dumps_may_close_in_any_order(stalled: FaultyEngine, capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    first, second = SignalDump([stalled]), SignalDump([stalled])
-    first.close()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert capfd.readouterr().err.count("in flight") == 1
-    second.close()
-    signal.signal(signal.SIGUSR1, before)
-
-
-def test_on_another_thread_nothing_is_installed(stalled: FaultyEngine) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    installed: list[bool] = []
-
-    def install() -> None:
-        dump = SignalDump([stalled])
-        installed.append(dump.installed)
-        dump.close()
-
-    thread = threading.Thread(target=install)
-    thread.start()
-    thread.join()
-    assert installed == [False] and signal.getsignal(signal.SIGUSR1) is before
+        signal.signal(signal.SIGUSR2, before)

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -140,14 +139,14 @@ def test_a_group_that_may_write_is_refused_unless_it_is_the_users_own(
 
 
 def test_the_last_constructor_that_fails_leaves_nothing(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise MemoryError
 
     kept = SwapDir.create([swap_path])
     kept.keep()
     kept.release()
     is_open = set(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(swap_dir, "_install_signal_handler", fail)
+    monkeypatch.setattr(SwapDir, "__init__", fail)
     with pytest.raises(MemoryError):
         SwapDir.create([swap_path])
     with pytest.raises(MemoryError):
@@ -184,15 +183,6 @@ def test_a_removed_directory_is_no_error_at_release(swap_path: Path) -> None:
     (directory.paths[0] / OWNER_NAME).unlink()
     directory.paths[0].rmdir()
     directory.remove()
-
-
-def test_own_handlers_are_not_replaced(swap_path: Path) -> None:
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        SwapDir.create([swap_path]).remove()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_run_with_a_path_missing_cannot_be_opened(swap_path: Path) -> None:

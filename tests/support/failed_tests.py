@@ -7,31 +7,16 @@ SIGINT would stay, and be found by the next test that looks for some.
 from __future__ import annotations
 
 import gc
-import signal
 import sys
 import threading
 import traceback
 from contextlib import suppress
-from typing import Any
 
 from tiered_zero import Engine
 from tiered_zero.concurrency.interrupts import INTERRUPTS
 from tiered_zero.optim import OffloadedOptimizer, ZeroRedundancyOptimizer
 
 _KINDS = (Engine, OffloadedOptimizer, ZeroRedundancyOptimizer)
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-def signal_handlers() -> dict[int, Any]:
-    """Return the handlers that programs, and tests, set."""
-    return {number: signal.getsignal(number) for number in _SIGNALS}
-
-
-def restore_signal_handlers(handlers: dict[int, Any]) -> None:
-    """Undo what a failed test has left of `signal_handlers`. On the main thread."""
-    for number, handler in handlers.items():
-        if handler is not None and signal.getsignal(number) != handler:
-            signal.signal(number, handler)
 
 
 def end_failed_test(error: BaseException | None) -> None:

@@ -20,7 +20,7 @@ from hypothesis import settings
 from tests.ranks.pool import RankPool
 from tests.support.children import NUM_THREADS
 from tests.support.collection import import_tests, put_long_files_first
-from tests.support.failed_tests import end_failed_test, restore_signal_handlers, signal_handlers
+from tests.support.failed_tests import end_failed_test
 from tests.support.imports import freeze_imports
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.io.preflight import filesystem_type, is_local
@@ -32,11 +32,9 @@ torch.set_num_threads(NUM_THREADS)
 settings.register_profile("tiered_zero", deadline=None, derandomize=True, database=None)
 settings.load_profile("tiered_zero")
 
-# A run started in the background may inherit ignored signals, and so would the children whose end by one is tested.
-if threading.current_thread() is threading.main_thread():
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, handler)
+# A run started in the background may inherit an ignored SIGINT, and so would the children whose end by it is tested.
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -59,8 +57,6 @@ def pytest_collection_finish() -> None:
 seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 """The first also formats the stack, once for each kind of device that is not there."""
 
-_FAILED = pytest.StashKey[bool]()
-
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
@@ -69,22 +65,18 @@ def pytest_runtest_makereport(
     """See `end_failed_test`. Before the fixtures of the test end."""
     report = yield
     if report.failed and call.excinfo is not None and not item.config.getoption("usepdb"):
-        item.stash[_FAILED] = True
         end_failed_test(call.excinfo.value)
     return report
 
 
 @pytest.fixture(autouse=True)
-def _fresh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    handlers = signal_handlers()
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernel_rule, "measure_copy_rate", lambda: 0.0)  # other load slows an update, which then warns
     random.seed(0)
     numpy.random.seed(0)
     seed(0)
     yield
     logging.getLogger("tiered_zero").setLevel(logging.NOTSET)  # commands that ran in this process have set it
-    if request.node.stash.get(_FAILED, False):
-        restore_signal_handlers(handlers)
 
 
 @pytest.fixture(scope="session")

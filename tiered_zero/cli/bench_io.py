@@ -35,6 +35,7 @@ from tiered_zero.io.select import ENGINES, Selection, select_engine
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.swap_capacity import SwapNeed
 from tiered_zero.sizes import GIB, KIB, MIB, format_nbytes
+from tiered_zero.stopping import stop_on_signals
 from tiered_zero.store.swap_dir import SwapDir
 
 BLOCKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
@@ -139,7 +140,8 @@ def io(directory: Path, seconds: float, model: GPTConfig | None, config: str | N
     begun_s = time.perf_counter()
     click.echo(f"Measuring {directory} for at most {seconds:g} s.", err=True)
     need = None if model is None else swap_need(load(config, to_train=False) if config else _all_on_nvme(), model)
-    report = measure_directory(directory, begun_s + seconds * (1 - _END_SHARE))
+    with stop_on_signals(at_boundary=False):  # its file is removed
+        report = measure_directory(directory, begun_s + seconds * (1 - _END_SHARE))
     report["seconds"] = time.perf_counter() - begun_s
     report["floor"] = None if need is None or model is None else _floor(str(model), need, report["best"])
     if as_json:
@@ -153,7 +155,7 @@ def measure_directory(directory: Path, end_s: float) -> dict[str, Any]:
     allowed_s = end_s - time.perf_counter()
     fstype = filesystem_type(directory)
     notes = [line.removeprefix("nvme_path ") for line in filesystem_warnings(str(directory), fstype)]
-    swap = SwapDir.create([directory], owner_note="bench io")  # locked, removed also on SIGTERM; after kill -9 by gc
+    swap = SwapDir.create([directory], owner_note="bench io")
     try:
         selections, engines_off = _open_engines(swap.paths[0])
         free_nbytes = shutil.disk_usage(directory).free

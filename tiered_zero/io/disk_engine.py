@@ -16,7 +16,7 @@ from tiered_zero.io.watch import dump_in_flight
 from tiered_zero.sizes import PAGE_NBYTES
 
 _SLICE_S = 0.25
-"""A wait returns to Python this often, so that signal handlers run (Ctrl-C, SIGUSR1) and stalls are seen."""
+"""A wait returns to Python this often, so that signal handlers run (as of Ctrl-C) and stalls are seen."""
 
 _POLL_S = 0.005
 """The shortest wait for a request that hangs: it may be about to complete."""

@@ -1,17 +1,17 @@
-"""The in-flight table as text: for the error of a stalled request and for SIGUSR1."""
+"""The in-flight table as text: for the error of a stalled request and on a signal that the program chose."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Sequence
+import weakref
 from types import FrameType
-from typing import final
 
 from tiered_zero.io.engine import IOEngine
 
 _MAX_ROWS = 32
+
+_watched: weakref.WeakSet[IOEngine] = weakref.WeakSet()
 
 
 def dump_in_flight(engine: IOEngine) -> str:
@@ -27,29 +27,22 @@ def dump_in_flight(engine: IOEngine) -> str:
     return "\n".join(lines)
 
 
-@final
-class SignalDump:
-    """While open, SIGUSR1 prints what is in flight to stderr, then calls the handler that was there before.
+def watch(engine: IOEngine) -> None:
+    """Show `engine` in the tables of `dump_on` for as long as it exists."""
+    _watched.add(engine)
 
-    Python runs signal handlers on the main thread, and lets only that one install them: elsewhere this does nothing.
+
+def dump_on(number: int) -> None:
+    """Print every run's disk requests in flight to stderr each time the process gets the signal `number`, such as
+    `signal.SIGUSR1`; then call the handler of before.
+
+    Call it in the main thread. No other call of the package handles this signal, so without it SIGUSR1 ends a process.
     """
 
-    def __init__(self, engines: Sequence[IOEngine]) -> None:
-        self._engines = tuple(engines)
-        self.installed = threading.current_thread() is threading.main_thread()
-        if self.installed:
-            self._previous = signal.signal(signal.SIGUSR1, self._print)
-
-    def _print(self, number: int, frame: FrameType | None) -> None:
-        for engine in self._engines:
+    def dump(number: int, frame: FrameType | None) -> None:
+        for engine in list(_watched):
             os.write(2, (dump_in_flight(engine) + "\n").encode())
-        if callable(self._previous):
-            self._previous(number, frame)
+        if callable(previous):
+            previous(number, frame)
 
-    def close(self) -> None:
-        """Restore the old handler, unless another has been put over ours since; idempotent."""
-        self._engines = ()
-        on_main = threading.current_thread() is threading.main_thread()
-        if self.installed and on_main and signal.getsignal(signal.SIGUSR1) == self._print:
-            signal.signal(signal.SIGUSR1, self._previous or signal.SIG_DFL)
-            self.installed = False
+    previous = signal.signal(number, dump)

@@ -8,17 +8,14 @@ import logging
 import os
 import pwd
 import secrets
-import signal
 import socket
 import stat
-import threading
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import final
 
 from tiered_zero.errors import StoreError
@@ -71,8 +68,8 @@ class _Hold:
 class SwapDir:
     """The directories of one run, one under each parent, locked by this process until `remove` or `release`.
 
-    They are removed when the run is over: by `remove`, when the object is garbage, at interpreter exit, and on SIGTERM
-    or SIGHUP where the program has no handler of its own for them. `keep` leaves them (committed state).
+    They are removed when the run is over: by `remove`, when the object is garbage, and at interpreter exit; a process that
+    is killed leaves them to `collect_garbage`. `keep` leaves them (committed state).
     """
 
     def __init__(self, owner: Owner, holds: list[_Hold]) -> None:
@@ -83,8 +80,6 @@ class SwapDir:
         self._pid = os.getpid()
         self._kept = False
         self._finalizer = weakref.finalize(self, _leave, self._pid, holds, True)
-        _live.add(self)
-        _install_signal_handler()
 
     @classmethod
     def create(cls, parents: Sequence[Path], *, model: str = "", owner_note: str = "") -> SwapDir:
@@ -295,22 +290,3 @@ def _delete(hold: _Hold) -> None:
     hold.close()
     with suppress(FileNotFoundError):
         remove_directory(hold.path)
-
-
-_live: weakref.WeakSet[SwapDir] = weakref.WeakSet()
-
-
-def _install_signal_handler() -> None:
-    """Only the main thread may, and only where the program left the default: its own handler is never replaced."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, _release_and_die)
-
-
-def _release_and_die(number: int, frame: FrameType | None) -> None:
-    """The default action, after the directories are gone: the parent still sees a death by this signal."""
-    for directory in list(_live):
-        directory.release()
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)

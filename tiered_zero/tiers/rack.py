@@ -17,7 +17,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.engine import IOEngine, IOSettings
 from tiered_zero.io.measure import weigh_directories
 from tiered_zero.io.select import select_engine
-from tiered_zero.io.watch import SignalDump
+from tiered_zero.io.watch import watch
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.staging import StagingSize
 from tiered_zero.store.swap_dir import SwapDir
@@ -203,7 +203,7 @@ class _StoreOpener:
             io_timeout_s=settings.io_timeout_s,
         )
         self.resources.callback(selection.engine.close)
-        self.resources.callback(SignalDump([selection.engine]).close)
+        watch(selection.engine)
         for reason in selection.reasons:
             logger.info("%s", reason)
         return selection.engine
