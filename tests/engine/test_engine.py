@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tiered_zero
 from tests.bad_inputs import held
@@ -479,6 +480,27 @@ def test_an_engine_that_nobody_holds_ends(swap_path: Path) -> None:
     assert ended() is None
     assert os.listdir(swap_path) == []
     assert held() <= before
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_an_engine_that_is_collected_while_something_traces_ends(
+    poison: bool, swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector runs in whatever code is running, such as a compiler's, under its modes."""
+    errors: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: errors.append(error))
+    engine = build(swap_path, tiered_zero={"debug_poison": poison})
+    run_step(engine, 0)
+    engine.itself = engine  # only the collector finds it
+    del engine
+
+    def collect(values: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        return values * 2
+
+    traced = make_fx(collect, tracing_mode="fake")(torch.ones(3))
+    assert errors == [] and os.listdir(swap_path) == []
+    assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_function", "output"]
 
 
 def test_an_engine_that_its_own_lane_finds_forgotten_ends(swap_path: Path) -> None:

@@ -198,7 +198,7 @@ class ClockedAccelerator(Accelerator):
         """The memory has just been allocated, which compute's stream orders."""
         self.clocks.touch(flat, writes=True)
 
-    def poison(self, flat: torch.Tensor) -> None:
+    def poison(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         """The memory is about to be freed."""
         if self.clocks.stream == "compute":
             self.clocks.touch(flat, writes=True)

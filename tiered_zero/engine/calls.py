@@ -16,6 +16,7 @@ from tiered_zero.concurrency.interrupts import INTERRUPTS, mark_protected
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.engine.train_step import TrainStep
+from tiered_zero.params.outside_modes import outside_modes
 from tiered_zero.plan.planner import Plan
 from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.report import StepReport
@@ -88,7 +89,8 @@ def end_unreferenced_run(process: OwnProcess, resources: Teardown) -> None:
     if not process.is_current():
         return  # a forked child owns nothing, and has no lane that could end an update
     if threading.current_thread() is threading.main_thread():
-        resources.close()
+        with outside_modes():  # of the code that was running when the collector came: a compiler's tracing, for one
+            resources.close()
     else:
         threading.Thread(target=resources.close, name="tiered_zero end").start()
 

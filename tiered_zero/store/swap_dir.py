@@ -68,8 +68,8 @@ class _Hold:
 class SwapDir:
     """The directories of one run, one under each parent, locked by this process until `remove` or `release`.
 
-    They are removed when the run is over: by `remove`, when the object is garbage, and at interpreter exit; a process that
-    is killed leaves them to `collect_garbage`. `keep` leaves them (committed state).
+    They are removed when the run is over: by `remove`, when the object is garbage, and at interpreter exit. A process
+    that is killed leaves them to `collect_garbage`. `keep` leaves them (committed state).
     """
 
     def __init__(self, owner: Owner, holds: list[_Hold]) -> None:

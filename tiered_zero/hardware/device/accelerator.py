@@ -132,10 +132,11 @@ class Accelerator(ABC):
         has an owner of its own: what is handed to threads that let go of it at some later time."""
         return flat.data
 
-    def poison(self, flat: torch.Tensor) -> None:
-        """In debug mode overwrite `flat` (any float or integer dtype) with NaN or a pattern; else do nothing."""
+    def poison(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        """In debug mode overwrite `flat`, taken as `dtype`, with NaN or, of integers, a pattern; else do nothing."""
         if not self._poison:
             return
+        flat = flat if dtype is None else flat.view(dtype)
         # .data: a version counter of its own, so that views saved by autograd do not count this as a change
         if flat.is_floating_point() or flat.is_complex():
             flat.data.fill_(float("nan"))

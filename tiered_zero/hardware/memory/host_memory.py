@@ -149,7 +149,7 @@ class HostArena:
 
     def poison(self, pages: torch.Tensor) -> None:
         """In debug mode overwrite whole pages ([n] uint8): NaN in fp32 and in every other 16-bit float."""
-        self._accelerator.poison(pages.view(torch.float32))
+        self._accelerator.poison(pages, torch.float32)
 
     def close(self) -> None:
         """Unpin, and give the memory back once the last view of it is gone. Idempotent.
