@@ -77,6 +77,32 @@ def test_an_exception_in_one_backward_ends_the_reductions_of_all(ranks: RankPool
     assert not any(swap_path.iterdir())
 
 
+@patch.object(process_groups, "LINGER_S", 1.0)
+def make_fewer_steps(path: str, stage: int) -> list[str]:
+    """Rank 1 has the data of two steps, rank 0 of three."""
+    rank, _, engine = begin_run(path, stage=stage)
+    heard = []
+    try:
+        for step in range(3 - rank):
+            engine.backward(engine(*micro_batches(Case(), step, rank, 2)[0]))
+            engine.step()
+    except RankError as error:
+        heard.append(str(error))
+    finally:
+        engine.close()
+    return heard
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_with_fewer_steps_is_told_to_drop_the_last_ones_or_to_pad(
+    ranks: RankPool, swap_path: Path, stage: int
+) -> None:
+    [first], second = ranks.run(make_fewer_steps, 2, str(swap_path), stage)
+    assert second == []
+    assert "closed its engine, or ended" in first
+    assert "every rank makes the same number of steps; drop the last, or pad" in first
+
+
 class Fails(torch.autograd.Function):
     """Its backward has no room."""
 

@@ -54,6 +54,8 @@ INLINE_NBYTES = 248
 _HEAD = struct.Struct("<II")
 """Before the data of an exchange: how many bytes it has, and the number of its kind of call."""
 
+_SAME_STEPS = "every rank makes the same number of steps; drop the last, or pad"
+
 _CLOSED = 0
 """The kind of what a rank that closes its engine answers to an exchange of the others."""
 
@@ -212,7 +214,7 @@ class ProcessGroups:
         if _CLOSED in kinds:
             raise RankError(
                 f"Rank {kinds.index(_CLOSED)} has closed its engine, or ended, while this rank goes on with {what}. "
-                "Its own output says why; every rank makes the same number of steps."
+                f"Its own output says why; {_SAME_STEPS}."
             )
         if len(set(kinds)) > 1:
             names = [each.decode(errors="replace").strip() for each in self._gather_bytes(_name_of(what), what)]
@@ -326,7 +328,7 @@ class ProcessGroups:
             with suppress(Exception):
                 transfer, _ = self._start_gather_bytes(_packed(_CLOSED, b""), "the end of the run")
                 if not (others_close := transfer.wait_at_most(LINGER_S)):  # for those that wait in a gather
-                    self.failures.post("it has closed its engine, or ended, while others go on")
+                    self.failures.post(f"it has closed its engine, or ended, while others go on; {_SAME_STEPS}")
         self._close_groups()
         if self._device is not None:
             if not others_close:

@@ -172,7 +172,11 @@ class RankFailures:
         if self._reach_store():
             self.post_wait(what)
         deadline = time.monotonic() + GRACE_S
-        lost = f"{what}: the connection to another rank was lost ({_first_line(error)}). Its own output says why."
+        lost = RankError(
+            f"{what}: the connection to another rank was lost, which has posted no error: its process was killed, as by "
+            "the kernel for want of memory, or its host is gone. Look at that rank's output and the kernel's log."
+        )
+        lost.__cause__ = error
         with suppress(Exception):
             while time.monotonic() < deadline and self._reach_store():
                 if self._store.check([_FAILED]):
@@ -184,7 +188,7 @@ class RankFailures:
                     f"(tiered_zero.comm_timeout_s). {self._waits()}. Every rank must make the same calls in the same "
                     "order; a rank that is stopped, or much slower, needs a longer timeout."
                 )
-        return RankError(lost)
+        return lost
 
     def _agree_on(self, message: str) -> RankError:
         """Post `message` for every rank, and return what all raise: this, or what another has posted before."""
@@ -241,7 +245,3 @@ class RankFailures:
             call = CollectiveCall(**posted["call"]) if posted["call"] else None
             found.append(RankWaits(texts=posted["texts"], call=call, num_calls=posted["num_calls"]))
         return found
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
