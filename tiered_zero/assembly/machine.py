@@ -18,10 +18,11 @@ from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.hardware.device.select import build_accelerator
 from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.hardware.ranks.launcher import launch_name, local_rank, num_restarts
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.params.materialize import WeightFiles
-from tiered_zero.store.runs import leftover_notices
+from tiered_zero.store.runs import clear_restarted, leftover_notices
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.rack import AdoptedStore, TierRack, nvme_needs, scratch_needs
@@ -66,6 +67,8 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
     adoption = (
         None if found is None else adopt(found, collectives, config, run_spec.plan, run_spec.slots, run_spec.layouts)
     )
+    if num_restarts() and local_rank() == 0:
+        clear_restarted((path for paths in nvme_paths(config) for path in paths), launch_name())
     if collectives.rank == 0:
         adopted = () if adoption is None else adoption.paths
         warnings += leftover_notices((path for paths in nvme_paths(config) for path in paths), adopted)

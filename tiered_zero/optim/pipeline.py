@@ -20,7 +20,7 @@ from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.device.select import build_accelerator
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.ranks.collectives import SingleRank
-from tiered_zero.hardware.ranks.launcher import local_world_size
+from tiered_zero.hardware.ranks.launcher import launch_name, local_rank, local_world_size, num_restarts
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.layout.flat import Unit
@@ -35,7 +35,7 @@ from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_formats import FollowingMasters, ParamMasters
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.store.new_parents import make_missing
-from tiered_zero.store.runs import leftover_notices
+from tiered_zero.store.runs import clear_restarted, leftover_notices
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.inventory import Home, Inventory
@@ -201,6 +201,8 @@ def _prepare_directories(config: Config) -> None:
     for path in offload.nvme_paths:
         for line in preflight_directory(path, "offload.nvme_path"):
             logger.warning("%s", line)
+    if num_restarts() and local_rank() == 0:
+        clear_restarted(offload.nvme_paths, launch_name())
     for line in leftover_notices(offload.nvme_paths):
         logger.warning("%s", line)
 

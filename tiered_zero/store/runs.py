@@ -116,16 +116,27 @@ def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> l
     return lines
 
 
+def clear_restarted(parents: Iterable[str], note: str) -> None:
+    """Remove what ended processes of the launch `note` have left, of which this process is a restart; but for committed
+    state, which may be resumed."""
+    for parent in dict.fromkeys(parents):
+        with suppress(StoreError):  # of a directory that cannot be read: its use raises
+            collect_garbage(Path(parent), note=note)
+
+
 def collect_garbage(
-    parent: Path, dry_run: bool = False, committed: bool = False, unknown: bool = False
+    parent: Path, dry_run: bool = False, committed: bool = False, unknown: bool = False, note: str | None = None
 ) -> list[Collected]:
-    """Remove the directories under `parent` whose owner is dead; a live one's or another user's never.
+    """Remove the directories under `parent` whose owner is dead; a live one's or another user's never. `note`: only of
+    owners with this note.
 
     A dead run that left a committed state can be resumed from it, so it is removed only with `committed`. With
     `unknown` also runs are removed of which it is not known whether they live. Raises StoreError.
     """
     found = []
     for run in list_runs(parent):
+        if note is not None and run.note != note:
+            continue
         try:
             found.append(_collect(run, dry_run, committed, unknown))
         except FileNotFoundError:

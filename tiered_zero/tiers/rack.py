@@ -13,6 +13,7 @@ from tiered_zero.config.schema import Config
 from tiered_zero.errors import StoreError
 from tiered_zero.hardware.memory.host_memory import HostArena
 from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.ranks.launcher import launch_name
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.engine import IOEngine, IOSettings
 from tiered_zero.io.measure import weigh_directories
@@ -166,7 +167,7 @@ class _StoreOpener:
     def __call__(self, paths: tuple[str, ...], nbytes: int, adopted: AdoptedStore | None) -> tuple[SwapStore, IOEngine]:
         settings, resources = self.config.tiered_zero, self.resources
         if adopted is None:
-            directory = SwapDir.create([Path(path) for path in paths], model=self.model_name)
+            directory = SwapDir.create([*map(Path, paths)], model=self.model_name, owner_note=launch_name())
         else:
             directory = SwapDir.open(adopted.directory)
         resources.callback(directory.release)

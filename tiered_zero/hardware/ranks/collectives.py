@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,14 @@ from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.ranks.backends import HOST_BACKEND
 from tiered_zero.hardware.ranks.collective_transfer import RankTraffic
-from tiered_zero.hardware.ranks.launcher import is_initialized, launched_world_size, network_interface, world_size_here
+from tiered_zero.hardware.ranks.launcher import (
+    is_initialized,
+    is_one_host,
+    launched_world_size,
+    network_interface,
+    num_restarts,
+    world_size_here,
+)
 from tiered_zero.hardware.ranks.process_groups import ProcessGroups
 from tiered_zero.telemetry.spans import Recorder
 
@@ -157,13 +164,24 @@ def _meet(timeout_s: float) -> None:
     def meet() -> None:
         try:
             with network_interface():
-                dist.init_process_group(HOST_BACKEND, timeout=timedelta(seconds=timeout_s))
+                timeout = timedelta(seconds=timeout_s)
+                dist.init_process_group(HOST_BACKEND, timeout=timeout, **_restarted_store(timeout))
             met.complete()
         except Exception as error:
             met.fail(error)
 
     threading.Thread(target=meet, name="tiered_zero rendezvous", daemon=True).start()
     met.wait()
+
+
+def _restarted_store(timeout: timedelta) -> dict[str, Any]:
+    """Keep the keys of a restarted run apart in torchrun's store from those that the ended ranks have left there, which
+    name their addresses. On one host: the agents of several count their restarts each for itself."""
+    if not num_restarts() or not is_one_host():
+        return {}
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    prefixed = dist.PrefixStore(f"restart {num_restarts()}", store)
+    return {"store": prefixed, "rank": rank, "world_size": world_size}
 
 
 def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | None = None) -> None:

@@ -73,8 +73,19 @@ def local_world_size() -> int:
     return max(1, launched_number("LOCAL_WORLD_SIZE", world_size_here()))
 
 
-def _is_one_host() -> bool:
+def is_one_host() -> bool:
+    """Whether the launcher has all ranks on this host."""
     return world_size_here() in (1, local_world_size())
+
+
+def launch_name() -> str:
+    """The name of torchrun's run, which its restarts keep; "" without torchrun."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def num_restarts() -> int:
+    """How often torchrun's agent on this host has restarted the ranks."""
+    return launched_number("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 @contextmanager
@@ -83,7 +94,7 @@ def network_interface() -> Iterator[None]:
     one that has the route to MASTER_ADDR. It looks its interface up by a variable, else by the host's name, which may
     not resolve, or may resolve to loopback. A variable that is set stays."""
     before = os.environ.get(_INTERFACE_KEY)
-    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")] if _is_one_host() else _routed()
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")] if is_one_host() else _routed()
     try:
         if before is None and names:
             os.environ[_INTERFACE_KEY] = names[0]
