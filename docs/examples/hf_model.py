@@ -1,5 +1,6 @@
 """Train a Hugging Face model with its state on NVMe.
 
+    pip install 'tiered-zero[hf]'
     python docs/examples/hf_model.py [SWAP_DIRECTORY]
 
 A GPT-2 of 2 layers is built from a config, without a download, and learns a short text. For a real model two lines

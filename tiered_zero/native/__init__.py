@@ -60,7 +60,7 @@ def _own_directory() -> Path:
 
 
 def _library_in(directory: Path, stem: str) -> Path | None:
-    paths = (directory / f"{stem}{suffix}" for suffix in (*EXTENSION_SUFFIXES, ".so", ".dylib"))
+    paths = (directory / f"{stem}{suffix}" for suffix in (".so", *EXTENSION_SUFFIXES))
     return next(filter(Path.is_file, paths), None)
 
 
