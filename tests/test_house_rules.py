@@ -36,7 +36,7 @@ ADDRESS = {
     for name in names.split()
 }
 
-MAX_LINES = 600
+MAX_LINES = 700
 MAX_CONSTRUCTOR_ARGUMENTS = 7
 MAX_DESIGN_LINES = 30
 
@@ -364,109 +364,6 @@ def tests_look_inside_engines_in_one_file(source: Source) -> Found:
                 yield node.lineno, f"{node.attr}: ask tests/support/inspection.py"
 
 
-_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-OLD_NAMES = {
-    "abandon": "cancel",
-    "away": "offloaded",
-    "backward_start": "EagerUpdate",
-    "birth": "initialize",
-    "born": "initialized",
-    "break_off": "cancel_all",
-    "broken_off": "interrupted",
-    "carry_over": "import_state",
-    "catalog": "from_config",
-    "draft": "run_spec",
-    "expose": "unguard",
-    "forget": "invalidate",
-    "give_birth": "materialize_model",
-    "give_up": "cancel or release",
-    "give_way": "evict_last",
-    "gradient_watch": "MissingGradWarning",
-    "hand_over": "add_pending or detach_step",
-    "home_keeper": "OffloadedParams",
-    "intake": "import_state",
-    "judge": "check_gradients",
-    "keeper": "OffloadedParams",
-    "latched_error": "EngineFailedError",
-    "lend": "gather",
-    "lender": "pager",
-    "lenders": "pagers",
-    "lending": "gather",
-    "lends": "users",
-    "lent": "in use",
-    "loan": "gather",
-    "loans": "gathers",
-    "make_outs": "bind_outputs",
-    "norm_taker": "GradNorm",
-    "open_update": "EagerUpdate",
-    "originals": "former values",
-    "passage": "SubGroupIO",
-    "passing": "temporary",
-    "publication": "UnitUpdate",
-    "publications": "unit_updates",
-    "readmit": "unblock",
-    "reception": "CopyNormArgs",
-    "return_free_memory": "trim_malloc",
-    "reveal": "swap_param_buffers",
-    "seal": "freeze",
-    "settle": "quiesce, finalize or drain",
-    "settled": "finished",
-    "telling": "surface_failure",
-    "told": "reported",
-    "stretches": "spans or runs",
-    "verdict": "GradCheck or bottleneck",
-    "wishes": "PlanRequest",
-    "withheld": "blocked",
-    "withhold": "block_for_update",
-}
-"""Names that the field has other words for, and those; also as parts of a name, in any spelling."""
-_OLD_NAMES = re.compile(rf"_({'|'.join(sorted(OLD_NAMES, key=len, reverse=True))})(?=_)")
-
-
-@rule(
-    CODE,
-    planted={
-        "tiered_zero/a.py": [
-            *(f"def {name}(): ..." for name in OLD_NAMES),
-            "class ModelOriginals: ...",
-            "self._withhold_unit(1)",
-            "f(withheld=1)",
-            "def f(x_withheld): ...",
-            "WITHHELD = 1",
-            "import x as originals",
-        ],
-        "tiered_zero/withhold.py": [""],
-    },
-    innocent={"tiered_zero/a.py": ["'withhold'", "aboriginals = 1", "original = 1"]},
-)
-def names_are_the_fields(source: Source) -> Found:
-    names = [(1, part) for part in source.path.removesuffix(".py").split("/")]
-    for node in source.nodes(*NAMED, ast.keyword):
-        names.append((node.lineno, getattr(node, NAMED.get(type(node), "arg")) or ""))
-    for line, name in names:
-        for match in _OLD_NAMES.finditer(f"_{_WORDS.sub('_', name).lower().strip('_')}_"):
-            yield line, f"{name}: not {match[1]!r}, but {OLD_NAMES[match[1]]}"
-
-
-EMPTY_PHRASES = (
-    "somebody", "nobody", "anybody", "whoever", "meanwhile", "told", "tells", "for good", "born", "birth", "births",
-    "come and go", "comes and goes", "gives up", "give up", "takes back", "gives away",
-)  # fmt: skip
-
-
-@rule(
-    PACKAGE,
-    planted={
-        "tiered_zero/a.py": [f'"""Is done {phrase}."""' for phrase in EMPTY_PHRASES],
-        "tiered_zero/native/a.c": ["// Whoever waits"],
-    },
-    innocent={"tiered_zero/a.py": ["# forgotten, meant"]},
-)
-def text_says_who_does_what(source: Source) -> Found:
-    for line, phrase in source.matches(rf"(?i)\b(?:{'|'.join(EMPTY_PHRASES)})\b"):
-        yield line, f"{phrase!r}: name the object, the thread or the event"
-
-
 @rule(
     PACKAGE,
     planted={"tiered_zero/engine/engine.py": ["print('x')"], "tiered_zero/client.py": ["def f():\n    print()"]},
@@ -484,18 +381,6 @@ def only_the_command_line_prints(source: Source) -> Found:
         for node in source.nodes(ast.Call):
             if isinstance(node.func, ast.Name) and node.func.id == "print":
                 yield node.lineno, "print: log it, or return it to the command line"
-
-
-@rule(
-    EVERYTHING,
-    planted={"README.md": ["see /" + "work/x", "`/" + "root`", "at /" + "opt/v/bin"], "a.c": ["../shared/" + "x.md"]},
-    innocent={"README.md": ["/tmp/work, network/root, the roots/opt"]},
-)
-def text_names_no_workplace(source: Source) -> Found:
-    place = r"(?<![\w./~])/(?:work|root|opt)\b(?:/[\w./]*)?|\bshared/\w+\.md|/tmp/(?:brief|issue)\w*"
-    host = r"[\w.]*(?:pypi|pythonhosted|download\.pytorch)\.org[\w./]*"
-    for line, words in source.matches(f"{place}|{host}"):
-        yield line, f"{words!r} is of one machine, not of the project"
 
 
 @rule(
