@@ -209,6 +209,7 @@ def test_a_missing_path_is_made_and_taken_back_where_the_run_does_not_start(
 ) -> None:
     monkeypatch.chdir(swap_path)
     path = Path("new/swap") if relative else swap_path / "new" / "swap"
+    caplog.set_level(logging.INFO, "tiered_zero")
     bad = merged(good_config(path), {"tiered_zero": {"host_memory_limit": "16KiB"}})
     with pytest.raises(PlanError):
         tiered_zero.initialize(model=build_model(), config=bad)

@@ -35,6 +35,7 @@ from tiered_zero.errors import (
     TransferError,
 )
 from tiered_zero.grads import overflow
+from tiered_zero.params import materialize
 
 ROOT = Path(__file__).parents[1]
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"))
@@ -480,6 +481,21 @@ def test_an_engine_that_nobody_holds_ends(swap_path: Path) -> None:
     assert ended() is None
     assert os.listdir(swap_path) == []
     assert held() <= before
+
+
+def test_the_start_is_logged_and_is_no_part_of_the_first_step(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(materialize, "PROGRESS_S", 0.0)
+    caplog.set_level(logging.INFO, "tiered_zero")
+    with build(swap_path) as engine:
+        assert "parameters are placed" in caplog.text
+        starts = []
+        for step in range(2):
+            run_step(engine, step)
+            assert engine.step_report is not None
+            starts.append(engine.step_report.start_s > 0)
+    assert starts == [True, False]
 
 
 @pytest.mark.parametrize("poison", [False, True])

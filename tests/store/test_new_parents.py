@@ -1,5 +1,6 @@
 """Swap paths that are missing are made, also by several ranks at the same time."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def test_a_placeholder_on_the_root_file_system_is_said(
     """A config's path of another machine's disk; not one beside the script, nor below a directory that exists."""
     monkeypatch.chdir(swap_path)
     monkeypatch.setattr(new_parents, "_ROOT", swap_path)
+    caplog.set_level(logging.INFO, "tiered_zero")
     for path, is_said in (("local_nvme", True), ("mnt/disk/swap", True), ("home", True), ("home/swap", False)):
         caplog.clear()
         make_missing({(str(swap_path / path),): "nvme_path"})
@@ -35,6 +37,7 @@ def test_a_placeholder_on_the_root_file_system_is_said(
         assert (f"on the root file system, for {first} did not exist" in caplog.text) == is_said
     caplog.clear()
     make_missing({("out/swap",): "nvme_path"})
+    assert {record.levelno for record in caplog.records} == {logging.INFO}, "what is as asked is no warning"
     assert "Made the swap directory" in caplog.text and "root file system" not in caplog.text
     caplog.clear()
     monkeypatch.setattr(new_parents, "_ROOT", Path("/proc"))  # another file system

@@ -8,10 +8,12 @@ import pytest
 
 from tests.telemetry.conftest import Clock
 from tiered_zero.errors import StoreError
+from tiered_zero.telemetry import report as report_module
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.report import (
     RunReport,
     RunTotals,
+    StepMeter,
     StepReport,
     bottleneck,
     build_step_report,
@@ -141,6 +143,30 @@ def test_the_typical_step_leaves_out_the_extremes_and_still_sums() -> None:
     assert report.total_s == pytest.approx(15.1)
     assert report.tokens_per_s == pytest.approx(800 / 15.1)
     assert report.planned_nbytes == {"device": 10}
+
+
+def test_the_first_step_is_typical_only_where_it_is_alone() -> None:
+    totals = RunTotals()
+    totals.add(make_step(1, 9.0, start_s=22.0))
+    assert totals.report().step_s == 9.0
+    for number in (2, 3):
+        totals.add(make_step(number, 5.0))
+    report = totals.report()
+    assert (report.step_s, report.start_s) == (5.0, 22.0)
+
+
+def test_the_first_steps_clock_starts_when_the_run_is_assembled(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(report_module.time, "perf_counter", lambda: now_s)
+    meter = StepMeter(Recorder(), Ledger({}))
+    now_s = 22.0
+    meter.begin()
+    found = []
+    for number, now_s in ((1, 27.0), (2, 31.0)):  # noqa: B007
+        meter.finish(number)
+        assert meter.report is not None
+        found.append((meter.report.start_s, meter.report.wall_s))
+    assert found == [(22.0, 5.0), (0.0, 4.0)]
 
 
 @pytest.mark.parametrize("count", range(1, 10))

@@ -93,6 +93,7 @@ def build(
             begin(place)
             machine.runtime.recorder.take_spans()  # of the start of the run, which no trace shows
             trim_malloc()
+            parts.step.meter.begin()
             INTERRUPTS.check()  # what comes now is undone no more
         except BaseException as error:
             if has_begun:

@@ -55,7 +55,9 @@ def _link_table(report: RunReport) -> Table:
 
 def _summary(report: RunReport) -> list[str]:
     first, last = ("?" if loss is None else f"{loss:.3f}" for loss in (report.first_loss, report.last_loss))
+    start = [f"start: {report.start_s:.1f} s, values of the parameters"] if report.start_s else []
     return [
+        *start,
         f"{report.steps_text} in {report.total_s:.1f} s, {report.tokens_per_s:,.0f} tokens/s, loss {first} -> {last}",
         f"bound by: {report.bound_by}; overlap {report.overlap:.0%}",
         explain_pace(report),

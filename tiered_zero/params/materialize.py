@@ -13,6 +13,8 @@ which are offloaded already, and those that have values keep them.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +35,11 @@ from tiered_zero.params.pager import Pager
 from tiered_zero.params.param_handlers import FaultHandler
 from tiered_zero.params.weight_paths import open_safetensors, weight_paths
 from tiered_zero.sizes import MIB
+
+logger = logging.getLogger("tiered_zero")
+
+PROGRESS_S = 5.0
+"""Placing the values of a large model logs a line this often."""
 
 _NUM_NAMED = 5
 """So many names are spelled out in an error about many."""
@@ -269,7 +276,8 @@ def materialize_model(
     in the middle leaves a model of which some parameters are gone, and say so when they are read. Freed blocks go back
     to the system each `_TRIM_NBYTES`, for a walk over the heap takes longer than to place a small unit."""
     materializer.fill_buffers()
-    freed_nbytes = 0
+    freed_nbytes = num_placed = 0
+    num_parameters, next_line_s = sum(unit.numel for unit in units), time.monotonic() + PROGRESS_S
     for prefix, group in groupby(units, key=lambda unit: unit.module):
         INTERRUPTS.check()
         params = [(unit, params_of(unit)) for unit in group]
@@ -277,10 +285,14 @@ def materialize_model(
         for unit, own in params:
             placer.place(unit, own)
             freed_nbytes += unit.nbytes
+            num_placed += unit.numel
         del params, own
         if freed_nbytes >= _TRIM_NBYTES:
             trim_malloc()
             freed_nbytes = 0
+        if time.monotonic() >= next_line_s:
+            logger.info("values of %s of %s parameters are placed", f"{num_placed:,}", f"{num_parameters:,}")
+            next_line_s = time.monotonic() + PROGRESS_S
     materializer.fill_buffers()  # also beside parameters that are all tied to another module's
 
 

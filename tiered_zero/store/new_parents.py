@@ -38,7 +38,8 @@ def _make(path: Path, key: str) -> None:
             "disk that is to be swapped to."
         ) from error
     if missing:
-        logger.warning("Made the swap directory %s.%s", path.resolve(), _doubt(path, missing[0]))
+        doubt = _doubt(path, missing[0])
+        logger.log(logging.WARNING if doubt else logging.INFO, "Made the swap directory %s.%s", path.resolve(), doubt)
 
 
 def _doubt(path: Path, first: Path) -> str:

@@ -71,10 +71,12 @@ class StepReport(JsonRecord):
     the run began. `kind_nbytes`: tier -> kind -> its own most since the run began. `activations`: how many storages,
     and bytes, were moved, and found no room in their budget (kept), where activations are offloaded. `cpu_share`: of
     the CPU seconds that compute's threads could have, what the process got; None if an accelerator computes.
+    `start_s`: what placing the values took before a run's first step; 0 of the others.
     """
 
     step: int
     wall_s: float
+    start_s: float = 0.0
     seconds: dict[str, float]
     loss: float | None = None
     tokens: int = 0
@@ -141,12 +143,18 @@ class StepMeter:
         self._num_threads, self._start_cpu_s = num_threads, time.process_time()
         self._recorder = recorder
         self._ledger = ledger
-        recorder.take_totals()  # of the start of the run
         self._start_s = time.perf_counter()
+        self._assembled_s = 0.0
         self.losses: list[SupportsFloat] = []
         self.num_tokens = 0
         self.report: StepReport | None = None
         """Of the last optimizer step."""
+
+    def begin(self) -> None:
+        """Start the first step: the run is assembled."""
+        self._recorder.take_totals()  # of the start of the run
+        self._assembled_s = time.perf_counter() - self._start_s
+        self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
 
     def clear(self) -> None:
         """Drop what the step's micro-batches have counted: the step is dropped."""
@@ -167,9 +175,10 @@ class StepMeter:
             loss=sum(map(float, losses)) / len(losses) if losses else None,
             tokens=tokens,
             cpu_share=(cpu_s - self._start_cpu_s) / possible_s if possible_s else None,
+            start_s=self._assembled_s,
             **facts,
         )
-        self._start_s, self._start_cpu_s = now_s, cpu_s
+        self._start_s, self._start_cpu_s, self._assembled_s = now_s, cpu_s, 0.0
 
 
 def known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
@@ -202,10 +211,11 @@ def link_rates(nbytes: Mapping[str, int], busy_s: Mapping[str, float]) -> dict[s
 @dataclass(frozen=True, kw_only=True)
 class RunReport(JsonRecord):
     """A run so far, or whole. The typical step is the mean over the middle half of the steps by wall time, so that its
-    causes still sum to its wall time and a slow first step does not count.
+    causes still sum to its wall time; the first, which allocates, is none of them where there are others.
 
     `planned_nbytes`, `peak_nbytes`: by tier. `link_nbytes`: by lane, whole run. `bytes_per_s`: by lane, while busy.
-    `open_settings`: those that have room to change, by the plan. `cpu_share`: see StepReport.
+    `open_settings`: those that have room to change, by the plan. `cpu_share`: see StepReport. `start_s`: of placing
+    the values.
     """
 
     steps: int
@@ -215,6 +225,7 @@ class RunReport(JsonRecord):
     total_s: float
     tokens: int
     tokens_per_s: float
+    start_s: float = 0.0
     step_s: float
     seconds: dict[str, float]
     busy_s: dict[str, float]
@@ -269,7 +280,8 @@ class RunTotals:
 
     def report(self) -> RunReport:
         last = self._recent[-1] if self._recent else None
-        typical = middle_half(self._recent)
+        others = [report for report in self._recent if report is not self._first]
+        typical = middle_half(others or self._recent)
         step_s = _mean(typical, lambda report: {"wall": report.wall_s}).get("wall", 0.0)
         busy_s = _mean(typical, lambda report: report.busy_s)
         return RunReport(
@@ -280,6 +292,7 @@ class RunTotals:
             total_s=self._total_s,
             tokens=self._tokens,
             tokens_per_s=self._tokens / self._total_s if self._total_s else 0.0,
+            start_s=self._first.start_s if self._first else 0.0,
             step_s=step_s,
             seconds=_mean(typical, lambda report: report.seconds),
             busy_s=busy_s,
