@@ -43,8 +43,9 @@ def config(swap_directory: str, record: str | None) -> dict:
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}},
         "zero_optimization": {
             "stage": 3,
-            # Mixed placement: parameters in host memory, masters and Adam state on NVMe.
+            # Mixed placement: parameters in host memory, however small, masters and Adam state on NVMe.
             "offload_param": {"device": "cpu"},
+            "stage3_param_persistence_threshold": 0,
             "offload_optimizer": {"device": "nvme", "nvme_path": swap_directory},
         },
         "dataloader_drop_last": True,

@@ -34,6 +34,7 @@ def config(swap_directory: str) -> dict[str, Any]:
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": "cpu"},
+            "stage3_param_persistence_threshold": 0,  # however small they are
             "offload_optimizer": {"device": "nvme", "nvme_path": swap_directory},
         },
         "tiered_zero": {"device_memory_limit": "1GiB"},  # page on a CPU too

@@ -1,4 +1,4 @@
-"""torchrun restarts ranks of which one was killed: they go on from the last commit, with the bits of one that ran through."""
+"""torchrun restarts ranks of which one was killed: they go on from the last commit, and end with the same bits."""
 
 from __future__ import annotations
 

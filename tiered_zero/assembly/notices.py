@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tiered_zero.assembly.run_spec import RunSpec
 from tiered_zero.layout.flat import CUT_NUMEL
-from tiered_zero.layout.subgroups import MAX_SUB_GROUPS
+from tiered_zero.layout.subgroups import MAX_SUB_GROUP_NUMEL, MAX_SUB_GROUPS
 from tiered_zero.plan.host_device import describe_resolved_tiers
 from tiered_zero.plan.request import splits_masters_off_device
 from tiered_zero.sizes import TIERS, format_nbytes
@@ -77,7 +77,10 @@ def _size_notices(run_spec: RunSpec) -> Iterator[str]:
     zero, plan, numel = run_spec.config.zero_optimization, run_spec.plan, run_spec.sub_group_numel
     given, ranks = zero.sub_group_size, plan.request.ranks
     if numel < given < 1_000_000_000:  # DeepSpeed's default asks for nothing, here and below
-        yield f"zero_optimization.sub_group_size: {given} is a limit; sub-groups are cut at {numel} elements"
+        yield (
+            f"zero_optimization.sub_group_size: {given} is a limit; sub-groups are cut at {numel} elements, the "
+            f"automatic size (up to {MAX_SUB_GROUP_NUMEL} the value itself)"
+        )
     elif numel > max(given, CUT_NUMEL):
         yield (
             f"zero_optimization.sub_group_size: {given} would cut this model into more than {MAX_SUB_GROUPS} pieces; "

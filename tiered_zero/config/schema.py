@@ -77,14 +77,14 @@ class ZeroSection(Section):
     sub_group_size: Elements = Field(
         1_000_000_000,
         ge=1,
-        description="elements that the optimizer steps at once, at most: above some millions as many as stream well, "
-        "and no fewer than a 1024th of the model, up to a million",
+        description="elements that the optimizer steps at once, at most: a larger value than 4194304 asks for the "
+        "automatic size, 1048576 where state is transferred; no fewer than a 1024th of the model, up to 1048576",
     )
     reduce_bucket_size: Elements = Field(
         500_000_000,
         ge=1,
-        description="elements of gradients that ranks reduce in one collective, at most: above some millions as many "
-        "as stream well",
+        description="elements of gradients that ranks reduce in one collective, at most: units share a "
+        "collective up to 262144",
     )
     allgather_bucket_size: Elements = Field(
         500_000_000,

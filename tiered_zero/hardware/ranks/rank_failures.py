@@ -173,8 +173,8 @@ class RankFailures:
             self.post_wait(what)
         deadline = time.monotonic() + GRACE_S
         lost = RankError(
-            f"{what}: the connection to another rank was lost, which has posted no error: its process was killed, as by "
-            "the kernel for want of memory, or its host is gone. Look at that rank's output and the kernel's log."
+            f"{what}: the connection to another rank was lost, which has posted no error: its process was killed, as "
+            "by the kernel for want of memory, or its host is gone. Look at that rank's output and the kernel's log."
         )
         lost.__cause__ = error
         with suppress(Exception):
