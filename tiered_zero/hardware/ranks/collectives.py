@@ -180,7 +180,7 @@ def _restarted_store(timeout: timedelta) -> dict[str, Any]:
     if not num_restarts() or not is_one_host():
         return {}
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
-    prefixed = dist.PrefixStore(f"restart {num_restarts()}", store)
+    prefixed = dist.distributed_c10d.PrefixStore(f"restart {num_restarts()}", store)
     return {"store": prefixed, "rank": rank, "world_size": world_size}
 
 
