@@ -45,9 +45,10 @@ class FakeCudaProcesses:
             "PYTHONFAULTHANDLER": "1",
             **environment,
         }
-        command = [sys.executable, "-m", __name__, body.__module__, body.__qualname__, json.dumps(arguments, default=str)]
+        command = [sys.executable, "-m", __name__, body.__module__, body.__qualname__]
+        command.append(json.dumps(arguments, default=str))
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=DEADLINE_S)
-        print(done.stdout)
+        print(done.stdout, end="")
         assert done.returncode == 0, f"exit {done.returncode} under the fake CUDA runtime\n{done.stderr[-8000:]}"
         assert "fake CUDA:" not in done.stderr, f"calls that CUDA forbids\n{done.stderr[-8000:]}"
 

@@ -1,4 +1,4 @@
-"""The model that these tests train, and one step's counts."""
+"""The model that these tests train, and the engine that trains it."""
 
 from __future__ import annotations
 
@@ -7,53 +7,72 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
-from tests.fake_cuda.child import FakeCuda
-from tests.support.configs import zero_section
+from tests.support.configs import config_of, zero_section
+from tiered_zero.sizes import align_up
 
 ROWS = 4
+PLACEMENTS = ("none/none", "none/cpu", "none/nvme", "cpu/cpu", "cpu/nvme", "nvme/nvme")
+"""Parameters/optimizer, as `offload_*.device` names them; none is the device."""
+
+WINDOW = 3
+"""Units on the device at the same time, where parameters are paged."""
 
 
 class Tower(nn.Module):
-    """Layers of one size, each of which is a unit. `width`: of its input; a bias would be another parameter."""
+    """Layers of one size, each of which is a unit of two parameters. `recompute`: each is checkpointed."""
 
-    def __init__(self, num_layers: int, width: int) -> None:
+    def __init__(self, num_layers: int, width: int, recompute: bool = False) -> None:
         super().__init__()
-        self.width = width
+        self.width, self.recompute = width, recompute
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x).relu()
-        return x.square().mean()
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+        return x.float().square().mean()
+
+    @property
+    def unit_numel(self) -> int:
+        """Elements of a layer's unit, in whole pages: weight and bias."""
+        return align_up(self.width * (self.width + 1), 1024)
 
 
-def build(
-    tower: nn.Module, placement: str, swap_path: str, *, clipping: float = 1.0, zero: Any = None, **runtime: Any
-) -> tiered_zero.Engine:
-    """An engine on the fake device. `placement`: parameters/state, each none, cpu or nvme."""
+def build(tower: Tower, placement: str, swap_path: str, clipping: float = 1.0) -> tiered_zero.Engine:
+    """Build an engine on the fake device, with `WINDOW` units there where parameters are paged."""
     param, state = placement.split("/")
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_clipping": clipping,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": zero_section(param, state, Path(swap_path), **(zero or {})),
-        "tiered_zero": {"device": "cuda", **runtime},
-    }
+    zero = zero_section(
+        param,
+        state,
+        Path(swap_path),
+        stage3_max_live_parameters=WINDOW * tower.unit_numel,
+        stage3_prefetch_bucket_size=tower.unit_numel,
+    )
+    config = config_of(
+        zero,
+        train_micro_batch_size_per_gpu=ROWS,
+        gradient_clipping=clipping,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}},
+        tiered_zero={"device": "cuda"},
+    )
     return tiered_zero.initialize(model=tower, config=config)[0]
 
 
-def step(engine: tiered_zero.Engine, width: int) -> None:
-    """Train one step, on a batch that comes from the host."""
-    engine.backward(engine(torch.ones(ROWS, width).to(engine.device)))
+def batch(engine: tiered_zero.Engine, rows: int = ROWS) -> Tensor:
+    """Return a batch that has come from the host."""
+    return torch.ones(rows, engine.module.width).to(engine.device)
+
+
+def step(engine: tiered_zero.Engine, rows: int = ROWS) -> None:
+    engine.backward(engine(batch(engine, rows)))
     engine.step()
 
 
-def counted_step(device: FakeCuda, engine: tiered_zero.Engine, width: int) -> dict[str, int]:
-    """Return what one step adds to the device's counts, after what ran before it and until its own updates end."""
-    engine.synchronize() if hasattr(engine, "synchronize") else torch.cuda.synchronize()
-    before = device.counts()
-    step(engine, width)
-    after = device.counts()
-    return {name: after[name] - before[name] for name in before}
+def weights(engine: tiered_zero.Engine) -> dict[str, Tensor]:
+    return {name: value.cpu().clone() for name, value in engine.module.state_dict().items()}
+
+
+def is_same(some: dict[str, Any], others: dict[str, Any]) -> bool:
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)

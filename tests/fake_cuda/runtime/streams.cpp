@@ -2,8 +2,10 @@
 
 #include "fake.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <ctime>
+#include <map>
 #include <mutex>
 #include <set>
 
@@ -11,17 +13,22 @@ namespace {
 
 constexpr int NUM_LATE_QUERIES = 8;  // a loop of queries ends; code that asks a few times before it waits has to wait
 
+// How much of each stream comes before something: the number of the last event that was recorded there.
+using Before = std::map<cudaStream_t, long>;
+
 struct Event {
-    unsigned flags;
+    unsigned flags = 0;
     bool is_recorded = false;
     int late_queries = 0;  // that say "not ready" before one says that it is complete
     cudaStream_t stream = nullptr;
+    long number = 0;  // on its stream
+    Before before;    // itself is in it
     double recorded_ms = 0;
 };
 
 std::mutex mutex;
 std::set<Event *> events;
-std::set<uintptr_t> streams;
+std::map<cudaStream_t, Before> streams;
 uintptr_t next_stream = 0x1000;  // below are CUDA's own: 0 is the default stream, 1 and 2 its two kinds by name
 
 double now_ms() {
@@ -31,8 +38,17 @@ double now_ms() {
 }
 
 bool is_stream(cudaStream_t stream) {
-    auto number = reinterpret_cast<uintptr_t>(stream);
-    return number <= 2 || streams.count(number) != 0;
+    return reinterpret_cast<uintptr_t>(stream) <= 2 || streams.count(stream) != 0;
+}
+
+// Whoever has waited for `before` knows all of these events to be complete.
+void complete(const Before &before) {
+    for (Event *event : events) {
+        auto found = before.find(event->stream);
+        if (found != before.end() && event->number <= found->second) {
+            event->late_queries = 0;
+        }
+    }
 }
 
 Event *find(cudaEvent_t event) {
@@ -42,8 +58,8 @@ Event *find(cudaEvent_t event) {
 
 cudaError_t create_stream(cudaStream_t *stream) {
     std::lock_guard<std::mutex> lock(mutex);
-    streams.insert(++next_stream);
-    *stream = reinterpret_cast<cudaStream_t>(next_stream);
+    *stream = reinterpret_cast<cudaStream_t>(++next_stream);
+    streams[*stream] = {};
     fake::counts.streams_created++;
     return cudaSuccess;
 }
@@ -83,7 +99,7 @@ EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned, 
 
 EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (streams.erase(reinterpret_cast<uintptr_t>(stream)) == 0) {
+    if (streams.erase(stream) == 0) {
         return fake::misuse(cudaErrorInvalidResourceHandle, "the end of a stream that does not exist", stream);
     }
     return cudaSuccess;
@@ -104,11 +120,7 @@ EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     if (!is_stream(stream)) {
         return fake::misuse(cudaErrorInvalidResourceHandle, "a wait for a stream that does not exist", stream);
     }
-    for (Event *event : events) {
-        if (event->stream == stream) {
-            event->late_queries = 0;
-        }
-    }
+    complete(streams[stream]);
     return cudaSuccess;
 }
 
@@ -123,8 +135,13 @@ EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
     if (!is_stream(stream)) {
         return fake::misuse(cudaErrorInvalidResourceHandle, "a wait on a stream that does not exist", stream);
     }
-    if (find(event) == nullptr) {
+    Event *found = find(event);
+    if (found == nullptr) {
         return fake::misuse(cudaErrorInvalidResourceHandle, "a wait for an event that does not exist", event);
+    }
+    for (auto [other, number] : found->before) {
+        long &last = streams[stream][other];
+        last = std::max(last, number);
     }
     return cudaSuccess;
 }
@@ -170,7 +187,8 @@ EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) 
 
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     std::lock_guard<std::mutex> lock(mutex);
-    auto made = new Event{flags};
+    auto made = new Event;
+    made->flags = flags;
     events.insert(made);
     *event = reinterpret_cast<cudaEvent_t>(made);
     fake::counts.events_created++;
@@ -201,6 +219,8 @@ EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stre
     found->is_recorded = true;
     found->late_queries = NUM_LATE_QUERIES;
     found->stream = stream;
+    found->number = ++streams[stream][stream];
+    found->before = streams[stream];
     found->recorded_ms = now_ms();
     fake::counts.events_recorded++;
     return cudaSuccess;
@@ -220,6 +240,7 @@ EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
         found->late_queries--;
         return fake::result(cudaErrorNotReady);
     }
+    complete(found->before);
     return cudaSuccess;
 }
 
@@ -235,7 +256,7 @@ EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
             fake::counts.spinning_event_waits++;
         }
     }
-    found->late_queries = 0;
+    complete(found->before);
     return cudaSuccess;
 }
 
