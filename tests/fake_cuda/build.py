@@ -28,9 +28,7 @@ def why_not() -> str:
             "own (torch 2.11 or 2.13, with its nvidia packages), and choose these tests there"
         )
     if not torch.version.cuda.startswith("13."):
-        return f"the fake runtime has the functions of CUDA 13; this torch ({torch.__version__}) is for CUDA " + str(
-            torch.version.cuda
-        )
+        return f"the fake runtime has the functions of CUDA 13; this torch ({torch.__version__}) is for another"
     if shutil.which("g++") is None:
         return "the fake CUDA runtime is C++, and there is no g++ on this machine"
     return ""

@@ -40,8 +40,6 @@ def train(device: FakeCuda, enabled: bool, swap_path: str) -> None:
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_the_peak_under_autocast_is_near_the_plan(
-    fake_cuda: FakeCudaProcesses, enabled: bool, swap_path: str
-) -> None:
+def test_the_peak_under_autocast_is_near_the_plan(fake_cuda: FakeCudaProcesses, enabled: bool, swap_path: str) -> None:
     """fp32 parameters, each layer recomputed: beside the plan there are the copies of two layers at most."""
     fake_cuda.run(train, NO_WORKSPACES, enabled=enabled, swap_path=swap_path)

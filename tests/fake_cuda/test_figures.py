@@ -87,7 +87,8 @@ def test_the_pool_of_units_reserves_the_window(device: FakeCuda, swap_path: str)
         torch.cuda.synchronize()
         reserved, other = pool_nbytes(), torch.cuda.memory_reserved() - pool_nbytes()
         print(f"pool of units: reserved {reserved}, planned {planned}; outside of it {other}")
-        assert 4 * WINDOW * tower.unit_numel == planned
-        assert planned <= reserved <= WINDOW * block_nbytes, f"reserved {reserved}, planned {planned}"
+        # the plan counts either the units' bytes or the blocks that torch reserves for them
+        assert 4 * WINDOW * tower.unit_numel <= planned <= reserved, f"reserved {reserved}, planned {planned}"
+        assert reserved <= WINDOW * block_nbytes, f"reserved {reserved}, {WINDOW} blocks of {block_nbytes}"
     assert pool_nbytes() == 0, "the pool is given back with the engine"
     assert device.counts()["misuses"] == 0, "stderr names them"

@@ -103,9 +103,7 @@ def test_a_gradient_check_without_memory_drops_the_step(device: FakeCuda, swap_p
 
 @pytest.mark.parametrize("placement", ["none/none", "cpu/none"])
 @on_fake_cuda
-def test_an_update_without_memory_for_its_temporaries_latches(
-    device: FakeCuda, placement: str, swap_path: str
-) -> None:
+def test_an_update_without_memory_for_its_temporaries_latches(device: FakeCuda, placement: str, swap_path: str) -> None:
     """They are in no plan, and values that are replaced in place cannot be had back."""
     with build(Tower(NUM_LAYERS, WIDTH), placement, swap_path) as engine:
         step(engine)

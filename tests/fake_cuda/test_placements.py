@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.fake_cuda.child import FakeCuda, on_fake_cuda
 from tests.fake_cuda.training import PLACEMENTS, Tower, build, is_same, step, weights
@@ -15,6 +17,13 @@ pytestmark = pytest.mark.cuda_wheel
 NUM_LAYERS, WIDTH, NUM_STEPS = 6, 64, 4
 
 
+def note_weights(seen: dict[str, Tensor], name: str, layer: nn.Module, *_: object) -> None:
+    """Copy what `layer` computes with to the host, the first time. A forward hook."""
+    for own, param in layer.named_parameters():
+        assert param.is_cuda
+        seen.setdefault(f"{name}.{own}", param.detach().cpu())
+
+
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @on_fake_cuda
@@ -22,26 +31,15 @@ def test_a_placement_starts_trains_and_ends(device: FakeCuda, placement: str, cl
     """Nothing is computed, but what is copied is real: the first forward sees the model's own weights on the device."""
     tower, seen = Tower(NUM_LAYERS, WIDTH), {}
     first = {name: value.clone() for name, value in tower.state_dict().items()}
-
-    def note(name: str) -> None:
-        layer = tower.get_submodule(name)
-
-        def read(*_: object) -> None:
-            assert layer.weight.is_cuda
-            seen.setdefault(f"{name}.weight", layer.weight.detach().cpu())
-            seen.setdefault(f"{name}.bias", layer.bias.detach().cpu())
-
-        layer.register_forward_hook(read)
-
-    for number in range(NUM_LAYERS):
-        note(f"layers.{number}")
+    for number, layer in enumerate(tower.layers):
+        layer.register_forward_hook(partial(note_weights, seen, f"layers.{number}"))
     with build(tower, placement, swap_path, clipping) as engine:
         assert is_same(weights(engine), first)
         for _ in range(NUM_STEPS):
             step(engine)
         assert is_same(seen, first)
         assert engine.global_steps == NUM_STEPS
-    del engine, tower, note
+    del engine, tower, layer
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     counts = device.counts()

@@ -1,4 +1,4 @@
-// Counts, the settings that a test makes, and errors.
+// Counts, and errors.
 
 #include "fake.h"
 
@@ -41,9 +41,4 @@ EXPORT void fake_cuda_counts(char *text, size_t size) {
 #define FAKE_WRITE(name) used += std::snprintf(text + used, size - used, "%s %ld\n", #name, fake::counts.name.load());
     FAKE_COUNTS(FAKE_WRITE)
 #undef FAKE_WRITE
-}
-
-// From now on the peak is that of what follows.
-EXPORT void fake_cuda_reset_peak() {
-    fake::counts.peak_nbytes = fake::counts.used_nbytes.load();
 }

@@ -27,7 +27,6 @@ namespace fake {
     X(mallocs)              /* of device memory */                                            \
     X(frees)                                                                                  \
     X(used_nbytes)          /* of device memory, now */                                       \
-    X(peak_nbytes)          /* of device memory, at most */                                   \
     X(refused_mallocs)      /* beyond the capacity */                                         \
     X(kernels)                                                                                \
     X(h2d_copies)                                                                             \

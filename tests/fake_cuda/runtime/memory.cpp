@@ -161,7 +161,6 @@ bool take_bytes(size_t nbytes) {
         return false;
     }
     counts.used_nbytes += nbytes;
-    counts.peak_nbytes = std::max(counts.peak_nbytes.load(), counts.used_nbytes.load());
     return true;
 }
 
