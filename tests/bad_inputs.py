@@ -182,7 +182,7 @@ CASES: dict[str, Case] = {
     ),
     "host budget too small": Case(
         PlanError,
-        r"(?s)of host memory; 16\.0 KiB is allowed \(tiered_zero\.host_mem.*\n  host: .*gradients",
+        r"(?s)of host memory, with .*; 16\.0 KiB is allowed \(tiered_zero\.host_mem.*\n  host: .*gradients",
         {"tiered_zero": {"host_memory_limit": "16KiB"}},
     ),
     "device budget too small": Case(

@@ -57,7 +57,7 @@ class SyncTransfer(IOTransfer):
         return 0.001 if self.done() else 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class SyncEngine(IOEngine):
     """`operations`: ("write", path, offset, bytes), ("read", path, offset, nbytes), ("sync", path), in order.
 

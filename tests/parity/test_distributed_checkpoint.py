@@ -24,6 +24,8 @@ from tests.support.models import named_weights, rows, two_layers
 from tests.support.trainers import Plain, same_bits, tiered
 from tiered_zero.optim import OffloadedOptimizer, ZeroRedundancyOptimizer
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
 KINDS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5),

@@ -54,7 +54,7 @@ class RowScaled(Optimizer):
                 )
 
 
-class ScheduleFree(Optimizer):
+class Averaging(Optimizer):
     """A user's own, whose param groups count the steps and keep a running weight, as schedule-free methods do; its
     formula is another one from the sixth step on."""
 
@@ -80,7 +80,7 @@ WHOLE = {
     "Adafactor": lambda model: torch.optim.Adafactor(groups(model), lr=0.01),
     "Muon": lambda model: torch.optim.Muon(matrices(model), lr=0.01),
     "RowScaled": lambda model: RowScaled(groups(model)),
-    "ScheduleFree": lambda model: ScheduleFree(groups(model)),
+    "Averaging": lambda model: Averaging(groups(model)),
     "AdamW-fused": lambda model: torch.optim.AdamW(groups(model), lr=3e-3, fused=True),
 }
 """Those that are given whole parameters. Muon takes matrices only: the other parameters are in no group, and stay."""
@@ -135,7 +135,7 @@ def test_whole_parameters(name, placement, swap_path):
 def test_groups_that_count_steps_advance_when_a_step_is_taken(update, swap_path):
     """Nothing is clipped, so that updates could begin in backward: an aborted step counts nothing. Schedulers and
     state_dict see the counts, and a state that is loaded brings them."""
-    make_optimizer = WHOLE["ScheduleFree"]
+    make_optimizer = WHOLE["Averaging"]
     plain = Plain(build(), make_optimizer)
     with tiered(build(), swap_path, ("cpu", "nvme"), make_optimizer, runtime={"update": update}) as engine:
         for number in range(8):

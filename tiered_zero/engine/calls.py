@@ -16,7 +16,7 @@ from tiered_zero.concurrency.interrupts import INTERRUPTS, mark_protected
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.engine.train_step import TrainStep
-from tiered_zero.params.outside_modes import outside_modes
+from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.plan.planner import Plan
 from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.report import StepReport
@@ -89,8 +89,7 @@ def end_unreferenced_run(process: OwnProcess, resources: Teardown) -> None:
     if not process.is_current():
         return  # a forked child owns nothing, and has no lane that could end an update
     if threading.current_thread() is threading.main_thread():
-        with outside_modes():  # of the code that was running when the collector came: a compiler's tracing, for one
-            resources.close()
+        runs_outside_modes(resources.close)()  # of what ran when the collector came: a compiler's tracing, for one
     else:
         threading.Thread(target=resources.close, name="tiered_zero end").start()
 

@@ -51,8 +51,8 @@ class ClosedEngine:
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
         raise ParameterOffloadedError(
             f"{function} needs the bytes of parameters of {self._unit_name}; they rested on a tier of an engine that "
-            "is closed, and are gone. Build the model anew, or give it values by module.load_state_dict(): of "
-            "engine.module.state_dict(), taken before engine.close()."
+            "is closed, and are gone. Take engine.module.state_dict() before engine.close(), and load it with "
+            "model.load_state_dict(); or build the model anew."
         )
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:

@@ -13,8 +13,7 @@ from tiered_zero.concurrency.interrupts import protected_in_context
 
 
 @contextmanager
-def outside_modes() -> Iterator[None]:
-    """Run a block without the modes that `runs_outside_modes` names."""
+def _outside_modes() -> Iterator[None]:
     with _disable_current_modes(), torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
         yield
 
@@ -25,7 +24,7 @@ runs_outside_modes = protected_in_context(
         torch._C._len_torch_dispatch_stack,
         torch._C._functorch.peek_interpreter_stack,
     ],
-    outside_modes,
+    _outside_modes,
 )
 """Run a function without the modes that the user has set for operators of this thread: TorchDispatchModes,
 TorchFunctionModes (a default device is one) and torch.func's transforms. A selective checkpoint, for one, counts
