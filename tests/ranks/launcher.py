@@ -85,7 +85,7 @@ def main() -> None:
         min_nodes=place["max_nodes"],
         nproc_per_node=int(num_ranks),
         start_method="forkserver",
-        max_restarts=int(os.environ.get("TEST_MAX_RESTARTS", 0)),
+        max_restarts=0,
         monitor_interval=0.1,
         **place,
     )
