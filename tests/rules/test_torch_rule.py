@@ -451,6 +451,15 @@ class SubclassState(RowScaled):
             p.data = p.data - state["moment"].as_subclass(torch.Tensor)
 
 
+class SmallWeights(RowScaled):
+    """A class that keeps state of those elements alone that are small."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.state[param].setdefault("sum", torch.zeros_like(param[param.abs() < 0.1]))
+        super().step(closure)
+
+
 class TableOnDevice(RowScaled):
     """Moves a table of its own to where the parameter is, and keeps it in a dict."""
 
@@ -477,6 +486,7 @@ class NeedsClosure(RowScaled):
         (SelfCounter, r"counts \['count'\] in itself"),
         (GlobalNorm, "by itself"),
         (SetState, "history: set"),
+        (SmallWeights, r"whose size follows.*\['sum'\] has no elements"),
         (SubclassState, "moment: Packed, a tensor subclass.*state_format lossy_8bit_moments"),
         (NeedsClosure, "no closure"),
     ],

@@ -303,6 +303,11 @@ class TorchRule(UpdateRule):
                 f"{self.name} was expected to step a parameter of shape {shape} with a gradient and no closure; "
                 f"it raised {type(error).__name__}: {error}. Give such parameters another optimizer."
             ) from error
+        if leaf.numel() and (empty := [name for name, array in arrays.items() if not array.numel()]):
+            raise ModelError(
+                f"{self.name} was expected to keep state whose size follows from the parameter's shape; {empty} has no "
+                "elements after a step on ones, as where a class selects by values. Choose another optimizer."
+            )
         self.keeps_group_state |= bool(changed)
         return [
             StateField(name=name, shape=tuple(array.shape), dtype=array.dtype, stride=_stride(array, shape))
