@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_ls_of_one_checkpoint(saved: Path) -> None:
 
 def test_verify_reads_every_byte(saved: Path) -> None:
     found = answer("verify", saved, code=1)
-    assert sorted(found["broken"]) == ["global_step4", "other"] and list(found["passed_over"]) == ["global_step5"]
+    assert list(found["broken"]) == ["global_step4"] and list(found["passed_over"]) == ["global_step5", "other"]
     damage(saved / "global_step2")
     found = answer("verify", saved, code=1)
     assert "are not those written" in found["broken"]["global_step2"][0]
@@ -101,12 +102,17 @@ def test_verify_reads_every_byte(saved: Path) -> None:
 
 
 def test_verify_of_whole_ones_beside_an_unfinished_one(saved: Path) -> None:
-    for name in ("global_step4", "other"):
-        for file in (saved / name).iterdir():
-            file.unlink()
-        (saved / name).rmdir()
+    shutil.rmtree(saved / "global_step4")
     result = run("verify", saved)
     assert result.exit_code == 0 and "whole" in result.stdout and "passed over" in result.stdout
+
+
+def test_verify_calls_no_checkpoint_of_deepspeed_broken(tmp_path: Path) -> None:
+    (tmp_path / "global_step1").mkdir()
+    (tmp_path / "global_step1" / "mp_rank_00_model_states.pt").touch()
+    result = run("verify", tmp_path)
+    assert result.exit_code == 1 and "broken" not in result.stdout, "there is none of ours"
+    assert "global_step1: it is a checkpoint of DeepSpeed" in result.stdout
 
 
 def test_verify_of_nothing_is_a_failure(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class TagInfo:
 
     `run_id`, `commit_id`: of an in-place commit, its run's and its own. `held_id`: id of the commit that the run holds
     now. `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 without a manifest.
-    `manifest`: of a tag that `find_tag` has read alone.
+    `manifest`: of a tag that `find_tag` has read alone. `is_foreign`: another program's.
     """
 
     tag: str
@@ -51,6 +51,7 @@ class TagInfo:
     commit_id: str = ""
     held_id: str | None = None
     manifest: TagManifest | None = None
+    is_foreign: bool = False
 
     @property
     def is_superseded(self) -> bool:
@@ -364,7 +365,9 @@ def _inspect(path: Path, tag: str) -> TagInfo | None:
             if MANIFEST_NAME not in (names := os.listdir(fd)):
                 if OWNER_NAME in names:
                     return None
-                return replace(info, reason=f"it is {foreign}") if (foreign := _foreign(names)) else None
+                is_own = any(_DATA_FILE.fullmatch(name) for name in names)
+                foreign = _foreign(names)
+                return replace(info, reason=f"it is {foreign}", is_foreign=not is_own) if foreign else None
             manifest = _read(fd, path)
             problem = _problem(fd, manifest)
             return _info(tag, path, manifest, problem and f"it {problem}", info.nbytes)

@@ -68,8 +68,8 @@ def ls(directory: Path, as_json: bool) -> None:
 def verify_command(directory: Path, as_json: bool) -> None:
     """Read every byte of the checkpoints in DIRECTORY against its checksum; exit code 1 if one is broken or none whole.
 
-    Passed over, and no failure: a save that is under way or was cut off, and an in-place commit whose run has committed
-    a later step since.
+    Passed over, and no failure: a save that is under way or was cut off, an in-place commit whose run has committed a
+    later step since, and another program's checkpoint.
     """
     from tiered_zero.checkpoint.open import find_damage
 
@@ -77,7 +77,7 @@ def verify_command(directory: Path, as_json: bool) -> None:
     passed_over: dict[str, str] = {}
     tags = _tags(directory)
     for info in tags:
-        if info.path.name != info.tag or (info.kind == "in_place" and not info.complete):
+        if info.is_foreign or info.path.name != info.tag or (info.kind == "in_place" and not info.complete):
             passed_over[info.tag] = info.reason
         else:
             problems[info.tag] = find_damage(info.path) or _problems_in_place(info)
