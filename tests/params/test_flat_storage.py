@@ -94,3 +94,19 @@ def test_at_the_end_parameters_with_bytes_keep_them(is_full: bool) -> None:
     if is_full:
         storage.empty()
         assert torch.equal(params[0].detach(), values[:8])
+
+
+def test_at_the_end_parameters_stay_views_where_the_device_has_no_room_for_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def clone(self: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("the device is full")
+
+    storage, params, values = full([8, 8])
+    storage.guard()
+    with monkeypatch.context() as full_device:
+        full_device.setattr(torch.Tensor, "clone", clone)
+        storage.detach_params()
+    for param, entry in zip(params, storage.unit.entries, strict=True):
+        assert type(param) is nn.Parameter and handler_of(param) is None
+        assert torch.equal(param.detach(), values[entry.start : entry.stop])

@@ -219,13 +219,18 @@ class FlatStorage:
         return self._params[bisect_right(self._starts, offset_nbytes) - 1]
 
     def detach_params(self) -> None:
-        """Release the parameters when the engine closes: those with bytes keep a copy, the others stay guarded."""
+        """Release the parameters when the engine closes: those with bytes keep a copy, or the view where the device has
+        no room for one; the others stay guarded."""
         if not self.is_full:
             self.orphan_params()
             return
         with torch._C.DisableTorchFunctionSubclass():
             for param, view, own in zip(self._params, self._views, self._classes, strict=True):
-                set_data(param, view.clone())
+                try:
+                    values = view.clone()
+                except torch.OutOfMemoryError:  # as when it was out of memory before, which ends the run
+                    values = view
+                set_data(param, values)
                 release_param(param, own)
 
     def orphan_params(self) -> None:
