@@ -11,7 +11,7 @@ from tiered_zero.telemetry.report import RunTotals, StepReport
 def show(totals: RunTotals) -> str:
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(run_tables(totals.report()))
+        console.print(run_tables(totals.report(), 757_000_000))
     return console.export_text()
 
 
@@ -21,6 +21,7 @@ def test_every_number_is_there() -> None:
         totals.add(
             StepReport(
                 step=step,
+                start_s=22.0 if step == 1 else 0.0,
                 wall_s=2.0,
                 seconds={"forward": 0.5, "wait_state": 1.2, "other": 0.3},
                 loss=6.0 - step,
@@ -39,6 +40,7 @@ def test_every_number_is_there() -> None:
     assert ["wall", "time", "2.000"] in rows
     assert ["disk", "read", "4.0", "MiB", "1.0", "MiB/s", "50%"] in rows
     assert ["compute", "-", "-", "40%"] in rows
+    assert "start: 22.0 s, values of 757,000,000 parameters" in text
     assert "4 steps (1 skipped) in 8.0 s, 500 tokens/s, loss 5.000 -> 2.000" in text
     assert "bound by: disk read (50% busy); overlap 0%" in text
 

@@ -11,9 +11,9 @@ from tiered_zero.telemetry.advice import explain_pace
 from tiered_zero.telemetry.report import RunReport, known_first
 
 
-def run_tables(report: RunReport) -> RenderableType:
+def run_tables(report: RunReport, num_parameters: int) -> RenderableType:
     """Bytes by tier, seconds per step by cause, links, and the bottleneck."""
-    return Group(_tier_table(report), _cause_table(report), _link_table(report), *_summary(report))
+    return Group(_tier_table(report), _cause_table(report), _link_table(report), *_summary(report, num_parameters))
 
 
 def plan_table(plan: Plan) -> Table:
@@ -53,9 +53,9 @@ def _link_table(report: RunReport) -> Table:
     return table
 
 
-def _summary(report: RunReport) -> list[str]:
+def _summary(report: RunReport, num_parameters: int) -> list[str]:
     first, last = ("?" if loss is None else f"{loss:.3f}" for loss in (report.first_loss, report.last_loss))
-    start = [f"start: {report.start_s:.1f} s, values of the parameters"] if report.start_s else []
+    start = [f"start: {report.start_s:.1f} s, values of {num_parameters:,} parameters"] if report.start_s else []
     return [
         *start,
         f"{report.steps_text} in {report.total_s:.1f} s, {report.tokens_per_s:,.0f} tokens/s, loss {first} -> {last}",

@@ -167,7 +167,7 @@ class Training:
             }
             click.echo(json.dumps({**facts, **report.to_json()}))
         elif num_made:
-            STDOUT.print(run_tables(report))
+            STDOUT.print(run_tables(report, num_parameters(self._model)))
             if line := ranks.describe():
                 click.echo(line)
             staging_nbytes = sum(
