@@ -288,10 +288,10 @@ def check_constructor(rank: int) -> None:
     )
 
 
-def mixed_net() -> nn.Sequential:
-    """Layers of four dtypes, so that each rank has some of all."""
+def mixed_net(third: torch.dtype = torch.float64) -> nn.Sequential:
+    """Layers of several dtypes, so that each rank has some of all."""
     model = net()
-    for layer, dtype in zip(model, (torch.float32, torch.bfloat16, torch.float64, torch.float16), strict=True):
+    for layer, dtype in zip(model, (torch.float32, torch.bfloat16, third, torch.float16), strict=True):
         layer.to(dtype)
     return model
 
@@ -319,6 +319,26 @@ def train_mixed_dtypes(is_alone: bool = False) -> None:
             optimizer.consolidate_state_dict(0)
             if optimizer.rank == 0:
                 assert_same_state(reference.state_dict(), {**optimizer.state_dict()})
+
+
+def train_mixed_dtypes_offloaded() -> None:
+    """Parameters of 32 and 16 bits: bitwise those of the plain optimizer over fp32 masters; also once state is reset."""
+    with group():
+        own = mixed_net(torch.float32)
+        plain = copy.deepcopy(own).float()
+        reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        optimizer = ZeroRedundancyOptimizer(own.parameters(), torch.optim.AdamW, offload={"device": "cpu"}, lr=1e-2)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            for left, right in zip(plain.parameters(), own.parameters(), strict=True):
+                right.grad = torch.randn(left.shape, generator=generator).to(right.dtype)
+                left.grad = right.grad.float()
+            for one in (reference, optimizer):
+                if step == 2:
+                    one.state = defaultdict(dict)
+                one.step()
+            for left, right in zip(plain.parameters(), own.parameters(), strict=True):
+                assert torch.equal(left.to(right.dtype), right), step
 
 
 def check_buckets() -> None:

@@ -23,6 +23,10 @@ def test_parameters_of_several_dtypes_are_stepped_as_by_the_plain_optimizer(worl
     ranks.run(cases.train_mixed_dtypes, world_size)
 
 
+def test_offloaded_parameters_of_several_dtypes_are_stepped_in_fp32_also_once_state_is_reset(ranks: RankPool) -> None:
+    ranks.run(cases.train_mixed_dtypes_offloaded, 2)
+
+
 def test_a_process_without_a_process_group_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     cases.train_mixed_dtypes(is_alone=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
