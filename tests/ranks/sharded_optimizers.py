@@ -322,7 +322,7 @@ def train_mixed_dtypes(is_alone: bool = False) -> None:
 
 
 def train_mixed_dtypes_offloaded() -> None:
-    """Parameters of 32 and 16 bits: bitwise those of the plain optimizer over fp32 masters; also once state is reset."""
+    """Parameters of 32 and 16 bits: bitwise those of the plain optimizer over fp32 masters, also after a reset."""
     with group():
         own = mixed_net(torch.float32)
         plain = copy.deepcopy(own).float()

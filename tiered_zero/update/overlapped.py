@@ -18,12 +18,11 @@ from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.update.eager import EagerUpdate, UpdateJob
-from tiered_zero.update.places import GradientSource
-from tiered_zero.update.policy import UpdatePolicy
+from tiered_zero.update.policy import UpdatePolicy, WeightGuard
 from tiered_zero.update.stepper import StreamingStepper
 
 
-class UnitGuard(Protocol):
+class UnitGuard(WeightGuard, Protocol):
     """Keeps compute from using units whose update is under way."""
 
     def block_for_update(self) -> None:
@@ -34,9 +33,6 @@ class UnitGuard(Protocol):
 
     def unblock(self) -> None:
         """Unblock the units blocked in backward: no update has begun."""
-
-    def end_update(self) -> None:
-        """Take the values of resident units as new."""
 
     def begin_back_update(self) -> None:
         """Choose the slots that a delayed update that begins now writes, and compute reads once it is published."""
@@ -61,7 +57,7 @@ class OverlappedPolicy(UpdatePolicy):
     ) -> None:
         """`open_eagerly`: opens an update of frozen groups in backward, after compute's mark; None where a gradient
         check comes first."""
-        super().__init__(stepper, groups)
+        super().__init__(stepper, groups, guard)
         self._inventory = inventory
         self._units = units
         self._runtime = runtime
@@ -86,10 +82,6 @@ class OverlappedPolicy(UpdatePolicy):
         if self._open is not None and self._open.updates(unit) and self.guard.block_unit_for_update(unit):
             self._add_unit_update(unit, self._open.job)
             self._open.add(unit, self._stepper.record_compute())
-
-    def update_now(self, gradients: GradientSource) -> None:
-        super().update_now(gradients)
-        self.guard.end_update()
 
     def prepare(self) -> None:
         if self._open is None:
@@ -208,7 +200,7 @@ class DelayedPolicy(UpdatePolicy):
     steps. The updates of the others write the back slots of its `guard`."""
 
     def __init__(self, exact: OverlappedPolicy, start_step: int) -> None:
-        super().__init__(exact._stepper, exact._groups)
+        super().__init__(exact._stepper, exact._groups, exact.guard)
         self.failures = exact.failures
         self._exact = exact
         self._start_step = start_step
@@ -245,9 +237,6 @@ class DelayedPolicy(UpdatePolicy):
         self._exact.guard.begin_back_update()
         self._is_unpublished = True
         self._exact.run_behind(partial(self._step, job), after=[job.after])
-
-    def update_now(self, gradients: GradientSource) -> None:
-        self._exact.update_now(gradients)
 
     def prepare_evaluation(self) -> None:
         self._finish()

@@ -47,15 +47,26 @@ from tiered_zero.update.places import GradientSource
 from tiered_zero.update.stepper import StreamingStepper
 
 
+class WeightGuard(Protocol):
+    """Keeps compute from weights of before an update."""
+
+    def invalidate(self) -> None:
+        """Drop what the device holds of trainable units."""
+
+    def end_update(self) -> None:
+        """Take the values of resident units as new."""
+
+
 class UpdatePolicy(ABC):
     """Runs updates. Called from the driver thread between backward and forward.
 
     `failures`: keeps the error of an update that failed. State is rewritten in place, so no later step runs.
     """
 
-    def __init__(self, stepper: StreamingStepper, groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, stepper: StreamingStepper, groups: Sequence[dict[str, Any]], guard: WeightGuard) -> None:
         """`groups`: the live param groups."""
         self._stepper = stepper
+        self._guard = guard
         self._groups = groups
         self.failures = FailureLatch()
         self.num_applied = 0
@@ -121,6 +132,7 @@ class UpdatePolicy(ABC):
         run it."""
         self.finish(before_write=True)
         self._step(self._job(gradients, 1.0))
+        self._guard.end_update()
 
     def begin_backward(self) -> None:
         """Begin the only backward of a step: read its state ahead, and allow updates of complete units."""
@@ -219,22 +231,8 @@ def _refusal(error: BaseException) -> str:
     return f"{text} Build another engine, and load the last checkpoint."
 
 
-class WeightGuard(Protocol):
-    """Keeps compute from weights of before an update inside step()."""
-
-    def invalidate(self) -> None:
-        """Drop what the device holds of trainable units."""
-
-    def end_update(self) -> None:
-        """Take the values of resident units as new."""
-
-
 class BarrierPolicy(UpdatePolicy):
     """Updates inside step()."""
-
-    def __init__(self, stepper: StreamingStepper, groups: Sequence[dict[str, Any]], guard: WeightGuard) -> None:
-        super().__init__(stepper, groups)
-        self._guard = guard
 
     def prepare(self) -> None:
         self._guard.invalidate()
@@ -242,10 +240,6 @@ class BarrierPolicy(UpdatePolicy):
     def apply(self, gradients: GradientSource, grad_scale: float) -> None:
         self.num_applied += 1
         self._step(self._job(gradients, grad_scale))
-        self._guard.end_update()
-
-    def update_now(self, gradients: GradientSource) -> None:
-        super().update_now(gradients)
         self._guard.end_update()
 
     def apply_in_order(
