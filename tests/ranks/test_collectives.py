@@ -227,7 +227,7 @@ def fail_in_mid_run(which: int, act: str) -> tuple[str, float]:
             group.exchange(b"step 3")
     except Exception as error:
         group.fail(str(error))
-        with pytest.raises(RankError, match=r"closed|failed"):
+        with pytest.raises(RankError, match=r"closed|failed|lost"):
             group.exchange(b"after the end")
         group.close()
         return f"{type(error).__name__}: {error}", time.monotonic() - begin

@@ -31,7 +31,9 @@ def end_failed_test(error: BaseException | None) -> None:
     closing.start()
     closing.join(60)
     INTERRUPTS.uninstall()
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # a cause may have the error as its context
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
     gc.collect()
