@@ -216,7 +216,7 @@ def devices_and_collectives_live_in_hardware(source: Source) -> Found:
     },
     innocent={
         "tiered_zero/io/a.py": ["import numpy"],
-        "tiered_zero/plan/a.py": ["from tiered_zero.layout.flat import DType"],
+        "tiered_zero/plan/a.py": ["from tiered_zero.layout.flat import Unit"],
         "tiered_zero/tiers/a.py": ["import torch"],
     },
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,80 @@ def test_wrong_values_are_usage_errors(tmp_path: Path) -> None:
         assert result.exit_code == 2 and message in result.stderr
 
 
-def test_words(swap_path: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config_of([swap_path], [swap_path])))
-    options = ["--params", "1e7", "--tbw", "600", "--step-seconds", "2"]
-    result = CliRunner().invoke(main, ["swap", "capacity", str(tmp_path / "config.json"), *options])
+def test_words_and_numbers_of_wear(swap_path: Path, tmp_path: Path) -> None:
+    config, options = config_of([swap_path], [swap_path]), ["--tbw", "600", "--step-seconds", "2"]
+    (drive,) = capacity(tmp_path / "config.json", config, *options)["drives"]
+    written = drive["written_nbytes_per_step"]
+    assert drive["steps_to_tbw"] == 600 * 10**12 // written
+    assert drive["tb_per_day"] == pytest.approx(written * 43200 / 1e12)
+    assert drive["days_to_tbw"] == pytest.approx(drive["steps_to_tbw"] / 43200, rel=1e-6)
+    command = ["swap", "capacity", str(tmp_path / "config.json"), "--params", "1e7", *options]
+    result = CliRunner().invoke(main, command)
     assert result.exit_code == 0
-    for words in ("needed on NVMe", "fits, ", "written per step", "600 TB written after", "TB per day"):
+    for words in (
+        "needed on NVMe",
+        "that are free",
+        "written per step",
+        "rated for (600 TB) is written after",
+        "TB per day",
+    ):
         assert words in result.stdout
+
+
+def test_copies_of_commits_wear_the_drive(swap_path: Path, tmp_path: Path) -> None:
+    """Halves of masters in host memory: 2 bytes a parameter at each commit, to one of two places."""
+    config = config_of([], [swap_path], checkpoint={"in_place": True}, state_format="bf16_remainder")
+    config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    for every in (1, 4):
+        report = capacity(tmp_path / "config.json", config, "--save-every", str(every))
+        copied = report["written_nbytes_per_commit"]
+        assert copied == report["kinds"]["commit_copy"] // 2 >= 2 * report["num_parameters"]
+        (drive,) = report["drives"]
+        assert 0 <= drive["written_nbytes_per_step"] - report["kinds"]["state"] - copied / every < 4096
+        command = ["swap", "capacity", str(tmp_path / "config.json"), "--params", "1e6", "--save-every", str(every)]
+        shown = CliRunner().invoke(main, command).stdout
+        assert f"per commit (one after {'each step' if every == 1 else 'every 4 steps'})" in shown
+
+
+def test_directories_of_one_file_system_share_its_space(
+    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (swap_path / "a").mkdir(mode=0o700)
+    paths = [swap_path / name for name in "ab"]
+    config = config_of([paths[0]], [paths[1]])
+    report = capacity(tmp_path / "config.json", config)
+    (drive,) = report["drives"]
+    assert drive["directories"] == [str(path) for path in paths]
+    assert drive["nbytes"] == report["nbytes"] == sum(row["nbytes"] for row in report["directories"])
+    assert [row["exists"] for row in report["directories"]] == [True, False]
+    full = shutil.disk_usage(swap_path)._replace(free=report["nbytes"] - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    command = ["swap", "capacity", str(tmp_path / "config.json"), "--model", str(MODEL)]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1 and f"in {paths[0]}, {paths[1]}; " in result.stderr
+    assert "(it does not exist yet)" in result.stdout
+
+
+def test_nothing_on_nvme_is_said(tmp_path: Path) -> None:
+    config = {key: value for key, value in config_of([], []).items() if key != "zero_optimization"}
+    report = capacity(tmp_path / "config.json", config, "--tbw", "1", "--step-seconds", "1")
+    assert report["fits"] and report["drives"] == [] and report["nbytes"] == report["written_nbytes_per_step"] == 0
+    result = CliRunner().invoke(main, ["swap", "capacity", str(tmp_path / "config.json"), "--model", "gpt:"])
+    assert result.stdout.endswith("Nothing rests on NVMe under this config.\n")
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", None])
+def test_the_bytes_are_those_of_the_plan(swap_path: Path, tmp_path: Path, name: str | None) -> None:
+    """Of any optimizer; AdamW where the config names none."""
+    config = config_of([swap_path / "a", swap_path / "b"], [swap_path / "b"], checkpoint={"in_place": True})
+    config |= {"gradient_accumulation_steps": 2, "train_batch_size": 4}
+    config["tiered_zero"] |= {"gradients": "nvme", "activations": {"device": "nvme", "nvme_path": str(swap_path)}}
+    config["optimizer"] = {"type": name} if name else None
+    report = capacity(tmp_path / "config.json", config)
+    assert bool(report["notes"][0].startswith("the config names no optimizer")) == (name is None)
+    command = ["plan", str(tmp_path / "config.json"), "--model", str(MODEL), "--optimizer", name or "AdamW", "--json"]
+    plan = json.loads(CliRunner().invoke(main, command).stdout)
+    rows = {row["kind"]: row["nbytes"] for row in plan["rows"] if row["tier"] == "nvme"}
+    assert report["kinds"] == rows and rows.keys() >= {"param", "state", "commit", "gradient", "activation"}
+    assert report["nbytes"] == sum(rows.values()) == sum(row["nbytes"] for row in report["directories"])
+    assert (report["directories"], report["num_parameters"]) == (plan["directories"], plan["num_parameters"])

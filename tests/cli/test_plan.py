@@ -13,11 +13,11 @@ from unittest.mock import Mock
 import pytest
 from click.testing import CliRunner
 
+from tiered_zero.cli import drives
 from tiered_zero.cli.console import STDOUT
 from tiered_zero.cli.main import main
 from tiered_zero.cli.options import DEMO_MODEL
 from tiered_zero.cli.tables import plan_table
-from tiered_zero.plan import swap_capacity
 from tiered_zero.plan.gpt_shape import num_parameters
 from tiered_zero.plan.planner import Plan, PlanRow
 from tiered_zero.sizes import format_nbytes
@@ -63,7 +63,7 @@ def test_state_is_counted_on_each_of_its_tiers(tmp_path: Path) -> None:
 @pytest.fixture
 def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every directory has 1 TiB free."""
-    monkeypatch.setattr(swap_capacity, "_look", lambda path: (os.stat("."), True, 1 << 40))
+    monkeypatch.setattr(drives, "_look", lambda path: (os.stat("."), True, 1 << 40))
 
 
 @pytest.mark.usefixtures("large_disk")
@@ -118,7 +118,7 @@ def test_the_disk_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     needed = sum(row["nbytes"] for row in values["rows"] if row["tier"] == "nvme")
     assert directory["path"] == "swap" and directory["nbytes"] == drive["nbytes"] == needed
     for free_nbytes, code in ((needed, 0), (needed - 1, 1)):
-        monkeypatch.setattr(swap_capacity, "_look", lambda path: (os.stat("."), False, free_nbytes))  # noqa: B023
+        monkeypatch.setattr(drives, "_look", lambda path: (os.stat("."), False, free_nbytes))  # noqa: B023
         shown = CliRunner().invoke(main, ["plan", CONFIG])
         assert shown.exit_code == code and "nvme_path swap: 144.8 MiB of" in shown.stdout
         assert "(it does not exist yet)" in shown.stdout

@@ -1,4 +1,4 @@
-"""What in-place commits take on nvme: in the plan, and in what `swap capacity` says of a run before there is one."""
+"""What in-place commits take on nvme: in the plan, and in each swap directory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from torch import nn
 
 from tests.support.configs import SMALL_DEVICE
 from tiered_zero.assembly.run_spec import specify_run
+from tiered_zero.cli.drives import directory_needs, written_per_commit, written_per_step
 from tiered_zero.config import load
 from tiered_zero.errors import PlanError
-from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.planner import Plan
-from tiered_zero.plan.swap_capacity import SwapNeed, capacity_lines, capacity_report, directory_needs, plan_gpt
 from tiered_zero.sizes import PAGE_NBYTES
 
 
@@ -81,12 +80,15 @@ def test_halves_of_masters_in_memory_are_copied_to_two_slots() -> None:
         assert "commit_param" not in rows
 
 
-def test_the_capacity_tool_counts_frozen_parameters_once() -> None:
-    specs = [specify_run(load(config(on)), Mixed()) for on in (False, True)]
-    without, within = (SwapNeed.of(spec.plan) for spec in specs)
-    assert within.total == without.total + without.state + 2 * PAGE_NBYTES
-    (directory,) = directory_needs(within, specs[1].config.zero_optimization)
-    assert directory.nbytes == within.total == specs[1].plan.nbytes("nvme")
+@pytest.mark.parametrize("state_format", ["fp32", "bf16_remainder"])
+def test_directories_hold_both_slots_and_one_is_written_of_what_is_trained(state_format: str) -> None:
+    run = specify_run(load(config(True, states="/b", state_format=state_format)), Mixed())
+    rows = nvme_rows(run.plan)
+    params, states = directory_needs(run)
+    assert params.nbytes == rows["param"] + rows.get("commit_param", 0)
+    assert states.nbytes == rows["state"] + rows["commit"] + rows["commit_copy"]
+    assert written_per_step(run) == (UNIT, rows["state"]) and written_per_commit(run) == PAGE_NBYTES
+    assert (params.written_per_step, states.written_per_step) == (UNIT, rows["state"] + PAGE_NBYTES)
 
 
 def test_a_limit_of_state_on_nvme_counts_both_slots() -> None:
@@ -96,20 +98,3 @@ def test_a_limit_of_state_on_nvme_counts_both_slots() -> None:
     short = {"state_limits": {"nvme": 2 * rows["state"] - 1}}
     with pytest.raises(PlanError, match="1 bytes too little"):
         specify_run(load(config(True, **short)), Mixed()).plan.check()
-
-
-SHAPE = GPTConfig(layers=2, hidden=64, vocab=100, context=16)
-
-
-@pytest.mark.parametrize("state_format", ["fp32", "bf16_remainder"])
-def test_the_capacity_tool_says_it_without_a_model(state_format: str) -> None:
-    needs = [SwapNeed.of(plan_gpt(load(config(on, states="/b", state_format=state_format)), SHAPE)) for on in (0, 1)]
-    assert needs[1].commit == needs[0].state == needs[1].state
-    assert needs[1].commit_param == (needs[0].param if state_format == "bf16_remainder" else 0)
-    assert needs[1].written_per_step == needs[0].written_per_step and needs[1].read_per_step == needs[0].read_per_step
-    loaded = load(config(True, states="/b", state_format=state_format))
-    params, states = directory_needs(needs[1], loaded.zero_optimization)
-    assert (params.nbytes, states.nbytes) == (needs[1].param_store, needs[1].state_store)
-    assert (params.written_per_step, states.written_per_step) == (needs[1].param, needs[1].state)
-    lines = "\n".join(capacity_lines(capacity_report(loaded, SHAPE, needs[1])))
-    assert "masters and state, likewise" in lines

@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from tiered_zero.cli.capacity import swap_need
 from tiered_zero.cli.console import STDOUT
+from tiered_zero.cli.drives import read_per_step, written_per_step
 from tiered_zero.cli.options import parse_model
 from tiered_zero.cli.tables import make_table
 from tiered_zero.config import Config, load
@@ -33,10 +33,12 @@ from tiered_zero.io.measure import MODES, fill_file, measure_rate
 from tiered_zero.io.preflight import filesystem_type, filesystem_warnings
 from tiered_zero.io.select import ENGINES, Selection, select_engine
 from tiered_zero.plan.gpt_shape import GPTConfig
-from tiered_zero.plan.swap_capacity import SwapNeed
 from tiered_zero.sizes import GIB, KIB, MIB, format_nbytes
 from tiered_zero.stopping import stop_on_signals
 from tiered_zero.store.swap_dir import SwapDir
+
+if TYPE_CHECKING:
+    from tiered_zero.assembly.run_spec import RunSpec
 
 BLOCKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
 DEPTHS = (4, 8, 16, 32)
@@ -125,7 +127,11 @@ def bench() -> None:
 @bench.command("io")
 @click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
 @click.option(
-    "--seconds", type=click.FloatRange(1, MAX_SECONDS), default=MAX_SECONDS, show_default=True, help="Ends before that."
+    "--seconds",
+    type=click.FloatRange(1, MAX_SECONDS),
+    default=MAX_SECONDS,
+    show_default=True,
+    help="The measurement ends before that.",
 )
 @click.option("--model", callback=parse_model, metavar="gpt:...", help="Also say the floor of its step.")
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), help="What of the model is on NVMe; else all.")
@@ -137,13 +143,17 @@ def io(directory: Path, seconds: float, model: GPTConfig | None, config: str | N
     """
     if config and not model:
         raise click.UsageError("--config goes with --model.")
+    run = None
+    if model is not None:
+        from tiered_zero.cli.planned_run import specify_training  # torch takes seconds
+
+        run = specify_training(load(config, to_train=False) if config else _all_on_nvme(), model)
     begun_s = time.perf_counter()
     click.echo(f"Measuring {directory} for at most {seconds:g} s.", err=True)
-    need = None if model is None else swap_need(load(config, to_train=False) if config else _all_on_nvme(), model)
     with stop_on_signals(at_boundary=False):  # its file is removed
         report = measure_directory(directory, begun_s + seconds * (1 - _END_SHARE))
     report["seconds"] = time.perf_counter() - begun_s
-    report["floor"] = None if need is None or model is None else _floor(str(model), need, report["best"])
+    report["floor"] = None if run is None else _floor(str(model), run, report["best"])
     if as_json:
         click.echo(json.dumps(report))
     else:
@@ -257,9 +267,9 @@ def _all_on_nvme() -> Config:
     return load({"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": zero})
 
 
-def _floor(model: str, need: SwapNeed, best: dict[str, Any]) -> dict[str, Any]:
+def _floor(model: str, run: RunSpec, best: dict[str, Any]) -> dict[str, Any]:
     """The least seconds that this disk takes for one step, whatever else is overlapped with it."""
-    read, written = need.read_per_step, need.written_per_step
+    read, written = read_per_step(run), sum(written_per_step(run))
     seconds = max(
         read / best["read_bytes_per_s"],
         written / best["write_bytes_per_s"],

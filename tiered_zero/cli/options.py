@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import click
 
+from tiered_zero.cli.drives import Drive, parse_drive
 from tiered_zero.errors import ConfigError
-from tiered_zero.plan.drives import Drive, parse_drive
 from tiered_zero.plan.gpt_shape import GPTConfig, gpt_of_size, parse_count, parse_gpt
 from tiered_zero.sizes import parse_nbytes
 

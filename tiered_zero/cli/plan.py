@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tiered_zero.cli.console import STDOUT
+from tiered_zero.cli.drives import Drive, directory_needs, drive_lines, drive_problems, fill_drives, look_at_drives
 from tiered_zero.cli.options import (
     CONFIG_FILE,
     DEMO_MODEL,
@@ -24,9 +25,7 @@ from tiered_zero.cli.tables import plan_table
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.errors import PlanError
-from tiered_zero.plan.drives import Drive, fill_drives
 from tiered_zero.plan.gpt_shape import GPTConfig
-from tiered_zero.plan.swap_capacity import SwapNeed, directory_needs, look_at_drives
 from tiered_zero.sizes import format_nbytes
 
 if TYPE_CHECKING:
@@ -122,17 +121,11 @@ def plan(
     from tiered_zero.cli.planned_run import build_planned, count_parameters, estimate_of, specify_planned
     from tiered_zero.hardware.device.select import find_device
     from tiered_zero.hardware.probe import available_device_nbytes
-    from tiered_zero.rules.from_config import check_sections
 
     loaded = load(settings, world_size=ranks, to_train=False)
-    check_sections(loaded)
     model = build_planned(chosen)
     run = specify_planned(loaded, model, ranks, device_memory, host_memory)
-    paths = loaded.tiered_zero.activations.nvme_paths
-    needs = [
-        dataclasses.replace(need, nbytes=ranks * need.nbytes, written_per_step=ranks * need.written_per_step)
-        for need in directory_needs(SwapNeed.of(run.plan), loaded.zero_optimization, 1, paths)
-    ]
+    needs = directory_needs(run, ranks=ranks)
     directories, drives = look_at_drives(needs)
     if disks:
         drives = fill_drives(needs, disks) if needs else []
@@ -162,7 +155,7 @@ def plan(
             click.echo(f"Rank 0 of {ranks} on one host; the others need the same, or a little less.")
         STDOUT.print(plan_table(run.plan))
         policy = run.plan.update_policy.text
-        for line in (*_disk_lines(directories, drives), policy, *lines):
+        for line in (*drive_lines(directories, drives), policy, *lines):
             click.echo(line)
     for problem in problems:
         click.echo(f"Error: {problem.partition(chr(10))[0]}", err=True)
@@ -227,32 +220,4 @@ def _problems(plan: Plan, drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         plan.check()
     except PlanError as error:
         yield str(error)
-    for drive in drives:
-        if not drive["fits"]:
-            where = f"of {drive['disk']} (--disk)" if "disk" in drive else "are free there"
-            way = (
-                "Give a larger --disk, or more" if "disk" in drive else "Free space, or name another disk in nvme_path"
-            )
-            yield (
-                f"The plan needs {format_nbytes(drive['nbytes'])} in {', '.join(drive['directories'])}; "
-                f"{format_nbytes(drive['free_nbytes'])} {where}. {way}."
-            )
-
-
-def _disk_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what the swap directories need and have; or, with `--disk`, the drives, and how long each lasts."""
-    if drives and "disk" in drives[0]:
-        for drive in drives:
-            where = f"--disk {drive['disk']} (nvme_path {', '.join(drive['directories'])})"
-            yield f"{where}: {format_nbytes(drive['nbytes'])} of {format_nbytes(drive['free_nbytes'])}"
-            if drive["rated_nbytes"] and (written := drive["written_nbytes_per_step"]):
-                yield (
-                    f"  a step writes {format_nbytes(written)} of parameters and state: what the drive is rated for "
-                    f"({drive['rated_nbytes'] / 1e12:g} TB) is written after {drive['rated_nbytes'] // written:,} steps"
-                )
-        return
-    free = {path: drive["free_nbytes"] for drive in drives for path in drive["directories"]}
-    for row in directories:
-        exists = "" if row["exists"] else " (it does not exist yet)"
-        path = row["path"]
-        yield f"nvme_path {path}: {format_nbytes(row['nbytes'])} of {format_nbytes(free[path])} that are free{exists}"
+    yield from drive_problems(drives)

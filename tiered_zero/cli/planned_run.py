@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from tiered_zero.assembly.run_spec import PlannedMachine, RunSpec, specify_run
 from tiered_zero.config.json_file import read_json
-from tiered_zero.config.schema import Config
+from tiered_zero.config.schema import Config, OptimizerSection
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.plan.activations import ActivationEstimate, BlockShape, estimate_activations
 from tiered_zero.plan.gpt_shape import GPTConfig
+from tiered_zero.rules.from_config import check_sections
 
 
 def build_planned(source: GPTConfig | Path | str) -> nn.Module:
@@ -51,11 +52,22 @@ class _PlannedRanks:
 
 
 def specify_planned(
-    config: Config, model: nn.Module, ranks: int, device_nbytes: int | None, host_nbytes: int | None
+    config: Config,
+    model: nn.Module,
+    ranks: int = 1,
+    device_nbytes: int | None = None,
+    host_nbytes: int | None = None,
 ) -> RunSpec:
     """Specify rank 0's run. `device_nbytes`, `host_nbytes`: of the machine, which the ranks share; None: this one's."""
+    check_sections(config)
     machine = PlannedMachine(device_nbytes=device_nbytes, host_nbytes=host_nbytes, ranks=ranks)
     return specify_run(config, model, machine=machine, collectives=cast(Collectives, _PlannedRanks(ranks)))
+
+
+def specify_training(config: Config, shape: GPTConfig) -> RunSpec:
+    """Specify a run of the built-in GPT on this machine, with AdamW where the config names no optimizer."""
+    optimizer = config.optimizer or OptimizerSection(type="AdamW")
+    return specify_planned(config.model_copy(update={"optimizer": optimizer}), build_gpt(shape))
 
 
 def estimate_of(

@@ -2,6 +2,6 @@
 
 Promise: pure functions of a model's description and a few numbers; no allocation, no I/O, the same answer every time.
 Owner: the run's specification and the planner call it once; everything above reads the results.
-Never: torch, device memory, files, gradients. A `dtype` is any value with an `itemsize`: torch's own in a run, `DType`
-where a plan is made without torch, so that no dtype is converted on the way. Tensors are only sliced and viewed.
+Never: torch, device memory, files, gradients. A `dtype` is torch's, read for its `itemsize` only, and tensors are only
+sliced and viewed.
 """

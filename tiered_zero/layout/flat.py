@@ -28,17 +28,6 @@ Memory = TypeVar("Memory")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DType:
-    """An element type where torch is not imported. `name`: as torch has it, without "torch."."""
-
-    name: str
-    itemsize: int
-
-    def __str__(self) -> str:
-        return self.name
-
-
-@dataclass(frozen=True, kw_only=True)
 class ParamSpec:
     """One parameter by identity. `name`: its first fully qualified name; `aliases`: the others (tied weights).
 

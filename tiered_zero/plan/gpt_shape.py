@@ -1,16 +1,12 @@
-"""The built-in GPT by its sizes: names and shapes of its parameters, without torch and without a model."""
+"""Read the sizes of the built-in GPT from text, without torch, for the options of commands."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.layout.flat import ParamSpec
-from tiered_zero.layout.units import ModuleSpec
 
 HEAD_SIZE = 64
 """Where `heads` is not given, there is one per so many channels."""
@@ -43,52 +39,6 @@ class GPTConfig:
     def __str__(self) -> str:
         """The text that `parse_gpt` reads."""
         return "gpt:" + ",".join(f"{f.name}={int(getattr(self, f.name))}" for f in fields(self))
-
-
-def describe_gpt(config: GPTConfig, dtype: Any) -> tuple[ModuleSpec, list[ParamSpec]]:
-    """Describe the model that demo/gpt.py builds from `config`, as params/model_spec.py would, with parameters of
-    `dtype`."""
-    specs: list[ParamSpec] = []
-
-    def leaf(name: str, *sizes: tuple[int, ...], embedding: bool = False, aliases: tuple[str, ...] = ()) -> ModuleSpec:
-        """A module with a weight, and with a bias where there are two shapes."""
-        first = len(specs)
-        for index, (kind, shape) in enumerate(zip(("weight", "bias"), sizes, strict=False), start=first):
-            specs.append(
-                ParamSpec(
-                    name=f"{name}.{kind}",
-                    shape=shape,
-                    dtype=dtype,
-                    trainable=True,
-                    index=index,
-                    aliases=aliases,
-                    embedding=embedding,
-                )
-            )
-        return ModuleSpec(name=name, params=tuple(range(first, len(specs))))
-
-    h = config.hidden
-    head = "head.weight"
-    tokens = leaf("tokens", (config.vocab, h), embedding=True, aliases=(head,) if config.tied else ())
-    positions = leaf("positions", (config.context, h), embedding=True)
-    blocks = [
-        ModuleSpec(name=f"blocks.{index}", children=tuple(_block_leaves(leaf, f"blocks.{index}", h)))
-        for index in range(config.layers)
-    ]
-    has_many = config.layers > 1
-    stack = ModuleSpec(name="blocks", children=tuple(blocks), is_stack=has_many, is_list=has_many, runs=False)
-    norm = leaf("norm", (h,), (h,))
-    last = ModuleSpec(name="head", params=tokens.params) if config.tied else leaf("head", (config.vocab, h))
-    return ModuleSpec(children=(tokens, positions, stack, norm, last)), specs
-
-
-def _block_leaves(leaf: Callable[..., ModuleSpec], block: str, h: int) -> Iterator[ModuleSpec]:
-    yield leaf(f"{block}.attention_norm", (h,), (h,))
-    yield leaf(f"{block}.query_key_value", (3 * h, h), (3 * h,))
-    yield leaf(f"{block}.attention_out", (h, h), (h,))
-    yield leaf(f"{block}.mlp_norm", (h,), (h,))
-    yield leaf(f"{block}.mlp_in", (4 * h, h), (4 * h,))
-    yield leaf(f"{block}.mlp_out", (h, 4 * h), (h,))
 
 
 def num_parameters(config: GPTConfig) -> int:

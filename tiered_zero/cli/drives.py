@@ -1,0 +1,200 @@
+"""Say what a plan needs in its swap directories, and whether it fits, on this machine's file systems or on drives given
+by `--disk SIZE[:READ,WRITE[:TBW]]`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tiered_zero.errors import ConfigError
+from tiered_zero.layout.extents import file_nbytes
+from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes, parse_nbytes
+
+if TYPE_CHECKING:
+    from tiered_zero.assembly.run_spec import RunSpec
+
+_TERABYTES = {"tbw": 10**12, "pbw": 10**15}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive:
+    """`text`: as it was given. Rates in bytes a second; `rated_nbytes`: what may be written in its life. None: not
+    given."""
+
+    text: str
+    nbytes: int
+    read_bytes_per_s: int | None = None
+    write_bytes_per_s: int | None = None
+    rated_nbytes: int | None = None
+
+
+def parse_drive(text: str) -> Drive:
+    """Read "2TB", "2TB:7GB/s,5GB/s" or "2TB:7GB/s,5GB/s:1200TBW". Raises ConfigError."""
+    size, _, rest = text.partition(":")
+    rates, _, rating = rest.partition(":")
+    try:
+        read, write = (parse_nbytes(rate.strip().removesuffix("/s")) for rate in rates.split(",")) if rates else (0, 0)
+        scale = _TERABYTES[rating.strip().lower()[-3:]] if rating else 0
+        rated_nbytes = int(float(rating.strip()[:-3]) * scale) if rating else 0
+        nbytes = parse_nbytes(size)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"expected SIZE[:READ,WRITE[:TBW]], such as 2TB:7GB/s,5GB/s:1200TBW; found {text!r:.100} ({error})"
+        ) from error
+    return Drive(
+        text=text,
+        nbytes=nbytes,
+        read_bytes_per_s=read or None,
+        write_bytes_per_s=write or None,
+        rated_nbytes=rated_nbytes or None,
+    )
+
+
+def written_per_step(run: RunSpec) -> tuple[int, int]:
+    """Bytes of trained parameters, and of masters and state. Of two homes, or two slots for commits, a step writes
+    one."""
+    trained = {unit.index for unit in run.units if unit.trainable}
+    params = (
+        slot.nbytes for slot in run.slots if (slot.kind, slot.tier) == ("param", "nvme") and slot.index in trained
+    )
+    return sum(params), run.plan.nbytes("nvme", "state")
+
+
+def written_per_commit(run: RunSpec) -> int:
+    """Bytes copied from memory to one of their two places; what is frozen has one, and is written once."""
+    return sum(slot.nbytes for slot in run.slots if slot.kind == "commit_copy" and slot.num_durable > 1)
+
+
+def read_per_step(run: RunSpec) -> int:
+    """Bytes of masters and state once, and of parameters for forward, for backward and, where masters are made of them,
+    for the update."""
+    times = 3 if run.plan.request.state.format == "bf16_remainder" else 2
+    return times * run.plan.nbytes("nvme", "param") + run.plan.nbytes("nvme", "state")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectoryNeed:
+    """What the ranks of a host need in one directory. `written_per_step`: on average, commits included."""
+
+    path: str
+    nbytes: int
+    written_per_step: int
+
+
+def directory_needs(run: RunSpec, *, save_every: int = 1, ranks: int = 1) -> list[DirectoryNeed]:
+    """List the directories of the stores that the run would open, parameters and state first. Stripes are of one size,
+    as on drives of one speed. `save_every`: steps between in-place commits. Gradients and activations are not in what
+    is written."""
+    from tiered_zero.tiers.rack import nvme_needs, scratch_needs  # imports torch, which no help text needs
+
+    zero = run.config.zero_optimization
+    params, state = written_per_step(run)
+    copied = align_up(-(-written_per_commit(run) // save_every), PAGE_NBYTES)
+    written = {zero.offload_param.nvme_paths: params}
+    state_paths = zero.offload_optimizer.nvme_paths
+    written[state_paths] = written.get(state_paths, 0) + state + copied
+    sums: dict[str, tuple[int, int]] = {}
+    for paths, nbytes in (*nvme_needs(run.config, run.plan).items(), *scratch_needs(run.config, run.plan).values()):
+        weights = [1.0] * len(paths)
+        shares = zip(file_nbytes(nbytes, weights), file_nbytes(written.pop(paths, 0), weights), strict=True)
+        for path, (own, per_step) in zip(paths, shares, strict=True):
+            before = sums.get(path, (0, 0))
+            sums[path] = (before[0] + ranks * own, before[1] + ranks * per_step)
+    return [DirectoryNeed(path=path, nbytes=nbytes, written_per_step=n) for path, (nbytes, n) in sums.items()]
+
+
+def look_at_drives(needs: Iterable[DirectoryNeed]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return rows of the directories, and of their file systems: what is needed and free there, and whether it fits."""
+    directories = []
+    drives: dict[int, tuple[int, list[DirectoryNeed]]] = {}
+    for need in needs:
+        status, exists, free_nbytes = _look(need.path)
+        row = {"path": need.path, "exists": exists, "nbytes": need.nbytes}
+        directories.append({**row, "written_nbytes_per_step": need.written_per_step})
+        drives.setdefault(status.st_dev, (free_nbytes, []))[1].append(need)
+    return directories, [_drive_row(own, free_nbytes) for free_nbytes, own in drives.values()]
+
+
+def fill_drives(needs: Sequence[DirectoryNeed], drives: Sequence[Drive]) -> list[dict[str, Any]]:
+    """Return rows as `look_at_drives` does. As many drives as directories have one each, in the order of the config;
+    other numbers of drives share all bytes evenly, as `nvme_path` with a directory on each has them."""
+    rows = []
+    for index, drive in enumerate(drives):
+        own, shares = (needs[index : index + 1], 1) if len(drives) == len(needs) else (needs, len(drives))
+        rates = {"read_bytes_per_s": drive.read_bytes_per_s, "write_bytes_per_s": drive.write_bytes_per_s}
+        row = _drive_row(own, drive.nbytes, shares)
+        rows.append({"disk": drive.text, **row, **rates, **wear(row["written_nbytes_per_step"], drive.rated_nbytes)})
+    return rows
+
+
+def _drive_row(needs: Sequence[DirectoryNeed], free_nbytes: int, shares: int = 1) -> dict[str, Any]:
+    nbytes = -(-sum(need.nbytes for need in needs) // shares)
+    return {
+        "directories": [need.path for need in needs],
+        "nbytes": nbytes,
+        "free_nbytes": free_nbytes,
+        "fits": nbytes <= free_nbytes,
+        "written_nbytes_per_step": -(-sum(need.written_per_step for need in needs) // shares),
+    }
+
+
+def _look(path: str) -> tuple[os.stat_result, bool, int]:
+    """Look at a directory, or the nearest one above it that exists: its status, whether it is itself, free bytes."""
+    wanted = place = os.path.abspath(os.path.expanduser(path))
+    while not os.path.isdir(place):
+        place = os.path.dirname(place)
+    return os.stat(place), place == wanted, shutil.disk_usage(place).free
+
+
+def wear(written_per_step: int, rated_nbytes: int | None, step_s: float | None = None) -> dict[str, Any]:
+    """Return how long a drive lasts, in steps and days, as far as its rating and a step's time are known."""
+    row: dict[str, Any] = {"rated_nbytes": rated_nbytes}
+    if rated_nbytes and written_per_step:
+        row["steps_to_tbw"] = rated_nbytes // written_per_step
+    if step_s is not None:
+        row["tb_per_day"] = written_per_step * 86400 / step_s / 1e12
+        if "steps_to_tbw" in row:
+            row["days_to_tbw"] = rated_nbytes / row["tb_per_day"] / 1e12
+    return row
+
+
+def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what the swap directories need and have, or, with `--disk`, the drives; and how long each lasts."""
+    free = {path: drive["free_nbytes"] for drive in drives for path in drive["directories"]}
+    given = any("disk" in drive for drive in drives)
+    for row in () if given else directories:
+        exists = "" if row["exists"] else " (it does not exist yet)"
+        path = row["path"]
+        yield f"nvme_path {path}: {format_nbytes(row['nbytes'])} of {format_nbytes(free[path])} that are free{exists}"
+    for drive in drives:
+        names = ", ".join(drive["directories"])
+        if given:
+            where = f"--disk {drive['disk']} (nvme_path {names})"
+            yield f"{where}: {format_nbytes(drive['nbytes'])} of {format_nbytes(drive['free_nbytes'])}"
+        which = "" if given or len(drives) == 1 else f" of {names}"
+        days = f" ({drive['days_to_tbw']:,.1f} days)" if "days_to_tbw" in drive else ""
+        if "steps_to_tbw" in drive:
+            yield (
+                f"  a step writes {format_nbytes(drive['written_nbytes_per_step'])} of parameters and state: what the "
+                f"drive{which} is rated for ({drive['rated_nbytes'] / 1e12:g} TB) is written after "
+                f"{drive['steps_to_tbw']:,} steps{days}"
+            )
+        if "tb_per_day" in drive:
+            yield f"  {drive['tb_per_day']:.3g} TB per day are written to the drive{which}"
+
+
+def drive_problems(drives: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what does not fit onto disks."""
+    for drive in drives:
+        if not drive["fits"]:
+            where = f"of {drive['disk']} (--disk)" if "disk" in drive else "are free there"
+            way = (
+                "Give a larger --disk, or more" if "disk" in drive else "Free space, or name another disk in nvme_path"
+            )
+            yield (
+                f"The plan needs {format_nbytes(drive['nbytes'])} in {', '.join(drive['directories'])}; "
+                f"{format_nbytes(drive['free_nbytes'])} {where}. {way}."
+            )
