@@ -85,10 +85,11 @@ def test_directories_hold_both_slots_and_one_is_written_of_what_is_trained(state
     run = specify_run(load(config(True, states="/b", state_format=state_format)), Mixed())
     rows = nvme_rows(run.plan)
     params, states = directory_needs(run)
-    assert params.nbytes == rows["param"] + rows.get("commit_param", 0)
-    assert states.nbytes == rows["state"] + rows["commit"] + rows["commit_copy"]
+    assert params["nbytes"] == rows["param"] + rows.get("commit_param", 0)
+    assert states["nbytes"] == rows["state"] + rows["commit"] + rows["commit_copy"]
     assert written_per_step(run) == (UNIT, rows["state"]) and written_per_commit(run) == PAGE_NBYTES
-    assert (params.written_per_step, states.written_per_step) == (UNIT, rows["state"] + PAGE_NBYTES)
+    written = params["written_nbytes_per_step"], states["written_nbytes_per_step"]
+    assert written == (UNIT, rows["state"] + PAGE_NBYTES)
 
 
 def test_a_limit_of_state_on_nvme_counts_both_slots() -> None:

@@ -75,19 +75,10 @@ def read_per_step(run: RunSpec) -> int:
     return times * run.plan.nbytes("nvme", "param") + run.plan.nbytes("nvme", "state")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DirectoryNeed:
-    """What the ranks of a host need in one directory. `written_per_step`: on average, commits included."""
-
-    path: str
-    nbytes: int
-    written_per_step: int
-
-
-def directory_needs(run: RunSpec, *, save_every: int = 1, ranks: int = 1) -> list[DirectoryNeed]:
-    """List the directories of the stores that the run would open, parameters and state first. Stripes are of one size,
-    as on drives of one speed. `save_every`: steps between in-place commits. Gradients and activations are not in what
-    is written."""
+def directory_needs(run: RunSpec, *, save_every: int = 1, ranks: int = 1) -> list[dict[str, Any]]:
+    """Return rows of the directories of the stores that the run would open, parameters and state first: what `ranks` of
+    one host need there, and write in a step on average, commits included. Stripes are of one size, as on drives of one
+    speed. `save_every`: steps between in-place commits. Gradients and activations are not in what is written."""
     from tiered_zero.tiers.rack import nvme_needs, scratch_needs  # imports torch, which no help text needs
 
     zero = run.config.zero_optimization
@@ -96,29 +87,30 @@ def directory_needs(run: RunSpec, *, save_every: int = 1, ranks: int = 1) -> lis
     written = {zero.offload_param.nvme_paths: params}
     state_paths = zero.offload_optimizer.nvme_paths
     written[state_paths] = written.get(state_paths, 0) + state + copied
-    sums: dict[str, tuple[int, int]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for paths, nbytes in (*nvme_needs(run.config, run.plan).items(), *scratch_needs(run.config, run.plan).values()):
         weights = [1.0] * len(paths)
         shares = zip(file_nbytes(nbytes, weights), file_nbytes(written.pop(paths, 0), weights), strict=True)
         for path, (own, per_step) in zip(paths, shares, strict=True):
-            before = sums.get(path, (0, 0))
-            sums[path] = (before[0] + ranks * own, before[1] + ranks * per_step)
-    return [DirectoryNeed(path=path, nbytes=nbytes, written_per_step=n) for path, (nbytes, n) in sums.items()]
+            row = rows.setdefault(path, {"path": path, "nbytes": 0, "written_nbytes_per_step": 0})
+            row["nbytes"] += ranks * own
+            row["written_nbytes_per_step"] += ranks * per_step
+    return [*rows.values()]
 
 
-def look_at_drives(needs: Iterable[DirectoryNeed]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return rows of the directories, and of their file systems: what is needed and free there, and whether it fits."""
+def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of the directories with what exists, and rows of their file systems: what is needed and free
+    there, and whether it fits."""
     directories = []
-    drives: dict[int, tuple[int, list[DirectoryNeed]]] = {}
+    drives: dict[int, tuple[int, list[dict[str, Any]]]] = {}
     for need in needs:
-        status, exists, free_nbytes = _look(need.path)
-        row = {"path": need.path, "exists": exists, "nbytes": need.nbytes}
-        directories.append({**row, "written_nbytes_per_step": need.written_per_step})
+        status, exists, free_nbytes = _look(need["path"])
+        directories.append({**need, "exists": exists})
         drives.setdefault(status.st_dev, (free_nbytes, []))[1].append(need)
     return directories, [_drive_row(own, free_nbytes) for free_nbytes, own in drives.values()]
 
 
-def fill_drives(needs: Sequence[DirectoryNeed], drives: Sequence[Drive]) -> list[dict[str, Any]]:
+def fill_drives(needs: Sequence[dict[str, Any]], drives: Sequence[Drive]) -> list[dict[str, Any]]:
     """Return rows as `look_at_drives` does. As many drives as directories have one each, in the order of the config;
     other numbers of drives share all bytes evenly, as `nvme_path` with a directory on each has them."""
     rows = []
@@ -130,14 +122,14 @@ def fill_drives(needs: Sequence[DirectoryNeed], drives: Sequence[Drive]) -> list
     return rows
 
 
-def _drive_row(needs: Sequence[DirectoryNeed], free_nbytes: int, shares: int = 1) -> dict[str, Any]:
-    nbytes = -(-sum(need.nbytes for need in needs) // shares)
+def _drive_row(needs: Sequence[dict[str, Any]], free_nbytes: int, shares: int = 1) -> dict[str, Any]:
+    nbytes = -(-sum(need["nbytes"] for need in needs) // shares)
     return {
-        "directories": [need.path for need in needs],
+        "directories": [need["path"] for need in needs],
         "nbytes": nbytes,
         "free_nbytes": free_nbytes,
         "fits": nbytes <= free_nbytes,
-        "written_nbytes_per_step": -(-sum(need.written_per_step for need in needs) // shares),
+        "written_nbytes_per_step": -(-sum(need["written_nbytes_per_step"] for need in needs) // shares),
     }
 
 
