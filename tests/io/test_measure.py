@@ -44,6 +44,11 @@ def test_reads_and_writes_are_mixed_in_the_ratio_asked_for(swap_path: Path, shar
     counting.close()
 
 
+def test_a_file_is_filled_until_the_time_is_over(swap_path: Path) -> None:
+    assert fill_file(str(swap_path / "whole"), 40 * MIB + 1) == 40 * MIB == (swap_path / "whole").stat().st_size
+    assert 0 < fill_file(str(swap_path / "part"), 40 * MIB, 0.0) == (swap_path / "part").stat().st_size < 40 * MIB
+
+
 def test_a_failed_transfer_counts_for_nothing(swap_path: Path) -> None:
     fill_file(str(swap_path / "data"), 4 * MIB)
     failing = engine()

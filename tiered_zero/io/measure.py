@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections import deque
@@ -15,18 +16,29 @@ from tiered_zero.system.mappings import map_memory
 
 MODES = ("read", "write", "mixed")
 
+_SYNCED_NBYTES = 16 * MIB
 _WEIGHED_NBYTES = 16 * MIB
 _WEIGHED_NAME = ".weighed"
 
 
-def fill_file(path: str, nbytes: int) -> None:
-    """Create a file, mode 0600, of whole MiB of random bytes, on the disk: blocks never written are read without it."""
+def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
+    """Create a file, mode 0600, of random bytes on the disk, for blocks never written are read without it.
+
+    Return its size: whole MiB of `nbytes`, or what was written when `seconds` were over.
+    """
+    end_s = time.perf_counter() + seconds
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     with open(fd, "wb") as file:
         for _ in range(nbytes // MIB):
             file.write(os.urandom(MIB))
+            if file.tell() % _SYNCED_NBYTES == 0:
+                file.flush()
+                os.fsync(fd)
+                if time.perf_counter() >= end_s:
+                    break
         file.flush()
         os.fsync(fd)
+        return file.tell()
 
 
 def weigh_directories(engine: IOEngine, directories: Sequence[Path], nbytes: int) -> list[float]:
