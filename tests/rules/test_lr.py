@@ -1,9 +1,6 @@
 """The schedules against their closed forms, written here as tables of numbers or as formulas of their own."""
 
-import inspect
 import math
-from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, ClassVar
 
 import pytest
@@ -11,9 +8,7 @@ import torch
 from torch.optim import SGD, Adam, Optimizer
 
 from tiered_zero.config import SchedulerSection
-from tiered_zero.config.deepspeed_keys import REQUIRED, SCHEDULERS
 from tiered_zero.errors import ConfigError
-from tiered_zero.rules import lr as schedules
 from tiered_zero.rules.lr import build_scheduler
 
 
@@ -190,23 +185,12 @@ class TestSurface:
         build(kind, optimizer, **OWN[kind]).step()
         assert optimizer.param_groups[0]["lr"] is rate
 
-    def test_the_config_knows_its_parameters(self, kind: str) -> None:
-        cls: Callable[..., Any] = getattr(schedules, kind)
-        known = {
-            name: REQUIRED if parameter.default is inspect.Parameter.empty else parameter.default
-            for name, parameter in inspect.signature(cls).parameters.items()
-            if name not in ("optimizer", "options")
-        }
-        if kind == "OneCycle":
-            known |= {field.name: field.default for field in fields(schedules.CycleShape)}
-        assert known == dict(SCHEDULERS[kind])
 
-
-class TestBuiltByHand:
+class TestGroups:
     def test_one_cycle_of_each_group(self) -> None:
         optimizer = adam(0.1, 0.2)
-        options: dict[str, Any] = {"cycle_second_step_size": None, "cycle_momentum": False, "decay_lr_rate": None}
-        scheduler = schedules.OneCycle(optimizer, [0.1, 0.2], [0.3, 0.6], cycle_first_step_size=2, **options)
+        params: dict[str, Any] = {"cycle_min_lr": [0.1, 0.2], "cycle_max_lr": [0.3, 0.6], "cycle_momentum": False}
+        scheduler = build("OneCycle", optimizer, **params, cycle_first_step_size=2)
         seen = []
         for _ in range(6):
             seen.append(scheduler.get_last_lr())
@@ -214,15 +198,16 @@ class TestBuiltByHand:
         expected = [[0.1, 0.2], [0.2, 0.4], [0.3, 0.6], [0.2, 0.4], [0.1, 0.2], [0.1, 0.2]]
         assert [lr for lrs in seen for lr in lrs] == pytest.approx([lr for lrs in expected for lr in lrs])
         with pytest.raises(ConfigError, match="cycle_min_lr: expected one value or 2, one a param group; found 3"):
-            schedules.OneCycle(optimizer, [0.1, 0.2, 0.3], 1.0)
+            build("OneCycle", optimizer, cycle_min_lr=[0.1, 0.2, 0.3], cycle_max_lr=1.0)
 
     def test_momentum_of_each_group(self) -> None:
         """Each as if it were the only group."""
-        both, options = adam(0.1, 0.2), {"cycle_first_step_size": 2, "decay_mom_rate": 0.1, "decay_step_size": 1}
-        scheduler = schedules.OneCycle(both, 0.1, 0.2, cycle_min_mom=[0.5, 0.6], cycle_max_mom=[0.7, 0.9], **options)
+        both, rates = adam(0.1, 0.2), {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}
+        options = {**rates, "cycle_first_step_size": 2, "decay_mom_rate": 0.1, "decay_step_size": 1}
+        scheduler = build("OneCycle", both, cycle_min_mom=[0.5, 0.6], cycle_max_mom=[0.7, 0.9], **options)
         alone = [adam(0.1), adam(0.2)]
         of_one = [
-            schedules.OneCycle(one, 0.1, 0.2, cycle_min_mom=low, cycle_max_mom=high, **options)
+            build("OneCycle", one, cycle_min_mom=low, cycle_max_mom=high, **options)
             for one, low, high in zip(alone, (0.5, 0.6), (0.7, 0.9), strict=True)
         ]
         for _ in range(7):
@@ -231,27 +216,20 @@ class TestBuiltByHand:
             for each in (scheduler, *of_one):
                 each.step()
         with pytest.raises(ConfigError, match="cycle_max_mom: expected one value or 2, one a param group; found 1"):
-            schedules.OneCycle(both, 0.1, 0.2, cycle_max_mom=[0.9])
-        with pytest.raises(ConfigError, match="cycle_max_mom: expected a list of numbers"):
-            schedules.OneCycle(both, 0.1, 0.2, cycle_max_mom=[0.9, None])
+            build("OneCycle", both, **rates, cycle_max_mom=[0.9])
 
     def test_a_cycle_without_a_way_down(self) -> None:
         """DeepSpeed's formula with a step ratio of 1: x / 1 on the way up, and then the smallest rate."""
         params = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4, "cycle_second_step_size": 0}
         assert rates("OneCycle", 7, **params, cycle_momentum=False) == pytest.approx([0, 0.25, 0.5, 0.75, 0, 0, 0])
 
-    def test_none_is_the_default(self) -> None:
-        scheduler = schedules.WarmupLR(adam(0.1, 0.01), None, None, None, None)
-        for _ in range(1001):
-            scheduler.step()
-        assert scheduler.get_last_lr() == [0.1, 0.01]
 
-    @pytest.mark.parametrize("value", ["a", [1], {}])
-    def test_no_number(self, value: Any) -> None:
-        with pytest.raises(ConfigError, match="warmup_num_steps: expected at least 1 step"):
-            schedules.WarmupLR(adam(), warmup_num_steps=value)
-        with pytest.raises(ConfigError, match="warmup_min_lr"):
-            schedules.WarmupLR(adam(), warmup_min_lr={} if value == [1] else value)  # type: ignore[arg-type]
+def test_decay_to_the_optimizers_rate() -> None:
+    """A rate of None, which "auto" in a config becomes."""
+    scheduler = build("WarmupDecayLR", adam(0.1, 0.01), warmup_max_lr=None, warmup_num_steps=3, total_num_steps=9)
+    for _ in range(4):
+        scheduler.step()
+    assert scheduler.get_last_lr() == [0.1, 0.01]
 
 
 def test_a_schedule_that_ends_at_once_is_built() -> None:

@@ -62,9 +62,11 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "SWALR": lambda o: SWALR(o, 0.05, anneal_epochs=4),
     "transformers' cosine": partial(of_transformers, "get_cosine_schedule_with_warmup"),
     "transformers' linear": partial(of_transformers, "get_linear_schedule_with_warmup"),
-    "LRRangeTest": lambda o: LRRangeTest(o, 0.01, 2),
-    "OneCycle": lambda o: OneCycle(o, 0.01, 0.1, cycle_first_step_size=3, decay_step_size=1, decay_lr_rate=0.1),
+    "LRRangeTest": lambda o: LRRangeTest(o, lr_range_test_min_lr=0.01, lr_range_test_step_size=2),
+    "OneCycle": lambda o: OneCycle(
+        o, cycle_min_lr=0.01, cycle_max_lr=0.1, cycle_first_step_size=3, decay_step_size=1, decay_lr_rate=0.1
+    ),
     "WarmupLR": lambda o: WarmupLR(o, warmup_num_steps=5),
-    "WarmupDecayLR": lambda o: WarmupDecayLR(o, 9, warmup_num_steps=3),
-    "WarmupCosineLR": lambda o: WarmupCosineLR(o, 9, warmup_num_steps=3),
+    "WarmupDecayLR": lambda o: WarmupDecayLR(o, total_num_steps=9, warmup_num_steps=3),
+    "WarmupCosineLR": lambda o: WarmupCosineLR(o, total_num_steps=9, warmup_num_steps=3),
 }

@@ -11,9 +11,8 @@ import difflib
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -21,20 +20,55 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from tiered_zero.config import SchedulerSection
+from tiered_zero.config.deepspeed_keys import REQUIRED, SCHEDULERS
 from tiered_zero.errors import ConfigError
 from tiered_zero.rules.optimizer_copy import copied_group
 
 _log = logging.getLogger(__name__)
 
 
+_LEAST_STEPS = {
+    "lr_range_test_step_size": 1,
+    "warmup_num_steps": 1,
+    "cycle_first_step_size": 1,
+    "cycle_second_step_size": 0,  # the rate falls at once
+}
+
+
 class Schedule(ABC):
     """The surface of torch's LRScheduler, over `param_groups` only: it neither wraps nor patches the optimizer."""
 
-    def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: Optimizer, **params: Any) -> None:
+        """`params`: as `config.load` has checked them; the others have the defaults of SCHEDULERS.
+
+        Raises TypeError for unknown or missing ones, and ConfigError for values that do not fit the param groups or the
+        schedule.
+        """
         self.optimizer = optimizer
-        self.last_batch_iteration = last_batch_iteration
-        if last_batch_iteration == -1:
+        self._own_lrs = self.get_last_lr()
+        defaults = SCHEDULERS[type(self).__name__]
+        values = {**defaults, **params}
+        if wrong := [name for name, value in values.items() if name not in defaults or value is REQUIRED]:
+            raise TypeError(f"{', '.join(wrong)} missing or unknown")
+        self._params = {name: self._checked(name, value) for name, value in values.items()}
+        self.last_batch_iteration: int = self._params["last_batch_iteration"]
+        if self.last_batch_iteration == -1:
             self._apply()
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """Return the value of a parameter: of a rate or momentum, one for each group in a list. Raises ConfigError."""
+        path, count = f"scheduler.params.{name}: expected", len(self._own_lrs)
+        if name.endswith(("_lr", "_mom")):
+            values = self._own_lrs if value is None else value if isinstance(value, list) else [value] * count
+            if len(values) != count:
+                raise ConfigError(f"{path} one value or {count}, one a param group; found {len(values)}.")
+            return [float(item) for item in values]
+        if name in _LEAST_STEPS and value is not None and value < _LEAST_STEPS[name]:
+            since = ", as in DeepSpeed since 0.19.6" if name == "warmup_num_steps" else ""
+            raise ConfigError(f"{path} at least {_LEAST_STEPS[name]} step{since}; found {value}.")
+        if name == "warmup_type" and value not in ("log", "linear"):
+            raise ConfigError(f"{path} log or linear; found {value!r}.")
+        return max(2, value) if name == "warmup_num_steps" else value
 
     @abstractmethod
     def get_lr(self) -> list[float]:
@@ -71,80 +105,38 @@ class Schedule(ABC):
 class LRRangeTest(Schedule):
     """Find the largest useful rate: lr = min_lr * (1 + step_rate * t), t = (i + 1) / step_size, or its floor."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self._min_lrs = _each_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
-        self._step_size = _positive("lr_range_test_step_size", lr_range_test_step_size)
-        self._step_rate = lr_range_test_step_rate
-        self._staircase = lr_range_test_staircase
-        super().__init__(optimizer, last_batch_iteration)
-
     def get_lr(self) -> list[float]:
-        interval = (self.last_batch_iteration + 1) / self._step_size
-        increase = 1 + self._step_rate * (math.floor(interval) if self._staircase else interval)
-        return [lr * increase for lr in self._min_lrs]
+        params = self._params
+        interval = (self.last_batch_iteration + 1) / params["lr_range_test_step_size"]
+        interval = math.floor(interval) if params["lr_range_test_staircase"] else interval
+        increase = 1 + params["lr_range_test_step_rate"] * interval
+        return [lr * increase for lr in params["lr_range_test_min_lr"]]
 
 
 class WarmupLR(Schedule):
     """Raise the rate from `warmup_min_lr` to `warmup_max_lr`, by default each group's own rate; then keep it.
 
-    lr = low + (high - low) * gamma; gamma is that of the warmup, then `_gamma_after_warmup`. Before step 0: low.
+    lr = low + (high - low) * gamma.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        warmup_min_lr: float | Sequence[float] | None = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = None,
-        warmup_num_steps: int | None = 1000,
-        warmup_type: str | None = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self._warmup = _Warmup(warmup_num_steps, warmup_type)
-        self._low = _each_group(optimizer, "warmup_min_lr", 0.0 if warmup_min_lr is None else warmup_min_lr)
-        own = [float(group["lr"]) for group in optimizer.param_groups]
-        self._high = own if warmup_max_lr is None else _each_group(optimizer, "warmup_max_lr", warmup_max_lr)
-        super().__init__(optimizer, last_batch_iteration)
-
-    def _gamma_after_warmup(self, iteration: int) -> float:
-        return 1.0
-
     def get_lr(self) -> list[float]:
-        iteration = self.last_batch_iteration
-        if iteration < 0:
-            return list(self._low)
-        warm = iteration >= self._warmup.num_steps
-        gamma = self._gamma_after_warmup(iteration) if warm else self._warmup.gamma(iteration)
-        return [low + (high - low) * gamma for low, high in zip(self._low, self._high, strict=True)]
+        gamma = self._gamma(self.last_batch_iteration)
+        ends = zip(self._params["warmup_min_lr"], self._params["warmup_max_lr"], strict=True)
+        return [low + (high - low) * gamma for low, high in ends]
+
+    def _gamma(self, iteration: int) -> float:
+        return _warmup(self._params, iteration)
 
 
 @final
 class WarmupDecayLR(WarmupLR):
     """Raise the rate from `warmup_min_lr` to `warmup_max_lr`, then lower it to `warmup_min_lr` at `total_num_steps`."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_num_steps: int,
-        warmup_min_lr: float | Sequence[float] | None = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = 1e-3,
-        warmup_num_steps: int | None = 1000,
-        warmup_type: str | None = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self._total_num_steps = total_num_steps
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
-
-    def _gamma_after_warmup(self, iteration: int) -> float:
-        decay_steps = max(1, self._total_num_steps - self._warmup.num_steps)
-        return max(0.0, (self._total_num_steps - iteration) / decay_steps)
+    def _gamma(self, iteration: int) -> float:
+        num_warmup, num_total = self._params["warmup_num_steps"], self._params["total_num_steps"]
+        if iteration < num_warmup:
+            return super()._gamma(iteration)
+        return float(max(0.0, (num_total - iteration) / max(1, num_total - num_warmup)))
 
 
 @final
@@ -154,177 +146,84 @@ class WarmupCosineLR(Schedule):
     Before step 0 the rate is 0, whatever `warmup_min_ratio` is, as in DeepSpeed.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int | None = 1000,
-        cos_min_ratio: float = 1e-4,
-        warmup_type: str | None = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self._total_num_steps = total_num_steps
-        self._warmup_min_ratio = warmup_min_ratio
-        self._cos_min_ratio = cos_min_ratio
-        self._warmup = _Warmup(warmup_num_steps, warmup_type)
-        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        super().__init__(optimizer, last_batch_iteration)
-
     def get_lr(self) -> list[float]:
-        return [lr * self._ratio(self.last_batch_iteration) for lr in self._base_lrs]
+        return [lr * self._ratio(self.last_batch_iteration) for lr in self._own_lrs]
 
     def _ratio(self, iteration: int) -> float:
+        num_warmup, num_total = self._params["warmup_num_steps"], self._params["total_num_steps"]
         if iteration < 0:
             return 0.0
-        if iteration < self._warmup.num_steps:
-            return self._warmup_min_ratio + (1 - self._warmup_min_ratio) * self._warmup.gamma(iteration)
-        decay_steps = max(1, self._total_num_steps - self._warmup.num_steps)
-        progress = min(1.0, (iteration - self._warmup.num_steps + 1) / decay_steps)
-        return max(0.0, self._cos_min_ratio + (1 - self._cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CycleShape:
-    """Options of OneCycle, in optimizer steps, and the form of its triangle."""
-
-    decay_lr_rate: float = 0.0
-    cycle_first_step_size: int = 2000
-    cycle_second_step_size: int | None = None
-    cycle_first_stair_count: int = 0
-    cycle_second_stair_count: int | None = None
-    decay_step_size: int = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: float | Sequence[float] = 0.8
-    cycle_max_mom: float | Sequence[float] = 0.9
-    decay_mom_rate: float = 0.0
-    last_batch_iteration: int = -1
-
-    def __post_init__(self) -> None:
-        _positive("cycle_first_step_size", self.cycle_first_step_size)
-        if self.second_size != 0:  # then the rate falls at once
-            _positive("cycle_second_step_size", self.second_size)
-
-    @property
-    def second_size(self) -> int:
-        return self.cycle_first_step_size if self.cycle_second_step_size is None else self.cycle_second_step_size
-
-    @property
-    def total_size(self) -> int:
-        return self.cycle_first_step_size + self.second_size
-
-    def height(self, iteration: int) -> float:
-        """Return 0 at the foot of the triangle, 1 at its top; in stairs where `cycle_*_stair_count` is set."""
-        position = (iteration + 1) % self.total_size
-        stairs, size = self.cycle_first_stair_count, self.cycle_first_step_size
-        if position > size:
-            position, size = self.total_size - position, self.second_size
-            stairs = stairs if self.cycle_second_stair_count is None else self.cycle_second_stair_count
-        return math.floor(position * stairs / size) / stairs if stairs > 0 else position / size
-
-    def decay_intervals(self, iteration: int) -> float:
-        """Count the `decay_step_size` since the triangle; 0 if nothing decays."""
-        return (iteration - self.total_size + 1) / self.decay_step_size if self.decay_step_size else 0.0
+        if iteration < num_warmup:
+            low: float = self._params["warmup_min_ratio"]
+            return low + (1 - low) * _warmup(self._params, iteration)
+        low = self._params["cos_min_ratio"]
+        progress = min(1.0, (iteration - num_warmup + 1) / max(1, num_total - num_warmup))
+        return max(0.0, low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 @final
 class OneCycle(Schedule):
     """Move the rate from min to max and back, and the momentum the other way; then decay both.
 
-    Options: `CycleShape`. Momentum is betas[0] of an optimizer with `betas`; betas[1] becomes 0.99, as in DeepSpeed.
+    Momentum is betas[0] of an optimizer with `betas`; betas[1] becomes 0.99, as in DeepSpeed.
     """
 
     _BETA2 = 0.99
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        cycle_min_lr: float | Sequence[float],
-        cycle_max_lr: float | Sequence[float],
-        **options: Any,
-    ) -> None:
-        self.shape = CycleShape(**{name: value for name, value in options.items() if value is not None})
-        self._min_lrs = _each_group(optimizer, "cycle_min_lr", cycle_min_lr)
-        self._max_lrs = _each_group(optimizer, "cycle_max_lr", cycle_max_lr)
-        self._min_moms = _each_group(optimizer, "cycle_min_mom", self.shape.cycle_min_mom)
-        self._max_moms = _each_group(optimizer, "cycle_max_mom", self.shape.cycle_max_mom)
-        self._cycles_momentum = self.shape.cycle_momentum and "betas" in optimizer.defaults
-        if self.shape.cycle_momentum:
-            found = f"beta2 is {self._BETA2} from now on" if self._cycles_momentum else "no, the optimizer has no betas"
+    def __init__(self, optimizer: Optimizer, **params: Any) -> None:
+        super().__init__(optimizer, **params)
+        if self._params["cycle_momentum"]:
+            has_betas = "betas" in optimizer.defaults
+            found = f"beta2 is {self._BETA2} from now on" if has_betas else "no, the optimizer has no betas"
             _log.warning("OneCycle cycles momentum: %s (scheduler.params.cycle_momentum)", found)
-        super().__init__(optimizer, self.shape.last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        shape, iteration = self.shape, self.last_batch_iteration
-        if iteration < 0:
-            return list(self._min_lrs)
-        if iteration < shape.total_size:
-            height = shape.height(iteration)
-            return [low + (high - low) * height for low, high in zip(self._min_lrs, self._max_lrs, strict=True)]
-        decay = 1 + shape.decay_lr_rate * shape.decay_intervals(iteration)
-        return [low / decay for low in self._min_lrs]
+        height, num_decays = self._position()
+        decay = 1 + self._params["decay_lr_rate"] * num_decays
+        ends = zip(self._params["cycle_min_lr"], self._params["cycle_max_lr"], strict=True)
+        return [(low + (high - low) * height) / decay for low, high in ends]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Compute the betas of each group at `last_batch_iteration`; None if momentum does not change."""
-        if not self._cycles_momentum:
+        if not self._params["cycle_momentum"] or "betas" not in self.optimizer.defaults:
             return None
-        shape, iteration = self.shape, self.last_batch_iteration
-        if iteration < 0:
-            momentums = self._min_moms
-        elif iteration < shape.total_size:
-            height, ends = shape.height(iteration), zip(self._min_moms, self._max_moms, strict=True)
-            momentums = [high - (high - low) * height for low, high in ends]
-        else:
-            growth = 1 + shape.decay_mom_rate * shape.decay_intervals(iteration)
-            momentums = [high * growth for high in self._max_moms]
-        return [(momentum, self._BETA2) for momentum in momentums]
+        if self.last_batch_iteration < 0:
+            return [(low, self._BETA2) for low in self._params["cycle_min_mom"]]
+        height, num_decays = self._position()
+        growth = 1 + self._params["decay_mom_rate"] * num_decays
+        ends = zip(self._params["cycle_min_mom"], self._params["cycle_max_mom"], strict=True)
+        return [((high - (high - low) * height) * growth, self._BETA2) for low, high in ends]
+
+    def _position(self) -> tuple[float, float]:
+        """Return the height in the triangle, 0 at its foot and 1 at its top, and the number of `decay_step_size` since.
+
+        The height goes in stairs where `cycle_*_stair_count` is set; nothing decays without `decay_step_size`.
+        """
+        params, position = self._params, self.last_batch_iteration + 1
+        size, second_size = params["cycle_first_step_size"], params["cycle_second_step_size"]
+        total_size = size + (size if second_size is None else second_size)
+        if position > total_size:
+            return 0.0, (position - total_size) / params["decay_step_size"] if params["decay_step_size"] else 0.0
+        position, stairs = position % total_size, params["cycle_first_stair_count"]
+        if position > size:
+            position, size = total_size - position, total_size - size
+            second_stairs = params["cycle_second_stair_count"]
+            stairs = stairs if second_stairs is None else second_stairs
+        return (math.floor(position * stairs / size) / stairs if stairs > 0 else position / size), 0.0
 
     def _apply(self) -> None:
         super()._apply()
-        momentums = self.get_mom()
-        if momentums is not None:
-            for group, betas in zip(self.optimizer.param_groups, momentums, strict=True):
-                group["betas"] = betas
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+            group["betas"] = betas
 
 
-class _Warmup:
-    """Compute gamma(i) = log(i + 1) / log(n), or i / n, for i < n; n is at least 2. None: the default."""
-
-    def __init__(self, num_steps: int | None, kind: str | None) -> None:
-        num_steps, kind = 1000 if num_steps is None else num_steps, "log" if kind is None else kind
-        if num_steps == 0:
-            raise ConfigError(
-                "scheduler.params.warmup_num_steps: expected at least 1 step, as in DeepSpeed since 0.19.6; found 0. "
-                "Write 1 for the shortest warm-up, which older versions made of 0."
-            )
-        self.num_steps = max(2, int(_positive("warmup_num_steps", num_steps)))
-        if kind not in ("log", "linear"):
-            raise ConfigError(f"scheduler.params.warmup_type: expected log or linear; found {kind!r}.")
-        self._linear = kind == "linear"
-
-    def gamma(self, iteration: int) -> float:
-        return iteration / self.num_steps if self._linear else math.log(iteration + 1) / math.log(self.num_steps)
-
-
-def _each_group(optimizer: Optimizer, name: str, value: float | Sequence[float]) -> list[float]:
-    """Return one value a group, from one for all or from a list. Raises ConfigError for anything else."""
-    count = len(optimizer.param_groups)
-    if not isinstance(value, (int, float, Sequence)) or isinstance(value, str):
-        raise ConfigError(f"scheduler.params.{name}: expected a number or a list; found {value!r}.")
-    values = list(value) if isinstance(value, Sequence) else [value] * count
-    if not all(isinstance(item, (int, float)) for item in values):
-        raise ConfigError(f"scheduler.params.{name}: expected a list of numbers; found {value!r}.")
-    if len(values) != count:
-        raise ConfigError(
-            f"scheduler.params.{name}: expected one value or {count}, one a param group; found {len(values)}."
-        )
-    return [float(item) for item in values]
-
-
-def _positive(name: str, value: float) -> float:
-    if not isinstance(value, (int, float)) or value <= 0:
-        raise ConfigError(f"scheduler.params.{name}: expected at least 1 step; found {value!r}.")
-    return value
+def _warmup(params: Mapping[str, Any], iteration: int) -> float:
+    """Compute how much of the warmup is over: log(i + 1) / log(n), or i / n; 0 before step 0 and 1 from step n on."""
+    num_steps = params["warmup_num_steps"]
+    if not 0 <= iteration < num_steps:
+        return float(iteration >= 0)
+    is_linear = params["warmup_type"] == "linear"
+    return iteration / num_steps if is_linear else math.log(iteration + 1) / math.log(num_steps)
 
 
 _TRIED_STEPS = 3
