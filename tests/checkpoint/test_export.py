@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from tests.support.tags import fields, write_share, written_by
 from tests.support.trainers import same_bits
 from tiered_zero.checkpoint import export as export_module
-from tiered_zero.checkpoint.export import export_weights
+from tiered_zero.checkpoint.export import list_weights
 from tiered_zero.checkpoint.open import open_tag
 from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.checkpoint.weights import write_weights
 from tiered_zero.errors import CorruptionError, StoreError
 
 
@@ -59,7 +60,7 @@ def test_every_weight_is_there_rounded_once(
     monkeypatch.setattr(export_module, "_CHUNK_NUMEL", chunk_numel)
     tensors = state()
     path = write_tag(tmp_path / "ck", tensors)
-    paths = export_weights(open_tag(path), tmp_path / "out", dtype, max_shard_nbytes=1000)
+    paths = write_weights(tmp_path / "out", list_weights(open_tag(path), dtype), max_shard_nbytes=1000)
     assert paths[-1].name == "model.safetensors.index.json" and len(paths) > 3
     found = exported(tmp_path / "out")
     assert found.keys() == {key.partition("/")[2] for key in tensors if not key.startswith("exp_avg")}
@@ -75,7 +76,7 @@ def test_it_loads_into_the_plain_model(tmp_path: Path) -> None:
     values = dict(model.named_parameters())
     tensors = {f"master/{name}": value.detach() for name, value in values.items()}
     tensors |= {f"buffer/{name}": value for name, value in model.named_buffers()}
-    export_weights(open_tag(write_tag(tmp_path / "ck", tensors)), tmp_path / "out")
+    write_weights(tmp_path / "out", list_weights(open_tag(write_tag(tmp_path / "ck", tensors))))
     torch.manual_seed(1)
     other = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16))
     other.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"), strict=True)
@@ -85,9 +86,9 @@ def test_it_loads_into_the_plain_model(tmp_path: Path) -> None:
 def test_a_value_that_the_dtype_cannot_hold_is_an_error(tmp_path: Path) -> None:
     path = write_tag(tmp_path / "ck", {"master/w": torch.tensor([1.0, 70000.0, float("inf"), float("nan")])})
     with pytest.raises(StoreError, match=r"master/w has values that float16 cannot hold: the largest is 7e\+04"):
-        export_weights(open_tag(path), tmp_path / "out", torch.float16)
+        write_weights(tmp_path / "out", list_weights(open_tag(path), torch.float16))
     assert not list((tmp_path / "out").iterdir())
-    export_weights(open_tag(path), tmp_path / "out", torch.bfloat16)
+    write_weights(tmp_path / "out", list_weights(open_tag(path), torch.bfloat16))
     assert exported(tmp_path / "out")["w"].isfinite().tolist() == [True, True, False, False]
 
 
@@ -98,14 +99,14 @@ def test_rotten_bytes_never_become_weights(tmp_path: Path) -> None:
     raw[100] ^= 1
     data.write_bytes(raw)
     with pytest.raises(CorruptionError, match=r"are not those written"):
-        export_weights(open_tag(path), tmp_path / "out")
+        write_weights(tmp_path / "out", list_weights(open_tag(path)))
     assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
     path = write_tag(tmp_path / "ck", {"exp_avg/w": torch.ones(3), "buffer/b": torch.ones(3)})
     with pytest.raises(StoreError, match="There are no weights in this checkpoint"):
-        export_weights(open_tag(path), tmp_path / "out")
+        write_weights(tmp_path / "out", list_weights(open_tag(path)))
     path = write_tag(tmp_path / "twice", {"master/w": torch.ones(3), "param/w": torch.ones(3)})
     with pytest.raises(StoreError, match="w is there twice, as param/w too"):
-        export_weights(open_tag(path), tmp_path / "out")
+        write_weights(tmp_path / "out", list_weights(open_tag(path)))

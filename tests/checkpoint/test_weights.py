@@ -185,9 +185,10 @@ def test_room_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_a_process_that_is_gone_has_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / ".model.safetensors.part-999999999-ab").write_bytes(b"x")
-    mine = tmp_path / f".model.safetensors.part-{os.getpid()}-ab"
-    mine.write_bytes(b"x")
+    mine = tmp_path / f".model.part-{os.getpid()}-ab"
+    for path in (tmp_path / ".model.part-999999999-ab", mine):
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"x")
     write_weights(tmp_path, values(a=torch.zeros(100)))
     assert sorted(path.name for path in tmp_path.iterdir()) == [mine.name, "model.safetensors"]
 

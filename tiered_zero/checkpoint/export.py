@@ -1,10 +1,9 @@
-"""The weights of a tag as safetensors files, without the model: bounded memory, whatever the size of a tensor."""
+"""The weights of a tag, without the model, for `write_weights`: bounded memory, whatever the size of a tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -12,26 +11,12 @@ import torch
 from tiered_zero.checkpoint.portable import BUFFER, MASTER, PARAM, VALUE_KINDS
 from tiered_zero.checkpoint.reader import TensorReader
 from tiered_zero.checkpoint.tensors import torch_dtype
-from tiered_zero.checkpoint.weights import MAX_SHARD_NBYTES, WeightTensor, write_weights
+from tiered_zero.checkpoint.weights import WeightTensor
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
 
 _CHUNK_NUMEL: Final = 8 * MIB
 """Elements that are read at a time."""
-
-
-def export_weights(
-    reader: TensorReader,
-    out: Path,
-    dtype: torch.dtype = torch.float32,
-    *,
-    max_shard_nbytes: int = MAX_SHARD_NBYTES,
-    replaces: bool = False,
-    with_frozen: bool = True,
-) -> list[Path]:
-    """Write the weights of `reader` to `out`; see `list_weights`. `replaces`: another model's weights there too."""
-    weights = list_weights(reader, dtype, with_frozen=with_frozen)
-    return write_weights(out, weights, max_shard_nbytes=max_shard_nbytes, replaces=replaces)
 
 
 def list_weights(

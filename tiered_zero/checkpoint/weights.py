@@ -7,15 +7,16 @@ known before the first tensor is, so that each tensor goes to its file as it is 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, final
 
 import torch
@@ -78,23 +79,20 @@ def model_weights(
     Tied weights are listed under each of their names, as `load_state_dict(strict=True)` wants them. `exclude_frozen`:
     leave out parameters that require no gradient. Raises ModelError.
     """
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
+    names: dict[torch.Tensor, list[str]] = {}  # by identity
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     for name, tensor in state_tensors(model):
         if name not in ignored and (tensor.requires_grad or not exclude_frozen or not isinstance(tensor, nn.Parameter)):
-            names.setdefault(id(tensor), []).append(name)
-            tensors[id(tensor)] = tensor
+            names.setdefault(tensor, []).append(name)
     found = []
-    params = sorted((t for t in tensors.values() if isinstance(t, nn.Parameter)), key=unit_of)
-    for tensor in (*params, *(t for t in tensors.values() if not isinstance(t, nn.Parameter))):
+    for tensor in sorted(names, key=lambda each: unit_of(each) if isinstance(each, nn.Parameter) else math.inf):
         dtype, shape = tensor.dtype, tuple(tensor.shape)
         if dtype not in _DTYPES:
             raise ModelError(
-                f"{names[id(tensor)][0]} is of dtype {dtype}, which safetensors does not know. Exclude or cast it."
+                f"{names[tensor][0]} is of dtype {dtype}, which safetensors does not know. Exclude or cast it."
             )
         read = partial(_read, tensor, copy_of)
-        found += [WeightTensor(name=name, dtype=dtype, shape=shape, read=read) for name in names[id(tensor)]]
+        found += [WeightTensor(name=name, dtype=dtype, shape=shape, read=read) for name in names[tensor]]
     return found
 
 
@@ -102,14 +100,10 @@ def _read(tensor: torch.Tensor, copy_of: Callable[[nn.Parameter], torch.Tensor])
     yield copy_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().to("cpu")
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules(remove_duplicate=False):
-        yield f"{name}." if name else "", module
-
-
 def state_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and persistent buffers under each of their names in `model.state_dict()`."""
-    for prefix, module in _named(model):
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = path and f"{path}."
         for name, param in module._parameters.items():
             if param is not None:
                 yield prefix + name, param
@@ -123,20 +117,17 @@ def write_model_config(model: nn.Module, directory: Path) -> None:
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return
-    kept = {name: getattr(config, name, None) for name in ("dtype", "architectures")}
+    config = deepcopy(config)
     floating = (param.dtype for param in model.parameters() if param.is_floating_point())
+    config.dtype = str(next(floating, torch.float32)).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    generation: Any = getattr(model, "generation_config", None)
     try:
-        config.dtype = str(next(floating, torch.float32)).removeprefix("torch.")
-        config.architectures = [type(model).__name__]
         config.save_pretrained(directory)
-        generation: Any = getattr(model, "generation_config", None)
         if callable(getattr(generation, "save_pretrained", None)):
             generation.save_pretrained(directory)
     except OSError as error:
         raise StoreError(f"The model's config cannot be written to {directory}: {error.strerror}.") from error
-    finally:
-        for name, value in kept.items():
-            setattr(config, name, value)
 
 
 def write_weights(
@@ -150,7 +141,7 @@ def write_weights(
     """Write `file_name`, or numbered files of at most `max_shard_nbytes` and their index. Returns the paths, the index
     last.
 
-    All files are written under temporary names and synced before the first is renamed. Earlier weights of this name go
+    All files are written to a hidden directory and synced before the first is renamed. Earlier weights of this name go
     at that moment: until the last rename there are none, and never a mixture. A tensor larger than a file has one of
     its own. `replaces`: False refuses to replace the weights of another model. Raises StoreError.
     """
@@ -171,15 +162,21 @@ def write_weights(
                 f"The weights take {format_nbytes(total_nbytes)}; {format_nbytes(free_nbytes)} are free in "
                 f"{directory}. Free some, or name another directory. Nothing was written."
             )
-        with _temporaries(directory, [*names, index_name]) as temporary:
+        for path in directory.glob(".*.part-*-*"):
+            owner = path.name.rpartition(".part-")[2].partition("-")[0]
+            if owner.isdecimal() and not Path(f"/proc/{owner}").exists():  # killed while it wrote
+                shutil.rmtree(path, ignore_errors=True)
+        with TemporaryDirectory(
+            prefix=f".{stem}.part-{os.getpid()}-", dir=directory, ignore_cleanup_errors=True
+        ) as temporary:
             for name, shard in zip(names, shards, strict=True):
-                _write_shard(temporary[name], shard)
+                _write_shard(Path(temporary, name), shard)
             if len(shards) > 1:
                 weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
                 index = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(sorted(weight_map.items()))}
-                write_new_file(temporary[index_name], [json.dumps(index, indent=2).encode() + b"\n"])
+                write_new_file(Path(temporary, index_name), [json.dumps(index, indent=2).encode() + b"\n"])
                 names.append(index_name)
-            _publish(directory, temporary, names, stem)
+            _publish(directory, Path(temporary), names, stem)
     except OSError as error:
         raise StoreError(
             f"The weights ({format_nbytes(total_nbytes)}) cannot be written to {directory}: {error.strerror or error}. "
@@ -241,24 +238,6 @@ def _shard_bytes(header: bytes, tensors: Sequence[WeightTensor]) -> Iterator[byt
             raise InternalError(f"{tensor.name} was to be written with {tensor.nbytes} bytes; found {written}.")
 
 
-@contextmanager
-def _temporaries(directory: Path, names: Sequence[str]) -> Iterator[Mapping[str, Path]]:
-    """Yield name -> a hidden name of this process in the same directory. Removes what is left, also by processes that
-    are gone."""
-    for path in directory.glob(".*.part-*-*"):
-        owner = path.name.rpartition(".part-")[2].partition("-")[0]
-        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
-            path.unlink(missing_ok=True)
-    suffix = f"part-{os.getpid()}-{secrets.token_hex(4)}"
-    paths = {name: directory / f".{name}.{suffix}" for name in names}
-    try:
-        yield paths
-    finally:
-        for path in paths.values():
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-
-
 def weight_files(directory: Path, stem: str) -> list[Path]:
     """List the files of weights in the directory, one or numbered ones."""
     pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors")
@@ -285,14 +264,14 @@ def _check_model(directory: Path, stem: str, tensors: Sequence[WeightTensor]) ->
         )
 
 
-def _publish(directory: Path, temporary: Mapping[str, Path], names: Sequence[str], stem: str) -> None:
+def _publish(directory: Path, temporary: Path, names: Sequence[str], stem: str) -> None:
     """Replace the weights in the directory by the files in `names`; the one that readers look for is renamed last."""
     for path in [directory / f"{stem}.safetensors.index.json", *weight_files(directory, stem)]:
         if len(names) > 1 or path.name not in names:  # one file replaces one file at once
             path.unlink(missing_ok=True)
     sync_directory(directory)
     for name in names[:-1]:
-        os.replace(temporary[name], directory / name)
+        os.replace(temporary / name, directory / name)
     sync_directory(directory)
-    os.replace(temporary[names[-1]], directory / names[-1])
+    os.replace(temporary / names[-1], directory / names[-1])
     sync_directory(directory)

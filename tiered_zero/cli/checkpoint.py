@@ -139,17 +139,17 @@ def export(
     """
     import torch
 
-    from tiered_zero.checkpoint.export import export_weights
+    from tiered_zero.checkpoint.export import list_weights
     from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
+    from tiered_zero.checkpoint.weights import write_weights
 
     found = find_checkpoint(directory, tag)
     for line in found.lines:
         click.echo(printable(line), err=True)
     with open_reader(found) as reader:
         info = reader.manifest
-        paths = export_weights(
-            reader, out, getattr(torch, DTYPES[dtype]), max_shard_nbytes=max_shard_size, replaces=force
-        )
+        weights = list_weights(reader, getattr(torch, DTYPES[dtype]))
+        paths = write_weights(out, weights, max_shard_nbytes=max_shard_size, replaces=force)
     nbytes = sum(path.stat().st_size for path in paths)
     if as_json:
         files = [str(path) for path in paths]

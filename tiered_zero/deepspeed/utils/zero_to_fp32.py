@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tiered_zero.checkpoint.export import export_weights, list_weights
+from tiered_zero.checkpoint.export import list_weights
 from tiered_zero.checkpoint.reader import TensorReader
 from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
-from tiered_zero.checkpoint.weights import WeightTensor
+from tiered_zero.checkpoint.weights import WeightTensor, write_weights
 from tiered_zero.errors import BudgetError, ConfigError
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.sizes import format_nbytes, parse_nbytes
@@ -88,7 +88,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     except ValueError as error:
         raise ConfigError(f"max_shard_size: {error}.") from None
     with _open(checkpoint_dir, tag) as reader:
-        export_weights(reader, Path(output_dir), max_shard_nbytes=most, with_frozen=not exclude_frozen_parameters)
+        weights = list_weights(reader, with_frozen=not exclude_frozen_parameters)
+        write_weights(Path(output_dir), weights, max_shard_nbytes=most, replaces=False)
 
 
 def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> TensorReader:
