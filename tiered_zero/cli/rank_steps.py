@@ -6,7 +6,6 @@ import statistics
 import struct
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import final
 
 from tiered_zero.engine.engine import Engine
@@ -16,14 +15,6 @@ _MESSAGE = struct.Struct("<ddq")
 """Loss, own seconds, exit code of a signal or 0."""
 
 RECENT_STEPS = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankStep:
-    """One step of all ranks. `loss`: the mean. `code`: the exit code of a signal that any of them has got; or None."""
-
-    loss: float
-    code: int | None
 
 
 @final
@@ -39,17 +30,18 @@ class RankSteps:
         self._own_s: list[deque[float]] = [deque(maxlen=MAX_STEPS_KEPT) for _ in range(self.world_size)]
         self._began_s, self._waited_s = time.perf_counter(), self._waited()
 
-    def after_step(self, loss: float, code: int | None) -> RankStep:
-        """Return what all ranks agree on. `loss`, `code`: of this one. Raises RankError."""
+    def after_step(self, loss: float, code: int | None) -> tuple[float, int | None]:
+        """Exchange this rank's loss and exit code. Return the mean loss, and the code of a signal that any rank has got
+        or None: the same on all ranks. Raises RankError."""
         if self.world_size == 1:
-            return RankStep(loss=loss, code=code)
+            return loss, code
         own_s = time.perf_counter() - self._began_s - (self._waited() - self._waited_s)
         found = [_MESSAGE.unpack(each) for each in self._engine.exchange(_MESSAGE.pack(loss, own_s, code or 0))]
         self._began_s, self._waited_s = time.perf_counter(), self._waited()
         for each, (_, seconds, _) in zip(self._own_s, found, strict=True):
             each.append(seconds)
         codes = [theirs for _, _, theirs in found if theirs]
-        return RankStep(loss=sum(theirs for theirs, _, _ in found) / len(found), code=codes[0] if codes else None)
+        return sum(theirs for theirs, _, _ in found) / len(found), codes[0] if codes else None
 
     @property
     def own_s(self) -> list[float]:

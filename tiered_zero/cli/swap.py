@@ -11,7 +11,7 @@ import click
 from rich.text import Text
 
 from tiered_zero.cli.capacity import capacity
-from tiered_zero.cli.listing import print_json, print_table, printable
+from tiered_zero.cli.console import print_json, print_table, printable
 from tiered_zero.cli.options import JSON_OPTION, directory_argument
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.sizes import format_nbytes

@@ -132,15 +132,15 @@ class Training:
         with progress:
             for step in range(engine.global_steps, options.steps):
                 own_loss = train_step(engine, self._corpus, step, self._model.context, options.seed)
-                made = ranks.after_step(own_loss, stop.code)
+                loss, stop_code = ranks.after_step(own_loss, stop.code)
                 assert engine.step_report is not None
-                totals.add(replace(engine.step_report, loss=made.loss, tokens=self._step_tokens))
-                progress.advance(made.loss, self._step_tokens, ranks.pace)
-                if not math.isfinite(made.loss):
+                totals.add(replace(engine.step_report, loss=loss, tokens=self._step_tokens))
+                progress.advance(loss, self._step_tokens, ranks.pace)
+                if not math.isfinite(loss):
                     return DIVERGED
                 if saver is not None:
-                    saver.after_step(made.loss)
-                if (stop_code := made.code) is not None:
+                    saver.after_step(loss)
+                if stop_code is not None:
                     break
             is_saved = saver is None or saver.finish()
         return stop_code or stop.code or (0 if is_saved else UNSAVED)
