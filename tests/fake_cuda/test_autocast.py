@@ -1,4 +1,4 @@
-"""torch.autocast keeps no 16-bit copies of paged weights on the device."""
+"""torch.autocast keeps no 16-bit copies of paged weights on the device where reentrant checkpoints recompute them."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def train(device: FakeCuda, enabled: bool, swap_path: str) -> None:
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_the_peak_under_autocast_is_near_the_plan(fake_cuda: FakeCudaProcesses, enabled: bool, swap_path: str) -> None:
-    """fp32 parameters, each layer recomputed: beside the plan there are the copies of two layers at most."""
+    """fp32 parameters, each layer in a reentrant checkpoint: beside the plan are copies of two layers at most."""
     fake_cuda.run(train, NO_WORKSPACES, enabled=enabled, swap_path=swap_path)

@@ -261,8 +261,8 @@ OTHERS: tuple[Key, ...] = (
     # Refused: ignoring these would change numbers.
     *_refused_sections("apex mixed precision is not here; use bf16 or fp16", "amp"),
     *_refused_sections(
-        "use bf16 or fp16, or put torch.autocast into the model's forward: where no block is recomputed autograd then "
-        "saves 2 bytes a parameter, in no plan",
+        "use bf16 or fp16, or put torch.autocast into the model's forward: it keeps 2 bytes a parameter, in no plan, "
+        "except in torch.utils.checkpoint(use_reentrant=True)",
         "torch_autocast",
     ),
     *_refused_sections("it quantizes and prunes the model in training", "compression_training", on=True),

@@ -16,6 +16,8 @@ No entry point depends on the recorded order of use; prefetching does (`Schedule
 
 [Note: Casts of weights]
 torch.autocast caches a 16-bit copy of every weight that it casts until its outermost block ends: 2 bytes a parameter,
-in no plan. Where autograd saves such copies for backward the cache adds nothing, and shares them between uses of a
-weight. Where it does not (evaluation, checkpoints) the cache is cleared as a module with offloaded units ends.
+in no plan. All uses of a weight share the node of that cast, which sums their gradients in 16 bits; a second cast would
+add a second node, and the sum of the two in fp32. So the cache stays as it is, also in a non-reentrant checkpoint, of
+which autograd saves nothing. Uses without grad mode (evaluation, the forward of a reentrant checkpoint) have no
+gradient: there the cache is off while a module with offloaded units runs.
 """

@@ -21,7 +21,7 @@ from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.param_changes import ParamChanges
 from tiered_zero.params.param_handlers import FaultHandler
-from tiered_zero.params.saved_views import SavedViews, TensorMover, changed_weights, is_discarding
+from tiered_zero.params.saved_views import SavedViews, TensorMover, changed_weights
 from tiered_zero.params.state_dict import ParamCopies
 from tiered_zero.params.unit_cache import UnitCache
 from tiered_zero.params.unit_state import Frame, PagedUnit, UnitState, UnitTable, WeightState
@@ -187,6 +187,9 @@ class Pager:
             paged = self.units.by_index[unit.index]
             self._acquire(paged, frame.pass_name)
             frame.held.append(paged)
+        if not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():  # [Note: Casts of weights]
+            frame.disables_cast_cache = not all(paged.is_resident for paged in frame.held)
+            torch.set_autocast_cache_enabled(not frame.disables_cast_cache)
         frame.is_inside_hooks = self.saved_views.begin_module()
 
     def exit_frame(self) -> bool:
@@ -196,8 +199,8 @@ class Pager:
         frame = self.frames.pop()
         if frame.is_inside_hooks:
             self.saved_views.end_inside()
-        if (frame.discards or is_discarding()) and not all(paged.is_resident for paged in frame.held):
-            torch.clear_autocast_cache()  # [Note: Casts of weights]
+        if frame.disables_cast_cache:
+            torch.set_autocast_cache_enabled(True)
         for paged in frame.held:
             self._release(paged, frame.pass_name)
         if frame.faulted:
@@ -289,6 +292,8 @@ class Pager:
     def abort(self) -> None:
         """End every frame, evict units without users, and count anew: no module runs any more. What a transfer still
         fetches is left to it, as if it were prefetched."""
+        if any(frame.disables_cast_cache and frame.thread == threading.get_ident() for frame in self.frames):
+            torch.set_autocast_cache_enabled(True)
         self.frames.clear()
         self.loading.clear()
         self.copies.end()

@@ -15,7 +15,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.params.pager import Pager
-from tiered_zero.params.saved_views import is_discarding
 
 _NO_TRANSFORM = (
     "torch.func.grad, vjp, jacrev and hessian do not support saved tensor hooks, by which paged parameters are saved "
@@ -138,7 +137,6 @@ class PassScope:
         """Whether the call of `module`, which owns no unit, is a direct one. Pairs with `leaves_direct`."""
         if self._pager.is_running():
             self._depth += self._innermost is module
-            self._pager.frames[-1].discards |= is_discarding()
         elif self._pager.is_called_directly():
             self._innermost, self._depth = module, 1
             return True

@@ -286,12 +286,6 @@ def names_saved_views() -> bool:
     return top is not None and getattr(top[0], "__func__", None) is SavedViews.pack
 
 
-def is_discarding() -> bool:
-    """Whether autograd keeps nothing of what is computed now: it records nothing, or a checkpoint computes it again."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return not torch.is_grad_enabled() or (top is not None and _is_of_checkpoint(top[0]))
-
-
 def _is_of_checkpoint(pack: Pack) -> bool:
     return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 

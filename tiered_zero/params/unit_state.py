@@ -216,14 +216,14 @@ class Frame:
     """A running module, or the engine's forward, on `thread`. `held`: units that stay for its whole length, used by
     the pass `pass_name`. `faulted`: units of functions called in it; any of them is evicted when room is short and no
     view is held, and fetched again when the next function is called with it. `is_inside_hooks`: hooks for saved
-    tensors were set as it began. `discards`: autograd keeps nothing of a part of it. [Note: Casts of weights]"""
+    tensors were set as it began. `disables_cast_cache`: autocast's, while it runs. [Note: Casts of weights]"""
 
     thread: int
     pass_name: str = ""
     held: list[PagedUnit] = field(default_factory=list)
     faulted: list[PagedUnit] = field(default_factory=list)
     is_inside_hooks: bool = False
-    discards: bool = False
+    disables_cast_cache: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
