@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 import tiered_zero
 from tests.parity.test_optimizers import RowScaled
 from tests.support.inspection import unverified_nbytes
-from tests.support.models import ParityGPT, batch, groups
-from tests.support.trainers import Plain, named_weights, same_bits, tiered, train
+from tests.support.models import ParityGPT, batch, groups, rows, two_layers
+from tests.support.trainers import Plain, adamw, named_weights, same_bits, tiered, train
 from tiered_zero.errors import BudgetError, ModelError, TransferError
 from tiered_zero.rules.native_rules import Lion
 from tiered_zero.update import optimizer_state, state_view
@@ -297,7 +297,7 @@ def test_the_state_mapping_names_who_has_state_and_hands_none_out(swap_path: Pat
         for param, values in state.items():
             state[param] = values  # as Lightning does, which moves every tensor that it finds there
         with pytest.raises(ModelError, match="cannot be copied or pickled"):
-            copy.deepcopy(engine.optimizer)
+            copy.copy.deepcopy(engine.optimizer)
     with pytest.raises(ModelError, match="run is closed"):
         engine.optimizer.state_dict()
 
@@ -356,3 +356,44 @@ def test_an_empty_state_starts_all_parameters_anew(placement: tuple[str, str], r
                 optimizer.state = {model.norm.weight: {}}
                 engine.step()
         assert own.state is engine.optimizer.state and len(own.state) > 0
+
+
+def test_state_that_is_read_or_loaded_after_a_reset_of_the_own_optimizer_follows_it(swap_path: Path) -> None:
+    plain, model = Plain(build(), MAKERS["AdamW"]), build()
+    own = MAKERS["AdamW"](model)
+    with tiered(model, swap_path, ("cpu", "cpu"), lambda _: own) as engine:
+        assert run(plain, 0) == run(engine, 0)
+        saved = copy.deepcopy(engine.optimizer.state_dict())
+        for read in (
+            lambda: engine.optimizer.state,
+            lambda: engine.optimizer.state_dict()["state"],
+            lambda: engine.optimizer.read_state(model.norm.weight),
+        ):
+            own.state = {}
+            assert not read()
+            engine.optimizer.load_state_dict(saved)
+        own.state = {}
+        engine.optimizer.load_state_dict(saved)
+        assert run(plain, 2) == run(engine, 2)
+    assert own.state is not engine.optimizer.state
+
+
+def test_a_reset_that_came_too_late_for_a_step_is_said_and_made_after_it(swap_path: Path) -> None:
+    plain, model = Plain(two_layers()), two_layers()
+    own = adamw(model)
+    runtime = {"update": "overlapped"}
+    with tiered(model, swap_path, ("cpu", "cpu"), lambda _: own, runtime=runtime) as engine:
+        for index in range(4):
+            for trainer in (plain, engine):
+                trainer.backward(trainer(rows(index)).square().mean())
+            if index == 2:
+                own.state = {}
+                with pytest.raises(ModelError, match=r"Call step\(\) first"):
+                    engine.step()
+            for trainer in (plain, engine):
+                trainer.step()
+            if index == 2:
+                plain.optimizer.state = defaultdict(dict)
+                assert not engine.optimizer.state_dict()["state"]
+        assert_same_weights(plain.module, engine.module)
+        assert_same_state(plain.optimizer.state_dict(), engine.optimizer.state_dict())

@@ -22,7 +22,7 @@ from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.rules.lr import build_scheduler
 from tiered_zero.update.optimizer_state import OptimizerState
 from tiered_zero.update.policy import UpdatePolicy
-from tiered_zero.update.state_access import StateAccess
+from tiered_zero.update.state_access import StateAccess, refuse_state
 from tiered_zero.update.state_calls import TierStateOptimizer, replace_values
 
 logger = logging.getLogger("tiered_zero")
@@ -55,15 +55,38 @@ class TieredOptimizer(TierStateOptimizer):
         self.param_groups = source.param_groups
         self._source = source
         self._engine: EngineCalls | None = None
+        self._refused: Any = None
         for name in _HOOKS:
             setattr(self, name, getattr(source, name))
 
+    @property  # type: ignore[override]
+    def state(self) -> StateAccess:
+        self.take_reset()
+        return self._access
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        TierStateOptimizer.state.fset(self, value)  # type: ignore[attr-defined]
+
     def take_reset(self) -> None:
-        """Start the state anew where the program has set `state` of its own optimizer to an empty mapping."""
+        """Start the state anew where the program has set `state` of its own optimizer to an empty mapping. Every use of
+        the state calls this first. Where an update has begun in backward this raises once; the step may then be taken
+        with the old state, and the first use after it starts anew."""
+        if not isinstance(self._access, StateAccess) or not self._access.is_open:
+            return
         given = self._source.state
-        if given is not self._access and isinstance(self._access, StateAccess):
+        if given is not self._access:
+            if not given:
+                try:
+                    self._reset()
+                except ModelError:
+                    if self._refused is given:
+                        return
+                    self._refused = given
+                    raise
             self._source.state = self._access  # type: ignore[assignment]
-            self.state = given
+            if given:
+                refuse_state()
 
     @property
     def loss_scale(self) -> float:
@@ -85,6 +108,7 @@ class TieredOptimizer(TierStateOptimizer):
         self.state = access = StateAccess(state, policy, self.param_groups)
         at_end(access.close)
         _redirect(self._source, self, at_end)
+        self._source.state = access  # type: ignore[assignment]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Call the closure, if there is one, and do `engine.step()`: it counts a micro-batch, and updates at an
@@ -298,7 +322,6 @@ def _redirect(source: Optimizer, handle: TieredOptimizer, at_end: Callable[[Call
 
     at_end(restore)
     vars(source).update(redirects)
-    source.state = handle.state  # type: ignore[assignment]
 
 
 def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[..., Any]:
@@ -306,7 +329,6 @@ def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[...,
         handle = owner()
         if handle is None:
             raise ModelError(f"The engine that trains with this optimizer is gone; {name}() has nothing to act on.")
-        handle.take_reset()
         return getattr(handle, name)(*args, **kwargs)
 
     call._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers need not wrap it to see its steps

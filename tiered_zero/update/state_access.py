@@ -125,6 +125,10 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         names = self._open().names_of(params)
         self._policy.update_now(ZeroGradients(names))
 
+    @property
+    def is_open(self) -> bool:
+        return self._state is not None
+
     def close(self) -> None:
         """Refuse every access from now on: the engine ends, and its tiers with it."""
         self._state = None
