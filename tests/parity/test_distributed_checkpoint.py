@@ -132,13 +132,14 @@ def test_torch_creates_the_state_that_it_creates_in_a_plain_optimizer(name: str,
         assert all(map(same_bits, steps(plain, 0), steps(engine, 0)))
 
 
-def test_a_first_step_whose_learning_rate_is_0_counts(swap_path: Path) -> None:
-    """A schedule that warms up begins so; and gradients that a program assigns are not all zero."""
+@pytest.mark.parametrize("gradient", [0.0, 1.0])
+def test_a_first_step_whose_learning_rate_is_0_counts(gradient: float, swap_path: Path) -> None:
+    """A schedule that warms up begins so, and where all of a batch is masked, gradients are zero."""
     with opened("plain", swap_path) as plain, opened("engine-cpu", swap_path) as engine:
         for trainer in (plain, engine):
             trainer.optimizer.param_groups[0]["lr"] = 0.0
             for param in trainer.module.parameters():
-                param.grad = torch.ones_like(param)
+                param.grad = torch.full_like(param, gradient)
             trainer.step()
         assert engine.global_steps == 1
         for trainer in (plain, engine):
@@ -148,3 +149,35 @@ def test_a_first_step_whose_learning_rate_is_0_counts(swap_path: Path) -> None:
         engine.optimizer.param_groups[0]["lr"] = 0.0
         steps(engine, 0, 1)
         assert engine.global_steps == 1
+
+
+def test_torch_creates_state_between_the_step_hooks(swap_path: Path) -> None:
+    calls: list[str] = []
+    with opened("engine-cpu", swap_path) as engine:
+        engine.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        engine.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        get_optimizer_state_dict(engine.module, engine.optimizer)
+        assert calls == ["before", "after"] and engine.global_steps == 0
+
+
+class WithoutLr(Optimizer):
+    """A class with another name for its learning rate, which torch leaves as it is when it creates state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rate": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                self.state[param].setdefault("sum", torch.zeros_like(param)).add_(param.grad)
+                param.sub_(self.state[param]["sum"] + param, alpha=0.1)
+
+
+def test_a_step_of_zero_gradients_without_an_lr_decays_weights_and_counts(swap_path: Path) -> None:
+    plain = Plain(two_layers(), lambda model: WithoutLr(model.parameters()))
+    with tiered(two_layers(), swap_path, ("cpu", "cpu"), lambda model: WithoutLr(model.parameters())) as engine:
+        for trainer in (plain, engine):
+            get_optimizer_state_dict(trainer.module, trainer.optimizer)
+        assert engine.global_steps == 1
+        assert all(map(same_bits, steps(plain, 0), steps(engine, 0)))

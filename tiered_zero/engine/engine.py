@@ -94,12 +94,12 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
     @on_one_thread
     @runs_outside_modes
-    def step(self, *, clips_by_default: bool = True) -> None:
+    def step(self, *, by_optimizer: bool = False) -> None:
         """Count a micro-batch; at an accumulation boundary check the gradients and update the weights, or skip the
-        step. `clips_by_default`: clip also where the config leaves gradient_clipping out; `optimizer.step()` does not,
-        for its loop may clip by itself."""
+        step. `by_optimizer`: `optimizer.step()` calls this. It clips only where the config has gradient_clipping, for
+        its loop may clip by itself."""
         run, step = self._run, self._step
-        if step.step(self.optimizer, run.lr_scheduler, clips_by_default) and (report := step.meter.report) is not None:
+        if step.step(self.optimizer, run.lr_scheduler, by_optimizer) and (report := step.meter.report) is not None:
             for observer in run.observers:
                 observer(report)
 

@@ -243,14 +243,15 @@ class TrainStep:
         scaled = loss / num_steps if num_steps > 1 and by_steps else loss
         return scaled if self.overflow.scaler is None else scaled.float() * self.overflow.loss_scale
 
-    def step(self, optimizer: TieredOptimizer, lr_scheduler: Any, clips_by_default: bool = True) -> bool:
+    def step(self, optimizer: TieredOptimizer, lr_scheduler: Any, by_optimizer: bool = False) -> bool:
         """Count a micro-batch; at a boundary: gradient check -> loss scaler -> update -> learning rate -> report.
 
-        `optimizer`: runs its hooks around the update. Optimizer and scheduler are arguments, not attributes: modules
-        refer to this object, and would keep them and the engine from being garbage. Returns whether it was a boundary.
+        `by_optimizer`: `optimizer.step()` was called. `optimizer`: runs its hooks around the update. Optimizer and
+        scheduler are arguments, not attributes: modules refer to this object, and would keep them and the engine from
+        being garbage. Returns whether it was a boundary.
         """
         self.check(trains=True)
-        if self._creates_state(optimizer):
+        if by_optimizer and self._creates_state(optimizer):
             return False
         if self.counts.is_boundary():
             self.scope.check_parameters()
@@ -261,7 +262,7 @@ class TrainStep:
             self.arrivals.has_noticed = False
             if boundary:
                 with self.runtime.recorder.span("compute", "step"):
-                    self._take_step(optimizer, lr_scheduler, clips_by_default)
+                    self._take_step(optimizer, lr_scheduler, by_optimizer)
                 self.failures.has_surfaced = False
         if boundary:
             self.runtime.accelerator.add_spans()
@@ -276,9 +277,10 @@ class TrainStep:
         return boundary
 
     def _creates_state(self, optimizer: TieredOptimizer) -> bool:
-        """Create state, and return True, where this is the step by which torch.distributed.checkpoint wants it created:
-        there is none, no backward has run, and every lr is 0, as are the gradients, which the program has assigned. It
-        leaves what the same step of the plain optimizer leaves, and counts as no step."""
+        """Create state between the step hooks, and return True, where this `optimizer.step()` is the one by which
+        torch.distributed.checkpoint wants it created: there is none, no backward has run, and every lr is 0, as are
+        the gradients, which the program has assigned. It leaves what the same step of the plain optimizer leaves, and
+        counts as no step."""
         counts = self.counts
         if counts.num_backwards or self.arrivals.has_noticed or counts.is_accumulating or optimizer.state:
             return False
@@ -286,7 +288,7 @@ class TrainStep:
         if not creates_state(optimizer.param_groups, found.values()):
             return False
         with self.failures.surfacing():
-            optimizer.create_state(found)
+            optimizer.update(lambda: optimizer.create_state(found))
         return True
 
     def exchange(self, data: bytes) -> list[bytes]:
@@ -349,12 +351,12 @@ class TrainStep:
 
     # -- inside a step -------------------------------------------------------------------------------------------------
 
-    def _take_step(self, optimizer: TieredOptimizer, lr_scheduler: Any, clips_by_default: bool) -> None:
+    def _take_step(self, optimizer: TieredOptimizer, lr_scheduler: Any, by_optimizer: bool) -> None:
         if self._activations is not None:
             self._activations.end_step()
         self.gradients.param_grads.collect_assigned()
         self.gradients.wait_transfers()
-        check = self.counts.grad_check = self._check_gradients(clips_by_default)
+        check = self.counts.grad_check = self._check_gradients(by_optimizer)
         if not self.gradients.homes.has_gradients and not self._warned_of_no_gradient:
             self._warned_of_no_gradient = True
             logger.warning(
@@ -380,10 +382,10 @@ class TrainStep:
         self.recovery.drop_gradients(are_taken)
         self.recovery.end_step()
 
-    def _check_gradients(self, clips_by_default: bool) -> GradCheck:
+    def _check_gradients(self, by_optimizer: bool) -> GradCheck:
         """Check this rank's gradients, or reduce those of all ranks and check the averages."""
         loss_scale, counts = self.overflow.loss_scale, self.counts
-        clipping = self._clipping if clips_by_default or self._is_clipping_asked else 0.0
+        clipping = self._clipping if not by_optimizer or self._is_clipping_asked else 0.0
         if self._reducer is None:
             device = self.runtime.accelerator.device
             return check_gradients(self.gradients.norms(), loss_scale, clipping, device)

@@ -34,7 +34,7 @@ class EngineCalls(Protocol):
     @property
     def loss_scale(self) -> float: ...
 
-    def step(self, *, clips_by_default: bool = True) -> None: ...
+    def step(self, *, by_optimizer: bool = False) -> None: ...
 
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
@@ -118,7 +118,7 @@ class TieredOptimizer(TierStateOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        calls.step(clips_by_default=False)
+        calls.step(by_optimizer=True)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then leaves it alone: hooks fire in `update`

@@ -22,8 +22,8 @@ NO_COPY = "An optimizer whose state rests on tiers cannot be copied or pickled. 
 
 def creates_state(groups: Sequence[Mapping[str, Any]], grads: Collection[torch.Tensor]) -> bool:
     """Return whether a step of an optimizer without state is that by which torch.distributed.checkpoint wants state
-    created: every lr and all `grads` are 0."""
-    return bool(grads) and not any(group.get("lr") for group in groups) and not any(grad.any() for grad in grads)
+    created: every group has an lr, which is 0, and all `grads` are 0."""
+    return bool(grads) and all(group.get("lr") == 0 for group in groups) and not any(grad.any() for grad in grads)
 
 
 def refuse_state(*_: object) -> NoReturn:
