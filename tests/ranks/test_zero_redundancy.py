@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,18 @@ def test_the_ranks_of_a_host_count_its_disk_space_together(ranks: RankPool, swap
 
 def test_parameters_are_broadcast_while_those_behind_are_updated(ranks: RankPool) -> None:
     ranks.run(cases.broadcast_in_the_order_of_updates, 2)
+
+
+def test_any_empty_mapping_starts_the_state_anew() -> None:
+    param, plain = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    pairs = [
+        (param, ZeroRedundancyOptimizer([param], torch.optim.Adam, lr=0.1)),
+        (plain, torch.optim.Adam([plain], lr=0.1)),
+    ]
+    for reset in (True, False):
+        for each, optimizer in pairs:
+            each.grad = torch.ones(3)
+            optimizer.step()
+            if reset:
+                optimizer.state = {} if each is param else defaultdict(dict)
+    assert torch.equal(param, plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -174,7 +175,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @state.setter
     def state(self, value: Any) -> None:
         if hasattr(self, "optim"):  # torch's constructor sets it before
-            self.optim.state = value
+            self.optim.state = value if len(value) else defaultdict(dict)
             self._consolidated = None
 
     def _creates_state(self) -> bool:
