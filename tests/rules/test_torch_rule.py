@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -417,6 +418,31 @@ class NestedState(RowScaled):
             state["blocks"][0]["sum"] += rows
             state["sides"][1] = torch.linalg.eigh(state["sides"][0])[1]  # in another order of memory
             p -= 0.01 * (state["sides"][1] @ state["blocks"][0]["sum"]).view(p.shape)
+
+
+class KeyedState(RowScaled):
+    """State in a dict, by keys that the class chooses."""
+
+    keys: Sequence[Any] = ()
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p].update({"a": dict.fromkeys(self.keys, 1.0), "a.first": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["first"], r"one value named a\.first"),
+        ([1, "1"], r"one value named a\.1"),
+        ([(1, 2)], r"str or int.*\(1, 2\)"),
+    ],
+    ids=str,
+)
+def test_nested_state_whose_names_are_not_unique_is_refused(keys: Sequence[Any], words: str) -> None:
+    kind = type("Keyed", (KeyedState,), {"keys": keys})
+    with pytest.raises(ModelError, match=words):
+        TorchRule(kind, {"lr": 0.1}).state_fields((30, 4), {"lr": 0.1})
 
 
 class SetState(RowScaled):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from tiered_zero.errors import ModelError
 from tiered_zero.rules.rule import Run
 
 State = dict[str, Any]
@@ -142,16 +143,25 @@ def cloned_all(scalars: Sequence[Mapping[str, Any]]) -> list[State]:
 
 def flattened(state: Mapping[str, Any]) -> State:
     """Give each item of a list, tuple or dict in a parameter's state a name of its own, and the container's a mark,
-    from which `nested` makes it again."""
+    from which `nested` makes it again. Raises ModelError where two items have one name."""
     flat: State = {}
     for name, value in state.items():
-        if type(value) not in (list, tuple, dict):
-            flat[name] = value
-            continue
-        items = value if isinstance(value, dict) else dict(enumerate(value))
-        flat[name] = _MARKS[type(value)] + json.dumps(list(items))
-        flat.update(flattened({f"{name}.{key}": item for key, item in items.items()}))
+        _flatten(name, value, flat)
     return flat
+
+
+def _flatten(name: str, value: Any, flat: State) -> None:
+    if name in flat:
+        raise ModelError(f"The state of a parameter was expected to have one value named {name}; found two.")
+    if type(value) not in (list, tuple, dict):
+        flat[name] = value
+        return
+    items = value if isinstance(value, dict) else dict(enumerate(value))
+    if other := [key for key in items if not isinstance(key, (str, int))]:
+        raise ModelError(f"The keys of the state {name} were expected to be str or int; found {other[0]!r}.")
+    flat[name] = _MARKS[type(value)] + json.dumps(list(items))
+    for key, item in items.items():
+        _flatten(f"{name}.{key}", item, flat)
 
 
 def nested(flat: Mapping[str, Any]) -> State:
