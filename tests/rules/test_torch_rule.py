@@ -414,6 +414,8 @@ class NestedState(RowScaled):
             if not state:
                 state.update(sides=[torch.zeros_like(rows @ rows.T), None], blocks=[{"sum": torch.zeros(rows.shape)}])
                 state["shape"] = (len(rows), rows.shape[1])
+                state["counts"] = {"step": torch.tensor(0)}
+            state["counts"]["step"] += 1
             state["sides"][0].lerp_(rows @ rows.T, 0.1)
             state["blocks"][0]["sum"] += rows
             state["sides"][1] = torch.linalg.eigh(state["sides"][0])[1]  # in another order of memory
@@ -544,6 +546,7 @@ def test_nested_state_has_plain_bits_and_moves_to_and_from_a_plain_optimizer(off
             left, right = (one.state_dict()["state"][0] for one in (reference, optimizer))
             assert all(map(torch.equal, left["sides"], right["sides"])) and left["shape"] == right["shape"]
             assert torch.equal(left["blocks"][0]["sum"], right["blocks"][0]["sum"])
+            assert left["counts"]["step"].dtype == right["counts"]["step"].dtype == torch.int64
             if step == 3:
                 optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
 

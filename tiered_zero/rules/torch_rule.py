@@ -166,7 +166,8 @@ class TorchRule(UpdateRule):
         device = next(iter(state.values())).device if state and by_device else torch.device("cpu")
         for name, value in scalars.items():
             if isinstance(value, torch.Tensor):
-                dtype = value.dtype if name == "step" and not by_device else torch.float32
+                is_count = name.rpartition(".")[2] == "step"
+                dtype = value.dtype if is_count and not by_device else torch.float32
                 scalars[name] = value.detach().to(device, dtype, copy=True)
         return scalars or {_INITIALIZED: True}
 
