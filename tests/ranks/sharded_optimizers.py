@@ -129,6 +129,27 @@ def train_beside_torch(swap_path: str) -> None:
                 optimizer.load_state_dict(saved[0])
 
 
+def train_one_parameter_on_two_ranks() -> None:
+    """Rank 1 owns none. After steps with and without an lr and gradients, which count, both have the same weights."""
+    with group():
+        param, plain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        pairs = [
+            (param, ZeroRedundancyOptimizer([param], torch.optim.Adam, lr=0.1)),
+            (plain, torch.optim.Adam([plain], lr=0.1)),
+        ]
+        for step, gradient in enumerate((1.0, 0.0, 2.0)):
+            for each, optimizer in pairs:
+                optimizer.param_groups[0]["lr"] = 0.1 if gradient else 0.0
+                each.grad = torch.full((3,), gradient)
+                optimizer.step()
+            assert torch.equal(param, plain), step
+        pairs[0][1].consolidate_state_dict(0)
+        if dist.get_rank() == 0:
+            assert_same_state(
+                {**pairs[0][1].state_dict(), "param_groups": 0}, {**pairs[1][1].state_dict(), "param_groups": 0}
+            )
+
+
 def assert_same_partition(reference: Any, optimizer: ZeroRedundancyOptimizer) -> None:
     def shapes(parts: list[list[dict[str, Any]]]) -> list[list[list[torch.Size]]]:
         return [[[param.shape for param in group["params"]] for group in groups] for groups in parts]

@@ -66,3 +66,7 @@ def test_any_empty_mapping_starts_the_state_anew() -> None:
             if reset:
                 optimizer.state = {} if each is param else defaultdict(dict)
     assert torch.equal(param, plain)
+
+
+def test_ranks_without_parameters_take_part_in_steps_whose_lr_and_gradients_are_0(ranks: RankPool) -> None:
+    ranks.run(cases.train_one_parameter_on_two_ranks, 2)

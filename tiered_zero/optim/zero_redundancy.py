@@ -97,9 +97,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         """Step this rank's parameters, and exchange all. Returns what the local step returns; `kwargs` are its own."""
-        if closure is None and not kwargs and self._creates_state():
+        grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
+        if closure is None and not kwargs and creates_state(self.param_groups, grads):
+            # alone: torch.distributed.checkpoint calls it on ranks without state, and a rank without parameters never
+            # has any; groups and gradients are those of every rank, and at an lr of 0 weights stay
             sync_groups(self.param_groups, self.optim.param_groups)
-            self.optim.step()  # alone: a rank without parameters has no state at any time
+            self.optim.step()
             return None
         notify_join_context(self)
         if (trainable := self._trainable_mask()) != self._trainable:
@@ -177,12 +180,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if hasattr(self, "optim"):  # torch's constructor sets it before
             self.optim.state = value if len(value) else defaultdict(dict)
             self._consolidated = None
-
-    def _creates_state(self) -> bool:
-        if self.state:
-            return False
-        grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
-        return creates_state(self.param_groups, grads)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring all state to rank `to`, in host memory, a tensor at a time; `state_dict()` then has it. Every rank
