@@ -362,3 +362,26 @@ def test_the_users_own_instance_does_not_keep_the_engine() -> None:
     gc.collect()
     assert gone() is None
     assert "step" not in vars(own)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_loop_that_accumulates_by_itself_is_refused_where_the_config_accumulates_too(is_own: bool) -> None:
+    model = build_model()
+    before = [param.clone() for param in model.parameters()]
+    engine, optimizer, *_ = tiered_zero.initialize(
+        model=model, optimizer=build_optimizer(model), config=config_of(gradient_accumulation_steps=2)
+    )
+    with engine:
+        for index in range(2):
+            loss = engine(batch(index)).square().mean()
+            loss.backward() if is_own else engine.backward(loss)
+        with pytest.raises(ModelError, match=r"after 2 backwards and gradient_accumulation_steps is 2.*divided twice"):
+            optimizer.step()
+        assert engine.micro_steps == 0 and all(map(torch.equal, before, model.state_dict().values()))
+        engine.abort_step()
+        for index in range(2):
+            loss = engine(batch(index)).square().mean()
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)  # brings no gradients
+            loss.backward() if is_own else engine.backward(loss)
+            optimizer.step()
+        assert engine.global_steps == 1

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, final
 
+from tiered_zero.errors import ModelError
 from tiered_zero.grads.check import GradCheck
 
 
@@ -46,6 +47,17 @@ class StepCounts:
 
     def end_backward(self, num_uses: int) -> None:
         self._num_uses = num_uses
+
+    def check_managed(self, num_own_backwards: int) -> None:
+        """Raise ModelError where the loop of this `optimizer.step()` has accumulated by itself. `num_own_backwards`:
+        past the engine, since the last `step()`."""
+        num_backwards = self.num_backwards + num_own_backwards
+        if self._managed and self.boundary is None and 1 < self.num_micro_batches <= num_backwards:
+            raise ModelError(
+                f"optimizer.step() came after {num_backwards} backwards and gradient_accumulation_steps is "
+                f"{self.num_micro_batches}: the loop accumulates by itself, and the loss would be divided twice. Leave "
+                "gradient_accumulation_steps out of the config (1), or call engine.step() after each backward."
+            )
 
     def begin_step(self, num_uses: int) -> bool:
         """Count a micro-batch; return whether its step is a boundary. `num_uses`: of weights, by now."""

@@ -182,7 +182,7 @@ class TrainStep:
         self.check()
         self.scope.check_parameters()
         counts = self.counts
-        if counts.num_backwards or counts.is_accumulating or self.arrivals.has_noticed or self.policy.is_open:
+        if counts.num_backwards or counts.is_accumulating or self.arrivals.num_own_backwards or self.policy.is_open:
             raise ModelError(
                 f"{act} between two steps: expected no gradients that wait for one; found micro-batch "
                 f"{counts.micro_steps} of an accumulation under way. Call it right after the step() that updates, or "
@@ -251,15 +251,17 @@ class TrainStep:
         being garbage. Returns whether it was a boundary.
         """
         self.check(trains=True)
-        if by_optimizer and self._creates_state(optimizer):
-            return False
+        if by_optimizer:
+            if self._creates_state(optimizer):
+                return False
+            self.counts.check_managed(self.arrivals.num_own_backwards)
         if self.counts.is_boundary():
             self.scope.check_parameters()
         with self.recovery.call(Phase.STEP):
             self.recovery.begin_step()
             self.counts.was_applied = False
             boundary = self.counts.begin_step(self.pager.num_uses)
-            self.arrivals.has_noticed = False
+            self.arrivals.num_own_backwards = 0
             if boundary:
                 with self.runtime.recorder.span("compute", "step"):
                     self._take_step(optimizer, lr_scheduler, by_optimizer)
@@ -282,7 +284,7 @@ class TrainStep:
         the gradients, which the program has assigned. It leaves what the same step of the plain optimizer leaves, and
         counts as no step."""
         counts = self.counts
-        if counts.num_backwards or self.arrivals.has_noticed or counts.is_accumulating or optimizer.state:
+        if counts.num_backwards or self.arrivals.num_own_backwards or counts.is_accumulating or optimizer.state:
             return False
         found = self.gradients.param_grads.assigned()
         if not creates_state(optimizer.param_groups, found.values()):
@@ -329,7 +331,7 @@ class TrainStep:
         """Whether `zero_grad` drops gradients: not right after a `step()` that only counted a micro-batch, nor where
         their update has begun."""
         counts = self.counts
-        has_own = counts.num_backwards > 0 or self.arrivals.has_noticed or not counts.is_accumulating
+        has_own = counts.num_backwards > 0 or self.arrivals.num_own_backwards > 0 or not counts.is_accumulating
         return has_own and not self.policy.is_open
 
     def zero_grad(self, set_to_none: bool) -> None:

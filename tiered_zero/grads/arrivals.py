@@ -45,8 +45,9 @@ class GradientArrivals:
     _frees_graph: bool = field(default=False, init=False)
     """Whether the engine's own backward runs, and its graph cannot run again."""
     _is_scaled: bool = field(default=False, init=False)
-    has_noticed: bool = field(default=False, init=False)
-    """Whether a backward that the engine did not start has brought gradients since `reset`."""
+    num_own_backwards: int = field(default=0, init=False)
+    """Those that the engine did not start, and that have brought gradients since `reset`."""
+    _is_counted: bool = field(default=False, init=False)
 
     @contextmanager
     def engine_backward(self, *, is_last: bool, frees_graph: bool) -> Iterator[None]:
@@ -67,7 +68,8 @@ class GradientArrivals:
         if self._waiting:
             self._take_waiting()
         if not self._is_engines:
-            self.has_noticed = True
+            self.num_own_backwards += not self._is_counted
+            self._is_counted = True
             self._begin_reduction(is_last=False)
             self._scale(param)
         with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter's hooks are no bytes
@@ -101,6 +103,7 @@ class GradientArrivals:
         """A backward runs that the engine did not start. If it gathers parameters, its reduction begins before the
         first gather, and not with the first gradient: those of two ranks may be on two sides of a gather, and each rank
         would wait for the other."""
+        self._is_counted = False
         if self._reducer is not None and self._reducer.shards_params and self._brings_gradients():
             self._begin_reduction(is_last=False)
 
@@ -122,7 +125,7 @@ class GradientArrivals:
         """Gradients are dropped or taken by a step."""
         self._waiting.clear()
         self._is_scaled = False
-        self.has_noticed = False
+        self.num_own_backwards = 0
 
     def abort(self) -> None:
         """No backward runs any more."""
