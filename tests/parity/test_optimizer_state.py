@@ -297,7 +297,7 @@ def test_the_state_mapping_names_who_has_state_and_hands_none_out(swap_path: Pat
         for param, values in state.items():
             state[param] = values  # as Lightning does, which moves every tensor that it finds there
         with pytest.raises(ModelError, match="cannot be copied or pickled"):
-            copy.copy.deepcopy(engine.optimizer)
+            copy.deepcopy(engine.optimizer)
     with pytest.raises(ModelError, match="run is closed"):
         engine.optimizer.state_dict()
 
