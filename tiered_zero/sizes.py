@@ -49,11 +49,25 @@ def parse_nbytes(text: str | int | float) -> int:
         if not 0 <= text < math.inf or text != int(text):
             raise ValueError(f"a size in bytes must be a whole number >= 0, not {text!s:.100}")
         return int(text)
-    stripped = str(text).strip().lower().replace(" ", "")
-    digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyz")
-    unit = stripped[len(digits) :]
+    digits, unit = _split_unit(text)
     try:
         nbytes = float(digits) * _UNITS[unit]
         return int(nbytes)
     except (KeyError, ValueError, OverflowError):
-        raise ValueError(f"{text!r:.100} is no size; write bytes, or a number with KiB, MiB, GiB, TiB") from None
+        raise ValueError(f"{text!r:.100} is no size; write bytes, or a number with KiB to TiB, or KB to TB") from None
+
+
+def parse_hardware_nbytes(text: str) -> int:
+    """Read the size or the rate of a memory or a drive: as `parse_nbytes`, above zero, and with a unit below a MiB."""
+    nbytes = parse_nbytes(text)
+    if nbytes <= 0:
+        raise ValueError(f"{text!r:.100} is not above zero")
+    if nbytes < MIB and not _split_unit(text)[1]:
+        raise ValueError(f"{text!r:.100} has no unit and would be bytes; add one, such as {text.strip():.20}GiB")
+    return nbytes
+
+
+def _split_unit(text: object) -> tuple[str, str]:
+    stripped = str(text).strip().lower().replace(" ", "")
+    digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyz")
+    return digits, stripped[len(digits) :]

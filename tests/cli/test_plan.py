@@ -282,9 +282,38 @@ def test_fit_is_judged_by_the_disks_that_are_given(tmp_path: Path) -> None:
     steps = 1200 * 10**12 // drive["written_nbytes_per_step"]
     shown = CliRunner().invoke(main, ["plan", CONFIG, "--disk", "2TB:7GB/s,5GB/s:1200TBW"]).stdout
     assert f"rated for (1200 TB) is written after {steps:,} steps" in shown
-    for wrong in ("2TB:7GB/s", "much", "2TB:7GB/s,5GB/s:1200", "2TB:1,2:nTBW"):
-        result = CliRunner().invoke(main, ["plan", CONFIG, "--disk", wrong])
-        assert result.exit_code == 2 and "expected SIZE[:READ,WRITE[:TBW]]" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("much", "'much' is no size; write bytes, or a number with KiB to TiB, or KB to TB"),
+        ("-1TB", "'-1TB' is not above zero"),
+        ("0TB", "'0TB' is not above zero"),
+        ("24", "'24' has no unit and would be bytes; add one, such as 24GiB"),
+    ],
+)
+def test_a_size_of_hardware_is_above_zero_and_has_a_unit(wrong: str, why: str) -> None:
+    for option in ("--disk", "--device-memory", "--host-memory"):
+        result = CliRunner().invoke(main, ["plan", CONFIG, option, wrong])
+        assert result.exit_code == 2 and why in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("2TB:7GB/s", "'7GB/s' is not two rates, of reads and of writes"),
+        ("2TB:0GB/s,5GB/s", "'0GB' is not above zero"),
+        ("2TB:7,5", "'7' has no unit and would be bytes"),
+        ("2TB:7GB/s,5GB/s:1200", "'1200' is no number above zero with TBW or PBW"),
+        ("2TB:7GB/s,5GB/s:0TBW", "'0TBW' is no number above zero with TBW or PBW"),
+        ("2TB:7GB/s,5GB/s:1200TBW:3", "it has more than three parts"),
+    ],
+)
+def test_a_drive_is_refused_with_its_form_and_the_wrong_part(wrong: str, why: str) -> None:
+    result = CliRunner().invoke(main, ["plan", CONFIG, "--disk", wrong])
+    form = "expected SIZE[:READ,WRITE[:TBW]], such as 2TB:7GB/s,5GB/s:1200TBW"
+    assert result.exit_code == 2 and f"{form}; found '{wrong}': {why}" in result.stderr
 
 
 def test_activations_of_an_unknown_model_are_not_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

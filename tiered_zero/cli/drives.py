@@ -4,6 +4,7 @@ by `--disk SIZE[:READ,WRITE[:TBW]]`."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from tiered_zero.errors import ConfigError
 from tiered_zero.layout.extents import file_nbytes
-from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes, parse_nbytes
+from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes, parse_hardware_nbytes
 
 if TYPE_CHECKING:
     from tiered_zero.assembly.run_spec import RunSpec
 
-_TERABYTES = {"tbw": 10**12, "pbw": 10**15}
+_TERABYTES = {"t": 10**12, "p": 10**15}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,24 +34,37 @@ class Drive:
 
 def parse_drive(text: str) -> Drive:
     """Read "2TB", "2TB:7GB/s,5GB/s" or "2TB:7GB/s,5GB/s:1200TBW". Raises ConfigError."""
-    size, _, rest = text.partition(":")
-    rates, _, rating = rest.partition(":")
+    size, rates, rating, *more = (*text.split(":"), "", "")
     try:
-        read, write = (parse_nbytes(rate.strip().removesuffix("/s")) for rate in rates.split(",")) if rates else (0, 0)
-        scale = _TERABYTES[rating.strip().lower()[-3:]] if rating else 0
-        rated_nbytes = int(float(rating.strip()[:-3]) * scale) if rating else 0
-        nbytes = parse_nbytes(size)
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"expected SIZE[:READ,WRITE[:TBW]], such as 2TB:7GB/s,5GB/s:1200TBW; found {text!r:.100} ({error})"
-        ) from error
-    return Drive(
-        text=text,
-        nbytes=nbytes,
-        read_bytes_per_s=read or None,
-        write_bytes_per_s=write or None,
-        rated_nbytes=rated_nbytes or None,
-    )
+        if any(more):
+            raise ValueError("it has more than three parts")
+        read, write = _parse_rates(rates) if rates else (None, None)
+        return Drive(
+            text=text,
+            nbytes=parse_hardware_nbytes(size),
+            read_bytes_per_s=read,
+            write_bytes_per_s=write,
+            rated_nbytes=_parse_rating(rating) if rating else None,
+        )
+    except ValueError as error:
+        form = "expected SIZE[:READ,WRITE[:TBW]], such as 2TB:7GB/s,5GB/s:1200TBW"
+        raise ConfigError(f"{form}; found {text!r:.100}: {error}") from error
+
+
+def _parse_rates(text: str) -> list[int]:
+    """Read "7GB/s,5GB/s"."""
+    rates = text.split(",")
+    if len(rates) != 2:
+        raise ValueError(f"{text!r:.100} is not two rates, of reads and of writes")
+    return [parse_hardware_nbytes(rate.strip().removesuffix("/s")) for rate in rates]
+
+
+def _parse_rating(text: str) -> int:
+    """Read "1200TBW" or "1.2PBW"."""
+    found = re.fullmatch(r"(\d+\.?\d*) *([tp])bw", text.strip().lower())
+    if found is None or not float(found[1]):
+        raise ValueError(f"{text!r:.100} is no number above zero with TBW or PBW")
+    return int(float(found[1]) * _TERABYTES[found[2]])
 
 
 def written_per_step(run: RunSpec) -> tuple[int, int]:

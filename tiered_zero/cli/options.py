@@ -12,7 +12,7 @@ import click
 from tiered_zero.cli.drives import Drive, parse_drive
 from tiered_zero.errors import ConfigError
 from tiered_zero.plan.gpt_shape import GPTConfig, gpt_of_size, parse_count, parse_gpt
-from tiered_zero.sizes import parse_nbytes
+from tiered_zero.sizes import parse_hardware_nbytes, parse_nbytes
 
 DEMO_MODEL = GPTConfig(layers=6, hidden=384, context=256)
 """10.8 million parameters: 151 MB with master weights and Adam state, some two minutes for DEMO_STEPS on 2 cores."""
@@ -55,6 +55,11 @@ size_option = click.option(
 def parse_bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """Callback: 24GiB -> bytes."""
     return None if value is None else _or_usage_error(parse_nbytes, value)
+
+
+def parse_memory(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Callback: 24GiB -> bytes of a machine's memory."""
+    return None if value is None else _or_usage_error(parse_hardware_nbytes, value)
 
 
 def parse_drives(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Drive, ...]:

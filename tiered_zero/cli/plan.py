@@ -16,8 +16,8 @@ from tiered_zero.cli.options import (
     CONFIG_FILE,
     DEMO_MODEL,
     JSON_OPTION,
-    parse_bytes,
     parse_drives,
+    parse_memory,
     parse_source,
     size_option,
 )
@@ -67,14 +67,14 @@ _NO_ESTIMATE = (
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this host.")
 @click.option(
     "--device-memory",
-    callback=parse_bytes,
+    callback=parse_memory,
     metavar="24GiB",
     help="Plan for an accelerator of this size, of which the plan may take seven eighths (default: the device here, "
     "or the config's limit).",
 )
 @click.option(
     "--host-memory",
-    callback=parse_bytes,
+    callback=parse_memory,
     metavar="64GiB",
     help="Plan for a host of this size, of which the plan may take seven eighths (default: what is free here, or the "
     "config's limit).",
