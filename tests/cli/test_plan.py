@@ -284,6 +284,36 @@ def test_fit_is_judged_by_the_disks_that_are_given(tmp_path: Path) -> None:
     assert f"rated for (1200 TB) is written after {steps:,} steps" in shown
 
 
+def test_the_rates_of_drives_give_the_least_seconds_of_a_step(tmp_path: Path) -> None:
+    """Each drive by its share: parameters are read twice a micro-batch, masters and state once a step."""
+    swap = {"device": "nvme", "nvme_path": "swap"}
+    zero = {"stage": 3, "offload_param": {**swap, "max_in_cpu": 0}, "offload_optimizer": {**swap, "nvme_path": "state"}}
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3}
+    config = write(tmp_path / "config.json", zero_optimization=zero, **batch)
+    disks = ("--disk", "1TB:1MB/s,1GB/s", "--disk", "1TB:1GB/s,1MB/s")
+    values = plan_json(config, *disks)[1]
+    param, state = (
+        sum(row["nbytes"] for row in values["rows"] if (row["tier"], row["kind"]) == ("nvme", kind))
+        for kind in ("param", "state")
+    )
+    moved = [(drive["read_nbytes_per_step"], drive["written_nbytes_per_step"]) for drive in values["drives"]]
+    assert moved == [(6 * param, param), (state, state)]
+    assert [drive["least_step_s"] for drive in values["drives"]] == [6 * param / 1e6, state / 1e6]
+    shown = CliRunner().invoke(main, ["plan", config, *disks]).stdout
+    assert f"writes {format_nbytes(state)}: {state / 1e6:.3g} s or more by the drive's rates" in shown
+    evaluated = plan_json(write(tmp_path / "evaluate.json", optimizer=None, scheduler=None), *disks[:2])[1]["drives"]
+    assert (
+        evaluated[0]["read_nbytes_per_step"] == evaluated[0]["nbytes"] and not evaluated[0]["written_nbytes_per_step"]
+    )
+    assert "or more by" not in CliRunner().invoke(main, ["plan", CONFIG, "--disk", "1TB"]).stdout
+
+
+def test_a_disk_for_a_plan_without_nvme_is_said_to_have_no_effect() -> None:
+    config = str(Path(CONFIG).with_name("gpt_device.json"))
+    for options, is_said in (((config, "--disk", "1TB"), True), ((config,), False), ((CONFIG, "--disk", "1TB"), False)):
+        assert ("--disk has no effect" in CliRunner().invoke(main, ["plan", *options]).stdout) == is_said
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [

@@ -168,7 +168,7 @@ def _all_on_nvme() -> Config:
 
 def _floor(model: str, run: RunSpec, best: dict[str, Any]) -> dict[str, Any]:
     """The least seconds that this disk takes for one step, whatever else is overlapped with it."""
-    read, written = read_per_step(run), sum(written_per_step(run))
+    read, written = sum(read_per_step(run)), sum(written_per_step(run))
     seconds = max(
         read / best["read_bytes_per_s"],
         written / best["write_bytes_per_s"],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes, parse_hardwa
 
 if TYPE_CHECKING:
     from tiered_zero.assembly.run_spec import RunSpec
+
+_MOVED = ("read_nbytes_per_step", "written_nbytes_per_step")
 
 _TERABYTES = {"t": 10**12, "p": 10**15}
 
@@ -70,7 +73,7 @@ def _parse_rating(text: str) -> int:
 def written_per_step(run: RunSpec) -> tuple[int, int]:
     """Bytes of trained parameters, and of masters and state. Of two homes, or two slots for commits, a step writes
     one."""
-    trained = {unit.index for unit in run.units if unit.trainable}
+    trained = {unit.index for unit in run.units if unit.trainable and run.trains}
     params = (
         slot.nbytes for slot in run.slots if (slot.kind, slot.tier) == ("param", "nvme") and slot.index in trained
     )
@@ -82,33 +85,34 @@ def written_per_commit(run: RunSpec) -> int:
     return sum(slot.nbytes for slot in run.slots if slot.kind == "commit_copy" and slot.num_durable > 1)
 
 
-def read_per_step(run: RunSpec) -> int:
-    """Bytes of masters and state once, and of parameters for forward, for backward and, where masters are made of them,
-    for the update."""
-    times = 3 if run.plan.request.state.format == "bf16_remainder" else 2
-    return times * run.plan.nbytes("nvme", "param") + run.plan.nbytes("nvme", "state")
+def read_per_step(run: RunSpec) -> tuple[int, int]:
+    """Bytes of parameters, for forward and backward of each micro-batch and, where masters are made of them, for the
+    update; and of masters and state once."""
+    times = 2 * run.config.gradient_accumulation_steps + (run.plan.request.state.format == "bf16_remainder")
+    return (times if run.trains else 1) * run.plan.nbytes("nvme", "param"), run.plan.nbytes("nvme", "state")
 
 
 def directory_needs(run: RunSpec, *, save_every: int = 1, ranks: int = 1) -> list[dict[str, Any]]:
     """Return rows of the directories of the stores that the run would open, parameters and state first: what `ranks` of
-    one host need there, and write in a step on average, commits included. Stripes are of one size, as on drives of one
-    speed. `save_every`: steps between in-place commits. Gradients and activations are not in what is written."""
+    one host need there, and read and write in a step on average, commits included. Stripes are of one size, as on
+    drives of one speed. `save_every`: steps between in-place commits. Gradients and activations are not in what is read
+    and written."""
     from tiered_zero.tiers.rack import nvme_needs, scratch_needs  # imports torch, which no help text needs
 
     zero = run.config.zero_optimization
-    params, state = written_per_step(run)
-    copied = align_up(-(-written_per_commit(run) // save_every), PAGE_NBYTES)
-    written = {zero.offload_param.nvme_paths: params}
-    state_paths = zero.offload_optimizer.nvme_paths
-    written[state_paths] = written.get(state_paths, 0) + state + copied
+    stores = (zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths)
+    moved = {name: Counter[tuple[str, ...]]() for name in _MOVED}
+    for name, sizes in zip(_MOVED, (read_per_step(run), written_per_step(run)), strict=True):
+        for paths, nbytes in zip(stores, sizes, strict=True):
+            moved[name][paths] += nbytes
+    moved["written_nbytes_per_step"][stores[1]] += align_up(-(-written_per_commit(run) // save_every), PAGE_NBYTES)
     rows: dict[str, dict[str, Any]] = {}
     for paths, nbytes in (*nvme_needs(run.config, run.plan).items(), *scratch_needs(run.config, run.plan).values()):
-        weights = [1.0] * len(paths)
-        shares = zip(file_nbytes(nbytes, weights), file_nbytes(written.pop(paths, 0), weights), strict=True)
-        for path, (own, per_step) in zip(paths, shares, strict=True):
-            row = rows.setdefault(path, {"path": path, "nbytes": 0, "written_nbytes_per_step": 0})
-            row["nbytes"] += ranks * own
-            row["written_nbytes_per_step"] += ranks * per_step
+        sums = {"nbytes": nbytes, **{name: counts.pop(paths, 0) for name, counts in moved.items()}}
+        for name, total in sums.items():
+            for path, share in zip(paths, file_nbytes(total, [1.0] * len(paths)), strict=True):
+                row = rows.setdefault(path, {"path": path, "nbytes": 0, **dict.fromkeys(_MOVED, 0)})
+                row[name] += ranks * share
     return [*rows.values()]
 
 
@@ -132,6 +136,8 @@ def fill_drives(needs: Sequence[dict[str, Any]], drives: Sequence[Drive]) -> lis
         own, shares = (needs[index : index + 1], 1) if len(drives) == len(needs) else (needs, len(drives))
         rates = {"read_bytes_per_s": drive.read_bytes_per_s, "write_bytes_per_s": drive.write_bytes_per_s}
         row = _drive_row(own, drive.nbytes, shares)
+        moved = [(row[name], rate) for name, rate in zip(_MOVED, rates.values(), strict=True)]
+        row["least_step_s"] = max((nbytes / rate for nbytes, rate in moved if rate), default=None)
         rows.append({"disk": drive.text, **row, **rates, **wear(row["written_nbytes_per_step"], drive.rated_nbytes)})
     return rows
 
@@ -143,7 +149,7 @@ def _drive_row(needs: Sequence[dict[str, Any]], free_nbytes: int, shares: int = 
         "nbytes": nbytes,
         "free_nbytes": free_nbytes,
         "fits": nbytes <= free_nbytes,
-        "written_nbytes_per_step": -(-sum(need["written_nbytes_per_step"] for need in needs) // shares),
+        **{name: -(-sum(need[name] for need in needs) // shares) for name in _MOVED},
     }
 
 
@@ -180,6 +186,12 @@ def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mappi
         if given:
             where = f"--disk {drive['disk']} (nvme_path {names})"
             yield f"{where}: {format_nbytes(drive['nbytes'])} of {format_nbytes(drive['free_nbytes'])}"
+            if drive["least_step_s"] is not None:
+                yield (
+                    f"  a step reads about {format_nbytes(drive['read_nbytes_per_step'])} of parameters and state and "
+                    f"writes {format_nbytes(drive['written_nbytes_per_step'])}: {drive['least_step_s']:.3g} s or more "
+                    "by the drive's rates"
+                )
         which = "" if given or len(drives) == 1 else f" of {names}"
         days = f" ({drive['days_to_tbw']:,.1f} days)" if "days_to_tbw" in drive else ""
         if "steps_to_tbw" in drive:

@@ -86,7 +86,7 @@ _NO_ESTIMATE = (
     multiple=True,
     metavar="2TB[:7GB/s,5GB/s[:1200TBW]]",
     help="Plan for a drive of this size, with its rates of reads and writes and what it is rated to take (default: "
-    "the disks here). Repeat it for more drives.",
+    "the disks here): the least seconds of a step, and the steps until the rating. Repeat it for more drives.",
 )
 @JSON_OPTION
 @click.pass_context
@@ -157,6 +157,8 @@ def plan(
         policy = run.plan.update_policy.text
         for line in (*drive_lines(directories, drives), policy, *lines):
             click.echo(line)
+        if disks and not needs:
+            click.echo("--disk has no effect: nothing of this plan rests on nvme.")
     for problem in problems:
         click.echo(f"Error: {problem.partition(chr(10))[0]}", err=True)
     if problems:
