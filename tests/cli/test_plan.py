@@ -265,6 +265,13 @@ def test_a_model_whose_activations_do_not_fit_is_refused(tmp_path: Path) -> None
     assert code == 1 and values["problem"].startswith("Activations do not fit")
     assert values["update_policy"]["policy"] == "overlapped", "a device of its own size is an accelerator"
     assert plan_json(*options, *machine, "--sequence-length", "2048")[0] == 0
+    zero = {"stage": 3, "offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 1, **given, "zero_optimization": zero})
+    )
+    shown = CliRunner().invoke(main, ["plan", *options, *machine, "--sequence-length", "2048"])
+    assert shown.exit_code == 1 and "of device memory; 17.5 GiB is allowed" in shown.stderr
+    assert "leaves 0 B of 20.0 GiB. The placement is the cause, not the number of tokens.\n" in shown.stderr
 
 
 def test_fit_is_judged_by_the_disks_that_are_given(tmp_path: Path) -> None:

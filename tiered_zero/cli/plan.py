@@ -199,7 +199,7 @@ def _estimate_lines(
     )
     if needed <= room:
         return [*lines, f"In sum {fact}."], ""
-    way = _way_to_fit(estimate, kept)
+    way = _way_to_fit(estimate, kept) if room > 0 else "the placement is the cause, not the number of tokens"
     if is_given:
         return lines, f"Activations do not fit: {fact}. {way[0].upper()}{way[1:]}."
     return [*lines, f"In sum {fact}, where they do not fit: {way}."], ""
