@@ -108,7 +108,8 @@ def plan(
     """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing.
 
     Exit code 1, with the table and the reason, if it does not fit: into this machine and its disks, the limits in
-    CONFIG, or the sizes given by option.
+    CONFIG, or the sizes given by option. Activations count with --sequence-length only: without it their length is
+    an assumption, and a line says whether they fit.
     """
     given = [chosen for chosen in (source, sized, model_config) if chosen is not None]
     if len(given) > 1:
