@@ -167,8 +167,8 @@ class TrainStep:
         self.recovery.recover()
         try:
             self.policy.check()
-            self._groups.take_reset()
             if trains:
+                self._groups.take_reset()
                 self._groups.check()
             self.runtime.accelerator.check_compute()
         except Exception as error:
@@ -180,6 +180,7 @@ class TrainStep:
         """Raise ModelError where `act` comes while gradients wait for a step: a checkpoint is of the state between two
         steps, of the parameters that are trained."""
         self.check()
+        self._groups.take_reset()
         self.scope.check_parameters()
         counts = self.counts
         if counts.num_backwards or counts.is_accumulating or self.arrivals.num_own_backwards or self.policy.is_open:

@@ -72,21 +72,20 @@ class TieredOptimizer(TierStateOptimizer):
         """Start the state anew where the program has set `state` of its own optimizer to an empty mapping. Every use of
         the state calls this first. Where an update has begun in backward this raises once; the step may then be taken
         with the old state, and the first use after it starts anew."""
-        if not isinstance(self._access, StateAccess) or not self._access.is_open:
-            return
         given = self._source.state
-        if given is not self._access:
-            if not given:
-                try:
-                    self._reset()
-                except ModelError:
-                    if self._refused is given:
-                        return
-                    self._refused = given
-                    raise
-            self._source.state = self._access  # type: ignore[assignment]
-            if given:
-                refuse_state()
+        if given is self._access or not isinstance(self._access, StateAccess) or not self._access.is_open:
+            return
+        if not given:
+            try:
+                self._reset()
+            except ModelError:
+                if self._refused is given:
+                    return
+                self._refused = given
+                raise
+        self._source.state = self._access  # type: ignore[assignment]
+        if given:
+            refuse_state()
 
     @property
     def loss_scale(self) -> float:
