@@ -1,6 +1,6 @@
 """Saves and loads of one run: what `save_checkpoint` and `load_checkpoint` of the engine do, without DeepSpeed's words.
 
-A save is made between two updates, and is durable when its call returns. With checkpoint.async it goes on beside
+A save is made between two updates, and is durable when its call returns. With checkpoint.async it goes on during
 training, and is durable once a later save, load, flush or close has returned; the first of those raises its error.
 After a save that fails training goes on.
 """
