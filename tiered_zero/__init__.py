@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         TransferError,
     )
     from tiered_zero.errors import ConfigError as DeepSpeedConfigError
-    from tiered_zero.io.watch import dump_on
+    from tiered_zero.io.engine import dump_on
     from tiered_zero.params.gather import gathered
     from tiered_zero.plan.planner import Plan
     from tiered_zero.stopping import stop_on_signals
@@ -61,7 +61,7 @@ _HOMES = {
     "gathered": "params.gather",
     "Plan": "plan.planner",
     "stop_on_signals": "stopping",
-    "dump_on": "io.watch",
+    "dump_on": "io.engine",
 }
 _MODULES = ("accelerator", "checkpointing", "comm", "utils", "zero")
 _EVALUATE = "give initialize() no optimizer, and call the engine: it evaluates"

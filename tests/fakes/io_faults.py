@@ -11,9 +11,8 @@ from typing import final
 
 from tiered_zero.concurrency.failure_latch import FailureLatch
 from tiered_zero.errors import TransferError
-from tiered_zero.io.disk_file import transfer_error
-from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request
-from tiered_zero.io.watch import dump_in_flight
+from tiered_zero.io.disk import transfer_error
+from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request, dump_in_flight
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tiered_zero.checkpoint.save_directory import SaveDirectory, check_tag
 from tiered_zero.checkpoint.shares import Share, join_shares
 from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, TagManifest, file_name
 from tiered_zero.errors import ConfigError, StoreError, TransferError
-from tiered_zero.io.disk_file import free_text
+from tiered_zero.io.disk import free_text
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB, format_nbytes
 from tiered_zero.store.descriptors import open_directory

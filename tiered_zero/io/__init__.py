@@ -8,14 +8,13 @@ file's descriptor is closed only when nothing is on its way through it.
 Never: no callback runs on a worker, no worker touches torch, two requests are ordered only by a sync between them
 (which waits for the writes before it), and a failed sync is not tried again.
 
-    engine.py       the interface, IOSettings
-    disk_engine.py  what all engines share: admission, transfers, the watchdog, closing
-    disk_file.py    an open file, and the text of a failure
-    pieces.py       what the two Python engines share: pieces of a request, short transfers, syncs after writes
-    threads.py  aiofile.py  native.py
-    select.py       the choice, by trying
-    preflight.py    what is wrong with a directory
-    measure.py      the rate of an engine on a disk;  watch.py: what is in flight, as text and by signal
+    engine.py     the interface, IOSettings; what is in flight, as text and by signal
+    disk.py       what the engines share: open files, admission, transfers, the watchdog, closing, the text of failures
+    native.py     the pool of threads in C
+    aiofile.py    aiofiles, where there is no native library: pieces of a request, short transfers, syncs after writes
+    select.py     the choice, by trying
+    preflight.py  what is wrong with a directory
+    measure.py    the rate of an engine on a disk
 
 The native engine's pool is threads in system calls: with 2 MiB x 8 in huge pages they take 7..9 ms of CPU time a GB.
 io_uring took 4..5 ms, for 0.88..1.04 of their rate on an idle machine and 0.6..0.95 where the processors are busy, and

@@ -1,9 +1,16 @@
-"""The interface between the store and whatever moves aligned bytes to and from files."""
+"""Define the interface between the store and whatever moves aligned bytes to and from files.
+
+Show what is in flight as a table: in the error of a request without progress, and on a signal that the program chose.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from types import FrameType
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
@@ -13,10 +20,9 @@ from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 class IOSettings:
     """The `aio` section of the configuration, and what each key does to each engine.
 
-    `block_size`: bytes that one system call moves; threads: up to 4 neighbouring blocks of a large request, for fewer
-    trips through the GIL; aiofiles: `queue_depth` blocks. `queue_depth` x `intra_op_parallelism`: workers, that is
-    calls on their way at once, in all engines (with io_uring: blocks, from one worker); at most 32, which fill the
-    fastest array of drives.
+    `block_size`: bytes that one system call moves; aiofiles: up to 4 neighbouring blocks of a large request, for fewer
+    trips through the GIL. `queue_depth` x `intra_op_parallelism`: workers, that is calls on their way at once, in both
+    engines; at most 32, which fill the fastest array of drives.
 
     The defaults, on a virtio disk of 3.4 GB/s read and 6.6 written: alone 2 MiB x 8 comes within 2..5% of the best of
     0.5..4 MiB x 2..16, but a training step takes 3..7% less time with 4 MiB x 16, for a worker comes late to its next
@@ -116,3 +122,42 @@ class IOEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish what is in flight, stop the workers. Idempotent."""
+
+
+_MAX_ROWS = 32
+
+_watched: weakref.WeakSet[IOEngine] = weakref.WeakSet()
+
+
+def dump_in_flight(engine: IOEngine) -> str:
+    """A table of the engine's unfinished requests, oldest first: age, kind, size, offset, path."""
+    requests = sorted(engine.in_flight(), key=lambda entry: -entry[1])
+    lines = [f"I/O engine {engine.name}: {len(requests)} requests in flight"]
+    for request, age_s in requests[:_MAX_ROWS]:
+        lines.append(
+            f"  {age_s:8.1f} s  {request.kind:<5}  {request.nbytes:>12} bytes at {request.offset:<14} {request.path}"
+        )
+    if len(requests) > _MAX_ROWS:
+        lines.append(f"  ... and {len(requests) - _MAX_ROWS} younger ones")
+    return "\n".join(lines)
+
+
+def watch(engine: IOEngine) -> None:
+    """Show `engine` in the tables of `dump_on` for as long as it exists."""
+    _watched.add(engine)
+
+
+def dump_on(number: int) -> None:
+    """Print every run's disk requests in flight to stderr each time the process gets the signal `number`, such as
+    `signal.SIGUSR1`; then call the handler of before.
+
+    Call it in the main thread. No other call of the package handles this signal, so without it SIGUSR1 ends a process.
+    """
+
+    def dump(number: int, frame: FrameType | None) -> None:
+        for engine in list(_watched):
+            os.write(2, (dump_in_flight(engine) + "\n").encode())
+        if callable(previous):
+            previous(number, frame)
+
+    previous = signal.signal(number, dump)

@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Final, final
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.io.disk_engine import DiskEngine, DiskTransfer
-from tiered_zero.io.disk_file import DiskFile, end_of_file_error, errno_text, memory_address, transfer_error
+from tiered_zero.io.disk import (
+    DiskEngine,
+    DiskFile,
+    DiskTransfer,
+    end_of_file_error,
+    errno_text,
+    memory_address,
+    transfer_error,
+)
 from tiered_zero.io.engine import IOSettings, Request
 from tiered_zero.native import declare, find_library, load, struct_fields, why_missing
 

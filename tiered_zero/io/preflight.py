@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.io.disk_file import errno_text
+from tiered_zero.io.disk import errno_text
 
 _MOUNTS = Path("/proc/self/mountinfo")
 

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 
 from tiered_zero.errors import ConfigError, TransferError
 from tiered_zero.io.aiofile import AiofilesEngine
-from tiered_zero.io.disk_engine import DiskEngine
+from tiered_zero.io.disk import DiskEngine
 from tiered_zero.io.engine import IOEngine, IOSettings
 from tiered_zero.io.native import NativeEngine
-from tiered_zero.io.threads import ThreadsEngine
 from tiered_zero.sizes import PAGE_NBYTES
 
 ENGINES: dict[str, Callable[..., DiskEngine]] = {
     "native": NativeEngine,
-    "threads": ThreadsEngine,
     "aiofiles": AiofilesEngine,
 }
 """Best first."""
@@ -47,7 +45,7 @@ def select_engine(
     settings: IOSettings | None = None,
     io_timeout_s: float = 60.0,
 ) -> Selection:
-    """The best engine that works in every one of `directories`; `prefer` names one ("native", "threads", "aiofiles")
+    """The best engine that works in every one of `directories`; `prefer` names one ("native", "aiofiles")
     and no other.
 
     Works means: a temporary file there (mode 0600, removed) takes an aligned write and a sync, and gives the same

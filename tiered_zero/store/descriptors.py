@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tiered_zero.errors import StoreError
-from tiered_zero.io.disk_file import errno_text
+from tiered_zero.io.disk import errno_text
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.system.descriptor import Descriptor, opened
 

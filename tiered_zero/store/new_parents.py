@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.io.disk_file import errno_text
+from tiered_zero.io.disk import errno_text
 
 logger = logging.getLogger("tiered_zero")
 

@@ -23,7 +23,7 @@ from typing import final
 
 from tiered_zero.concurrency.transfer import Completion, Transfer, wait_all
 from tiered_zero.errors import InternalError
-from tiered_zero.io.disk_file import memory_address
+from tiered_zero.io.disk import memory_address
 from tiered_zero.io.engine import File, IOEngine
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import PAGE_NBYTES, align_up

@@ -15,10 +15,9 @@ from tiered_zero.hardware.memory.host_memory import HostArena
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.ranks.launcher import launch_name
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.io.engine import IOEngine, IOSettings
+from tiered_zero.io.engine import IOEngine, IOSettings, watch
 from tiered_zero.io.measure import weigh_directories
 from tiered_zero.io.select import select_engine
-from tiered_zero.io.watch import watch
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.staging import StagingSize
 from tiered_zero.store.swap_dir import SwapDir
