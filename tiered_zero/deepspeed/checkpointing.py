@@ -19,8 +19,7 @@ from typing import Any, final
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from tiered_zero.activations.checkpointing import RandomStates, run_checkpointed, seed_generators
-from tiered_zero.activations.partition import PartitionedInputs
+from tiered_zero.activations.checkpointing import PartitionedInputs, RandomStates, run_checkpointed, seed_generators
 from tiered_zero.config.json_file import read_json
 from tiered_zero.config.section import Section
 from tiered_zero.config.values import shown, switch

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tiered_zero.hardware.device import clock as module
-from tiered_zero.hardware.device.clock import DeviceClock
+from tiered_zero.hardware.device import streams as module
+from tiered_zero.hardware.device.streams import DeviceClock
 from tiered_zero.telemetry.spans import Recorder
 
 
