@@ -25,7 +25,7 @@ from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.sizes import MIB, PAGE_NBYTES
 from tiered_zero.store.checked_json import encode_checked
-from tiered_zero.system.mappings import map_memory
+from tiered_zero.system.resources import map_memory
 
 TENSORS = {
     "master/a": torch.arange(2 * MIB // 4 + 100, dtype=torch.float32),

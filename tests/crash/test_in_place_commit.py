@@ -35,7 +35,7 @@ from tiered_zero.store import descriptors, durable, manifest
 from tiered_zero.store.owner import OWNER_NAME
 from tiered_zero.store.runs import list_runs
 from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.system import descriptor
+from tiered_zero.system import resources
 from tiered_zero.tiers import rack
 
 TAGS = ["a", "b", "b", "c"]
@@ -120,7 +120,7 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
     saves = Saves([], [], [], [], [], [], [])
     log = saves.log
     tree = RecordingTree(log)
-    for module in (manifest, durable, descriptor, save_directory, tag_writer, descriptors, directory):
+    for module in (manifest, durable, resources, save_directory, tag_writer, descriptors, directory):
         monkeypatch.setattr(module, "os", tree)
     exchange = save_directory.exchange
     monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))

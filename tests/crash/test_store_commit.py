@@ -24,7 +24,7 @@ from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.store.two_phase_commit import TwoPhaseCommit
 from tiered_zero.store.verify import verify_run
-from tiered_zero.system import descriptor
+from tiered_zero.system import resources
 
 PAGE = 4096
 CAPACITY = 48 * PAGE
@@ -56,7 +56,7 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
     random = Random(seed)
     log: list[Operation] = []
     recording = RecordingOS(log)
-    for module in (manifest, durable, descriptor):
+    for module in (manifest, durable, resources):
         monkeypatch.setattr(module, "os", recording)
     monkeypatch.setattr(checksums, "CHUNK_NBYTES", 2 * PAGE)
     engine = SyncEngine(operations=log)

@@ -18,7 +18,7 @@ from tiered_zero.io import aiofile, disk
 from tiered_zero.io.aiofile import AiofilesEngine, Progress
 from tiered_zero.io.disk import DiskFile
 from tiered_zero.io.engine import IOSettings, Request
-from tiered_zero.system.descriptor import CLOSED
+from tiered_zero.system.resources import CLOSED
 
 Build = Callable[..., AiofilesEngine]
 

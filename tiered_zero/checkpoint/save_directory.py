@@ -29,7 +29,7 @@ from tiered_zero.store.descriptors import (
 )
 from tiered_zero.store.durable import sync_directory, write_new_file
 from tiered_zero.store.owner import start_ticks
-from tiered_zero.system.descriptor import Descriptor
+from tiered_zero.system.resources import Descriptor
 
 logger = logging.getLogger("tiered_zero")
 

@@ -40,7 +40,7 @@ def check_random_states(states: Any) -> None:
             if name in _device_names():
                 torch.Generator(torch.device(name)).set_state(state)
     except (ValueError, TypeError, LookupError, RuntimeError, OverflowError, AttributeError) as error:
-        raise ValueError(f"{type(error).__name__}: {str(error):.200}") from None
+        raise ValueError(f"{type(error).__name__}: {error!s:.200}") from None
 
 
 def restore_random_states(states: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from tiered_zero.errors import TransferError
 from tiered_zero.io.engine import File, IOEngine, IOSettings, IOTransfer, Request, dump_in_flight
 from tiered_zero.native import struct_fields
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
-from tiered_zero.system.descriptor import Descriptor, opened
+from tiered_zero.system.resources import Descriptor, opened
 
 _SLICE_S = 0.25
 """A wait returns to Python this often, so that signal handlers run (as of Ctrl-C) and stalls are seen."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from tiered_zero.system.descriptor import opened
+from tiered_zero.system.resources import opened
 
 
 def write_and_sync(fd: int, parts: Iterable[bytes | memoryview]) -> None:

@@ -31,7 +31,7 @@ from tiered_zero.store.checked_json import (
 from tiered_zero.store.descriptors import error_text, open_directory, read_file
 from tiered_zero.store.durable import sync_directory, write_and_sync
 from tiered_zero.store.ranges import Range
-from tiered_zero.system.descriptor import opened
+from tiered_zero.system.resources import opened
 
 MANIFEST_NAME = "manifest"
 NEXT_NAME = "manifest.next"

@@ -24,7 +24,7 @@ from tiered_zero.store.checksums import digest
 from tiered_zero.store.manifest import Contents
 from tiered_zero.store.stripes import Stripes
 from tiered_zero.store.transfers import Once, Worker
-from tiered_zero.system.mappings import map_memory
+from tiered_zero.system.resources import map_memory
 
 BUFFER_NBYTES: Final = 2 * MIB
 NUM_BUFFERS: Final = 12

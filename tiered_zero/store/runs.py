@@ -34,7 +34,7 @@ from tiered_zero.store.descriptors import (
 from tiered_zero.store.manifest import MANIFEST_NAME, NEXT_NAME
 from tiered_zero.store.owner import OWNER_NAME, PREFIX, Owner, boot_id, is_locked, lock_fd, read_owner_at, start_ticks
 from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.system.descriptor import CLOSED, Descriptor
+from tiered_zero.system.resources import CLOSED, Descriptor
 
 _UNOWNED_GRACE_S = 3600.0
 """A directory without a readable owner file is being made right now, or is this old and dead."""

@@ -33,7 +33,7 @@ from tiered_zero.store.owner import (
     start_ticks,
     write_owner,
 )
-from tiered_zero.system.descriptor import CLOSED, Descriptor
+from tiered_zero.system.resources import CLOSED, Descriptor
 
 logger = logging.getLogger("tiered_zero")
 

@@ -17,7 +17,7 @@ from tiered_zero.store.ranges import Range
 from tiered_zero.store.records import RecordTable
 from tiered_zero.store.stripes import StripedFiles
 from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.system.mappings import map_memory
+from tiered_zero.system.resources import map_memory
 
 _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 """Failures to write a manifest after which the same commit may be tried again."""

@@ -1,8 +1,14 @@
-"""The process that made an object: a forked child inherits its memory, and neither its threads nor its files."""
+"""Tell whether this process is a forked child of the one that made an object, and list its control groups.
+
+A forked child inherits the object's memory, and neither its threads nor its files. Control groups bound memory and
+processors below what the machine has.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import final
 
 from tiered_zero.errors import ModelError, TieredZeroError
@@ -35,3 +41,29 @@ class OwnProcess:
                 f"forked from it and has none of its threads. Use the {self._what} in the parent alone, or make "
                 "another one in the child."
             )
+
+
+def cgroup_folders(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
+    """Yield this process's group and its ancestors, of v1's `controller` and of v2, as far as they are mounted here.
+
+    Inside a container the path of /proc/self/cgroup often lies outside the mount; its mounted ancestors still bind.
+    """
+    for line in read_text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            roots = [mount, mount / "unified"]
+        elif controller in controllers.split(","):
+            roots = [mount / controllers, mount / controller]
+        else:
+            continue
+        inside = Path(path.lstrip("/"))
+        for root in dict.fromkeys(roots):
+            yield from (folder for part in (inside, *inside.parents) if (folder := root / part).is_dir())
+
+
+def read_text(path: Path) -> str:
+    """The file's text without blanks around it; "" if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered_zero.errors import ConfigError, StoreError
-from tiered_zero.system.descriptor import opened
+from tiered_zero.system.resources import opened
 from tiered_zero.telemetry.report import JsonRecord, RunReport, RunTotals, StepReport
 from tiered_zero.telemetry.spans import Span
 

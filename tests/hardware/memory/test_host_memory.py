@@ -17,7 +17,7 @@ from tiered_zero.hardware.memory import host_memory
 from tiered_zero.hardware.memory.host_memory import HostArena, temporary_zeros, typed_view
 from tiered_zero.hardware.probe import huge_pages
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
-from tiered_zero.system import mappings
+from tiered_zero.system import resources
 from tiered_zero.telemetry.ledger import Ledger
 
 
@@ -170,8 +170,8 @@ def resident(slot):
 def test_pages_are_touched_by_several_threads_before_they_are_pinned(ledger, monkeypatch):
     monkeypatch.setattr(host_memory, "available_cpus", lambda: 3)
     started = []
-    monkeypatch.setattr(mappings.threading.Thread, "start", lambda self: started.append(self))
-    monkeypatch.setattr(mappings.threading.Thread, "join", lambda self, timeout=None: self.run())
+    monkeypatch.setattr(resources.threading.Thread, "start", lambda self: started.append(self))
+    monkeypatch.setattr(resources.threading.Thread, "join", lambda self, timeout=None: self.run())
     accelerator = Pinning(1 << 40)
     accelerator._poison = False
     arena = HostArena(72 * MIB, accelerator, pin=True, ledger=ledger)

@@ -13,7 +13,7 @@ from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.ranks.backends import device_backend
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.ranks.launcher import local_rank
-from tiered_zero.system.cgroups import read_text
+from tiered_zero.system.process import read_text
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables by which indices of devices mean other ones."""

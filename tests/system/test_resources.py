@@ -1,12 +1,17 @@
-"""Descriptors are closed once, and with their object."""
+"""Descriptors are closed once, and with their object; pages are given memory where they are asked for."""
 
+import ctypes
 import gc
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
-from tiered_zero.system.descriptor import CLOSED, opened
+import pytest
+
+from tiered_zero.sizes import PAGE_NBYTES
+from tiered_zero.system.resources import CLOSED, map_memory, opened, touch_pages
 
 
 def is_open(number: int) -> bool:
@@ -52,6 +57,22 @@ def test_none_is_closed() -> None:
 
 def test_the_end_of_the_interpreter_is_silent() -> None:
     """Modules are emptied before the last objects go."""
-    code = "import os; from tiered_zero.system.descriptor import opened; kept = opened('.', os.O_RDONLY)"
+    code = "import os; from tiered_zero.system.resources import opened; kept = opened('.', os.O_RDONLY)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems choose a page's node by themselves")
+def test_pages_are_touched_on_the_processors_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[tuple[int, set[int], bool]] = []
+
+    def bind(process: int, cpus: set[int]) -> None:
+        bound.append((process, cpus, threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(os, "sched_setaffinity", bind)
+    mapping = map_memory(4 * PAGE_NBYTES)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    touch_pages(address, len(mapping), 2)
+    assert not bound, "too little for two threads"
+    touch_pages(address, len(mapping), 2, {1})
+    assert bound == [(0, {1}, False)], "a thread that ends with the call"

@@ -1,4 +1,5 @@
-"""Anonymous memory of the system, for buffers that malloc would round, clear or fragment."""
+"""Open descriptors that are closed once, and map anonymous memory, for buffers that malloc would round, clear or
+fragment."""
 
 from __future__ import annotations
 
@@ -10,10 +11,49 @@ import sys
 import threading
 from collections.abc import Collection
 from contextlib import suppress
+from typing import Final, final
 
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 logger = logging.getLogger("tiered_zero")
+
+
+@final
+class Descriptor(int):
+    """An open descriptor of this process, from `opened`.
+
+    It is closed by `close`, by the end of a `with` block, or with the object. An int, for the calls that take one; the
+    object has to live as long as they use it.
+    """
+
+    closed = False
+
+    def close(self) -> None:
+        """Idempotent. Raises OSError."""
+        if not self.closed and self >= 0:
+            self.closed = True  # first: a number that is free again may be another file's
+            os.close(self)
+
+    def __enter__(self) -> Descriptor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self, suppress: type[suppress] = suppress) -> None:  # which is gone as the interpreter ends
+        with suppress(Exception):  # a finalizer cannot raise it
+            self.close()
+
+
+def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> Descriptor:
+    """Open as os.open does. Raises OSError."""
+    return Descriptor(os.open(path, flags, mode, dir_fd=dir_fd))
+
+
+CLOSED: Final = Descriptor(-1)
+"""Where none is open."""
+
+CLOSED.closed = True
 
 
 def map_memory(nbytes: int, *advice: str, flags: int = 0) -> mmap.mmap:
