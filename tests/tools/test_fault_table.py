@@ -10,7 +10,7 @@ import pytest
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "fault_table.py"
 ROWS = [
     {"engine": "native", "access": "direct", "fault": "EIO", "case": "x", "came": "read of 4 at 7 of /a/b/data failed"},
-    {"engine": "aiofiles", "access": "direct", "fault": "EIO", "case": "x", "came": "read of 4 at 9 of /c/data failed"},
+    {"engine": "threads", "access": "direct", "fault": "EIO", "case": "x", "came": "read of 4 at 9 of /c/data failed"},
     {"fault": "a flip", "under": "barrier; nvme/cpu", "came": "raised in step()"},
     {"fault": "a flip", "under": "delayed; nvme/cpu", "came": "raised in forward()"},
 ]
