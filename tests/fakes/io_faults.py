@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
-from tiered_zero.concurrency.failure_latch import FailureLatch
+from tiered_zero.concurrency.transfer import FailureLatch
 from tiered_zero.errors import TransferError
 from tiered_zero.io.disk import transfer_error
 from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request, dump_in_flight

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tiered_zero.concurrency.failure_latch import FailureLatch
+from tiered_zero.concurrency.transfer import FailureLatch
 from tiered_zero.errors import TransferError
 from tiered_zero.io.disk import file_error
 from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request

@@ -11,8 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, final
 
-from tiered_zero.concurrency.failure_latch import FailureLatch
-from tiered_zero.concurrency.transfer import COMPLETED, Transfer
+from tiered_zero.concurrency.transfer import COMPLETED, FailureLatch, Transfer
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.store import manifest

@@ -6,8 +6,7 @@ import errno
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from tiered_zero.concurrency.failure_latch import FailureLatch
-from tiered_zero.concurrency.transfer import Transfer, wait_all
+from tiered_zero.concurrency.transfer import FailureLatch, Transfer, wait_all
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOTransfer
 from tiered_zero.store import manifest

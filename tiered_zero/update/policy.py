@@ -35,8 +35,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from tiered_zero.concurrency.failure_latch import FailureLatch
-from tiered_zero.concurrency.transfer import Completion, Transfer, wait_all
+from tiered_zero.concurrency.transfer import Completion, FailureLatch, Transfer, wait_all
 from tiered_zero.errors import EngineFailedError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
