@@ -119,11 +119,6 @@ CASES: dict[str, Case] = {
         r"^tiered_zero\.io_uring: .* threads move .* Leave the key out",
         {"tiered_zero": {"io_uring": False}},
     ),
-    "an engine that was taken away": Case(
-        ConfigError,
-        r'^tiered_zero\.io_engine: the engine "threads" is gone: "aiofiles" makes the same system calls',
-        {"tiered_zero": {"io_engine": "threads"}},
-    ),
     "wrong type": Case(
         ConfigError,
         r"^train_micro_batch_size_per_gpu: expected a whole number; found 'many'",

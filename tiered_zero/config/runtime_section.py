@@ -16,12 +16,6 @@ def _compute_device(value: str) -> str:
     return value
 
 
-def _io_engine(value: Any) -> Any:
-    if value == "threads":
-        raise ValueError('the engine "threads" is gone: "aiofiles" makes the same system calls on as many threads')
-    return value
-
-
 def _paths(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -104,7 +98,7 @@ class RuntimeSection(Section):
         description="where gradients rest from backward to the update, where offload_optimizer.device is nvme: in host "
         "memory (cpu) or in files in its nvme_path (nvme); auto: those on nvme that host memory has no room for",
     )
-    io_engine: Annotated[Literal["auto", "native", "aiofiles"], BeforeValidator(_io_engine)] = Field(
+    io_engine: Literal["auto", "native", "threads", "aiofiles"] = Field(
         "auto", description="how files are read and written; auto tries in the swap directory and takes the best"
     )
     io_timeout_s: Number = Field(60.0, gt=0, description="seconds after which a stalled request is an error")

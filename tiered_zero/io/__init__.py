@@ -11,7 +11,8 @@ Never: no callback runs on a worker, no worker touches torch, two requests are o
     engine.py     the interface, IOSettings; what is in flight, as text and by signal
     disk.py       what the engines share: open files, admission, transfers, the watchdog, closing, the text of failures
     native.py     the pool of threads in C
-    aiofile.py    aiofiles, where there is no native library: pieces of a request, short transfers, syncs after writes
+    pieces.py     what the two Python engines share: pieces of a request, short transfers, syncs after writes
+    threads.py    preadv and pwritev on Python threads;  aiofile.py: the same calls through aiofiles
     select.py     the choice, by trying
     preflight.py  what is wrong with a directory
     measure.py    the rate of an engine on a disk

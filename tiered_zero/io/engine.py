@@ -20,9 +20,9 @@ from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 class IOSettings:
     """The `aio` section of the configuration, and what each key does to each engine.
 
-    `block_size`: bytes that one system call moves; aiofiles: up to 4 neighbouring blocks of a large request, for fewer
-    trips through the GIL. `queue_depth` x `intra_op_parallelism`: workers, that is calls on their way at once, in both
-    engines; at most 32, which fill the fastest array of drives.
+    `block_size`: bytes that one system call moves; threads and aiofiles: up to 4 neighbouring blocks of a large
+    request, for fewer trips through the GIL. `queue_depth` x `intra_op_parallelism`: workers, that is calls on their
+    way at once, in all engines; at most 32, which fill the fastest array of drives.
 
     The defaults, on a virtio disk of 3.4 GB/s read and 6.6 written: alone 2 MiB x 8 comes within 2..5% of the best of
     0.5..4 MiB x 2..16, but a training step takes 3..7% less time with 4 MiB x 16, for a worker comes late to its next

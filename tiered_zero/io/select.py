@@ -14,10 +14,12 @@ from tiered_zero.io.aiofile import AiofilesEngine
 from tiered_zero.io.disk import DiskEngine
 from tiered_zero.io.engine import IOEngine, IOSettings
 from tiered_zero.io.native import NativeEngine
+from tiered_zero.io.threads import ThreadsEngine
 from tiered_zero.sizes import PAGE_NBYTES
 
 ENGINES: dict[str, Callable[..., DiskEngine]] = {
     "native": NativeEngine,
+    "threads": ThreadsEngine,
     "aiofiles": AiofilesEngine,
 }
 """Best first."""
@@ -45,7 +47,7 @@ def select_engine(
     settings: IOSettings | None = None,
     io_timeout_s: float = 60.0,
 ) -> Selection:
-    """The best engine that works in every one of `directories`; `prefer` names one ("native", "aiofiles")
+    """The best engine that works in every one of `directories`; `prefer` names one ("native", "threads", "aiofiles")
     and no other.
 
     Works means: a temporary file there (mode 0600, removed) takes an aligned write and a sync, and gives the same
