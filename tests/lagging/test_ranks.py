@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import tiered_zero
 from tests.lagging.cuda import LaggingDevice
 from tests.lagging.faults import lane_does_not_wait
 from tests.lagging.ranks import LaggingRanks
+from tests.ranks import routed
+from tests.ranks.routed import Run
 from tests.support.models import ParityGPT, batch
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ConfigError, RankError
@@ -134,6 +136,26 @@ def compare(device: LaggingDevice, name: str) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_devices_have_the_bits_of_the_cpu(lagging_ranks: LaggingRanks, name: str) -> None:
     assert lagging_ranks.run(compare, name=name) == [[], []]
+
+
+# -- one queue for all streams: a device has fewer than streams may be made ------------------------------------------
+
+
+def route_in_one_queue(device: LaggingDevice, run: Run) -> list[str]:
+    """Which weights and losses differ from those of ranks on the CPU."""
+    expected = routed.train_tiered(run, "")
+    device.set(one_queue=1, delay_seed=30 + rank())
+    found = routed.train_tiered(replace(run, runtime={"device": "cuda", "comm_timeout_s": 20}), "")
+    wrong = [name for name, value in expected["weights"].items() if not torch.equal(value, found["weights"][name])]
+    return wrong + [f"losses {found['losses']}"] * (found["losses"] != expected["losses"])
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_ranks_with_other_experts_end_where_all_streams_share_a_queue(lagging_ranks: LaggingRanks, lists: bool) -> None:
+    """A collective in the queue holds up those behind it, so all ranks have to launch them in one order. `lists`: what
+    is used is no module, so that each rank's own gradients alone say which of them are to come."""
+    run = Run(zero={"offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 2048}, lists=lists)
+    assert lagging_ranks.run(route_in_one_queue, run=run) == [[], []]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
