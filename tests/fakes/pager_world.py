@@ -83,6 +83,9 @@ class World:
     def notice_backward(self) -> None:
         """No test runs a backward."""
 
+    def before_use(self, unit: Unit, pass_name: str) -> None:
+        """No test reduces."""
+
     def watch(self, param: nn.Parameter) -> None:
         self.pager.changes.watch(param)
 

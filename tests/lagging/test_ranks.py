@@ -277,7 +277,7 @@ def gather_other_units(device: LaggingDevice) -> tuple[str, bool]:
 
 def test_units_of_one_size_are_never_mixed(lagging_ranks: LaggingRanks) -> None:
     for text, is_apart in lagging_ranks.run(gather_other_units):
-        assert "now rank 0 gathers block 0, rank 1 gathers block 1" in text, text
+        assert "now rank 0 gathers block 0, as collective 3, rank 1 gathers block 1, as collective 3" in text, text
         assert is_apart
 
 
@@ -373,12 +373,12 @@ def compute_does_not_wait(patch: pytest.MonkeyPatch) -> None:
 FAULTS = {
     "compute does not wait for gathers": (compute_does_not_wait, {"kernel_s": 1e-3}, Case(stage=3)),
     "gathers do not wait": (
-        lane_does_not_wait("all_gather"),
+        lane_does_not_wait("collectives"),
         {"h2d_bytes_per_s": 4e6},
         Case(stage=3, placement=("cpu", "cpu")),
     ),
     "reductions do not wait for compute": (
-        lane_does_not_wait("reduce_scatter"),
+        lane_does_not_wait("collectives"),
         {"kernel_s": 1e-3},
         Case(stage=2, placement=("none", "cpu")),
     ),

@@ -38,9 +38,7 @@ class RoutedModel(nn.Module):
     """`lists`: a block is a list of experts, which has no forward. `pools`: a last module is called, and the loss is of
     what comes before it."""
 
-    def __init__(
-        self, recomputes: bool | str, num_blocks: int = 4, lists: bool = False, pools: bool = False
-    ) -> None:
+    def __init__(self, recomputes: bool | str, num_blocks: int = 4, lists: bool = False, pools: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(8, HIDDEN)
         blocks = (Routed() for _ in range(num_blocks))

@@ -137,7 +137,7 @@ def make_reduction(config: Config, ranks: RankRequest, buckets: Sequence[Bucket]
         after=after,
         dtype=dtype,
         overlaps=ranks.shards_params or config.zero_optimization.overlap_comm is not False,
-        defers=ranks.shards_params,
+        shards_params=ranks.shards_params,
         in_backward=config.zero_optimization.overlap_comm is True and on_device and not ranks.shards_gradients,
     )
 

@@ -79,10 +79,6 @@ class Collectives(Protocol):
         `room`, 1-D: [W - 1] at least, to receive others' parts in; (W - 1) n are received at once. Both are this call's
         until the transfer is done. `after`, `bounds`: as of `all_gather`."""
 
-    def wait_reduced(self, reduction: Transfer) -> bool:
-        """Block until what `reduce_scatter` has returned is complete. Return False, before, where another rank waits in
-        a gather: this rank may have to join that one first."""
-
     def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
         """Fill `tensor` with that of rank `source`. Blocks."""
 
@@ -247,9 +243,6 @@ class SingleRank:
     ) -> Transfer:
         wait_all(after)
         return COMPLETED
-
-    def wait_reduced(self, reduction: Transfer) -> bool:
-        return True
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "") -> None:
         """There is no other rank."""

@@ -26,7 +26,6 @@ from tiered_zero.hardware.ranks import host_collectives
 from tiered_zero.hardware.ranks.backends import HOST_BACKEND, all_gather_single
 from tiered_zero.hardware.ranks.collective_transfer import (
     CollectiveTransfer,
-    DeviceCollective,
     RankTraffic,
     WaitContext,
 )
@@ -38,9 +37,9 @@ from tiered_zero.telemetry.spans import Recorder
 
 logger = logging.getLogger("tiered_zero")
 
-GROUPS = ("all_gather", "reduce_scatter", "control")
-"""One process group and one lane each: collectives of one group run in the order of their calls, those of two groups
-at the same time."""
+GROUPS = ("collectives", "control")
+"""One process group and one lane each: gathers and reductions run in the order of their calls, which is the same on
+every rank; control, which the driver waits for, runs beside them."""
 
 CAUGHT_S = 3.0
 """What ends the program posts its message within so long; else the program has caught it."""
@@ -154,13 +153,15 @@ class ProcessGroups:
         rows = split_rows(flat, bounds, self.world_size)
         assert rows[self.rank].numel() == shard.numel(), "the part is this rank's"
         self.traffic.gathered_nbytes += flat.nbytes
+        call = self._count("collectives", "all_gather")
+        if order is not None:
+            order = f"{order}, as collective {call.number}"
         if not flat.is_cpu:
-            call = self._count("all_gather")
             if order is not None:
                 compare = partial(compare_order, order, self._groups.get("order"), self.world_size)
-                after = [*after, self._submit("order", what, compare)]
+                after = [*after, self._submit(self._count("order", "order"), what, compare)]
             return self._on_device.all_gather(flat, rows, shard, what, call, after)
-        group = self._groups.get("all_gather")
+        group = self._groups.get("collectives")
         part_numel = max(1, self._gather_numel // self.world_size)
 
         def gather() -> None:
@@ -168,7 +169,7 @@ class ProcessGroups:
                 compare_order(order, group, self.world_size)
             host_collectives.gather(rows, shard, self.rank, part_numel, group)
 
-        return self._submit("all_gather", what, gather, flat.nbytes, after)
+        return self._submit(call, what, gather, flat.nbytes, after)
 
     def reduce_scatter(
         self,
@@ -184,16 +185,13 @@ class ProcessGroups:
         self.traffic.reduced_nbytes += bucket.nbytes
         part_numel = room.numel() // (self.world_size - 1)
         assert part_numel, "there is room for an element of each other rank"
+        call = self._count("collectives", "reduce_scatter")
         if not bucket.is_cpu:
-            return self._on_device.reduce_scatter(bucket, rows, room, what, self._count("reduce_scatter"), after)
-        group = self._groups.get("reduce_scatter")
+            return self._on_device.reduce_scatter(bucket, rows, room, what, call, after)
+        group = self._groups.get("collectives")
 
         job = partial(host_collectives.reduce, rows, room, self.rank, part_numel, group)
-        return self._submit("reduce_scatter", what, job, bucket.nbytes, after)
-
-    def wait_reduced(self, reduction: Transfer) -> bool:
-        assert isinstance(reduction, (CollectiveTransfer, DeviceCollective)), "reduce_scatter has returned it"
-        return reduction.wait_unless_gathering()
+        return self._submit(call, what, job, bucket.nbytes, after)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "values") -> None:
         if not tensor.numel():
@@ -201,9 +199,8 @@ class ProcessGroups:
         group = self._groups.get("control")
         values = tensor.detach().cpu().contiguous()
         memory = values.view(-1).view(torch.uint8)  # gloo takes few dtypes
-        self._submit(
-            "control", what, lambda: dist.broadcast(memory, group_src=source, group=group), kind="broadcast"
-        ).wait()
+        call = self._count("control", "broadcast")
+        self._submit(call, what, lambda: dist.broadcast(memory, group_src=source, group=group)).wait()
         if not tensor.is_cpu or values.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(values)
 
@@ -234,28 +231,27 @@ class ProcessGroups:
         group = self._groups.get("control")
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         out = torch.empty(self.world_size * own.numel(), dtype=torch.uint8)
-        return self._submit("control", what, lambda: all_gather_single(out, own, group=group)), out
+        call = self._count("control", "control")
+        return self._submit(call, what, lambda: all_gather_single(out, own, group=group)), out
 
     def _submit(
         self,
-        name: str,
+        call: CollectiveCall,
         what: str,
         job: Callable[[], object],
         nbytes: int = 0,
         after: Sequence[Transfer] = (),
-        kind: str = "",
     ) -> CollectiveTransfer:
-        """`nbytes`: that this rank hands over. `after`: what comes before, on which no time is counted. `kind`: where a
-        group has collectives that do not meet.
+        """`nbytes`: that this rank hands over. `after`: what comes before, on which no time is counted.
 
         [Note: Gathers that meet] The n-th gather of a rank meets the n-th of the others, and takes its bytes: a gather
-        whose order is not compared has no name. So where one fails on a rank, as a fetch before it does, none after it
-        is made there: it would meet the one that failed. The same holds of reductions, on the host and on a device. The
-        others wait until this rank posts its error.
+        whose order is not compared has no name. So where one fails on a rank, as a fetch before it does, neither a
+        gather nor a reduction after it is made there: it would meet the one that failed. The same holds on a device.
+        The others wait until this rank posts its error.
         """
-        call = self._count(name, kind)
-        transfer = CollectiveTransfer(self._waits, call, f"{name} of {what}")
-        timed = self.recorder.span(name, name, what, nbytes) if nbytes else nullcontext()
+        name, kind = call.group, call.kind
+        transfer = CollectiveTransfer(self._waits, call, f"{kind} of {what}")
+        timed = self.recorder.span(kind, kind, what, nbytes) if nbytes else nullcontext()
         if name != "control" and name in self._last:
             after = [*after, self._last[name]]
 
@@ -273,7 +269,7 @@ class ProcessGroups:
         self._lanes[name].submit(run)
         return transfer
 
-    def _count(self, name: str, kind: str = "") -> CollectiveCall:
+    def _count(self, name: str, kind: str) -> CollectiveCall:
         """Count a collective of a group that begins now."""
         self._check_open()
         self.failures.num_calls[name] += 1

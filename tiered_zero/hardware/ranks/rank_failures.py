@@ -222,13 +222,6 @@ class RankFailures:
                 self._is_store_lost = True
         return not self._is_store_lost
 
-    def others_gather(self) -> bool:
-        """Whether another rank has posted that it waits in a gather. Asks the store."""
-        with suppress(Exception):
-            others = [waits for rank, waits in enumerate(self._read_waits()) if rank != self._rank]
-            return any(text.startswith("all_gather") for waits in others for text in waits.texts)
-        return False
-
     def _waits(self) -> str:
         """Name the collectives that each rank waits in now."""
         found = (" and ".join(waits.texts) or "no call that waits" for waits in self._read_waits())
