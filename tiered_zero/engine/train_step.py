@@ -63,9 +63,7 @@ class TrainStep:
         self.arrivals = GradientArrivals(
             self.gradients, num_micro_batches, scales_loss, self.unit_grads_complete, self._reducer
         )
-        self.own_backward = OwnBackward(
-            self.pager, self.arrivals, self.visible_gradients, self._reducer, self.runtime.collectives
-        )
+        self.own_backward = OwnBackward(self.pager, self.arrivals, self.visible_gradients, self._reducer)
         self.recovery = StepRecovery(movers, self.counts, overflow, self.arrivals, self.own_backward, self.meter)
         self.param_events = ParamEvents(movers, self.own_backward, self.recovery, self.arrivals)
         self._groups = movers.groups

@@ -47,7 +47,8 @@ class WaitContext:
         start_s, failures = time.perf_counter(), self.failures
         if not is_over(POLL_S):
             blocks_driver = not runs_on_lane()
-            failures.post_wait(what, call if blocks_driver else None)
+            if blocks_driver:
+                failures.post_wait(what, call)
             try:
                 while not is_over(POLL_S):
                     failures.check()
@@ -55,7 +56,7 @@ class WaitContext:
                     if blocks_driver:
                         failures.check_blocked()
             finally:
-                if not has_failed():
+                if blocks_driver and not has_failed():
                     failures.end_wait()
         if not runs_on_lane():
             end_s = time.perf_counter()
@@ -81,10 +82,6 @@ class CollectiveTransfer(Transfer):
 
     def done(self) -> bool:
         return self._event.is_set()
-
-    def wait_at_most(self, seconds: float) -> bool:
-        """Block until it is complete, well or badly, or the time is over; return whether it is."""
-        return self._event.wait(seconds)
 
     def wait(self) -> None:
         self._waits.wait(self._event.wait, lambda: self.error is not None, self.what, self._call)

@@ -89,10 +89,6 @@ class Collectives(Protocol):
     def fail(self, message: str) -> None:
         """End the run on every rank: the others raise RankError with `message`. Idempotent; raises nothing."""
 
-    def fail_unless_known(self, message: str) -> None:
-        """End the run on every rank as `fail` does, some seconds later, unless the program ends or calls by then: its
-        own message is better than `message`. For what may never call again. Any thread; raises nothing."""
-
     def open(self) -> None:
         """Connect to the other ranks. Once, before any other call; every rank calls it at the same time. `close` ends
         what it has begun where it raises. Raises ModelError and RankError."""
@@ -251,9 +247,6 @@ class SingleRank:
         return [data]
 
     def fail(self, message: str) -> None:
-        """There is no other rank."""
-
-    def fail_unless_known(self, message: str) -> None:
         """There is no other rank."""
 
     def connect_device(self, accelerator: Accelerator) -> None:

@@ -16,7 +16,6 @@ from tiered_zero.errors import RankError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.ranks.backends import all_gather_single, device_backend
 from tiered_zero.hardware.ranks.collective_transfer import DeviceCollective, WaitContext
-from tiered_zero.hardware.ranks.device_watch import DeviceWatch
 from tiered_zero.hardware.ranks.rank_failures import CollectiveCall
 from tiered_zero.hardware.ranks.rank_order import add_in_order, split_rows
 
@@ -24,9 +23,6 @@ logger = logging.getLogger("tiered_zero")
 
 LANE = "collectives"
 """Carries gathers and reductions."""
-
-BACKSTOP_S = 60.0
-"""A backend that watches its collectives itself, and may end the process, does so that much later than the watch."""
 
 
 @final
@@ -54,20 +50,17 @@ class DeviceCollectives:
         self._rank, self._world_size = rank, world_size
         self._timeout_s = timeout_s
         self._group: Any = None
-        self._last: Transfer | None = None
+        self.last: Transfer | None = None
         """The last collective. [Note: Gathers that meet]"""
-        self._watch: DeviceWatch | None = None
 
     def open(self, call: Callable[[str, str], CollectiveCall]) -> None:
         """Connect the devices, and try both kinds of collectives. `call`: counts one of a group and kind. Raises
         ConfigError and RankError."""
         device = self._accelerator.device
         backend = device_backend(device)
-        later = timedelta(seconds=self._timeout_s + BACKSTOP_S)
         try:
-            self._group = dist.new_group(backend=backend, timeout=later)
+            self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=self._timeout_s))
             self._accelerator.lane(LANE)  # a thread that cannot be started fails here
-            self._watch = DeviceWatch(device, self._waits.failures, self._timeout_s, self.abort)
             self._try(call)
         except (RuntimeError, ValueError) as error:
             raise RankError(
@@ -154,12 +147,10 @@ class DeviceCollectives:
             except Exception as error:
                 raise self._waits.failures.explain(error, what) from error
 
-        assert self._watch is not None, "it is open"
-        if self._last is not None:
-            after = [*after, self._last]
-        self._last = transfer
+        if self.last is not None:
+            after = [*after, self.last]
+        self.last = transfer
         self._accelerator.lane(LANE).submit(run, after=after, holds=holds, transfer=transfer)
-        self._watch.add(call.group, transfer, after)
         return transfer
 
     def abort(self) -> None:
@@ -171,9 +162,7 @@ class DeviceCollectives:
                 logger.exception("ending the group of devices failed: what hangs in it may go on")
 
     def close(self) -> None:
-        """End the watch and the group. Idempotent."""
-        if self._watch is not None:
-            self._watch.close()
+        """End the group. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(Exception):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import struct
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -41,22 +40,14 @@ GROUPS = ("collectives", "control")
 """One process group and one lane each: gathers and reductions run in the order of their calls, which is the same on
 every rank; control, which the driver waits for, runs beside them."""
 
-CAUGHT_S = 3.0
-"""What ends the program posts its message within so long; else the program has caught it."""
-
-LINGER_S = 5.0
-"""A rank that closes its engine waits so long for the others to do the same: what they still receive then arrives."""
+FREED_S = 5.0
+"""As an engine closes, collectives that are under way have so long to end, as on the other ranks."""
 
 INLINE_NBYTES = 248
 """An exchange of at most so many bytes is one collective of 256 bytes a rank; a longer one takes a second."""
 
 _HEAD = struct.Struct("<II")
 """Before the data of an exchange: how many bytes it has, and the number of its kind of call."""
-
-_SAME_STEPS = "every rank makes the same number of steps; drop the last, or pad"
-
-_CLOSED = 0
-"""The kind of what a rank that closes its engine answers to an exchange of the others."""
 
 
 class _Phase(Enum):
@@ -104,7 +95,6 @@ class ProcessGroups:
         """The last collective of each lane. [Note: Gathers that meet]"""
         self._phase = _Phase.NEW
         self._why_closed = "its engine was closed"
-        self._caught: threading.Timer | None = None
         self._notices = _SharedNotices(self.rank)
         logger.addFilter(self._notices)
 
@@ -205,14 +195,8 @@ class ProcessGroups:
             tensor.detach().copy_(values)
 
     def exchange(self, data: bytes, what: str = "messages", *, kind: str = "") -> list[bytes]:
-        own = crc32((kind or what).encode()) | 1  # never _CLOSED
-        found = self._gather_bytes(_packed(own, data), what)
+        found = self._gather_bytes(_packed(crc32((kind or what).encode()), data), what)
         sizes, kinds = zip(*(_HEAD.unpack_from(message) for message in found), strict=True)
-        if _CLOSED in kinds:
-            raise RankError(
-                f"Rank {kinds.index(_CLOSED)} has closed its engine, or ended, while this rank goes on with {what}. "
-                f"Its own output says why; {_SAME_STEPS}."
-            )
         if len(set(kinds)) > 1:
             names = [each.decode(errors="replace").strip() for each in self._gather_bytes(_name_of(what), what)]
             texts = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
@@ -223,16 +207,12 @@ class ProcessGroups:
         return [message[:size] for message, size in zip(found, sizes, strict=True)]
 
     def _gather_bytes(self, data: bytes, what: str) -> list[bytes]:
-        transfer, out = self._start_gather_bytes(data, what)
-        transfer.wait()
-        return [part.numpy().tobytes() for part in out.view(self.world_size, -1)]
-
-    def _start_gather_bytes(self, data: bytes, what: str) -> tuple[CollectiveTransfer, torch.Tensor]:
         group = self._groups.get("control")
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         out = torch.empty(self.world_size * own.numel(), dtype=torch.uint8)
         call = self._count("control", "control")
-        return self._submit(call, what, lambda: all_gather_single(out, own, group=group)), out
+        self._submit(call, what, lambda: all_gather_single(out, own, group=group)).wait()
+        return [part.numpy().tobytes() for part in out.view(self.world_size, -1)]
 
     def _submit(
         self,
@@ -293,13 +273,6 @@ class ProcessGroups:
         if self._device is not None:
             self._device.abort()
 
-    def fail_unless_known(self, message: str) -> None:
-        if self._caught is None and self._phase is _Phase.OPEN:
-            self._caught = threading.Timer(CAUGHT_S, self.failures.post, [message])
-            self._caught.daemon = True
-            with suppress(RuntimeError):  # the program ends, and posts its own message
-                self._caught.start()
-
     def _check_open(self) -> None:
         if self.failures.found is not None:
             raise self.failures.found
@@ -309,7 +282,8 @@ class ProcessGroups:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the lanes and the groups. Idempotent; waits for the other ranks for some seconds at most.
+        """Close the groups and the lanes. Idempotent; waits for other ranks where a collective is under way, for some
+        seconds at most.
 
         At the end of a program that an error ends, the others raise that error.
         """
@@ -317,24 +291,30 @@ class ProcessGroups:
             return
         if (uncaught := getattr(sys, "last_value", None)) is not None:
             self.fail(f"{type(uncaught).__name__}: {uncaught}")
-        if self._phase is _Phase.FAILED and self.failures.found is None:
-            self.failures.wait_known(LINGER_S)
-        others_close = False
-        if self._phase is _Phase.OPEN and self.failures.found is None:
-            with suppress(Exception):
-                transfer, _ = self._start_gather_bytes(_packed(_CLOSED, b""), "the end of the run")
-                if not (others_close := transfer.wait_at_most(LINGER_S)):  # for those that wait in a gather
-                    self.failures.post(f"it has closed its engine, or ended, while others go on; {_SAME_STEPS}")
+        if self._phase is _Phase.OPEN and not self._ends_in_time():
+            self.fail("it has closed its engine, or ended, in the midst of a collective")
+        elif self._phase is _Phase.OPEN:
+            self.failures.post_closed()
         self._close_groups()
         if self._device is not None:
-            if not others_close:
-                self._device.abort()  # what hangs there would be waited for
             self._device.close()
         self._close_lanes()
         self._phase = _Phase.CLOSED
         logger.removeFilter(self._notices)
-        if self._caught is not None:
-            self._caught.cancel()
+
+    def _ends_in_time(self) -> bool:
+        """Whether every collective ends by itself, or as the other ranks close their groups."""
+        under_way: list[Transfer] = [*self._last.values()]
+        if self._device is not None and self._device.last is not None:
+            under_way.append(self._device.last)
+        deadline_s = time.monotonic() + FREED_S
+        with suppress(Exception):  # of a device that has failed
+            while not all(transfer.done() for transfer in under_way):
+                if time.monotonic() > deadline_s:
+                    return False
+                time.sleep(0.01)
+            return True
+        return False
 
     def _close_groups(self) -> None:
         """Close the groups, which frees a peer that is blocked in one of them at once."""
@@ -346,12 +326,10 @@ class ProcessGroups:
     def _close_lanes(self) -> None:
         """End the threads of lanes. One that is blocked is freed as the others close, seconds later at most: it would
         end the process, if it came back from C++ while Python ends. That of a stopped peer stays."""
-        deadline_s = time.monotonic() + LINGER_S
-        for name, transfer in self._last.items():
-            if transfer.wait_at_most(max(0.0, deadline_s - time.monotonic())):
-                self._lanes.pop(name).close()
-        for name in self._lanes.keys() - self._last.keys():
-            self._lanes[name].close()
+        self._ends_in_time()
+        for name, lane in self._lanes.items():
+            if name not in self._last or self._last[name].done():
+                lane.close()
 
 
 _num_runs = 0
