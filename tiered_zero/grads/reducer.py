@@ -144,7 +144,7 @@ class GradientReducer:
             return
         self._order.note_backward(index)
         while self._queue and not any(map(self._order.is_awaited, self._queue[0].units)):
-            self._reduce_next()
+            self._reduce(self._queue.popleft())
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -172,7 +172,7 @@ class GradientReducer:
         for index in sorted(self._receiving):
             each = self._units[index]
             if each.num_sums or index in self._wide:
-                self._store.homes.promote(each)  # here every rank's earlier buckets end; in mid-backward they may not
+                self._store.homes.promote(each)
         self._is_last = is_last
         self._queue = deque(bucket for bucket in self._reduction.buckets if bucket.units & self._receiving)
         self._order.begin_backward(index for index in self._bucket_order if index in self._receiving)
@@ -187,12 +187,12 @@ class GradientReducer:
         if self.shards_params:
             return
         while self._queue and all(map(self._is_complete, self._queue[0].units & self._receiving)):
-            self._reduce_next()
+            self._reduce(self._queue.popleft())
 
     def end_backward(self) -> None:
         """Reduce the buckets that are left, as they are."""
         while self._queue:
-            self._reduce_next()
+            self._reduce(self._queue.popleft())
         self.is_open = False
         self._uses.end_backward(self._units.values())
 
@@ -206,16 +206,6 @@ class GradientReducer:
 
     def _is_complete(self, index: int) -> bool:
         return index in self._sources or self._uses.is_complete(self._units[index])  # taken by an earlier bucket
-
-    def _reduce_next(self) -> None:
-        bucket = self._queue.popleft()
-        self._take(bucket)
-        self._reduce(bucket)
-
-    def _take(self, bucket: Bucket) -> None:
-        for index in bucket.units & self._receiving:
-            if self._waits_apart(index) and index not in self._sources:
-                self._sources[index] = self._units[index].take_waiting()
 
     def _waits_apart(self, index: int) -> bool:
         """Whether buckets take what waits of the unit, rather than what its flat holds."""
@@ -300,11 +290,13 @@ class GradientReducer:
         self._receive_next(units)
         for bucket in self._reduction.buckets:
             if bucket.units & self._receiving:
-                self._take(bucket)
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
         """Start to reduce a bucket, and to bring its sums to the homes of gradients."""
+        for index in bucket.units & self._receiving:
+            if self._waits_apart(index) and index not in self._sources:
+                self._sources[index] = self._units[index].take_waiting()
         dtype = self._dtype(bucket)
         memory = self._memory.take()
         typed = memory[: bucket.nbytes(dtype.itemsize)].view(dtype)
