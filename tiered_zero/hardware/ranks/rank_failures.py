@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -10,6 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from tiered_zero.errors import RankError, TieredZeroError
+
+GRACE_S = 3.0
+"""A rank whose connection broke waits so long for another's message, and for the launcher to see which rank ended."""
 
 _FAILED, _CLOSED, _WAITS = "failed", "closed", "wait"
 """Keys of the store: the first failure, and for each rank one where it has closed its engine and one of where it
@@ -147,9 +151,11 @@ class RankFailures:
             self._store.set(f"{_CLOSED}/{self._rank}", "")
 
     def _find_cause(self, error: BaseException, what: str) -> RankError:
-        """A rank posts what it has to say before it closes its groups."""
+        """A rank posts what it has to say before it closes its groups. One that was killed posts nothing: this one ends
+        some seconds later, so that the launcher finds, and names, the one that was killed."""
         if not self._driver_waits:
             self._post_wait(what, None)
+        deadline_s = time.monotonic() + GRACE_S
         with suppress(Exception):
             if self._store.check([_FAILED]):
                 return self._read_posted()
@@ -165,6 +171,10 @@ class RankFailures:
                         f"Rank {rank} has closed its engine, or ended, while others go on with {what}. Its own output "
                         "says why; every rank makes the same number of steps; drop the last, or pad."
                     )
+            while time.monotonic() < deadline_s:
+                time.sleep(0.05)
+                if self._store.check([_FAILED]):
+                    return self._read_posted()
         lost = RankError(
             f"{what}: the connection to another rank was lost, which has posted no error: its process was killed, as "
             "by the kernel for want of memory, or its host is gone. Look at that rank's output and the kernel's log."
