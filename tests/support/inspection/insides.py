@@ -42,25 +42,22 @@ from tiered_zero.params.unit_state import LEGAL_CHANGES, UnitState, WeightState
 from tiered_zero.params.update_guard import UpdateGuard
 from tiered_zero.store import (
     checksums,
-    descriptors,
-    durable,
+    files,
     manifest,
     record_writer,
     records,
     runs,
     stripes,
-    swap_dir,
     swap_store,
 )
 from tiered_zero.store.checked_json import decode_checked, encode_checked
+from tiered_zero.store.directory import OWNER_NAME, PREFIX, Owner, SwapDir
 from tiered_zero.store.manifest import MANIFEST_NAME, Contents, Record
 from tiered_zero.store.manifest import load as load_manifests
-from tiered_zero.store.owner import OWNER_NAME
 from tiered_zero.store.ranges import Range
 from tiered_zero.store.record_writer import RecordWriter
 from tiered_zero.store.runs import RunInfo, collect_garbage, leftover_notices, list_runs
 from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_dir import PREFIX, SwapDir
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.store.transfers import StoreTransfer
 from tiered_zero.store.two_phase_commit import TwoPhaseCommit
