@@ -93,7 +93,7 @@ def _directory(directory: Path) -> Iterator[Finding]:
     found = warnings[0].removeprefix("nvme_path ") if warnings else fstype or "unknown"
     yield Finding("file system", POOR if warnings else GOOD, found)
     free_nbytes = shutil.disk_usage(directory).free
-    fix = "free space, or name another disk; `tiered-zero swap capacity` says how much a run needs"
+    fix = "free space, or name another disk; `tiered-zero plan` says how much a run needs"
     yield Finding("free space", *_measured(free_nbytes, GIB, f"{format_nbytes(free_nbytes)} in {directory}", fix))
 
 

@@ -25,7 +25,7 @@ COMMANDS = {
     "plan": Command("tiered_zero.cli.plan:plan", "Show the bytes that a run needs on each tier, before it is run."),
     "explain": Command("tiered_zero.cli.explain:explain", "Show each key of a config: value, origin, effect."),
     "report": Command("tiered_zero.cli.report:report", "Turn the record of a run into one HTML page."),
-    "swap": Command("tiered_zero.cli.swap:swap", "Look at swap directories, plan them, and clean them up."),
+    "swap": Command("tiered_zero.cli.swap:swap", "Look at swap directories, and clean them up."),
     "checkpoint": Command(
         "tiered_zero.cli.checkpoint:checkpoint", "List checkpoints, check them, and turn them into weights."
     ),
