@@ -27,9 +27,8 @@ from tiered_zero.params.update_guard import ShardGather, UpdateGuard
 from tiered_zero.plan.remedies import open_settings
 from tiered_zero.plan.request import RankRequest
 from tiered_zero.rules.kernel_rule import open_kernel
-from tiered_zero.telemetry.observer import RunObserver, StepLog
 from tiered_zero.telemetry.report import StepReport
-from tiered_zero.telemetry.runlog import RunHeader
+from tiered_zero.telemetry.runlog import RunHeader, RunObserver, StepLog
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.paged_flat import FlatWindows
 from tiered_zero.tiers.rack import TierRack

@@ -15,8 +15,7 @@ from typing import Any
 
 import click
 
-from tiered_zero.cli.console import STDOUT
-from tiered_zero.cli.tables import make_table
+from tiered_zero.cli.console import print_table
 from tiered_zero.errors import PlanError
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.measure import MODES, fill_file, measure_rate
@@ -142,11 +141,16 @@ def _fill(path: str, directory: Path, free_nbytes: int, seconds: float, notes: l
 
 
 def _print(report: dict[str, Any]) -> None:
-    table = make_table("Best first", "engine", *(f">{column}" for column in ("block", "depth", *MODES)))
-    for row in report["tried"]:
-        rates = (f"{format_nbytes(row[f'{mode}_bytes_per_s'])}/s" for mode in MODES)
-        table.add_row(row["io_engine"], format_nbytes(row["block_size"]), str(row["queue_depth"]), *rates)
-    STDOUT.print(table)
+    rows = [
+        (
+            row["io_engine"],
+            format_nbytes(row["block_size"]),
+            str(row["queue_depth"]),
+            *(f"{format_nbytes(row[f'{mode}_bytes_per_s'])}/s" for mode in MODES),
+        )
+        for row in report["tried"]
+    ]
+    print_table(("engine", "block", "depth", *MODES), rows, title="Best first")
     access = f"O_DIRECT at {report['best']['alignment']}" if report["best"]["direct"] else "buffered"
     click.echo(
         f"{report['seconds']:.0f} s on a file of {format_nbytes(report['file_nbytes'])}, "

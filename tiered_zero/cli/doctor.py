@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from tiered_zero.cli.console import STDOUT
+from tiered_zero.cli.console import stdout
 from tiered_zero.cli.options import parse_bytes
 from tiered_zero.errors import ConfigError, TieredZeroError
 from tiered_zero.io.preflight import filesystem_type, filesystem_warnings, preflight_directory
@@ -48,7 +48,7 @@ def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, 
         findings.append(finding)
         if not as_json:
             line = Text.assemble((f"{finding.state:<5}", _STYLES[finding.state]), f"{finding.name:<19}{finding.found}")
-            STDOUT.print(line.append(f"; fix: {finding.fix}" if finding.fix else ""), soft_wrap=True)
+            stdout().print(line.append(f"; fix: {finding.fix}" if finding.fix else ""), soft_wrap=True)
     if as_json:
         click.echo(json.dumps({"directory": str(directory), "findings": [asdict(finding) for finding in findings]}))
     asked = [finding for finding in findings if finding.name == "directory" or (on_device and finding.state == BAD)]

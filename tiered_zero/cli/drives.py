@@ -182,7 +182,7 @@ def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mappi
             f"{format_nbytes(drive['written_nbytes_per_step'])}{least}"
         )
         if steps := drive.get("steps_to_tbw"):
-            yield f"  what the drive is rated for ({drive['rated_nbytes'] / 1e12:g} TB) is written after {steps:,} steps"
+            yield f"  what it is rated for ({drive['rated_nbytes'] / 1e12:g} TB) is written after {steps:,} steps"
 
 
 def drive_problems(drives: Iterable[Mapping[str, Any]]) -> Iterator[str]:
