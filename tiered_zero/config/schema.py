@@ -1,6 +1,6 @@
 """The typed config: one frozen section a JSON object, DeepSpeed's names and defaults, and the rules between keys.
 
-Each description says what the key does and in which unit; `tiered-zero explain` and the JSON schema print it.
+Each description says what the key does and in which unit; `tiered-zero explain` and docs/config.md print it.
 """
 
 from __future__ import annotations
@@ -322,11 +322,6 @@ class Config(Section):
     def explain(self) -> list[explaining.KeyReport]:
         """Every key of the file and every default: value, origin, fate, effect."""
         return explaining.reports(self, self._reading)
-
-    @classmethod
-    def json_schema(cls) -> dict[str, Any]:
-        """For editors: every key of the table with its type and description."""
-        return explaining.json_schema(cls)
 
 
 def _check_offload(zero: ZeroSection, activations: ActivationsSection) -> None:
