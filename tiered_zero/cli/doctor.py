@@ -20,7 +20,7 @@ from tiered_zero.cli.console import stdout
 from tiered_zero.cli.options import parse_bytes
 from tiered_zero.errors import ConfigError, TieredZeroError
 from tiered_zero.io.preflight import filesystem_type, filesystem_warnings, preflight_directory
-from tiered_zero.io.select import ENGINES, Selection, select_engine
+from tiered_zero.io.select import ENGINES, select_engine
 from tiered_zero.native import find_library, why_missing
 from tiered_zero.native.update import UpdateKernel, available_cpus
 from tiered_zero.sizes import GIB, MIB, format_nbytes
@@ -98,8 +98,6 @@ def _directory(directory: Path) -> Iterator[Finding]:
 
 
 def _engines(directory: Path) -> Iterator[Finding]:
-    direct: Selection | None = None
-    why_buffered = ""
     for name in ENGINES:
         if name == "native" and find_library("_direct_io") is None:
             yield _missing("engine native", "_direct_io")
@@ -110,21 +108,13 @@ def _engines(directory: Path) -> Iterator[Finding]:
             yield Finding(f"engine {name}", BAD, str(error).rpartition(" is off: ")[2])
             continue
         selection.engine.close()
+        intact = f"a write in {directory} was read back intact"
         if selection.direct:
-            direct = direct or selection
-            access = f"O_DIRECT at {selection.alignment}"
+            yield Finding(f"engine {name}", GOOD, f"O_DIRECT at {selection.alignment}: {intact}")
         else:
-            why_not = [reason for reason in selection.reasons if " with O_DIRECT " in reason]
-            access, why_buffered = "buffered", why_not[-1].rpartition(" is off: ")[2]
-        found = f"{access}: a write in {directory} was read back intact"
-        yield Finding(f"engine {name}", GOOD if selection.direct else POOR, found)
-    if direct:
-        yield Finding("O_DIRECT", GOOD, f"works, aligned to {direct.alignment} bytes")
-    elif why_buffered:
-        fix = "use a directory on a local ext4, xfs or btrfs"
-        yield Finding("O_DIRECT", BAD, f"every byte passes the page cache: {why_buffered}", fix)
-    else:
-        yield Finding("O_DIRECT", BAD, "not known: no engine works here, see above")
+            why_not = [reason for reason in selection.reasons if " with O_DIRECT " in reason][-1]
+            found = f"buffered, through the page cache ({why_not.rpartition(' is off: ')[2]}): {intact}"
+            yield Finding(f"engine {name}", POOR, found, "use a directory on a local ext4, xfs or btrfs")
 
 
 def _measured(nbytes: int, enough_nbytes: int, found: str, fix: str) -> tuple[str, str, str]:
@@ -190,11 +180,7 @@ def _torch() -> Iterator[Finding]:
         yield Finding("torch", BAD, f"cannot be imported: {error}", "install torch 2.11 to 2.13")
         return
     names, kind = accelerator_names(), accelerator_kind()
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if (2, 11) <= version < (2, 14):
-        yield Finding("torch", GOOD, str(torch.__version__))
-    else:
-        yield Finding("torch", POOR, f"{torch.__version__}; tried with 2.11 to 2.13", "install one of these")
+    yield Finding("torch", GOOD, str(torch.__version__))
     if names:
         yield Finding("accelerator", GOOD, f"{kind}: {', '.join(names)}")
     elif kind is None:

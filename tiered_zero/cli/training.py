@@ -125,7 +125,7 @@ class Training:
             except (KeyboardInterrupt, SystemExit) as interrupt:
                 code = INTERRUPTED if isinstance(interrupt, KeyboardInterrupt) else TERMINATED
         if self._rank == 0:
-            self._show(engine, totals, ranks, code)
+            self._show(totals, ranks, code)
             self._show_end(code)
         return code
 
@@ -155,7 +155,7 @@ class Training:
             is_saved = saver is None or saver.finish()
         return stop_code or stop.code or (0 if is_saved else UNSAVED)
 
-    def _show(self, engine: Engine, totals: RunTotals, ranks: RankSteps, code: int) -> None:
+    def _show(self, totals: RunTotals, ranks: RankSteps, code: int) -> None:
         """Print what the run took, as tables or as JSON."""
         progress, report = self._progress, totals.report()
         num_made = progress.done - progress.first
@@ -180,14 +180,6 @@ class Training:
             print_report(report, num_parameters(self._model))
             if line := ranks.describe():
                 click.echo(line)
-            staging_nbytes = sum(
-                engine.plan.nbytes("host", f"staging_{kind}") for kind in ("param", "state", "gradient")
-            )
-            if engine.plan.nbytes("nvme"):
-                click.echo(
-                    f"Of the host memory {format_nbytes(staging_nbytes)} are buffers for what the disk reads and "
-                    "writes; they do not grow with the number of layers."
-                )
 
     def _show_end(self, code: int) -> None:
         """Say why the run ended early. Raises NonFiniteError."""
