@@ -17,8 +17,6 @@ from tiered_zero.config.deepspeed_keys import (
     OPTIMIZERS,
     OTHER_WORDS,
     REFUSED_OPTIMIZERS,
-    REQUIRED,
-    SCHEDULERS,
     Fate,
     Key,
     asks_for_something,
@@ -28,7 +26,7 @@ from tiered_zero.config.deepspeed_keys import (
 from tiered_zero.config.explain import Reading
 from tiered_zero.config.json_file import read_json
 from tiered_zero.config.names import idle_key, named_tree
-from tiered_zero.config.schema import Config
+from tiered_zero.config.schema import SCHEDULES, Config
 from tiered_zero.config.values import number_or_same, shown, switch, whole
 from tiered_zero.errors import ConfigError
 
@@ -37,7 +35,7 @@ _HONOURED_SECTIONS = {path.rpartition(".")[0] for path, key in _KEYS.items() if 
 _HONOURED_SECTIONS |= {path.rpartition(".")[0] for path in _HONOURED_SECTIONS}
 _SECTIONS = (_HONOURED_SECTIONS | {path.rpartition(".")[0] for path in _KEYS}) - {""}
 _ARGUMENTS = [f"optimizer.params.{name}" for name in OPTIMIZER_ARGUMENTS]
-_ARGUMENTS += [f"scheduler.params.{name}" for kind in SCHEDULERS.values() for name in kind]
+_ARGUMENTS += [f"scheduler.params.{name}" for kind in SCHEDULES.values() for name in kind.model_fields]
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -228,54 +226,41 @@ def _check_optimizer(section: dict[str, Any] | None) -> None:
 
 
 def _check_scheduler(section: dict[str, Any] | None, reading: Reading, to_train: bool) -> None:
-    """Names and types of the arguments of DeepSpeed's own schedules; torch's check their own when they are built."""
-    known = SCHEDULERS.get(section["type"]) if section and isinstance(section.get("type"), str) else None
-    if section is None or known is None:
+    """Read the arguments of DeepSpeed's own schedules; torch's check their own when they are built."""
+    kind = SCHEDULES.get(section["type"]) if section and isinstance(section.get("type"), str) else None
+    if section is None or kind is None:
         return
-    given = section.get("params", {})
-    params = {name: value for name, value in given.items() if value is not None or known.get(name) is None}
-    section["params"] = params
-    for name, value in params.items():
-        path = f"scheduler.params.{name}"
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1) or list(known)
+    fields = kind.model_fields
+    params = dict(section.get("params", {}))
+    for name in params:
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields, n=1) or list(fields)
             raise ConfigError(
-                f"{path}: expected an argument of {section['type']}; found {shown(name)}. Did you mean {close[0]}?"
+                f"scheduler.params.{name}: expected an argument of {kind.__name__}; found {shown(name)}. Did you mean "
+                f"{close[0]}?"
             )
-        params[name] = _argument(path, value, known[name])
-    for name, default in known.items():
+    params = {name: value for name, value in params.items() if value is not None or fields[name].default is None}
+    unfilled = {}
+    for name, field in fields.items():
         path = f"scheduler.params.{name}"
-        if default == REQUIRED and name not in params:
+        if field.is_required() and name not in params:
             if to_train or path not in reading.auto:
                 raise ConfigError(
-                    f"{path}: expected a number, {section['type']} has no default for it; found "
+                    f"{path}: expected a number, {kind.__name__} has no default for it; found "
                     f"{'auto' if path in reading.auto else 'nothing'}. Write the number."
                 )
+            unfilled[name] = 1
             reading.unfilled.add(path)
         elif path in reading.auto:
-            params[name] = None if name == "warmup_max_lr" else default  # trainers mean the optimizer's rate
-            reading.auto[path] = "the optimizer's lr" if params[name] is None else default
-
-
-def _argument(path: str, value: Any, default: Any) -> Any:
-    counts = path.endswith(("_steps", "_step_size", "_stair_count", "_iteration"))
+            params[name] = None if name == "warmup_max_lr" else field.default  # trainers mean the optimizer's rate
+            reading.auto[path] = "the optimizer's lr" if params[name] is None else field.default
     try:
-        if counts and value is not None:
-            return whole(value)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}; found {shown(value)}.") from None
-    if isinstance(default, bool):
-        fits, words = isinstance(value, bool), "true or false"
-    elif default == "log":
-        fits, words = isinstance(value, str), '"log" or "linear"'
-    else:
-        of_groups = path.endswith(("_lr", "_mom"))
-        words = "a number, or a list with one for each param group" if of_groups else "a number"
-        numbers = value if of_groups and isinstance(value, list) else [] if value is None else [value]
-        fits = all(type(number) in (int, float) for number in numbers)
-    if not fits:
-        raise ConfigError(f"{path}: expected {words}; found {shown(value)}.")
-    return value
+        read = kind.model_validate({**params, **unfilled})
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        path = f"scheduler.params.{problem['loc'][0]}"
+        raise ConfigError(f"{path}: {_expected(problem)}; found {shown(problem['input'])}.") from None
+    section["params"] = {name: getattr(read, name) for name in params}
 
 
 # The end.
@@ -323,7 +308,7 @@ def _describe(error: ValidationError) -> str:
         while len(parts) > 1 and ".".join(parts) not in _KEYS:
             parts.pop()
         path = ".".join(parts) if ".".join(parts) in _KEYS else ".".join(str(part) for part in problem["loc"])
-        expected = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        expected = _expected(problem)
         found = shown(problem["input"])
         rule = problem.get("ctx", {}).get("error")
         if isinstance(rule, ConfigError):  # between keys, which says it all
@@ -336,3 +321,9 @@ def _describe(error: ValidationError) -> str:
         if not any(known.startswith(f"{path}:") for known in lines):
             lines.append(line)
     return "\n".join(lines)
+
+
+def _expected(problem: Mapping[str, Any]) -> str:
+    """Return what was expected, as pydantic or a function of ours says it."""
+    text: str = problem["msg"]
+    return text.removeprefix("Value error, ").replace("Input should be", "expected")
