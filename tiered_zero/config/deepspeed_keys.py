@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tiered_zero.config.values import switch
+from tiered_zero.config.section import switch
 
 
 class Fate(str, Enum):

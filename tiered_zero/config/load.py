@@ -6,7 +6,7 @@ import difflib
 import json
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import reduce
 from typing import Any
 
@@ -16,6 +16,7 @@ from tiered_zero.config.deepspeed_keys import (
     OPTIMIZER_ARGUMENTS,
     OPTIMIZERS,
     OTHER_WORDS,
+    OTHERS,
     REFUSED_OPTIMIZERS,
     Fate,
     Key,
@@ -25,9 +26,8 @@ from tiered_zero.config.deepspeed_keys import (
 )
 from tiered_zero.config.explain import Reading
 from tiered_zero.config.json_file import read_json
-from tiered_zero.config.names import idle_key, named_tree
 from tiered_zero.config.schema import SCHEDULES, Config
-from tiered_zero.config.values import number_or_same, shown, switch, whole
+from tiered_zero.config.section import number_or_same, shown, switch, whole
 from tiered_zero.errors import ConfigError
 
 _KEYS = table(Config)
@@ -36,6 +36,8 @@ _HONOURED_SECTIONS |= {path.rpartition(".")[0] for path in _HONOURED_SECTIONS}
 _SECTIONS = (_HONOURED_SECTIONS | {path.rpartition(".")[0] for path in _KEYS}) - {""}
 _ARGUMENTS = [f"optimizer.params.{name}" for name in OPTIMIZER_ARGUMENTS]
 _ARGUMENTS += [f"scheduler.params.{name}" for kind in SCHEDULES.values() for name in kind.model_fields]
+_MAX_DEPTH = 64
+_MAX_BITS = 1024
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -60,7 +62,7 @@ def load(
     if not isinstance(given, Mapping):
         raise ConfigError(f"config: expected a dict or the path of a JSON file; found {type(given).__name__}.")
     reading = Reading()
-    values = _sort(named_tree(given, _KEYS.keys() | _SECTIONS, reading), "", reading)
+    values = _sort(_named_tree(given, _KEYS.keys() | _SECTIONS, reading), "", reading)
     _drop_offload_param(values, reading)
     values.update(_batch(values, world_size, reading, to_train))
     _check_optimizer(values.get("optimizer"))
@@ -71,6 +73,96 @@ def load(
         raise ConfigError(_describe(error)) from None
     _finish(result, reading)
     return result
+
+
+# Names.
+
+
+def _named_tree(given: Mapping[str, Any], known: Container[str], reading: Reading) -> dict[str, Any]:
+    """Copy `given` with the schema's names; `reading` notes what is dropped. `known`: paths of keys and sections.
+    ConfigError."""
+    tree: dict[str, Any] = _plain(given, "", reading)
+    _drop_dotted(tree, known, reading)
+    _rename(tree, reading)
+    return tree
+
+
+def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
+    """A key of the file that does nothing here, though the table may have another fate for its name."""
+    return Key(path=path, fate=Fate.NO_EFFECT, why=why, quiet=quiet)
+
+
+def _plain(node: Any, path: str, reading: Reading, depth: int = 0) -> Any:
+    """Copy plain dicts and lists, which the steps below change at will, without comments.
+
+    Raises ConfigError on what no key takes.
+    """
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"{path[:80]}...: expected at most {_MAX_DEPTH} objects one inside another. Flatten it.")
+    if isinstance(node, Mapping):
+        for name in node:
+            if not isinstance(name, str):
+                raise ConfigError(f"{path}{shown(name)}: expected a string as key; found {type(name).__name__}.")
+        comments = {name: value for name, value in node.items() if name.startswith("_")}
+        for name, value in comments.items():
+            text = value if isinstance(value, str) else shown(value)
+            printable = (path + name).encode(errors="backslashreplace").decode()  # JSON may escape half a character
+            reading.idle.append((_idle_key(printable, "a comment", quiet=True), text))
+        kept = {name: value for name, value in node.items() if name not in comments}
+        return {name: _plain(value, f"{path}{name}.", reading, depth + 1) for name, value in kept.items()}
+    if isinstance(node, int) and node.bit_length() > _MAX_BITS:
+        raise ConfigError(f"{path.rstrip('.')}: expected a number that a float can hold; found {shown(node)}.")
+    return [_plain(item, path, reading, depth + 1) for item in node] if isinstance(node, (list, tuple)) else node
+
+
+def _drop_dotted(tree: dict[str, Any], known: Container[str], reading: Reading) -> None:
+    """Drop "section.key" at the top level, which trainers write and DeepSpeed does not read."""
+    for name in [name for name in tree if "." in name and name in known]:
+        section, _, inner = name.rpartition(".")
+        if name.startswith("tiered_zero."):
+            raise ConfigError(f"{shown(name)}: expected {inner!r} inside of {section}; found a dotted key. Nest it.")
+        why = f"DeepSpeed reads no dotted keys; to set it, write {inner!r} inside of {section}"
+        reading.idle.append((_idle_key(json.dumps(name), why), tree.pop(name)))
+
+
+def _rename(tree: dict[str, Any], reading: Reading) -> None:
+    if isinstance(tree.get("zero_optimization"), bool):
+        stage = int(tree["zero_optimization"])
+        reading.notices.append(f"zero_optimization: {bool(stage)} (deprecated) read as stage {stage}")
+        tree["zero_optimization"] = {"stage": stage}
+    for key in OTHERS:
+        if key.fate is Fate.RENAMED:
+            _rename_one(tree, key, reading)
+
+
+def _rename_one(tree: dict[str, Any], key: Key, reading: Reading) -> None:
+    *sections, name = key.path.split(".")
+    node: Any = tree
+    for section in sections:
+        node = node.get(section) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or name not in node:
+        return
+    value = node.pop(name)
+    if name in ("cpu_offload", "cpu_offload_param"):
+        if not isinstance(value, bool) and value not in (None, "auto"):
+            raise ConfigError(f"{key.path}: expected true or false; found {shown(value)}. Use {key.to} instead.")
+        if value is not True:
+            reading.idle.append((key, value))
+            return
+        value = {"device": "cpu"}
+    *sections, name = key.to.split(".")
+    target = tree
+    for section in sections:
+        if not isinstance(target.get(section), dict):
+            target[section] = {}
+        target = target[section]
+    found = target.get(name)
+    if found is not None and found != value and str(found) != str(value):  # 4 and "4" are one value
+        raise ConfigError(
+            f"{key.path}, {key.to}: expected one value; found {shown(value)} and {shown(found)}. Keep {key.to}."
+        )
+    target[name] = value
+    reading.renamed.setdefault(key.to, key.path)
 
 
 # Fates.
@@ -87,7 +179,7 @@ def _sort(node: dict[str, Any], prefix: str, reading: Reading) -> dict[str, Any]
             if value is not None and not isinstance(value, dict):
                 raise ConfigError(f"{path}: expected an object; found {shown(value)}. Write its keys inside {{}}.")
             if value is None:
-                reading.idle.append((idle_key(path, "null is a section that is left out", quiet=True), None))
+                reading.idle.append((_idle_key(path, "null is a section that is left out", quiet=True), None))
             inner = _sort(value or {}, f"{path}.", reading)
             if path in _HONOURED_SECTIONS and value is not None:
                 values[name] = inner
@@ -115,7 +207,7 @@ def _drop_offload_param(values: dict[str, Any], reading: Reading) -> None:
     if below and (device := section.get("device", "none")) != "none":
         del zero["offload_param"]
         path, why = "zero_optimization.offload_param", "parameters stay on the device below stage 3, as in DeepSpeed"
-        reading.idle += [(idle_key(f"{path}.{name}", why, quiet=True), value) for name, value in section.items()]
+        reading.idle += [(_idle_key(f"{path}.{name}", why, quiet=True), value) for name, value in section.items()]
         reading.notices.append(f"{path}.device {shown(device)} without effect: {why}; stage 3 pages them")
 
 

@@ -22,8 +22,9 @@ from tiered_zero.config.section import (
     SwitchedSection,
     Whole,
     WholeOrNone,
+    switch,
+    whole,
 )
-from tiered_zero.config.values import switch, whole
 from tiered_zero.errors import ConfigError
 
 
