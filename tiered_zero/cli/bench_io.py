@@ -15,7 +15,8 @@ from typing import Any
 
 import click
 
-from tiered_zero.cli.console import print_table
+from tiered_zero.cli.console import print_json, print_table
+from tiered_zero.cli.options import JSON_OPTION
 from tiered_zero.errors import PlanError
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.measure import MODES, fill_file, measure_rate
@@ -60,7 +61,7 @@ def bench() -> None:
     show_default=True,
     help="The measurement ends before that.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
+@JSON_OPTION
 def io(directory: Path, seconds: float, as_json: bool) -> None:
     """Find the best of four aio settings for the disk of DIRECTORY, by its rates of read, write and both mixed.
 
@@ -72,7 +73,7 @@ def io(directory: Path, seconds: float, as_json: bool) -> None:
         report = measure_directory(directory, begun_s + seconds * (1 - _END_SHARE))
     report["seconds"] = time.perf_counter() - begun_s
     if as_json:
-        click.echo(json.dumps(report))
+        print_json(report)
     else:
         _print(report)
 

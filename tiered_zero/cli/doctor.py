@@ -3,21 +3,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 from rich.text import Text
 
-from tiered_zero.cli.console import stdout
-from tiered_zero.cli.options import parse_bytes
+from tiered_zero.cli.console import print_json, stdout
+from tiered_zero.cli.options import JSON_OPTION, parse_bytes
 from tiered_zero.errors import ConfigError, TieredZeroError
 from tiered_zero.io.preflight import filesystem_type, filesystem_warnings, preflight_directory
 from tiered_zero.io.select import ENGINES, select_engine
@@ -32,7 +30,7 @@ _PIN_TRIAL_NBYTES = 64 * MIB
 
 @click.command("doctor")
 @click.argument("directory", type=click.Path(path_type=Path), default=Path("."))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
+@JSON_OPTION
 @click.option("--device", "on_device", is_flag=True, help="Check the accelerator instead, in about 30 s.")
 @click.option("--pin", callback=parse_bytes, default="1GiB", metavar="64GiB", help="With --device: bytes to be pinned.")
 @click.pass_context
@@ -50,7 +48,7 @@ def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, 
             line = Text.assemble((f"{finding.state:<5}", _STYLES[finding.state]), f"{finding.name:<19}{finding.found}")
             stdout().print(line.append(f"; fix: {finding.fix}" if finding.fix else ""), soft_wrap=True)
     if as_json:
-        click.echo(json.dumps({"directory": str(directory), "findings": [asdict(finding) for finding in findings]}))
+        print_json({"directory": directory, "findings": findings})
     asked = [finding for finding in findings if finding.name == "directory" or (on_device and finding.state == BAD)]
     if asked:  # the one question that the user has asked by name
         ctx.exit(1)

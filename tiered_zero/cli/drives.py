@@ -175,14 +175,14 @@ def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mappi
         if given:
             where = f"--disk {drive['disk']} (nvme_path {names})"
             yield f"{where}: {format_nbytes(drive['nbytes'])} of {format_nbytes(drive['free_nbytes'])}"
+        read, written = (format_nbytes(drive[name]) for name in _MOVED)
+        which = "" if given or len(drives) == 1 else f"the drive of {names}: "
         seconds = drive.get("least_step_s")
         least = "" if seconds is None else f": {seconds:.3g} s or more by the drive's rates"
-        yield (
-            f"  a step reads about {format_nbytes(drive['read_nbytes_per_step'])} of parameters and state and writes "
-            f"{format_nbytes(drive['written_nbytes_per_step'])}{least}"
-        )
-        if steps := drive.get("steps_to_tbw"):
-            yield f"  what it is rated for ({drive['rated_nbytes'] / 1e12:g} TB) is written after {steps:,} steps"
+        yield f"  {which}a step reads about {read} of parameters and state and writes {written}{least}"
+        if "steps_to_tbw" in drive:
+            rated, steps = drive["rated_nbytes"] / 1e12, drive["steps_to_tbw"]
+            yield f"  what it is rated for ({rated:g} TB) is written after {steps:,} steps"
 
 
 def drive_problems(drives: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 from rich.text import Text
 
-from tiered_zero.cli.console import stdout
+from tiered_zero.cli.console import print_json, stdout
+from tiered_zero.cli.options import JSON_OPTION
 from tiered_zero.config import KeyReport, load
 from tiered_zero.errors import ConfigError
 from tiered_zero.telemetry.page import render_page
@@ -21,7 +21,7 @@ _STYLES = {"default": "dim", "auto": "yellow", "derived": "yellow", "renamed": "
 @click.command("explain")
 @click.argument("config", type=click.Path(dir_okay=False))
 @click.option("--changed", is_flag=True, help="Only the keys that CONFIG holds.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
+@JSON_OPTION
 @click.option("--world-size", default=1, show_default=True, type=click.IntRange(min=1), help="Data-parallel ranks.")
 def explain(config: str, changed: bool, as_json: bool, world_size: int) -> None:
     """Print each key of CONFIG and each default: its value, its source and its effect."""
@@ -32,7 +32,7 @@ def explain(config: str, changed: bool, as_json: bool, world_size: int) -> None:
         check_sections(loaded)
     rows = [row for row in loaded.explain() if not changed or row.source not in ("default", "derived")]
     if as_json:
-        click.echo(json.dumps({"keys": [asdict(row) for row in rows], "notices": loaded.notices}, indent=2))
+        print_json({"keys": rows, "notices": loaded.notices})
         return
     console = stdout()
     for row in rows:

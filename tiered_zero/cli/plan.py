@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from tiered_zero.cli.console import print_json
 from tiered_zero.cli.drives import (
     Drive,
     directory_needs,
@@ -145,13 +144,13 @@ def plan(
             "trains": run.trains,
             "ranks": ranks,
             "problem": "\n".join(problems) or None,
-            "update_policy": dataclasses.asdict(run.plan.update_policy),
-            "rows": run.plan.table(),
-            "activations": None if estimate is None else dataclasses.asdict(estimate),
+            "update_policy": run.plan.update_policy,
+            "rows": run.plan.rows,
+            "activations": estimate,
             "directories": directories,
             "drives": drives,
         }
-        click.echo(json.dumps(facts))
+        print_json(facts)
     else:
         if not run.trains:
             click.echo(_EVALUATES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import statistics
@@ -19,7 +18,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import tiered_zero
-from tiered_zero.cli.console import STDERR, print_table
+from tiered_zero.cli.console import STDERR, print_json, print_table
 from tiered_zero.cli.options import DEMO_MODEL
 from tiered_zero.cli.saving import MODEL, Resumption, Saver, warn_of_others
 from tiered_zero.config import load
@@ -175,7 +174,7 @@ class Training:
                 "world_size": self._world_size,
                 "rank_step_s": ranks.own_s,
             }
-            click.echo(json.dumps({**facts, **report.to_json()}))
+            print_json({**facts, **report.to_json()})
         elif num_made:
             print_report(report, num_parameters(self._model))
             if line := ranks.describe():

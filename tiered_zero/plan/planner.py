@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from tiered_zero.errors import PlanError
 from tiered_zero.layout.buckets import cut_buckets
@@ -128,10 +128,6 @@ class Plan:
     def rows_of(self, tier: str) -> list[PlanRow]:
         """List what counts against the tier's limit."""
         return [row for row in self.rows if row.tier in self.request.counted_tiers(tier)]
-
-    def table(self) -> list[dict[str, object]]:
-        """Rows as plain values: tier, kind, nbytes, what."""
-        return [asdict(row) for row in self.rows]
 
     @property
     def text(self) -> str:
