@@ -65,7 +65,7 @@ print(len(sys.modules))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     *text, num_modules = result.stdout.splitlines()
-    assert sum(line.startswith("Usage: ") for line in text) == 1 + len(COMMANDS) + 4 + 4 + 1  # swap, checkpoint, bench
+    assert sum(line.startswith("Usage: ") for line in text) == 1 + len(COMMANDS) + 5 + 4 + 1  # swap, checkpoint, bench
     assert int(num_modules) < 700, "torch alone is more than a thousand"
 
 

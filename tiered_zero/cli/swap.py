@@ -9,6 +9,7 @@ from rich.text import Text
 
 from tiered_zero.cli.console import print_json, print_table, printable
 from tiered_zero.cli.options import JSON_OPTION, directory_argument
+from tiered_zero.cli.plan import plan
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.runs import collect_garbage, list_runs
@@ -20,6 +21,9 @@ _STATE_STYLES = {"alive": "green", "dead": "red", "unknown": "yellow"}
 @click.group("swap")
 def swap() -> None:
     """Look at swap directories (what nvme_path names), and clean them up."""
+
+
+swap.add_command(plan, "capacity")
 
 
 @swap.command("ls", short_help="List runs: owner, bytes, age, model, step.")
