@@ -375,7 +375,7 @@ def tests_look_inside_engines_in_one_file(source: Source) -> Found:
         "tests/crash/a.py": [
             "from tiered_zero.store.runs import list_runs",
             "from tiered_zero import store",
-            "def f():\n    import tiered_zero.checkpoint.open",
+            "def f():\n    import tiered_zero.checkpoint.tag",
             "import tiered_zero\ntiered_zero.params.pager.Pager",
             "CHILD = 'import sys; from tiered_zero.engine.engine import Engine'",
             "patch('tiered_zero.tiers.rack.SwapStore')",

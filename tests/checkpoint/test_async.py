@@ -17,7 +17,7 @@ from tests.support.inspection.insides import RecordWriter, SubGroupWork, record_
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint import saving
-from tiered_zero.checkpoint.directory import list_tags
+from tiered_zero.checkpoint.tag import list_tags
 from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import ConfigError, TransferError
 

@@ -14,12 +14,11 @@ import torch
 
 from tests.fakes.sync_io import SyncEngine
 from tests.support.inspection.insides import encode_checked
-from tests.support.tags import Tensors, equal_bits, fields, load_tag, save_tag, write_share
+from tests.support.tags import Tensors, equal_bits, fields, load_tag, save_tag, tag_to_load, write_share
 from tiered_zero.checkpoint import tag_manifest
-from tiered_zero.checkpoint.directory import find_tag, list_tags
-from tiered_zero.checkpoint.open import find_damage, open_tag
 from tiered_zero.checkpoint.reader import Target
 from tiered_zero.checkpoint.shares import Share
+from tiered_zero.checkpoint.tag import find_checkpoint, find_damage, list_tags, open_tag
 from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, Part, RecordName, Source
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.tensors import describe
@@ -138,7 +137,7 @@ def test_hostile_manifests_beside_real_files(tag: Path) -> None:
         assert not check(tag)
         assert not list_tags(tag.parent)[0].complete or find_damage(tag) != []
     with pytest.raises(StoreError):
-        find_tag(tag.parent)
+        find_checkpoint(tag.parent)
 
 
 def test_a_manifest_that_is_large_without_data_is_not_read(tag: Path) -> None:
@@ -163,7 +162,7 @@ def test_nothing_is_copied_from_a_damaged_chunk(tag: Path) -> None:
 def test_a_tag_may_be_copied_and_renamed(tag: Path) -> None:
     shutil.copytree(tag, tag.parent / "elsewhere" / "best")
     assert check(tag.parent / "elsewhere" / "best")
-    assert find_tag(tag.parent / "elsewhere")[0].tag == "best"
+    assert tag_to_load(tag.parent / "elsewhere").tag == "best"
 
 
 def test_bytes_that_change_while_they_are_written_are_noticed_when_read(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.support.tags import fields, write_share, written_by
 from tests.support.trainers import same_bits
 from tiered_zero.checkpoint import export as export_module
 from tiered_zero.checkpoint.export import list_weights
-from tiered_zero.checkpoint.open import open_tag
+from tiered_zero.checkpoint.tag import open_tag
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.weights import write_weights
 from tiered_zero.errors import CorruptionError, StoreError

@@ -16,8 +16,7 @@ import tiered_zero
 from tests.crash.run_commits import config
 from tests.support.inspection.insides import MANIFEST_NAME, OWNER_NAME, decode_checked, encode_checked
 from tests.support.tags import load_commit
-from tiered_zero.checkpoint.open import open_commit
-from tiered_zero.checkpoint.resume import find_checkpoint
+from tiered_zero.checkpoint.tag import find_checkpoint, open_commit
 from tiered_zero.errors import StoreError, TieredZeroError
 
 STORE = ("tiered_zero.store", 1)

@@ -28,7 +28,6 @@ from tests.support.inspection.insides import (
     DATA_NAME,
     OWNER_NAME,
     TensorReader,
-    directory,
     files,
     find_checkpoint,
     list_runs,
@@ -36,9 +35,9 @@ from tests.support.inspection.insides import (
     manifest,
     open_commit,
     rack,
-    save_directory,
     tag_writer,
 )
+from tests.support.inspection.insides import tag as tag_module
 from tests.support.tags import raw_bytes, read_all
 from tiered_zero.errors import StoreError
 from tiered_zero.system import descriptor
@@ -125,10 +124,10 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
     saves = Saves([], [], [], [], [], [], [])
     log = saves.log
     tree = RecordingTree(log)
-    for module in (manifest, files, descriptor, save_directory, tag_writer, directory):
+    for module in (manifest, files, descriptor, tag_writer, tag_module):
         monkeypatch.setattr(module, "os", tree)
-    exchange = save_directory.exchange
-    monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))
+    exchange = tag_writer.exchange
+    monkeypatch.setattr(tag_writer, "exchange", lambda *names: tree.exchange(*names, exchange))
     engine = SyncEngine(operations=log)
     monkeypatch.setattr(rack, "select_engine", lambda *paths, **options: SimpleNamespace(engine=engine, reasons=()))
     parents = [root / "swap", *([root / "params"] if settings is HALVES_ON_ANOTHER_DISK else [])]

@@ -22,7 +22,9 @@ from tests.support.inspection.insides import (
     TensorReader,
     WrittenBy,
     describe,
+    find_checkpoint,
     list_tags,
+    look_at,
     open_commit,
     open_tag,
 )
@@ -85,6 +87,11 @@ def save_tag(
 
 def newest_complete(save_dir: Path) -> TagInfo | None:
     return next((info for info in reversed(list_tags(save_dir)) if info.complete), None)
+
+
+def tag_to_load(save_dir: Path, tag: str | None = None) -> TagInfo:
+    """The tag that a load takes. Raises StoreError."""
+    return look_at(find_checkpoint(save_dir, tag).path)[0]
 
 
 def load_tag(tag_dir: Path, engine: IOEngine | None = None) -> dict[str, torch.Tensor]:

@@ -12,11 +12,11 @@ Never.  No pickle; no master and no state as a whole in memory, for they move th
                      sub-groups of saving, to a tag, and loading, from one | matching: what is loaded where
                      driver: all that is not a tensor; values: that as JSON
     a tag            a store of records (store/record_writer.py) with tag_manifest, the index of keys
-                     save_directory: lock, rename; tag_writer: begin, publish, discard; directory: list, find; prune
+                     tag: judge, list, find, open | tag_writer: lock, begin, publish, discard; prune
     in-place commit  the store that the run uses, with the same index. commit_save: with its tag, by one rank or many
                      commit: make this rank's durable | copies: of what rests in memory, beside it
                      commit_layout: a hash of where each byte lies | committed: what a run has committed
-    read             open: a tag or a commit, checked | reader: ranges of tensors | dcp: for torch's own planners
-    resume.py        find what the config names, and adopt an in-place commit
+    read             reader: ranges of tensors, of a tag or a commit | dcp: for torch's own planners
+    resume.py        adopt an in-place commit
     weights.py       safetensors files: of a model, or by export.py of a tag
 """

@@ -21,7 +21,6 @@ import torch
 from tiered_zero.checkpoint.capture import Capture
 from tiered_zero.checkpoint.commit import Commits
 from tiered_zero.checkpoint.commit_save import InPlaceSave
-from tiered_zero.checkpoint.directory import nothing_to_load
 from tiered_zero.checkpoint.driver import DriverState, LoadParts
 from tiered_zero.checkpoint.last_save import LastSave, QueuedSave, SaveRead
 from tiered_zero.checkpoint.loading import StateLoader
@@ -37,8 +36,9 @@ from tiered_zero.checkpoint.ranks import (
     publish_together,
 )
 from tiered_zero.checkpoint.reader import TensorReader
-from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, FoundCheckpoint, find_checkpoint, open_reader
+from tiered_zero.checkpoint.resume import AdoptedValues, Adoption
 from tiered_zero.checkpoint.shares import Share
+from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, nothing_to_load, open_reader
 from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.concurrency.interrupts import shielded

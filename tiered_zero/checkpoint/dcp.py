@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tiered_zero.checkpoint.reader import TensorReader
-from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
+from tiered_zero.checkpoint.tag import find_checkpoint, open_reader
 from tiered_zero.checkpoint.tensors import torch_dtype
 from tiered_zero.errors import StoreError
 

@@ -17,8 +17,8 @@ from typing import Any, final
 import torch
 
 from tiered_zero.checkpoint.last_save import QueuedSave
-from tiered_zero.checkpoint.resume import FoundCheckpoint
 from tiered_zero.checkpoint.shares import Share
+from tiered_zero.checkpoint.tag import FoundCheckpoint
 from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.weights import WeightTensor

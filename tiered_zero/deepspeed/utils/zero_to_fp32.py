@@ -14,7 +14,7 @@ from torch import nn
 
 from tiered_zero.checkpoint.export import list_weights
 from tiered_zero.checkpoint.reader import TensorReader
-from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
+from tiered_zero.checkpoint.tag import find_checkpoint, open_reader
 from tiered_zero.checkpoint.weights import WeightTensor, write_weights
 from tiered_zero.errors import BudgetError, ConfigError
 from tiered_zero.hardware.probe import available_host_nbytes
