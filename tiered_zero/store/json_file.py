@@ -62,7 +62,9 @@ def decode_file(data: bytes, path: Path, format_name: str, model: type[Model]) -
     except (ValueError, RecursionError):
         header = None
     if type(header) is not dict:
-        raise StoreError(f"{path} is not a {format_name}: it has no header.")
+        raise StoreError(
+            f"{path}: expected {format_name} version {VERSION}, found no header: it is damaged, or of version 1."
+        )
     if header.get("format") != format_name or header.get("version") != VERSION:
         named, other = (ascii(header.get(name))[:80].strip("'\"") for name in ("format", "version"))
         raise StoreError(f"{path}: expected {format_name} version {VERSION}, found {named} version {other}.")
