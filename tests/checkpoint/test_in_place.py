@@ -127,7 +127,7 @@ def test_a_run_that_ended_goes_on_in_its_directory_with_the_same_bits(
     with start(config(swap_path, {"in_place": True}, **dict(CASES[case]))) as engine:
         train(engine, first, saved)
     (before,) = list_runs(swap_path)
-    assert (before.state, before.step, before.resumable) == ("unknown", first, True)  # its process lives, and let go
+    assert (before.state, before.step, before.resumable) == ("dead", first, True)  # its process has let go
     resume = {"in_place": True, "resume": str(saved)}
     with start(config(swap_path, resume, **dict(CASES[case])), seed=7) as engine:
         assert engine.global_steps == first
@@ -348,7 +348,7 @@ def test_a_commit_that_fails_leaves_the_last_one_and_says_whether_training_goes_
 def test_a_commit_without_its_tag_is_named_and_resumed_from(
     swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, update: str
 ) -> None:
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **named: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with start(config(swap_path, {"in_place": True}, update=update)) as engine:
