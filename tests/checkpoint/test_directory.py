@@ -25,10 +25,10 @@ from tiered_zero.checkpoint.directory import (
     read_latest,
     read_manifest,
 )
+from tiered_zero.checkpoint.index import MANIFEST_NAME
 from tiered_zero.checkpoint.open import find_damage, open_tag
 from tiered_zero.checkpoint.prune import prune
 from tiered_zero.checkpoint.save_directory import LATEST_NAME, LOCK_NAME, SaveDirectory
-from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import StoreError, TransferError
 from tiered_zero.io.select import select_engine

@@ -10,11 +10,10 @@ from typing import Any, final
 import torch
 
 from tiered_zero.checkpoint.driver import join_states, own_state
+from tiered_zero.checkpoint.index import Share, WrittenBy
 from tiered_zero.checkpoint.places import CopiedPlaces, list_tensors
 from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.saving import StateSaver, needed_nbytes
-from tiered_zero.checkpoint.shares import Share
-from tiered_zero.checkpoint.tag_manifest import WrittenBy
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.values import encode
 from tiered_zero.concurrency.transfer import Transfer

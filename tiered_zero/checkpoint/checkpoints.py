@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
@@ -23,6 +23,7 @@ from tiered_zero.checkpoint.commit import Commits
 from tiered_zero.checkpoint.commit_save import InPlaceSave
 from tiered_zero.checkpoint.directory import nothing_to_load
 from tiered_zero.checkpoint.driver import DriverState, LoadParts
+from tiered_zero.checkpoint.index import Share, TagManifest
 from tiered_zero.checkpoint.last_save import LastSave, QueuedSave, SaveRead
 from tiered_zero.checkpoint.loading import StateLoader
 from tiered_zero.checkpoint.matching import LoadOptions, Matched, differences, match
@@ -38,8 +39,6 @@ from tiered_zero.checkpoint.ranks import (
 )
 from tiered_zero.checkpoint.reader import TensorReader
 from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, FoundCheckpoint, find_checkpoint, open_reader
-from tiered_zero.checkpoint.shares import Share
-from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.concurrency.interrupts import shielded
 from tiered_zero.concurrency.transfer import Transfer
@@ -313,7 +312,7 @@ class Checkpoints:
         options = LoadOptions(strict=strict, with_state=with_state, convert=self._convert)
         matched = match(self._state, manifest, options)
         driver = self._driver.check(manifest.driver, parts, self._ranks)
-        for line in differences(asdict(manifest.written_by), self._written_by) if with_state else ():
+        for line in differences(vars(manifest.written_by), self._written_by) if with_state else ():
             logger.warning("%s", line)
         return matched, driver
 

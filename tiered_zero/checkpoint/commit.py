@@ -31,16 +31,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final, final
 
 import torch
 
 from tiered_zero.checkpoint.copies import DurableCopies
+from tiered_zero.checkpoint.index import RankPart, Share, StoreLocation, TagManifest, join_shares
 from tiered_zero.checkpoint.places import CommittedPlaces, list_tensors, pack
 from tiered_zero.checkpoint.portable import RunState
-from tiered_zero.checkpoint.shares import RankPart, Share, join_shares
-from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.checkpoint.values import encode
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.ranks.agreement import agree
@@ -165,18 +163,18 @@ class Commits:
             store.confirm()
 
 
-def _location(store: SwapStore) -> dict[str, Any]:
-    return {"run_id": store.run_id, "paths": list(store.paths)}
+def _location(store: SwapStore) -> StoreLocation:
+    return {"run_id": store.run_id, "paths": [*map(str, store.paths)]}
 
 
 def metadata_of(manifest: TagManifest, shares: Sequence[Share]) -> dict[str, Any]:
     """Return the metadata of a commit in the store that decides: the manifest of all ranks. Raises StoreError if a part
     lacks."""
-    whole = replace(manifest, **join_shares(shares))
+    whole = manifest.model_copy(update=join_shares(shares))
     return {
         COMMIT_ID: shares[0].commit_id,
         "checkpoint": whole.body(),
-        "ranks": [vars(part) for part in _parts(shares)],
+        "ranks": [part.model_dump(mode="json") for part in _parts(shares)],
     }
 
 

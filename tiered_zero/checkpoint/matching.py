@@ -9,8 +9,8 @@ from typing import Any, final
 
 import torch
 
+from tiered_zero.checkpoint.index import TagManifest, TensorEntry
 from tiered_zero.checkpoint.portable import MASTER, PARAM, VALUE_KINDS, RunState, buffer_key, field_spec
-from tiered_zero.checkpoint.tag_manifest import TagManifest, TensorEntry
 from tiered_zero.checkpoint.tensors import torch_dtype
 from tiered_zero.checkpoint.values import decode
 from tiered_zero.errors import ConfigError, ModelError, StoreError

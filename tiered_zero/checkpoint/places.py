@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import final
 
 import torch
 
+from tiered_zero.checkpoint.index import Part, RecordName, Source, TensorEntry
 from tiered_zero.checkpoint.portable import RunState, buffer_key, field_range, field_spec, master_key, param_key
-from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, TensorEntry
 from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, Unit
 from tiered_zero.layout.subgroups import Segment
@@ -130,7 +129,7 @@ class TensorList:
         return list(self._numbers)
 
     def tensors(self) -> dict[str, TensorEntry]:
-        return {key: replace(entry, parts=tuple(sorted(parts))) for key, (entry, parts) in self._tensors.items()}
+        return {key: entry.with_parts(sorted(parts)) for key, (entry, parts) in self._tensors.items()}
 
 
 def list_tensors(
@@ -182,17 +181,17 @@ def _list_subgroup(
             if spec.name in state.trained:
                 described = describe(torch.float32, spec.shape, spec.order)
                 form = "joined" if joined else "plain"
-                found.add(master_key(spec), replace(described, form=form), start, stop, *masters)
+                found.add(master_key(spec), described.model_copy(update={"form": form}), start, stop, *masters)
             else:
                 described = describe(segment.unit.dtype, spec.shape, spec.order)
                 form, source = ("plain", masters[1]) if joined else ("rounded", masters[0])
-                found.add(param_key(spec), replace(described, form=form), start, stop, source)
+                found.add(param_key(spec), described.model_copy(update={"form": form}), start, stop, source)
     rule = state.view.rule
     for piece in scalars.stepped(layout):
         for array in layout.arrays_for(piece):
             field = array.field
             form = "magnitude" if joined and field.name == rule.unsigned_field else "plain"
-            described = replace(field_spec(piece.param, field, rule.elementwise), form=form)
+            described = field_spec(piece.param, field, rule.elementwise).model_copy(update={"form": form})
             start, stop = field_range(piece, field, rule.elementwise)
             first = piece.start // field.block_numel if array.piece is None else 0
             place = record, array.offset + first * field.dtype.itemsize

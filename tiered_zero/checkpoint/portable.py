@@ -10,7 +10,7 @@ so that no cut, tier or unit is part of it. A key is `<kind>/<parameter name>`:
 
 An elementwise state array has the parameter's shape; the scales of 8-bit moments are 1-D, one for each block of the
 parameter; an array of any other rule keeps its own shape. Parameters with a master are not saved besides: they are
-their masters, rounded. Bytes are saved as they rest: a key's form (tag_manifest.py) says how it is made of them.
+their masters, rounded. Bytes are saved as they rest: a key's form (index.py) says how it is made of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from math import prod
 import torch
 from torch import nn
 
-from tiered_zero.checkpoint.tag_manifest import TensorEntry
+from tiered_zero.checkpoint.index import TensorEntry
 from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.checkpoint.weights import state_tensors
 from tiered_zero.hardware.memory.staging import StagingPool

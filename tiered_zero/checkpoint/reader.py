@@ -17,7 +17,7 @@ from typing import final
 
 import torch
 
-from tiered_zero.checkpoint.tag_manifest import SOURCE_ITEMSIZES, Part, TagManifest, TensorEntry
+from tiered_zero.checkpoint.index import SOURCE_ITEMSIZES, Part, TagManifest, TensorEntry
 from tiered_zero.checkpoint.tensors import copy_values, permuted, torch_dtype
 from tiered_zero.store.checked_json import MOST_INTEGER
 from tiered_zero.store.record_reader import Broken, Reading, RecordReader, Wanted

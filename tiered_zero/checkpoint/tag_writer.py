@@ -11,9 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
+from tiered_zero.checkpoint.index import MANIFEST_NAME, Share, TagManifest, file_name, join_shares
 from tiered_zero.checkpoint.save_directory import SaveDirectory, check_tag
-from tiered_zero.checkpoint.shares import Share, join_shares
-from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, TagManifest, file_name
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.disk_file import free_text
 from tiered_zero.io.engine import IOEngine

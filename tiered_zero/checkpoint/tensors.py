@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from tiered_zero.checkpoint.tag_manifest import ITEMSIZES, TensorEntry
+from tiered_zero.checkpoint.index import ITEMSIZES, TensorEntry
 from tiered_zero.errors import StoreError
 
 _STEP_NUMEL = 1 << 15

@@ -22,7 +22,7 @@ from typing import Any, Final, final
 import numpy
 import torch
 
-from tiered_zero.checkpoint.tag_manifest import ITEMSIZES
+from tiered_zero.checkpoint.index import ITEMSIZES
 from tiered_zero.checkpoint.tensors import torch_dtype
 from tiered_zero.errors import ModelError
 from tiered_zero.sizes import format_nbytes

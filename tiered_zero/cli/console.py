@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def printable(text: str) -> str:
 
 def print_json(value: Any) -> None:
     """Print one JSON object; records as objects, paths as text."""
-    click.echo(json.dumps(value, default=lambda one: str(one) if isinstance(one, Path) else asdict(one), indent=2))
+    click.echo(json.dumps(value, default=lambda one: str(one) if isinstance(one, Path) else vars(one), indent=2))
 
 
 def print_table(columns: tuple[str, ...], rows: list[Any], empty: str = "No runs.") -> None:
