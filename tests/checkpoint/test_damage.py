@@ -15,10 +15,10 @@ from tests.fakes.sync_io import SyncEngine
 from tests.support.tags import Tensors, encode_body, equal_bits, fields, load_tag, save_tag, write_share
 from tiered_zero.checkpoint.directory import find_tag, list_tags
 from tiered_zero.checkpoint.index import MANIFEST_NAME, Part, RecordName, Share, Source
+from tiered_zero.checkpoint.load import Target
 from tiered_zero.checkpoint.open import find_damage, open_tag
-from tiered_zero.checkpoint.reader import Target
+from tiered_zero.checkpoint.run_state import describe
 from tiered_zero.checkpoint.tag_writer import TagWriter
-from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.sizes import MIB, PAGE_NBYTES
 from tiered_zero.system.mappings import map_memory
@@ -152,7 +152,7 @@ def test_nothing_is_copied_from_a_damaged_chunk(tag: Path) -> None:
     flip(tag / DATA, MIB + 5, 0)
     into = torch.full_like(TENSORS["master/a"], -1.0)
     with open_tag(tag) as reader, pytest.raises(CorruptionError):
-        reader.wait(reader.submit([Target(key="master/a", start=0, stop=into.numel(), values=into)]))
+        reader.fill([Target("master/a", 0, into)])
     assert into[MIB // 4 : 2 * MIB // 4].eq(-1.0).all()
 
 

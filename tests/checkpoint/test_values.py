@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tiered_zero.checkpoint import values as encoding
 from tiered_zero.checkpoint.index import ITEMSIZES
-from tiered_zero.checkpoint.tensors import torch_dtype
+from tiered_zero.checkpoint.run_state import torch_dtype
 from tiered_zero.checkpoint.values import MAX_DEPTH, decode, encode
 from tiered_zero.errors import ModelError
 

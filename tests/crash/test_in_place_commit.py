@@ -27,8 +27,8 @@ from tests.support.configs import SMALL_DEVICE
 from tests.support.tags import raw_bytes, read_all
 from tiered_zero.checkpoint import directory, save_directory, tag_writer
 from tiered_zero.checkpoint.directory import list_tags
+from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.checkpoint.open import open_commit
-from tiered_zero.checkpoint.reader import TensorReader
 from tiered_zero.checkpoint.resume import find_checkpoint
 from tiered_zero.errors import StoreError
 from tiered_zero.store import descriptors, durable, manifest

@@ -14,10 +14,10 @@ import xxhash
 
 from tiered_zero.checkpoint.directory import TagInfo, list_tags
 from tiered_zero.checkpoint.index import FORMAT, Part, RecordName, Share, Source, TagManifest, TensorEntry, WrittenBy
+from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.checkpoint.open import open_commit, open_tag
-from tiered_zero.checkpoint.reader import TensorReader
+from tiered_zero.checkpoint.run_state import describe
 from tiered_zero.checkpoint.tag_writer import TagWriter
-from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.store.json_file import VERSION

@@ -25,9 +25,7 @@ from tiered_zero.checkpoint.directory import nothing_to_load
 from tiered_zero.checkpoint.driver import DriverState, LoadParts
 from tiered_zero.checkpoint.index import Share, TagManifest
 from tiered_zero.checkpoint.last_save import LastSave, QueuedSave, SaveRead
-from tiered_zero.checkpoint.loading import StateLoader
-from tiered_zero.checkpoint.matching import LoadOptions, Matched, differences, match
-from tiered_zero.checkpoint.portable import RunState
+from tiered_zero.checkpoint.load import LoadOptions, Matched, StateLoader, TensorReader, differences, match
 from tiered_zero.checkpoint.ranks import (
     Wanted,
     agree_on_save,
@@ -37,8 +35,8 @@ from tiered_zero.checkpoint.ranks import (
     load_together,
     publish_together,
 )
-from tiered_zero.checkpoint.reader import TensorReader
 from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, FoundCheckpoint, find_checkpoint, open_reader
+from tiered_zero.checkpoint.run_state import RunState
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.concurrency.interrupts import shielded
 from tiered_zero.concurrency.transfer import Transfer

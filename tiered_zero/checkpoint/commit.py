@@ -37,8 +37,7 @@ import torch
 
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.index import RankPart, Share, StoreLocation, TagManifest, join_shares
-from tiered_zero.checkpoint.places import CommittedPlaces, list_tensors, pack
-from tiered_zero.checkpoint.portable import RunState
+from tiered_zero.checkpoint.run_state import RunState, committed_places, list_tensors, pack
 from tiered_zero.checkpoint.values import encode
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.ranks.agreement import agree
@@ -63,7 +62,7 @@ class Commits:
         self._stores: list[SwapStore] = [tier.store for tier in tiers]
         self._copies = copies
         self._layout = layout
-        self._places = CommittedPlaces(state, tiers, copies.homes, copies.buffers)
+        self._places = committed_places(state, tiers, copies.homes, copies.buffers)
         ranks = state.runtime.collectives
         own = [store.run_id for store in self._stores]
         of_ranks = agree(ranks, "initialize: in-place commits", lambda: own)
@@ -106,10 +105,10 @@ class Commits:
         state, scalars = self._state, self._state.view.scalars
         self._copies.write_updated()
         saves_buffers = state.runtime.collectives.rank == 0
-        found = list_tensors(state, self._places, scalars, state.named_buffers() if saves_buffers else ())
+        tensors, records = list_tensors(state, self._places, scalars, state.named_buffers() if saves_buffers else ())
         return Share(
-            tensors=found.tensors(),
-            records=found.records,
+            tensors=tensors,
+            records=records,
             scalars={name: encode(own, f"scalars of {name}") for name, own in scalars.by_name().items()},
             driver=driver,
             rank=RankPart(

@@ -12,7 +12,8 @@ in the shape that `order` permutes, which is null for a row-major tensor. The fo
     rounded     one source: fp32 masters of a parameter that no param group holds, which is what they round to
 
 Each rank makes a `Share`; `join_shares` puts them together. What is read may be hostile: types, ranges and sums are
-checked here, the files by `directory.read_manifest`, and nothing is allocated from a declared size before both.
+checked here, the files by `directory.read_manifest`, places in records as these are opened, and nothing is allocated
+from a declared size before all three.
 """
 
 from __future__ import annotations
@@ -30,13 +31,20 @@ from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from tiered_zero.errors import InternalError, StoreError
-from tiered_zero.store.json_file import MOST_INTEGER, Count, StrictModel, decode_file, encode_file
+from tiered_zero.store.json_file import Count, StrictModel, decode_file, encode_file
 from tiered_zero.store.manifest import Contents
 
 MANIFEST_NAME: Final = "manifest.json"
 FORMAT: Final = "tiered_zero.checkpoint"
 
-SOURCE_ITEMSIZES: Final = {"plain": (0,), "joined": (2, 2, 4), "magnitude": (0,), "rounded": (4,)}
+Form = Literal["plain", "joined", "magnitude", "rounded"]
+
+SOURCE_ITEMSIZES: Final[Mapping[Form, tuple[int, ...]]] = {
+    "plain": (0,),
+    "joined": (2, 2, 4),
+    "magnitude": (0,),
+    "rounded": (4,),
+}
 """Form -> bytes of an element in each source; 0: those of the tensor's own dtype."""
 
 ITEMSIZES: Final[Mapping[str, int]] = {
@@ -108,7 +116,7 @@ class TensorEntry(StrictModel):
     dtype: str
     shape: Annotated[tuple[Annotated[int, Field(ge=0, le=_MOST_NUMEL)], ...], Field(max_length=_MOST_DIMENSIONS)]
     order: tuple[int, ...] | None = None
-    form: Literal["plain", "joined", "magnitude", "rounded"] = "plain"
+    form: Form = "plain"
     parts: tuple[Part, ...] = ()
 
     @property
@@ -150,31 +158,36 @@ class TensorEntry(StrictModel):
         return self
 
 
-def _check_parts(entry: TensorEntry, extents: numpy.ndarray[Any, numpy.dtype[numpy.int64]] | None = None) -> None:
-    """Raise ValueError unless the parts are in order, disjoint and covering, and lie inside of their records.
-
-    `extents`: bytes of each record; None: not known yet. There may be a million parts.
-    """
-    itemsizes = numpy.array(entry.source_itemsizes, numpy.int64)
-    if any(len(part.sources) != len(itemsizes) for part in entry.parts):
-        raise ValueError(f"expected {len(itemsizes)} sources of each part")
+def _rows(entry: TensorEntry) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
+    """[parts, 2 + 2 * sources]: start, stop, and record and offset of each source. There may be a million parts."""
+    width = 2 + 2 * len(entry.source_itemsizes)
     flat = [(start, stop, *chain.from_iterable(sources)) for start, stop, sources in entry.parts]
-    rows = numpy.array(flat, numpy.int64).reshape(-1, 2 + 2 * len(itemsizes))
-    starts, stops, records, offsets = rows[:, 0], rows[:, 1], rows[:, 2::2], rows[:, 3::2]
-    wrong = (stops <= starts) | (starts != numpy.concatenate([[0], stops])[: len(rows)])
+    if any(len(row) != width for row in flat):
+        raise ValueError(f"expected {width // 2 - 1} sources of each part")
+    return numpy.array(flat, numpy.int64).reshape(-1, width)
+
+
+def _check_whole(entry: TensorEntry) -> None:
+    """Raise ValueError unless the parts are in order, disjoint and covering."""
+    starts, stops = _rows(entry)[:, :2].T
+    wrong = (stops <= starts) | (starts != numpy.concatenate([[0], stops])[: len(stops)])
     if wrong.any():
-        start, stop = rows[wrong.argmax()][:2]
-        raise ValueError(f"elements {start} to {stop} are out of order, doubled, or behind a gap")
-    if (found := int(stops[-1]) if len(rows) else 0) != entry.numel:
+        first = wrong.argmax()
+        raise ValueError(f"elements {starts[first]} to {stops[first]} are out of order, doubled, or behind a gap")
+    if (found := int(stops[-1]) if len(stops) else 0) != entry.numel:
         raise ValueError(f"expected {entry.numel} elements; found {found}")
-    if extents is None or not len(rows):
-        return
-    if records.max() >= len(extents):
-        raise ValueError(f"there is no record {records.max()}")
-    if (offsets % itemsizes).any():
-        raise ValueError("expected elements at multiples of their size")
-    if (offsets > extents[records] - (stops - starts)[:, None] * itemsizes).any():
-        raise ValueError("some parts lie outside of their record")
+
+
+def check_places(tensors: Mapping[str, TensorEntry], extents: Sequence[int]) -> None:
+    """Raise ValueError unless all parts lie inside of their records. `extents`: bytes of each record."""
+    limits = numpy.array(extents, numpy.int64)
+    for key, entry in tensors.items():
+        rows, itemsizes = _rows(entry), numpy.array(entry.source_itemsizes)
+        numels, records, offsets = rows[:, 1:2] - rows[:, :1], rows[:, 2::2], rows[:, 3::2]
+        if (records >= len(limits)).any():
+            raise ValueError(f"tensor {key[:200]!a}: there is no record {records.max()}")
+        if (offsets % itemsizes).any() or (offsets > limits[records] - numels * itemsizes).any():
+            raise ValueError(f"tensor {key[:200]!a} lies outside of its records")
 
 
 @final
@@ -230,17 +243,9 @@ class TagManifest(StrictModel):
             raise ValueError("swap: expected with kind in_place, and only there")
         if any(len(store.weights) != 1 for store in self.stores) or (in_place and self.stores):
             raise ValueError("stores: expected one file of each, and none of an in-place commit")
-        known = {
-            RecordName(rank, record.name): record.extent_nbytes
-            for rank, store in enumerate(self.stores)
-            for record in store.records
-        }
-        if not in_place and (unknown := [record.name for record in self.records if record not in known]):
-            raise ValueError(f"records: there is none of the name {unknown[0][:80]!a}")
-        extents = numpy.array([known.get(record, MOST_INTEGER) for record in self.records], numpy.int64)
         for key, entry in self.tensors.items():
             try:
-                _check_parts(entry, extents)
+                _check_whole(entry)
             except ValueError as error:
                 raise ValueError(f"tensor {key[:200]!a}: {error}") from error
         return self
@@ -346,7 +351,7 @@ def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
     tensors = {key: entry.with_parts(sorted(parts[key])) for key, entry in entries.items()}
     for key, entry in tensors.items():
         try:
-            _check_parts(entry)
+            _check_whole(entry)
         except ValueError as error:
             raise StoreError(f"{key}: {error}.") from error
     return {"tensors": tensors, "records": tuple(records), "scalars": scalars}

@@ -13,7 +13,7 @@ from tiered_zero.checkpoint.commit import COMMIT_ID
 from tiered_zero.checkpoint.committed import Commit, owner_of, refused
 from tiered_zero.checkpoint.directory import read_manifest
 from tiered_zero.checkpoint.index import TagManifest, file_name
-from tiered_zero.checkpoint.reader import TensorReader
+from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.store.descriptors import error_text, open_of_owner

@@ -22,10 +22,9 @@ from tiered_zero.checkpoint.committed import Commit, held_commit, is_committed, 
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.directory import find_tag, list_tags, read_declared, read_latest, tag_path
 from tiered_zero.checkpoint.index import MANIFEST_NAME, TagManifest
+from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.checkpoint.open import open_commit, open_stores, open_tag
-from tiered_zero.checkpoint.places import pack
-from tiered_zero.checkpoint.portable import RunState
-from tiered_zero.checkpoint.reader import TensorReader
+from tiered_zero.checkpoint.run_state import RunState, pack
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import StoreError
 from tiered_zero.hardware.ranks.agreement import agree

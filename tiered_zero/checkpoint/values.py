@@ -23,7 +23,7 @@ import numpy
 import torch
 
 from tiered_zero.checkpoint.index import ITEMSIZES
-from tiered_zero.checkpoint.tensors import torch_dtype
+from tiered_zero.checkpoint.run_state import torch_dtype
 from tiered_zero.errors import ModelError
 from tiered_zero.sizes import format_nbytes
 

@@ -139,9 +139,8 @@ def export(
     """
     import torch
 
-    from tiered_zero.checkpoint.export import list_weights
     from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
-    from tiered_zero.checkpoint.weights import write_weights
+    from tiered_zero.checkpoint.weights import list_weights, write_weights
 
     found = find_checkpoint(directory, tag)
     for line in found.lines:

@@ -138,7 +138,8 @@ class RecordReader:
         for one in wanted:
             spans = self._overlapping(one.store, one.name, one.start, one.stop)
             if not _covers(spans, one.start, one.stop):
-                raise StoreError(f"Record {one.name!r} does not have the bytes {one.start} to {one.stop}.")
+                path = self._stores[one.store].paths[0]
+                raise StoreError(f"{path}: record {one.name!r} does not have the bytes {one.start} to {one.stop}.")
             found += [((span.store, span.address), span, one) for span in spans]
         reading.num_left = len(found)
         for _, span, one in sorted(found, key=itemgetter(0)):
