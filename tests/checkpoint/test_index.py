@@ -139,6 +139,11 @@ WRONG: dict[str, tuple[list[Any], Any, str]] = {
     "half of a surrogate pair": (["tag"], "\ud800", "Invalid JSON: .*hex escape"),
     "store of two files": (["stores", 0, "weights"], [1.0, 1.0], "stores: expected one file of each"),
     "record past the file's end": (["stores", 1, "capacity_nbytes"], 100, "'state/0' lies outside of its store"),
+    "record without all of its checksums": (
+        ["stores", 0, "ranges", "state/0"],
+        [[0, MIB, 0, 5]],
+        "stores: expected checksums of all bytes",
+    ),
     "record without a store": (["records", 0], ["state/0"], "records.0"),
     "no such form": (["tensors", LAYER, "form"], "halved", "form: Input should be 'plain'"),
     "codes that are joined": (["tensors", "master/half", "dtype"], "int8", "float32, which alone is joined"),
@@ -180,7 +185,7 @@ def test_parts_outside_of_their_records_are_refused(record: int, offset: int) ->
     check_places(WHOLE.tensors, extents)
     layer = WHOLE.tensors[LAYER]
     moved = layer.parts[1]._replace(sources=(Source(record, offset),))
-    with pytest.raises(ValueError, match="no record|lies outside"):
+    with pytest.raises(ValueError, match=r"no record|lies outside"):
         check_places({LAYER: layer.with_parts([layer.parts[0], moved])}, extents)
 
 
