@@ -243,10 +243,14 @@ class TagManifest(StrictModel):
             raise ValueError("swap: expected with kind in_place, and only there")
         if any(len(store.weights) != 1 for store in self.stores) or (in_place and self.stores):
             raise ValueError("stores: expected one file of each, and none of an in-place commit")
-        for store in self.stores:
+        known = set[RecordName]()
+        for rank, store in enumerate(self.stores):
             for record in store.records:
+                known.add(RecordName(rank, record.name))
                 if sum(end - start for start, end, *_ in store.ranges[record.name]) != record.extent_nbytes:
                     raise ValueError(f"stores: expected checksums of all bytes of record {record.name[:80]!a}")
+        if not in_place and (unknown := [record.name for record in self.records if record not in known]):
+            raise ValueError(f"records: there is none of the name {unknown[0][:80]!a}")
         for key, entry in self.tensors.items():
             try:
                 _check_whole(entry)
