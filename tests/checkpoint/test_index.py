@@ -146,21 +146,21 @@ WRONG: dict[str, tuple[list[Any], Any, str]] = {
     ),
     "record without a store": (["records", 0], ["state/0"], "records.0"),
     "no such form": (["tensors", LAYER, "form"], "halved", "form: Input should be 'plain'"),
-    "codes that are joined": (["tensors", "master/half", "dtype"], "int8", "float32, which alone is joined"),
-    "joined from one source": (["tensors", LAYER, "form"], "joined", "expected 3 sources of each part"),
-    "no such dtype": (["tensors", LAYER, "dtype"], "object", "expected a dtype of"),
-    "code for a dtype": (["tensors", LAYER, "dtype"], "load", "expected a dtype of"),
+    "codes that are joined": (["tensors", "master/half", "dtype"], "int8", "found a joined one of dtype 'int8'"),
+    "joined from one source": (["tensors", LAYER, "form"], "joined", "elements 0 to 1000 with 1 sources"),
+    "no such dtype": (["tensors", LAYER, "dtype"], "object", "of dtype 'object'"),
+    "code for a dtype": (["tensors", LAYER, "dtype"], "load", "of dtype 'load'"),
     "negative size": (["tensors", LAYER, "shape"], [-1, 3], "shape.0: "),
-    "huge shape": (["tensors", LAYER, "shape"], [2**40, 2**40], "expected a shape of at most"),
-    "huge empty shape": (["tensors", LAYER, "shape"], [0, 2**40, 2**40], "expected a shape of at most"),
+    "huge shape": (["tensors", LAYER, "shape"], [2**40, 2**40], "more than"),
+    "huge empty shape": (["tensors", LAYER, "shape"], [0, 2**40, 2**40], "more than"),
     "many dimensions": (["tensors", LAYER, "shape"], [1] * 65, "shape: "),
-    "order that is none": (["tensors", CONV, "order"], [0, 1, 1, 3], "expected each dimension once"),
-    "order of other dimensions": (["tensors", CONV, "order"], [0, 1], "expected each dimension once"),
-    "no parts": (["tensors", LAYER, "parts"], [], "expected 3000 elements; found 0"),
-    "gap": (["tensors", LAYER, "parts", 1, 0], 1001, "elements 1001 to 3000 are out of order"),
-    "overlap": (["tensors", LAYER, "parts", 1, 0], 999, "elements 999 to 3000 are out of order"),
-    "end before the last element": (["tensors", LAYER, "parts", 1, 1], 2999, "expected 3000 elements; found 2999"),
-    "end after the last element": (["tensors", LAYER, "parts", 1, 1], 3001, "expected 3000 elements; found 3001"),
+    "order that is none": (["tensors", CONV, "order"], [0, 1, 1, 3], "not each dimension once"),
+    "order of other dimensions": (["tensors", CONV, "order"], [0, 1], "not each dimension once"),
+    "no parts": (["tensors", LAYER, "parts"], [], "found 0 elements, of 3000"),
+    "gap": (["tensors", LAYER, "parts", 1, 0], 1001, "elements 1001 to 3000 with 1 sources behind element 1000"),
+    "overlap": (["tensors", LAYER, "parts", 1, 0], 999, "elements 999 to 3000 with 1 sources behind"),
+    "end before the last element": (["tensors", LAYER, "parts", 1, 1], 2999, "found 2999 elements, of 3000"),
+    "end after the last element": (["tensors", LAYER, "parts", 1, 1], 3001, "found 3001 elements, of 3000"),
     "negative record": (["tensors", LAYER, "parts", 0, 2, 0, 0], -1, "parts.0.2.0"),
     "part of three": (["tensors", LAYER, "parts", 0], [0, 1000, 0], "parts.0"),
     "scalars that are a list": (["scalars"], [], "scalars: "),
@@ -185,7 +185,7 @@ def test_parts_outside_of_their_records_are_refused(record: int, offset: int) ->
     check_places(WHOLE.tensors, extents)
     layer = WHOLE.tensors[LAYER]
     moved = layer.parts[1]._replace(sources=(Source(record, offset),))
-    with pytest.raises(ValueError, match=r"no record|lies outside"):
+    with pytest.raises(ValueError, match="lies outside of its records"):
         check_places({LAYER: layer.with_parts([layer.parts[0], moved])}, extents)
 
 

@@ -21,11 +21,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, final
 
-import numpy
 from pydantic import AfterValidator, Field, TypeAdapter, model_validator
 from pydantic_core import to_json
 from typing_extensions import TypedDict
@@ -137,57 +135,41 @@ class TensorEntry(StrictModel):
         """The shape in which the parts are row-major."""
         return self.shape if self.order is None else tuple(self.shape[dimension] for dimension in self.order)
 
-    @property
-    def source_itemsizes(self) -> list[int]:
-        """Bytes of an element in each source."""
-        return [itemsize or self.itemsize for itemsize in SOURCE_ITEMSIZES[self.form]]
-
     def with_parts(self, parts: Sequence[Part]) -> TensorEntry:
         return self.model_copy(update={"parts": tuple(parts)})
 
-    @model_validator(mode="after")
-    def _check(self) -> TensorEntry:
-        if self.dtype not in ITEMSIZES:
-            raise ValueError(f"expected a dtype of {', '.join(sorted(ITEMSIZES))}; found {self.dtype[:80]!a}")
-        if math.prod(max(size, 1) for size in self.shape) > _MOST_NUMEL:
-            raise ValueError(f"expected a shape of at most {_MOST_NUMEL} elements")
-        if self.order is not None and sorted(self.order) != list(range(len(self.shape))):
-            raise ValueError("expected each dimension once in its order")
-        if self.form == "joined" and self.dtype != "float32":
-            raise ValueError("expected float32, which alone is joined")
-        return self
 
-
-def _rows(entry: TensorEntry) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
-    """[parts, 2 + 2 * sources]: start, stop, and record and offset of each source. There may be a million parts."""
-    width = 2 + 2 * len(entry.source_itemsizes)
-    flat = [(start, stop, *chain.from_iterable(sources)) for start, stop, sources in entry.parts]
-    if any(len(row) != width for row in flat):
-        raise ValueError(f"expected {width // 2 - 1} sources of each part")
-    return numpy.array(flat, numpy.int64).reshape(-1, width)
-
-
-def _check_whole(entry: TensorEntry) -> None:
-    """Raise ValueError unless the parts are in order, disjoint and covering."""
-    starts, stops = _rows(entry)[:, :2].T
-    wrong = (stops <= starts) | (starts != numpy.concatenate([[0], stops])[: len(stops)])
-    if wrong.any():
-        first = wrong.argmax()
-        raise ValueError(f"elements {starts[first]} to {stops[first]} are out of order, doubled, or behind a gap")
-    if (found := int(stops[-1]) if len(stops) else 0) != entry.numel:
-        raise ValueError(f"expected {entry.numel} elements; found {found}")
+def _check_tensors(tensors: Mapping[str, TensorEntry]) -> None:
+    """Raise ValueError for a tensor that cannot be, or whose parts are not in order, disjoint and covering."""
+    for key, entry in tensors.items():
+        dtype, shape, order, form = entry.dtype, entry.shape, entry.order, entry.form
+        numel, stop, found = math.prod(shape), 0, ""
+        if dtype not in ITEMSIZES or (form == "joined" and dtype != "float32"):
+            found = f"a {form} one of dtype {dtype[:80]!a}"
+        elif math.prod(filter(None, shape)) > _MOST_NUMEL:
+            found = f"more than {_MOST_NUMEL} elements"
+        elif order is not None and sorted(order) != list(range(len(shape))):
+            found = f"not each dimension once in its order {order}"
+        for start, end, sources in entry.parts:
+            if start != stop or end <= start or len(sources) != len(SOURCE_ITEMSIZES[form]):
+                found = f"elements {start} to {end} with {len(sources)} sources behind element {stop}"
+                break
+            stop = end
+        else:
+            found = found or ("" if stop == numel else f"{stop} elements, of {numel}")
+        if found:
+            raise ValueError(f"tensor {key[:200]!a}: expected a whole one; found {found}")
 
 
 def check_places(tensors: Mapping[str, TensorEntry], extents: Sequence[int]) -> None:
     """Raise ValueError unless all parts lie inside of their records. `extents`: bytes of each record."""
-    limits = numpy.array(extents, numpy.int64)
     for key, entry in tensors.items():
-        rows, itemsizes = _rows(entry), numpy.array(entry.source_itemsizes)
-        numels, records, offsets = rows[:, 1:2] - rows[:, :1], rows[:, 2::2], rows[:, 3::2]
-        if (records >= len(limits)).any():
-            raise ValueError(f"tensor {key[:200]!a}: there is no record {records.max()}")
-        if (offsets % itemsizes).any() or (offsets > limits[records] - numels * itemsizes).any():
-            raise ValueError(f"tensor {key[:200]!a} lies outside of its records")
+        itemsizes, own_itemsize = SOURCE_ITEMSIZES[entry.form], ITEMSIZES[entry.dtype]
+        for start, stop, sources in entry.parts:
+            for (record, offset), itemsize in zip(sources, itemsizes, strict=True):
+                nbytes = itemsize or own_itemsize
+                if record >= len(extents) or offset % nbytes or offset + (stop - start) * nbytes > extents[record]:
+                    raise ValueError(f"tensor {key[:200]!a} lies outside of its records")
 
 
 @final
@@ -251,11 +233,7 @@ class TagManifest(StrictModel):
                     raise ValueError(f"stores: expected checksums of all bytes of record {record.name[:80]!a}")
         if not in_place and (unknown := [record.name for record in self.records if record not in known]):
             raise ValueError(f"records: there is none of the name {unknown[0][:80]!a}")
-        for key, entry in self.tensors.items():
-            try:
-                _check_whole(entry)
-            except ValueError as error:
-                raise ValueError(f"tensor {key[:200]!a}: {error}") from error
+        _check_tensors(self.tensors)
         return self
 
     def encode(self) -> bytes:
@@ -337,6 +315,7 @@ def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
     """Those of all ranks as fields of TagManifest: tensors, records, scalars. Raises StoreError if the ranks do not
     agree about a tensor, or do not have each of its elements once."""
     entries: dict[str, TensorEntry] = {}
+    facts: dict[str, tuple[Any, ...]] = {}
     parts: dict[str, list[Part]] = {}
     records: list[RecordName] = []
     scalars: dict[str, Any] = {}
@@ -346,9 +325,10 @@ def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
         records += [RecordName(first_store + record.store, record.name) for record in share.records]
         first_store += share.num_stores
         for key, entry in share.tensors.items():
-            bare = entry.with_parts(())
-            if entries.setdefault(key, bare) != bare:
-                raise StoreError(f"{key} is saved as two different tensors: {entries[key]} and {bare}.")
+            own_facts = entry.dtype, entry.shape, entry.order, entry.form
+            if facts.setdefault(key, own_facts) != own_facts:
+                raise StoreError(f"{key} is saved as two different tensors: {facts[key]} and {own_facts}.")
+            entries[key] = entry
             parts.setdefault(key, []).extend(_moved(entry.parts, first) if first else entry.parts)
         for name, own in share.scalars.items():
             if scalars.setdefault(name, own) != own:
@@ -357,11 +337,10 @@ def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
                     f"another {scalars[name]}. This state cannot be saved; go on from an earlier checkpoint."
                 )
     tensors = {key: entry.with_parts(sorted(parts[key])) for key, entry in entries.items()}
-    for key, entry in tensors.items():
-        try:
-            _check_whole(entry)
-        except ValueError as error:
-            raise StoreError(f"{key}: {error}.") from error
+    try:
+        _check_tensors(tensors)
+    except ValueError as error:
+        raise StoreError(f"The ranks do not have each element once: {error}.") from error
     return {"tensors": tensors, "records": tuple(records), "scalars": scalars}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from tiered_zero.checkpoint.index import Part, TagManifest, TensorEntry, check_places
+from tiered_zero.checkpoint.index import SOURCE_ITEMSIZES, TagManifest, TensorEntry, check_places
 from tiered_zero.checkpoint.run_state import (
     MASTER,
     PARAM,
@@ -304,8 +304,7 @@ class TensorReader:
             elif entry.form == "joined" and values.dtype != torch.float32:
                 values = torch.empty(values.numel())
                 copies.append(partial(copy_values, target.values, values))
-            for part, low, high in _overlapping(entry.parts, start, start + values.numel()):
-                wanted += self._wanted(entry, part, low, values[low - start : high - start])
+            wanted += self._wanted(entry, start, values)
         reading = self._records.submit(wanted)
 
         def wait() -> None:
@@ -331,39 +330,37 @@ class TensorReader:
         """Read every byte; return the ranges that are not as written."""
         return self._records.damage()
 
-    def _wanted(self, entry: TensorEntry, part: Part, low: int, values: torch.Tensor) -> Iterator[Wanted]:
-        """Yield what is wanted of each source of a part: its elements from `low` on."""
+    def _wanted(self, entry: TensorEntry, start: int, values: torch.Tensor) -> list[Wanted]:
+        """List what is wanted of each source of each part of a tensor, for its elements from `start` on."""
+        found, stop, dtype = [], start + values.numel(), torch_dtype(entry.dtype)
         if entry.form == "joined":
             values.zero_()
-        for number, (source, nbytes) in enumerate(zip(part.sources, entry.source_itemsizes, strict=True)):
-            store, name = self.manifest.records[source.record]
-            first = source.offset + (low - part.start) * nbytes
-            if entry.form == "joined":
-                take = partial(_add, values.view(torch.int32), *_SUMMANDS[number])
-            else:
-                dtype = torch_dtype(entry.dtype)
-                read_dtype = torch.float32 if entry.form == "rounded" else dtype
-                take = partial(_take, values, read_dtype, dtype, entry.form == "magnitude")
-            yield Wanted(store, name, first, first + values.numel() * nbytes, take)
-
-
-def _overlapping(parts: Sequence[Part], start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-    """Yield the parts that have elements of [start, stop), and these elements [low, high)."""
-    first = max(0, bisect_right(parts, (start, MOST_INTEGER)) - 1)
-    for part in islice(parts, first, None):
-        if part.start >= stop:
-            break
-        yield part, max(start, part.start), min(stop, part.stop)
+        first = max(0, bisect_right(entry.parts, (start, MOST_INTEGER)) - 1)
+        for part in islice(entry.parts, first, None):
+            if part.start >= stop:
+                break
+            low, high = max(start, part.start), min(stop, part.stop)
+            own = values[low - start : high - start]
+            for number, (source, itemsize) in enumerate(zip(part.sources, SOURCE_ITEMSIZES[entry.form], strict=True)):
+                store, name = self.manifest.records[source.record]
+                nbytes = itemsize or dtype.itemsize
+                at = source.offset + (low - part.start) * nbytes
+                if entry.form == "joined":
+                    take = partial(_add, own.view(torch.int32), *_SUMMANDS[number])
+                else:
+                    take = partial(_take, own, torch.float32 if entry.form == "rounded" else dtype, dtype, entry.form)
+                found.append(Wanted(store, name, at, at + (high - low) * nbytes, take))
+        return found
 
 
 def _take(
-    into: torch.Tensor, read_dtype: torch.dtype, dtype: torch.dtype, is_marked: bool, at: int, memory: memoryview
+    into: torch.Tensor, read_dtype: torch.dtype, dtype: torch.dtype, form: str, at: int, memory: memoryview
 ) -> None:
-    """Copy elements that were read, rounded to `dtype`. `is_marked`: their signs are not their own."""
+    """Copy elements that were read, rounded to `dtype`; of the form "magnitude" without their signs."""
     values = torch.frombuffer(memory, dtype=read_dtype).to(dtype)
     own = into[at // read_dtype.itemsize :][: values.numel()]
     copy_values(own, values)
-    if is_marked:
+    if form == "magnitude":
         own.abs_()
 
 
