@@ -17,8 +17,7 @@ from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, TagMan
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
 from tiered_zero.store.checked_json import encode_checked
-from tiered_zero.store.manifest import Contents, Record
-from tiered_zero.store.ranges import Range
+from tiered_zero.store.manifest import Contents, Range, Record
 
 PATH = Path("ck/tag/manifest.json")
 
@@ -141,12 +140,24 @@ WRONG: dict[str, tuple[list[Any], Any, str]] = {
     "half of a surrogate pair": (["tag"], "\ud800", "surrogates not allowed"),
     "store of two files": (["stores", 0, "weights"], [1.0, 1.0], "stores: expected one file of each"),
     "record past the file's end": (["stores", 1, "capacity_nbytes"], 100, "'state/0' lies outside of its store"),
-    "record of no bytes": (["stores", 1, "records", 0, "nbytes"], 0, "'state/0': expected bytes"),
+    "record of no bytes": (["stores", 1, "records", 0, "nbytes"], 0, "nbytes: Input should be greater than 0"),
     "huge record": (["stores", 1, "records", 0, "nbytes"], 2**62, "'state/0' lies outside of its store"),
     "two records of a name": (["stores", 0, "records", 1, "name"], "state/0", "expected records of different names"),
-    "range past its record's end": (["stores", 1, "ranges", "state/0", 0, 1], 8192, "out of order or outside of it"),
-    "checksum of 65 bits": (["stores", 1, "ranges", "state/0", 0, 3], 2**64, "checksum: expected whole numbers"),
-    "checksum of another type": (["stores", 1, "ranges", "state/0", 0, 3], "0", "checksum: expected whole numbers"),
+    "range past its record's end": (
+        ["stores", 1, "ranges", "state/0", 0, 1],
+        8192,
+        "in order, in whole pages",
+    ),
+    "checksum of 65 bits": (
+        ["stores", 1, "ranges", "state/0", 0, 3],
+        2**64,
+        "0.0.3: Input should be less",
+    ),
+    "checksum of another type": (
+        ["stores", 1, "ranges", "state/0", 0, 3],
+        "0",
+        "0.0.3: Input should be",
+    ),
     "record without a store": (["records", 0], ["state/0"], "the number of a store and a name"),
     "no such form": (["tensors", LAYER, "form"], "halved", "form: expected one of plain"),
     "codes that are joined": (["tensors", "master/half", "dtype"], "int8", "only float32 is joined"),

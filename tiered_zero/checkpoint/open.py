@@ -81,7 +81,7 @@ def open_stores(
         if manifest.run_id != owner.run_id:
             raise StoreError(f"{paths[0]} belongs to another run than the commit of step {step}.")
         check_data_files(paths, Stripes(manifest.weights), manifest.capacity_nbytes)
-        found.append(RecordFiles(paths=[path / DATA_NAME for path in paths], contents=manifest.contents))
+        found.append(RecordFiles(paths=[path / DATA_NAME for path in paths], contents=manifest))
     return found
 
 

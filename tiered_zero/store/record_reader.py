@@ -9,21 +9,23 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, final
 
-from tiered_zero.concurrency.transfer import Transfer, wait_all, wait_quietly
+from tiered_zero.concurrency.transfer import wait_all, wait_quietly
 from tiered_zero.errors import CorruptionError, StoreError
-from tiered_zero.io.engine import File, IOEngine, IOSettings
+from tiered_zero.io.engine import IOEngine, IOSettings, IOTransfer
 from tiered_zero.io.select import select_reader
 from tiered_zero.sizes import MIB
-from tiered_zero.store.checksums import digest
-from tiered_zero.store.manifest import Contents
-from tiered_zero.store.stripes import Stripes
-from tiered_zero.store.transfers import Once, Worker
+from tiered_zero.store import manifest
+from tiered_zero.store.manifest import Contents, Manifest
+from tiered_zero.store.ranges import Span, first_gap, locate, mismatches
+from tiered_zero.store.stripes import DATA_NAME, StripedFiles, Stripes, check_data_files
+from tiered_zero.store.transfers import StoreTransfer, Worker
 from tiered_zero.system.mappings import map_memory
 
 BUFFER_NBYTES: Final = 2 * MIB
@@ -32,6 +34,8 @@ NUM_BUFFERS: Final = 12
 
 _READ_BLOCKS: Final = IOSettings(block_size=MIB)
 """Windows come in order, and wait for a late block: with 4 MiB, which suits training, a load ends later."""
+
+_ATTEMPTS: Final = 3
 
 
 @final
@@ -77,26 +81,30 @@ class Broken:
         return f"{self.record}: {self.nbytes} bytes at offset {self.offset} of {self.path} {self.reason}"
 
 
-class _Span(NamedTuple):
-    """Bytes `[start, stop)` of a record, at `address` of the store. `checks`: (length, checksum) of its ranges."""
-
-    store: int
-    record: str
-    address: int
-    start: int
-    stop: int
-    checks: tuple[tuple[int, int | None], ...]
-
-
 @final
 @dataclass(eq=False, kw_only=True)
 class _Window:
-    """A span that is queued, read or kept. `wanted`: who takes a part of it."""
+    """A span of a record that is queued, read or kept. `wanted`: who takes a part of it. `broken`: ranges that are not
+    as written, once it is verified."""
 
-    span: _Span
+    store: int
+    name: str
+    span: Span
     wanted: list[tuple[Reading, Wanted]] = field(default_factory=list)
     buffer: memoryview | None = None
-    verified: _Verified | None = None
+    verified: StoreTransfer | None = None
+    broken: list[Broken] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.store, self.span.address
+
+    def give(self, reading: Reading, one: Wanted) -> None:
+        """Let one take its part of the window, which was verified."""
+        assert self.buffer is not None, "it was read"
+        start, stop = max(self.span.start, one.start), min(self.span.end, one.stop)
+        one.take(start - one.start, self.buffer[start - self.span.start : stop - self.span.start])
+        reading.num_left -= 1
 
 
 @final
@@ -108,16 +116,16 @@ class RecordReader:
         self._stores = stores
         self._stripes = [Stripes(store.contents.weights) for store in stores]
         self._records = [{record.name: record for record in store.contents.records} for store in stores]
-        self._spans: dict[tuple[int, str], tuple[list[_Span], list[int], list[int]]] = {}
+        self._spans: dict[tuple[int, str], list[Span]] = {}
         self._engine, self._own_engine = engine, engine is None
-        self._files: dict[Path, File] = {}
+        self._files: dict[int, StripedFiles] = {}
         self._worker: Worker | None = None
         self._free: list[memoryview] = []
         self._queued: deque[_Window] = deque()
         self._begun: deque[_Window] = deque()
-        self._kept: dict[_Span, _Window] = {}
+        self._kept: dict[tuple[int, int], _Window] = {}
         """Windows that were taken and still have their buffers: neighbours may be wanted next. Oldest first."""
-        self._windows: dict[_Span, _Window] = {}
+        self._windows: dict[tuple[int, int], _Window] = {}
         """All that are queued or begun."""
 
     def extent_nbytes(self, store: int, name: str) -> int:
@@ -128,27 +136,24 @@ class RecordReader:
 
     def has(self, store: int, name: str, start: int, stop: int) -> bool:
         """Whether bytes [start, stop) of a record were written."""
-        return _covers(self._overlapping(store, name, start, stop), start, stop)
+        return first_gap(self._overlapping(store, name, start, stop), start, stop) is None
 
     def submit(self, wanted: Iterable[Wanted]) -> Reading:
         """Begin to read, in the order of the files. Raises TransferError, and StoreError for bytes that were not
         written."""
         reading = Reading()
-        found: list[tuple[tuple[int, int], _Span, Wanted]] = []
+        found: list[tuple[tuple[int, int], Span, Wanted]] = []
         for one in wanted:
             spans = self._overlapping(one.store, one.name, one.start, one.stop)
-            if not _covers(spans, one.start, one.stop):
+            if first_gap(spans, one.start, one.stop) is not None:
                 raise StoreError(f"Record {one.name!r} does not have the bytes {one.start} to {one.stop}.")
-            found += [((span.store, span.address), span, one) for span in spans]
+            found += [((one.store, span.address), span, one) for span in spans]
         reading.num_left = len(found)
-        for _, span, one in sorted(found, key=itemgetter(0)):
-            if (kept := self._kept.get(span)) is not None:
-                _give(kept, reading, one)
-                continue
-            if span not in self._windows:
-                self._windows[span] = _Window(span=span)
-                self._queued.append(self._windows[span])
-            self._windows[span].wanted.append((reading, one))
+        for key, span, one in sorted(found, key=itemgetter(0)):
+            if (kept := self._kept.get(key)) is not None:
+                kept.give(reading, one)
+            else:
+                self._queue(one.store, one.name, span).wanted.append((reading, one))
         self._read_ahead()
         return reading
 
@@ -156,31 +161,26 @@ class RecordReader:
         """Return when everything of it was taken; what was submitted before it is taken too. Raises CorruptionError for
         bytes that are not those written, and TransferError."""
         while reading.num_left:
-            if problems := self._take_next():
-                raise CorruptionError(f"{problems[0]}. Check the disk, and load another checkpoint, into a new engine.")
+            if broken := self._take_next():
+                raise CorruptionError(f"{broken[0]}. Check the disk, and load another checkpoint, into a new engine.")
 
     def damage(self) -> list[Broken]:
         """Read all records; return the ranges that are not as written, and where a store cannot be read on."""
         found: list[Broken] = []
         for number, store in enumerate(self._stores):
-            spans = [
-                span
-                for record in store.contents.records
-                for span in self._overlapping(number, record.name, 0, record.extent_nbytes)
-            ]
-            num_taken = 0
             try:
-                for span in spans:
-                    self.submit([Wanted(number, span.record, span.start, span.stop, _drop)])
-                    while len(self._windows) >= NUM_BUFFERS:
-                        found += self._take_next()
-                        num_taken += 1
+                for record in store.contents.records:
+                    for span in self._overlapping(number, record.name, 0, record.extent_nbytes):
+                        self._queue(number, record.name, span)
+                        self._read_ahead()
+                        while len(self._windows) >= NUM_BUFFERS:
+                            found += self._take_next()
                 while self._windows:
                     found += self._take_next()
-                    num_taken += 1
             except OSError as error:
-                span = spans[num_taken]
-                found.append(self._broken(span, span.start, span.stop - span.start, f"cannot be read: {error}"))
+                window = (self._begun or self._queued)[0]
+                nbytes = window.span.end - window.span.start
+                found.append(self._broken(window, window.span.start, nbytes, f"cannot be read: {error}"))
                 self.close()
         return found
 
@@ -202,31 +202,23 @@ class RecordReader:
 
     # -- windows -------------------------------------------------------------------------------------------------------
 
-    def _overlapping(self, store: int, name: str, start: int, stop: int) -> list[_Span]:
-        """The spans with bytes of [start, stop), in order."""
-        key = store, name
-        if key not in self._spans:
-            self._spans[key] = self._cut(store, name)
-        spans, starts, stops = self._spans[key]
-        return spans[bisect_right(stops, start) : bisect_left(starts, stop)]
-
-    def _cut(self, store: int, name: str) -> tuple[list[_Span], list[int], list[int]]:
-        """Join neighbouring ranges of a record, as many as a buffer holds. Returns them, their starts and stops."""
-        record, spans = self._records[store][name], list[_Span]()
-        for item in self._stores[store].contents.ranges[name]:
-            address, nbytes = record.offsets[item.slot] + item.start, item.end - item.start
-            if nbytes > BUFFER_NBYTES:
+    def _overlapping(self, store: int, name: str, start: int, stop: int) -> list[Span]:
+        """The spans with bytes of [start, stop), in order: each as many ranges as a buffer holds."""
+        if (spans := self._spans.get((store, name))) is None:
+            record, ranges = self._records[store][name], self._stores[store].contents.ranges[name]
+            spans = locate(record, ranges, 0, record.extent_nbytes, BUFFER_NBYTES)
+            if (nbytes := max((span.end - span.start for span in spans), default=0)) > BUFFER_NBYTES:
                 raise StoreError(f"Record {name[:80]!a}: {nbytes} bytes have one checksum; expected at most 2 MiB.")
-            last = spans[-1] if spans else None
-            if (
-                last is not None
-                and (last.stop, last.address + last.stop - last.start) == (item.start, address)
-                and item.end - last.start <= BUFFER_NBYTES
-            ):
-                spans[-1] = last._replace(stop=item.end, checks=(*last.checks, (nbytes, item.digest)))
-            else:
-                spans.append(_Span(store, name, address, item.start, item.end, ((nbytes, item.digest),)))
-        return spans, [span.start for span in spans], [span.stop for span in spans]
+            self._spans[store, name] = spans
+        first = bisect_right(spans, start, key=attrgetter("end"))
+        return spans[first : bisect_left(spans, stop, lo=first, key=attrgetter("start"))]
+
+    def _queue(self, store: int, name: str, span: Span) -> _Window:
+        """Return the window of a span, which is read once there is a buffer."""
+        window = _Window(store=store, name=name, span=span)
+        if (queued := self._windows.setdefault(window.key, window)) is window:
+            self._queued.append(window)
+        return queued
 
     def _take_next(self) -> list[Broken]:
         """Hand out the bytes of the oldest window, unless something is wrong with them, which is returned."""
@@ -234,108 +226,100 @@ class RecordReader:
         assert window.verified is not None and window.buffer is not None, "it is being read"
         window.verified.wait()
         self._begun.popleft()
-        del self._windows[window.span]
-        problems = window.verified.problems
-        if problems:
+        del self._windows[window.key]
+        if window.broken:
             self._free.append(window.buffer)
         else:
-            self._kept[window.span] = window
+            self._kept[window.key] = window
             for reading, one in window.wanted:
-                _give(window, reading, one)
+                window.give(reading, one)
             window.wanted.clear()
         self._read_ahead()
-        return problems
+        return window.broken
 
     def _read_ahead(self) -> None:
         """Read the windows that are queued, as far as there are buffers."""
         if self._queued and self._worker is None:
             memory = memoryview(map_memory(NUM_BUFFERS * BUFFER_NBYTES, "MADV_DONTFORK", "MADV_HUGEPAGE"))
-            starts = range(0, len(memory), BUFFER_NBYTES)
-            self._free, self._worker = (
-                [memory[start : start + BUFFER_NBYTES] for start in starts],
-                Worker("tiered-zero-checkpoint-verify"),
-            )
+            self._free = [memory[start : start + BUFFER_NBYTES] for start in range(0, len(memory), BUFFER_NBYTES)]
+            self._worker = Worker("tiered-zero-checkpoint-verify")
         while self._queued and (self._free or self._kept):
             if not self._free:
                 oldest = self._kept.pop(next(iter(self._kept)))
                 assert oldest.buffer is not None, "it was read"
                 self._free.append(oldest.buffer)
-            window = self._queued[0]
-            self._read(window, self._free[-1])
-            self._queued.popleft()
+            self._read(self._queued[0], self._free[-1])
+            self._begun.append(self._queued.popleft())
             self._free.pop()
-            self._begun.append(window)
 
     def _read(self, window: _Window, buffer: memoryview) -> None:
-        span = window.span
+        store, span = window.store, window.span
         if self._engine is None:
-            paths = (path for store in self._stores if store.contents.capacity_nbytes for path in store.paths)
+            paths = (path for each in self._stores if each.contents.capacity_nbytes for path in each.paths)
             self._engine = select_reader(*paths, settings=_READ_BLOCKS).engine
-        memory, parts, at = buffer[: span.stop - span.start], list[Transfer](), 0
-        for index, offset, nbytes in self._stripes[span.store].pieces(span.address, len(memory)):
-            path = self._stores[span.store].paths[index]
-            if path not in self._files:
-                self._files[path] = self._engine.open(str(path), writable=False)
-            parts.append(self._engine.read(self._files[path], offset, memory[at : at + nbytes]))
-            at += nbytes
-        window.buffer, window.verified = buffer, _Verified(span, memory, parts, self._broken)
+        if store not in self._files:
+            stripes, names = self._stripes[store], self._stores[store].paths
+            self._files[store] = StripedFiles.open(self._engine, names, stripes, writable=False)
+        memory, parts = buffer[: span.end - span.start], list[IOTransfer]()
+
+        def verify() -> None:
+            wait_all(parts)  # then the memory is not used any more, whatever was raised
+            for item, found in mismatches(span.checks, memory, span.start):
+                expected = "none" if item.digest is None else f"{item.digest:016x}"
+                reason = f"are not those written (xxh3 {expected} expected, {found:016x} found)"
+                window.broken.append(self._broken(window, item.start, item.end - item.start, reason))
+
+        self._files[store].submit(self._engine.read, span.address, memory, parts)
+        window.buffer, window.verified = buffer, StoreTransfer(verify)
         assert self._worker is not None, "made with the buffers"
         self._worker.submit(window.verified.run)
 
-    def _broken(self, span: _Span, start: int, nbytes: int, reason: str) -> Broken:
-        """Say what was found of the bytes from `start` of the span's record on."""
-        piece = next(self._stripes[span.store].pieces(span.address + start - span.start, 1))
-        path = str(self._stores[span.store].paths[piece.file_index])
-        return Broken(record=span.record, path=path, offset=piece.file_offset, nbytes=nbytes, reason=reason)
+    def _broken(self, window: _Window, start: int, nbytes: int, reason: str) -> Broken:
+        """Say what was found of the bytes from `start` of the window's record on."""
+        at, store = window.span.address + start - window.span.start, window.store
+        path, offset = self._stripes[store].locate(self._stores[store].paths, at)
+        return Broken(record=window.name, path=path, offset=offset, nbytes=nbytes, reason=reason)
 
 
-def _covers(spans: Sequence[_Span], start: int, stop: int) -> bool:
-    """Whether spans, in order, have all bytes of [start, stop)."""
-    for span in spans:
-        if span.start > start:
-            return False
-        start = span.stop
-    return start >= stop
-
-
-def _give(window: _Window, reading: Reading, one: Wanted) -> None:
-    """Let one take its part of a window that was verified."""
-    span = window.span
-    start, stop = max(span.start, one.start), min(span.stop, one.stop)
-    assert window.buffer is not None, "it was read"
-    one.take(start - one.start, window.buffer[start - span.start : stop - span.start])
-    reading.num_left -= 1
-
-
-def _drop(at: int, memory: memoryview) -> None:
-    """Take what is only to be verified."""
+# -- a whole run -------------------------------------------------------------------------------------------------------
 
 
 @final
-class _Verified(Once):
-    """A window that is being read and compared: on the worker, or by the first wait, should that come before it.
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """The outcome for one run."""
 
-    `problems`: ranges that are not as written, once it is done."""
+    step: int
+    num_records: int
+    nbytes: int
+    broken: list[Broken]
 
-    def __init__(
-        self,
-        span: _Span,
-        memory: memoryview,
-        parts: Sequence[Transfer],
-        broken: Callable[[_Span, int, int, str], Broken],
-    ) -> None:
-        super().__init__(self._compare)
-        self.problems: list[Broken] = []
-        self._span, self._memory, self._parts, self._broken = span, memory, parts, broken
 
-    def _compare(self) -> None:
-        """Wait for the bytes, compare their checksums."""
-        wait_all(self._parts)  # then the memory is not used any more, whatever was raised
-        problems, at = [], 0
-        for nbytes, expected in self._span.checks:
-            if (found := digest(self._memory[at : at + nbytes])) != expected:
-                wanted = "none" if expected is None else f"{expected:016x}"
-                reason = f"are not those written (xxh3 {wanted} expected, {found:016x} found)"
-                problems.append(self._broken(self._span, self._span.start + at, nbytes, reason))
-            at += nbytes
-        self.problems = problems
+def verify_run(
+    paths: Sequence[Path], step: int | None = None, metadata: Mapping[str, Any] = MappingProxyType({})
+) -> Verified | None:
+    """Check the committed state of the run in `paths`; None if it has none. A live run may commit at the same time.
+
+    `step`, `metadata`: see `SwapStore.recover`; the state may be one that is only prepared, and that another store has
+    decided. What was found counts if the manifest is the same at the end, for extents that it names are not rewritten
+    before. Raises StoreError for a damaged manifest, and for a data file that is missing or cut off.
+    """
+    for _ in range(_ATTEMPTS):
+        if (state := _find_state(paths[0], step, metadata)) is None:
+            return None
+        check_data_files(paths, Stripes(state.weights), state.capacity_nbytes)
+        reader = RecordReader([RecordFiles(paths=[path / DATA_NAME for path in paths], contents=state)])
+        try:
+            broken = reader.damage()
+        finally:
+            reader.close()
+        if _find_state(paths[0], step, metadata) == state:
+            nbytes = sum(item.end - item.start for ranges in state.ranges.values() for item in ranges)
+            return Verified(step=state.step, num_records=len(state.records), nbytes=nbytes, broken=broken)
+    raise StoreError(f"{paths[0]} commits faster than it can be read; verify it when its run has ended.")
+
+
+def _find_state(path: Path, step: int | None, metadata: Mapping[str, Any]) -> Manifest | None:
+    committed, prepared = manifest.load(path)
+    states = (committed,) if step is None else (committed, prepared)
+    return next((state for state in states if state is not None and state.is_state(step, metadata)), None)

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from tiered_zero.concurrency.failure_latch import FailureLatch
-from tiered_zero.concurrency.transfer import Transfer, wait_all
+from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOTransfer
 from tiered_zero.store import manifest
-from tiered_zero.store.checksums import digest
-from tiered_zero.store.manifest import Manifest, Record
-from tiered_zero.store.ranges import Range
+from tiered_zero.store.manifest import Manifest, Range, Record
+from tiered_zero.store.ranges import hashed, locate, mismatches
 from tiered_zero.store.records import RecordTable
 from tiered_zero.store.stripes import StripedFiles
 from tiered_zero.store.swap_dir import SwapDir
@@ -58,19 +57,15 @@ class TwoPhaseCommit:
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Make `step` the committed state. Raises as `prepare` and `confirm`."""
         try:
-            self.prepare(step, metadata, is_alone=True)
+            self.prepare(step, metadata)
             self.confirm()
         except BaseException:
             if self.is_undecided:  # an interrupt came between the two
                 self.cancel()
             raise
 
-    def prepare(self, step: int, metadata: Mapping[str, Any], *, is_alone: bool) -> None:
-        """Make `step` durable next to the last state. Raises StoreError, TransferError.
-
-        `is_alone`: no other process or store needs to find what is prepared: the manifest may become durable before the
-        data, and its name not at all, until it is confirmed.
-        """
+    def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Make `step` durable beside the last state: the data, then the manifest. Raises StoreError, TransferError."""
         written = self._table.freeze(step)
         try:
             if self._is_hashed:
@@ -85,14 +80,9 @@ class TwoPhaseCommit:
                 ranges={record.name: list(ranges) for record, ranges in written},
             )
             data = state.encode()
-            syncs = self._files.sync()
-            if not is_alone:
-                self._wait_synced(syncs)
+            self._sync()
             self._directory.keep()
-            if is_alone:
-                self._write_beside(data, syncs)
-            else:
-                manifest.prepare(self._first, data)
+            manifest.prepare(self._first, data)
         except StoreError:
             self._table.thaw(None)
             raise
@@ -165,27 +155,21 @@ class TwoPhaseCommit:
         """Return `item` with its digest, after the range of the last commit that it is the rest of was verified."""
         durable = self._table.durable(record, item.start, item.end)
         whole = next((one for one in durable if one.slot == item.slot and one.digest is not None), item)
+        (span,) = locate(record, [whole], whole.start, whole.end)
         memory, parts = memoryview(map_memory(whole.end - whole.start)), list[IOTransfer]()
-        self._files.submit(self._files.engine.read, record.offsets[whole.slot] + whole.start, memory, parts)
+        self._files.submit(self._files.engine.read, span.address, memory, parts)
         wait_all(parts)
-        if whole.digest not in (None, digest(memory)):
+        if whole.digest is not None and any(mismatches([whole], memory, whole.start)):
             raise CorruptionError(
                 f"Record {record.name!r}: bytes {whole.start} to {whole.end} are not those written. Check the disk and "
                 f"resume from {self.resume_text()}."
             )
-        return item._replace(digest=digest(memory[item.start - whole.start : item.end - whole.start]))
+        return hashed([item], memory, whole.start)[0]
 
-    def _write_beside(self, data: bytes, syncs: Sequence[Transfer]) -> None:
-        """Write the next manifest while the data files are synced. Raises OSError, TransferError."""
+    def _sync(self) -> None:
+        """Make the data files durable. A failure is never retried: the kernel may have dropped the pages."""
         try:
-            manifest.write_next(self._first, data)
-        finally:
-            self._wait_synced(syncs)
-
-    def _wait_synced(self, syncs: Sequence[Transfer]) -> None:
-        """Wait for the data files. A failure is never retried: the kernel may have dropped the pages."""
-        try:
-            wait_all(syncs)
+            wait_all(self._files.sync())
         except Exception as error:
             self._latch.set(error)
             raise
