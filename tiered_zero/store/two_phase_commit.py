@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 from tiered_zero.concurrency.failure_latch import FailureLatch
@@ -80,10 +81,11 @@ class TwoPhaseCommit:
                 ranges={record.name: list(ranges) for record, ranges in written},
             )
             data = state.encode()
-            self._sync()
+            with self._latching():  # a sync is never tried again: the kernel may have dropped the pages
+                wait_all(self._files.sync())
             self._directory.keep()
             manifest.prepare(self._first, data)
-        except StoreError:
+        except (StoreError, ValueError):  # ValueError: of a manifest that no store writes
             self._table.thaw(None)
             raise
         except OSError as error:
@@ -116,23 +118,20 @@ class TwoPhaseCommit:
 
     def cancel(self) -> None:
         """Drop the prepared state, durably. Nothing happens where none is prepared. Raises StoreError."""
-        state = self._prepared
-        if state is None:
+        if self._prepared is None:
             return
-        self._drop_next(state.step)
+        try:
+            manifest.discard(self._first)
+        except OSError as error:
+            self._latch.set(error)
+            step = self._prepared.step
+            raise StoreError(f"Step {step} cannot be dropped: {error}. Resume from what is there.") from error
+        self._restore()
         self._prepared = None
 
     def resume_text(self) -> str:
         """Name the state that a run can go on from, for messages."""
         return "the last checkpoint" if self.step is None else f"step {self.step}, committed in {self._first}"
-
-    def _drop_next(self, step: int) -> None:
-        try:
-            manifest.discard(self._first)
-        except OSError as error:
-            self._latch.set(error)
-            raise StoreError(f"Step {step} cannot be dropped: {error}. Resume from what is there.") from error
-        self._restore()
 
     def _restore(self) -> None:
         """Let writes go on from the last state, with no next manifest on the disk."""
@@ -143,11 +142,8 @@ class TwoPhaseCommit:
         """Read the ranges that have no checksum, and give them one. Raises TransferError, CorruptionError."""
         if all(item.digest is not None for item in ranges):
             return ranges
-        try:
+        with self._latching():
             found = [item if item.digest is not None else self._with_digest(record, item) for item in ranges]
-        except Exception as error:
-            self._latch.set(error)
-            raise
         self._table.set_written(record, found)
         return found
 
@@ -166,10 +162,11 @@ class TwoPhaseCommit:
             )
         return hashed([item], memory, whole.start)[0]
 
-    def _sync(self) -> None:
-        """Make the data files durable. A failure is never retried: the kernel may have dropped the pages."""
+    @contextmanager
+    def _latching(self) -> Iterator[None]:
+        """Latch the store if the disk fails in the block."""
         try:
-            wait_all(self._files.sync())
+            yield
         except Exception as error:
             self._latch.set(error)
             raise
