@@ -20,7 +20,7 @@ from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import ConfigError, TransferError
 from tiered_zero.store import ranges
-from tiered_zero.store.record_writer import RecordWriter
+from tiered_zero.store.writer import RecordWriter
 from tiered_zero.update.subgroup_io import SubGroupWork
 
 pytestmark = pytest.mark.usefixtures("one_thread")

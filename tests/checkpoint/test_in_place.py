@@ -24,10 +24,10 @@ from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, TieredZeroError, UntaggedCommitError
 from tiered_zero.store import manifest
+from tiered_zero.store.commit import TwoPhaseCommit
 from tiered_zero.store.runs import RunInfo, collect_garbage, list_runs
+from tiered_zero.store.store import SwapStore
 from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.store.two_phase_commit import TwoPhaseCommit
 
 Settings = dict[str, Any]
 

@@ -16,8 +16,8 @@ from tiered_zero.errors import CorruptionError, InternalError, StoreError, Trans
 from tiered_zero.sizes import MIB, PAGE_NBYTES
 from tiered_zero.store import ranges
 from tiered_zero.store.manifest import Contents, Range, Record
-from tiered_zero.store.record_reader import BUFFER_NBYTES, NUM_BUFFERS, RecordFiles, RecordReader, Wanted
-from tiered_zero.store.record_writer import RecordWriter
+from tiered_zero.store.reader import BUFFER_NBYTES, NUM_BUFFERS, RecordFiles, RecordReader, Wanted
+from tiered_zero.store.writer import RecordWriter
 
 SIZES = {"small": 5 * PAGE_NBYTES, "large": 30 * MIB + PAGE_NBYTES, "odd": 3 * MIB - PAGE_NBYTES, "last": PAGE_NBYTES}
 

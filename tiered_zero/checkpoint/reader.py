@@ -20,7 +20,7 @@ import torch
 from tiered_zero.checkpoint.tag_manifest import SOURCE_ITEMSIZES, Part, TagManifest, TensorEntry
 from tiered_zero.checkpoint.tensors import copy_values, permuted, torch_dtype
 from tiered_zero.store.checked_json import MOST_INTEGER
-from tiered_zero.store.record_reader import Broken, Reading, RecordReader, Wanted
+from tiered_zero.store.reader import Broken, Reading, RecordReader, Wanted
 
 _STEP_NUMEL = 1 << 15
 """Elements that are added at once: temporaries stay small, and on the calling thread."""

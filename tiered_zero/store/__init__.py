@@ -23,8 +23,8 @@ A range that was never written cannot be read at all.
 
 from tiered_zero.store.manifest import Record
 from tiered_zero.store.runs import RunInfo, collect_garbage, list_runs
+from tiered_zero.store.store import SwapStore
 from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 
 __all__ = [
     "Record",

@@ -14,9 +14,9 @@ from tiered_zero.io.engine import IOTransfer
 from tiered_zero.store import manifest
 from tiered_zero.store.manifest import Manifest, Range, Record
 from tiered_zero.store.ranges import hashed, locate, mismatches
-from tiered_zero.store.records import RecordTable
 from tiered_zero.store.stripes import StripedFiles
 from tiered_zero.store.swap_dir import SwapDir
+from tiered_zero.store.table import RecordTable
 from tiered_zero.system.mappings import map_memory
 
 _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
