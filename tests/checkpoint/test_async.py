@@ -19,8 +19,8 @@ from tiered_zero.checkpoint import write
 from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import ConfigError, TransferError
-from tiered_zero.store import record_writer
-from tiered_zero.store.record_writer import RecordWriter
+from tiered_zero.store import ranges
+from tiered_zero.store.writer import RecordWriter
 from tiered_zero.update.subgroup_io import SubGroupWork
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -223,7 +223,7 @@ def test_parameters_without_a_master_are_those_of_the_call(
     change: str, params: str, swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are written last, when every sub-group may be updated again."""
-    send, digest = write.StateSaver._send_unit, record_writer.digest
+    send, digest = write.StateSaver._send_unit, ranges.digest
 
     def wait_and_send(self: write.StateSaver, *args: Any) -> None:
         time.sleep(0.1)
@@ -235,7 +235,7 @@ def test_parameters_without_a_master_are_those_of_the_call(
 
     with monkeypatch.context() as patched, _mixed(swap_path, params, 0, **BESIDE, debug_poison=True) as engine:
         patched.setattr(write.StateSaver, "_send_unit", wait_and_send)
-        patched.setattr(record_writer, "digest", wait_and_hash)
+        patched.setattr(ranges, "digest", wait_and_hash)
         expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
         engine.save_checkpoint(tmp_path)
         if change == "step":

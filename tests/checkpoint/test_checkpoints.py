@@ -20,7 +20,7 @@ from tests.support.trainers import tiered
 from tiered_zero.checkpoint import capture
 from tiered_zero.checkpoint.directory import list_tags, read_manifest
 from tiered_zero.errors import CorruptionError, EngineFailedError, ModelError, StoreError, TransferError
-from tiered_zero.store.record_writer import RecordWriter
+from tiered_zero.store.writer import RecordWriter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -33,8 +33,8 @@ from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import StoreError, TransferError
 from tiered_zero.io.select import select_engine
 from tiered_zero.store.owner import OWNER_NAME
+from tiered_zero.store.store import SwapStore
 from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 
 TENSORS = {"x": torch.arange(3000, dtype=torch.float32), "y": torch.tensor([True, False])}
 DATA = "data-00000.bin"

@@ -15,8 +15,7 @@ from tests.support.tags import encode_body, written_by
 from tiered_zero.checkpoint.index import Part, RecordName, Source, TagManifest, TensorEntry, check_places
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
-from tiered_zero.store.manifest import Contents, Record
-from tiered_zero.store.ranges import Range
+from tiered_zero.store.manifest import Contents, Range, Record
 
 PATH = Path("ck/tag/manifest.json")
 

@@ -19,8 +19,8 @@ from tiered_zero.checkpoint.resume import find_checkpoint
 from tiered_zero.checkpoint.save_directory import LATEST_NAME
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import StoreError
+from tiered_zero.store.store import SwapStore
 from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 
 
 def save(path: Path, step: int) -> None:

@@ -10,9 +10,9 @@ from click.testing import CliRunner, Result
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.cli.main import main
 from tiered_zero.store import swap_dir
+from tiered_zero.store.store import SwapStore
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 
 PAGE = 4096
 

@@ -23,7 +23,7 @@ from tiered_zero.checkpoint import directory, save_directory, tag_writer
 from tiered_zero.checkpoint.directory import find_tag, list_tags
 from tiered_zero.checkpoint.prune import prune
 from tiered_zero.errors import StoreError
-from tiered_zero.store import descriptors, durable, record_writer
+from tiered_zero.store import descriptors, durable, writer
 from tiered_zero.system import descriptor
 
 PAGE = 4096
@@ -50,7 +50,7 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> tupl
     """Saves under new names, over an old name twice, and a prune."""
     log: list[Operation] = []
     tree = RecordingTree(log)
-    for module in (save_directory, tag_writer, record_writer, descriptors, directory, durable, descriptor):
+    for module in (save_directory, tag_writer, writer, descriptors, directory, durable, descriptor):
         monkeypatch.setattr(module, "os", tree)
     exchange = save_directory.exchange if can_exchange else lambda *names: False
     monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))

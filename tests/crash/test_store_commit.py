@@ -17,13 +17,13 @@ import pytest
 from tests.fakes.crash_disk import CrashDisk, Operation, RecordingOS, fates
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.errors import StoreError
-from tiered_zero.store import checksums, durable, manifest, records
+from tiered_zero.store import durable, manifest, ranges, table
+from tiered_zero.store.commit import TwoPhaseCommit
 from tiered_zero.store.owner import OWNER_NAME
+from tiered_zero.store.reader import verify_run
+from tiered_zero.store.store import SwapStore
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.store.two_phase_commit import TwoPhaseCommit
-from tiered_zero.store.verify import verify_run
 from tiered_zero.system import descriptor
 
 PAGE = 4096
@@ -58,7 +58,7 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
     recording = RecordingOS(log)
     for module in (manifest, durable, descriptor):
         monkeypatch.setattr(module, "os", recording)
-    monkeypatch.setattr(checksums, "CHUNK_NBYTES", 2 * PAGE)
+    monkeypatch.setattr(ranges, "CHUNK_NBYTES", 2 * PAGE)
     engine = SyncEngine(operations=log)
     directory = SwapDir.create([path])
     store = SwapStore(directory, engine, capacity_nbytes=CAPACITY)
@@ -204,7 +204,7 @@ def test_the_replay_notices_a_missing_sync(
 
 
 def test_the_replay_notices_a_reused_slot(swap_path: Path, ruins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "other_slots", lambda durable, start, end: [manifest.Range(start, end, 0, None)])
+    monkeypatch.setattr(table, "other_slots", lambda durable, start, end: [manifest.Range(start, end, 0, None)])
     monkeypatch.setattr(TwoPhaseCommit, "_hashed", lambda _commits, _record, ranges: ranges)  # which notices it before
     log, commits = run(swap_path, 0, monkeypatch)
     monkeypatch.undo()

@@ -13,8 +13,8 @@ import pytest
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.errors import StoreError
 from tiered_zero.store.runs import collect_garbage, leftover_notices, list_runs
+from tiered_zero.store.store import SwapStore
 from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ import os, signal, sys, time
 from pathlib import Path
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.store.store import SwapStore
 
 directory = SwapDir.create([Path(path) for path in sys.argv[1].split(",")], model="gpt")
 store = SwapStore(directory, SyncEngine(), capacity_nbytes=1 << 20)
@@ -100,7 +100,7 @@ import mmap, sys
 from pathlib import Path
 from tiered_zero.io.select import select_engine
 from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.store.store import SwapStore
 
 path = Path(sys.argv[1])
 store = SwapStore(SwapDir.create([path]), select_engine(path).engine, capacity_nbytes=8 << 20)

@@ -11,8 +11,8 @@ from pathlib import Path
 from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.checkpoint.open import find_damage
 from tiered_zero.checkpoint.save_directory import LOCK_NAME
+from tiered_zero.store.reader import verify_run
 from tiered_zero.store.runs import list_runs
-from tiered_zero.store.verify import verify_run
 
 
 def held() -> set[str]:

@@ -26,8 +26,8 @@ from tests.support.faulty_runs import (
 from tests.support.models import batch
 from tiered_zero.errors import EngineFailedError, TransferError
 from tiered_zero.io.select import select_engine
+from tiered_zero.store.store import SwapStore
 from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
 

@@ -28,7 +28,7 @@ from tests.support.models import batch
 from tests.support.trainers import Plain, assert_same_bits, follow, tiered, train
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import TieredZeroError, TransferError
-from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.store.store import SwapStore
 from tiered_zero.tiers import unit_update
 from tiered_zero.tiers.unit_update import UnitUpdate
 

@@ -23,7 +23,7 @@ from tests.support.schedulers import SCHEDULERS
 from tiered_zero.cli.main import main
 from tiered_zero.errors import ModelError
 from tiered_zero.optim import OffloadedOptimizer
-from tiered_zero.store import swap_store
+from tiered_zero.store import store as swap_store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAM = torch.optim.AdamW

@@ -19,7 +19,7 @@ from tests.support.tags import load_tag
 from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.errors import EngineFailedError, ModelError, RankError, StoreError, TransferError
 from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.store.record_writer import RecordWriter
+from tiered_zero.store.writer import RecordWriter
 
 PLACE = Place(world=2, stage=1)
 

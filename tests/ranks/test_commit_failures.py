@@ -21,7 +21,7 @@ from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import EngineFailedError, RankError, StoreError, UntaggedCommitError
 from tiered_zero.hardware.ranks.process_groups import ProcessGroups
 from tiered_zero.store import manifest
-from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.store.store import SwapStore
 
 PLACE = Place(world=2, stage=3, device="nvme")
 

@@ -16,8 +16,8 @@ from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB
+from tiered_zero.store.store import SwapStore
 from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.device import DeviceTier

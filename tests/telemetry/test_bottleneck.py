@@ -19,7 +19,7 @@ from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request
 from tiered_zero.io.select import Selection, select_engine
 from tiered_zero.rules.kernel_rule import NativeRule
-from tiered_zero.store import swap_store
+from tiered_zero.store import store as swap_store
 from tiered_zero.telemetry import report
 from tiered_zero.telemetry.report import StepReport, bottleneck
 from tiered_zero.tiers import rack

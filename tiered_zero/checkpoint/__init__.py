@@ -11,7 +11,7 @@ Never.  No pickle; no master and no state as a whole in memory, for they move th
     a run            portable: its keys and shapes | places: in which records they lie | pipeline: the way through the
                      sub-groups of saving, to a tag, and loading, from one | matching: what is loaded where
                      driver: all that is not a tensor; values: that as JSON
-    a tag            a store of records (store/record_writer.py) with its index of keys
+    a tag            a store of records (store/writer.py) with its index of keys
                      save_directory: lock, rename; tag_writer: begin, publish, discard; directory: list, find; prune
     in-place commit  the store that the run uses, with the same index. commit_save: with its tag, by one rank or many
                      commit: make this rank's durable | copies: of what rests in memory, beside it

@@ -42,7 +42,7 @@ from tiered_zero.checkpoint.values import encode
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.io.engine import IOEngine
-from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.store.store import SwapStore
 from tiered_zero.tiers.nvme import NvmeTier
 
 COMMIT_ID: Final = "commit_id"

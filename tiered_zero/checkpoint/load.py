@@ -37,7 +37,7 @@ from tiered_zero.rules.optimizer_copy import same
 from tiered_zero.rules.quantized import decode, encode
 from tiered_zero.rules.state_layout import StateLayout, gaps
 from tiered_zero.store.json_file import MOST_INTEGER
-from tiered_zero.store.record_reader import Broken, RecordReader, Wanted
+from tiered_zero.store.reader import Broken, RecordReader, Wanted
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.update.state_view import StateView
 from tiered_zero.update.subgroup_io import SubGroupWork

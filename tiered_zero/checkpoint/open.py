@@ -19,7 +19,7 @@ from tiered_zero.io.engine import IOEngine
 from tiered_zero.store.descriptors import error_text, open_of_owner
 from tiered_zero.store.manifest import choose
 from tiered_zero.store.owner import OWNER_NAME, Owner, boot_id, start_ticks
-from tiered_zero.store.record_reader import RecordFiles, RecordReader
+from tiered_zero.store.reader import RecordFiles, RecordReader
 from tiered_zero.store.stripes import DATA_NAME, Stripes, check_data_files
 
 
@@ -81,7 +81,7 @@ def open_stores(
         if manifest.run_id != owner.run_id:
             raise StoreError(f"{paths[0]} belongs to another run than the commit of step {step}.")
         check_data_files(paths, Stripes(manifest.weights), manifest.capacity_nbytes)
-        found.append(RecordFiles(paths=[path / DATA_NAME for path in paths], contents=manifest.contents))
+        found.append(RecordFiles(paths=[path / DATA_NAME for path in paths], contents=manifest))
     return found
 
 

@@ -19,7 +19,7 @@ from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB, format_nbytes
 from tiered_zero.store.descriptors import open_directory
 from tiered_zero.store.durable import write_new_file
-from tiered_zero.store.record_writer import RecordWriter
+from tiered_zero.store.writer import RecordWriter
 
 logger = logging.getLogger("tiered_zero")
 

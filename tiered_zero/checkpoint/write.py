@@ -18,7 +18,7 @@ from tiered_zero.concurrency.transfer import Transfer, wait_all, wait_quietly
 from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, Unit
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
-from tiered_zero.store.record_writer import RecordWriter
+from tiered_zero.store.writer import RecordWriter
 from tiered_zero.system.mappings import map_memory
 from tiered_zero.tiers.tier import as_bytes
 from tiered_zero.update.state_view import Scalars

@@ -17,7 +17,7 @@ from tiered_zero.cli.console import print_json, print_table, printable
 from tiered_zero.cli.options import DIRECTORY, JSON_OPTION, directory_argument, parse_bytes
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.store.verify import verify_run
+from tiered_zero.store.reader import verify_run
 
 if TYPE_CHECKING:
     from tiered_zero.checkpoint.directory import TagInfo
