@@ -189,6 +189,15 @@ def buffer_key(name: str) -> str:
 
 
 @cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 -> "float32". Raises StoreError for a dtype that a checkpoint cannot hold."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEMSIZES:
+        raise StoreError(f"A checkpoint cannot hold a tensor of {dtype}; it can hold {', '.join(sorted(ITEMSIZES))}.")
+    return name
+
+
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of a checked manifest's entry. Raises StoreError if this PyTorch has none of that name."""
     dtype = getattr(torch, name, None)
@@ -202,10 +211,7 @@ def describe(
     dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] | None = None, form: Form = "plain"
 ) -> TensorEntry:
     """A tensor as a manifest has it, without parts. Raises StoreError for a dtype that a checkpoint cannot hold."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in ITEMSIZES:
-        raise StoreError(f"A checkpoint cannot hold a tensor of {dtype}; it can hold {', '.join(sorted(ITEMSIZES))}.")
-    return TensorEntry(dtype=name, shape=tuple(shape), order=order, form=form)
+    return TensorEntry(dtype=dtype_name(dtype), shape=tuple(shape), order=order, form=form)
 
 
 def describe_field(param: ParamSpec, field: StateField, elementwise: bool, form: Form = "plain") -> TensorEntry:
