@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from tests.fakes.sync_io import SyncEngine
-from tests.support.tags import Tensors, encode_body, equal_bits, fields, load_tag, save_tag, write_share
+from tests.support.json_files import with_body
+from tests.support.tags import Tensors, equal_bits, fields, load_tag, save_tag, write_share
 from tiered_zero.checkpoint.directory import find_tag, list_tags
-from tiered_zero.checkpoint.index import MANIFEST_NAME, Part, RecordName, Share, Source
+from tiered_zero.checkpoint.index import FORMAT, MANIFEST_NAME, Part, RecordName, Share, Source
 from tiered_zero.checkpoint.load import Target
 from tiered_zero.checkpoint.open import find_damage, open_tag
 from tiered_zero.checkpoint.run_state import describe
@@ -130,7 +131,7 @@ def test_hostile_manifests_beside_real_files(tag: Path) -> None:
         {"records": [[1, first["name"]], *body["records"][1:]]},
         {"stores": []},
     ):
-        (tag / MANIFEST_NAME).write_bytes(encode_body(body | changes))
+        (tag / MANIFEST_NAME).write_bytes(with_body(FORMAT, body | changes))
         assert not check(tag)
         assert not list_tags(tag.parent)[0].complete or find_damage(tag) != []
     with pytest.raises(StoreError):

@@ -12,12 +12,10 @@ import torch
 from click.testing import CliRunner
 
 import tiered_zero
+from tests.support.inspection.insides import DATA_NAME, PREFIX, SwapStore
 from tiered_zero.cli.main import main
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.plan.gpt_shape import GPTConfig
-from tiered_zero.store.store import SwapStore
-from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_dir import PREFIX
 
 MODEL = GPTConfig(layers=3, hidden=256, vocab=512, context=16)
 STEPS = 3

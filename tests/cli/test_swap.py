@@ -8,11 +8,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.fakes.sync_io import SyncEngine
+from tests.support.inspection.insides import DATA_NAME, SwapDir, SwapStore, swap_dir
 from tiered_zero.cli.main import main
-from tiered_zero.store import swap_dir
-from tiered_zero.store.store import SwapStore
-from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_dir import SwapDir
 
 PAGE = 4096
 

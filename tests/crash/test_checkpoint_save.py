@@ -18,12 +18,19 @@ from tests.fakes.crash_disk import Operation, fates
 from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
 from tests.support.forked import run_forked
+from tests.support.inspection.insides import (
+    descriptors,
+    directory,
+    durable,
+    find_tag,
+    list_tags,
+    prune,
+    save_directory,
+    tag_writer,
+    writer,
+)
 from tests.support.tags import equal_bits, load_tag, save_tag
-from tiered_zero.checkpoint import directory, save_directory, tag_writer
-from tiered_zero.checkpoint.directory import find_tag, list_tags
-from tiered_zero.checkpoint.prune import prune
 from tiered_zero.errors import StoreError
-from tiered_zero.store import descriptors, durable, writer
 from tiered_zero.system import descriptor
 
 PAGE = 4096

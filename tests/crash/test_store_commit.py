@@ -16,14 +16,19 @@ import pytest
 
 from tests.fakes.crash_disk import CrashDisk, Operation, RecordingOS, fates
 from tests.fakes.sync_io import SyncEngine
+from tests.support.inspection.insides import (
+    DATA_NAME,
+    OWNER_NAME,
+    SwapDir,
+    SwapStore,
+    TwoPhaseCommit,
+    durable,
+    manifest,
+    ranges,
+    table,
+    verify_run,
+)
 from tiered_zero.errors import StoreError
-from tiered_zero.store import durable, manifest, ranges, table
-from tiered_zero.store.commit import TwoPhaseCommit
-from tiered_zero.store.owner import OWNER_NAME
-from tiered_zero.store.reader import verify_run
-from tiered_zero.store.store import SwapStore
-from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.system import descriptor
 
 PAGE = 4096

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.sync_io import SyncEngine
+from tests.support.inspection.insides import SwapDir, SwapStore, collect_garbage, leftover_notices, list_runs
 from tiered_zero.errors import StoreError
-from tiered_zero.store.runs import collect_garbage, leftover_notices, list_runs
-from tiered_zero.store.store import SwapStore
-from tiered_zero.store.swap_dir import SwapDir
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,8 +20,7 @@ PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 from tests.fakes.sync_io import SyncEngine
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.store import SwapStore
+from tests.support.inspection.insides import SwapDir, SwapStore
 
 directory = SwapDir.create([Path(path) for path in sys.argv[1].split(",")], model="gpt")
 store = SwapStore(directory, SyncEngine(), capacity_nbytes=1 << 20)
@@ -99,8 +96,7 @@ COMMITTER = """
 import mmap, sys
 from pathlib import Path
 from tiered_zero.io.select import select_engine
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.store import SwapStore
+from tests.support.inspection.insides import SwapDir, SwapStore
 
 path = Path(sys.argv[1])
 store = SwapStore(SwapDir.create([path]), select_engine(path).engine, capacity_nbytes=8 << 20)

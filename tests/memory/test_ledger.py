@@ -19,14 +19,11 @@ import torch
 
 import tiered_zero
 from tests.support.inspection import ledger, units
+from tests.support.inspection.insides import DeviceTier, HostTier, NvmeTier, run_spec
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import PLACEMENTS, tiered, train
-from tiered_zero.assembly import run_spec
 from tiered_zero.layout.flat import Unit
 from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.tiers.device import DeviceTier
-from tiered_zero.tiers.host import HostTier
-from tiered_zero.tiers.nvme import NvmeTier
 
 PRECISIONS: dict[str, tuple[int, dict[str, Any]]] = {"fp32": (4, {}), "bf16": (2, {"bf16": {"enabled": True}})}
 TIERS = ("device", "host", "nvme")

@@ -13,15 +13,12 @@ import pytest
 import torch
 
 from tests.fakes.clocked_device import ClockedAccelerator, ClockedLane, ComputeAccesses, pass_completions
+from tests.support.inspection.insides import GradNorm, SubGroupIO, UpdateGuard, machine
 from tests.support.models import ParityGPT, batch, rows, two_layers
 from tests.support.trainers import PLACEMENTS, adamw, tiered
-from tiered_zero.assembly import machine
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.norms import GradNorm
 from tiered_zero.hardware.device.cpu import CpuAccelerator
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.update_guard import UpdateGuard
-from tiered_zero.update.subgroup_io import SubGroupIO
 
 COURSES = {
     "in backward": ("overlapped", 1, 0.0),

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from tiered_zero.assembly import disk_space
+from tests.support.inspection.insides import disk_space
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.layout.subgroups import Segment
 from tiered_zero.optim import OffloadedOptimizer, ZeroRedundancyOptimizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -10,17 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
-from tiered_zero.checkpoint.directory import TagInfo, list_tags
-from tiered_zero.checkpoint.index import FORMAT, Part, RecordName, Share, Source, TagManifest, TensorEntry, WrittenBy
-from tiered_zero.checkpoint.load import TensorReader
-from tiered_zero.checkpoint.open import open_commit, open_tag
-from tiered_zero.checkpoint.run_state import describe
-from tiered_zero.checkpoint.tag_writer import TagWriter
+from tests.support.inspection.insides import (
+    Part,
+    RecordName,
+    Share,
+    Source,
+    TagInfo,
+    TagManifest,
+    TagWriter,
+    TensorEntry,
+    TensorReader,
+    WrittenBy,
+    describe,
+    list_tags,
+    open_commit,
+    open_tag,
+)
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import PAGE_NBYTES, align_up
-from tiered_zero.store.json_file import VERSION
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -74,13 +81,6 @@ def save_tag(
     needed_nbytes = sum(align_up(tensor.nbytes, PAGE_NBYTES) for tensor in tensors.values())
     with TagWriter.begin(save_dir, tag, engine=engine, needed_nbytes=needed_nbytes) as writer:
         return writer.publish(fields(step, **changes), [write_share(writer, tensors)])
-
-
-def encode_body(body: Any) -> bytes:
-    """A manifest with this body, whatever it is, and the right header."""
-    data = json.dumps(body).encode()
-    header = {"format": FORMAT, "version": VERSION, "nbytes": len(data), "xxh3": xxhash.xxh3_64_hexdigest(data)}
-    return json.dumps(header).encode() + b"\n" + data + b"\n"
 
 
 def newest_complete(save_dir: Path) -> TagInfo | None:

@@ -13,12 +13,12 @@ from typing import Final, final
 
 from tiered_zero.checkpoint.commit import COMMIT_ID
 from tiered_zero.checkpoint.committed import ON_ITS_HOST, find_missing, held_commit, is_committed
-from tiered_zero.checkpoint.index import MANIFEST_NAME, TagManifest, WrittenBy
+from tiered_zero.checkpoint.index import FORMAT, MANIFEST_NAME, TagManifest, WrittenBy
 from tiered_zero.checkpoint.save_directory import LATEST_NAME, LOCK_NAME, OLD, TEMPORARY, check_tag, hidden_tag
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
 from tiered_zero.store.descriptors import disk_nbytes, error_text, kind_text, open_directory, read_file
-from tiered_zero.store.json_file import MOST_NBYTES
+from tiered_zero.store.json_file import MOST_NBYTES, decode_file
 from tiered_zero.store.owner import OWNER_NAME
 
 _DATA_FILE: Final = re.compile(r"data-\d{5}\.bin")
@@ -268,7 +268,7 @@ def _read(fd: int, path: Path) -> TagManifest:
         ) from None
     except (OSError, StoreError) as error:
         raise StoreError(f"{path / MANIFEST_NAME} cannot be read: {error_text(error)}.") from error
-    return TagManifest.decode(data, path / MANIFEST_NAME)
+    return decode_file(data, path / MANIFEST_NAME, FORMAT, TagManifest)
 
 
 def _problem(fd: int, manifest: TagManifest) -> str:

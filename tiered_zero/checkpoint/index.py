@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, final
 
 from pydantic import AfterValidator, Field, TypeAdapter, model_validator
@@ -29,7 +28,7 @@ from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from tiered_zero.errors import InternalError, StoreError
-from tiered_zero.store.json_file import Count, StrictModel, decode_file, encode_file
+from tiered_zero.store.json_file import Count, StrictModel
 from tiered_zero.store.manifest import Contents
 
 MANIFEST_NAME: Final = "manifest.json"
@@ -235,15 +234,6 @@ class TagManifest(StrictModel):
             raise ValueError(f"records: there is none of the name {unknown[0][:80]!a}")
         _check_tensors(self.tensors)
         return self
-
-    def encode(self) -> bytes:
-        """Raises StoreError for what could not be read back."""
-        return encode_file(FORMAT, self)
-
-    @classmethod
-    def decode(cls, data: bytes, path: Path) -> TagManifest:
-        """Raises StoreError: no manifest, of another version, damaged, or one that no checkpoint has."""
-        return decode_file(data, path, FORMAT, cls)
 
     def body(self) -> dict[str, Any]:
         """As JSON values."""

@@ -180,22 +180,23 @@ def _match_states(
             f"{written_by.rule}. Choose that optimizer, or pass load_optimizer_states=False to start its state anew."
         )
     kinds = {key.partition("/")[0] for key in manifest.tensors} - {*VALUE_KINDS}
-    found: dict[str, dict[str, Any]] = {}
-    last: dict[str, Any] = {}
-    num_rounded = 0
+    placed: dict[str, tuple[StateLayout, ParamPiece, str]] = {}
     for layout in view.layouts:
         for piece in layout.subgroup.pieces:
             name = params.get(piece.param.name, "").partition("/")[2]
-            if name not in manifest.scalars or piece.param.name in found:
-                continue
-            num_rounded += _check_arrays(view, manifest, layout, piece, name, kinds)
-            try:
-                own = view.rule.load_scalars(decode_values(manifest.scalars[name]))
-            except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
-                raise StoreError(
-                    f"The step count of {name} in checkpoint {tag} cannot be read ({error}). Load another checkpoint."
-                ) from error
-            found[piece.param.name] = last = last if same(last, own) else own
+            if name in manifest.scalars:
+                placed.setdefault(piece.param.name, (layout, piece, name))
+    found: dict[str, dict[str, Any]] = {}
+    last: dict[str, Any] = {}
+    for own_name, (_, _, name) in placed.items():
+        try:
+            own = view.rule.load_scalars(decode_values(manifest.scalars[name]))
+        except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
+            raise StoreError(
+                f"The step count of {name} in checkpoint {tag} cannot be read ({error}). Load another checkpoint."
+            ) from error
+        found[own_name] = last = last if same(last, own) else own
+    num_rounded = sum(_check_arrays(view, manifest, *own, kinds) for own in placed.values())
     if num_rounded and not convert:
         raise ConfigError(
             f"tiered_zero.state_format: expected that of the checkpoint {tag}, {written_by.state_format}, or fp32, "

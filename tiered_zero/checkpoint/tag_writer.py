@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
-from tiered_zero.checkpoint.index import MANIFEST_NAME, Share, TagManifest, file_name, join_shares
+from tiered_zero.checkpoint.index import FORMAT, MANIFEST_NAME, Share, TagManifest, file_name, join_shares
 from tiered_zero.checkpoint.save_directory import SaveDirectory, check_tag
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.disk_file import free_text
@@ -19,6 +19,7 @@ from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB, format_nbytes
 from tiered_zero.store.descriptors import open_directory
 from tiered_zero.store.durable import write_new_file
+from tiered_zero.store.json_file import encode_file
 from tiered_zero.store.writer import RecordWriter
 
 logger = logging.getLogger("tiered_zero")
@@ -217,7 +218,7 @@ class TagWriter:
 
     def _write_manifest(self, manifest: TagManifest) -> None:
         """Write it to the temporary directory, and make both durable. Raises OSError, StoreError."""
-        data = manifest.encode()
+        data = encode_file(FORMAT, manifest)
         with open_directory(self.name, self._directory.fd) as fd:
             write_new_file(MANIFEST_NAME, [data], fd)
             os.fsync(fd)

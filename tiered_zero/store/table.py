@@ -255,7 +255,7 @@ class RecordTable:
 
     def _find(self, record: Record) -> _State:
         state = self._states.get(record.name)
-        if state is None or (state.record is not record and not _is_same(state.record, record)):
+        if state is None or (state.record.nbytes, state.record.offsets[0]) != (record.nbytes, record.offsets[0]):
             raise StoreError(
                 f"The store has no record {record.name!r} like this one; it was released, or is another's."
             )
@@ -268,8 +268,3 @@ class RecordTable:
     def _free(self, record: Record) -> None:
         for offset in record.offsets:
             self._extents.free(offset, record.nbytes)
-
-
-def _is_same(record: Record, other: Record) -> bool:
-    """`other`: perhaps from before `record` had its second slot."""
-    return record.model_copy(update={"offsets": record.offsets[: len(other.offsets)]}) == other
