@@ -81,7 +81,7 @@ class Commits:
 
     def new_swap(self) -> dict[str, Any]:
         """Return how the tag of the next commit refers to its stores, on rank 0."""
-        return {**_location(self._stores[0]), COMMIT_ID: secrets.token_hex(16)}
+        return {**vars(_location(self._stores[0])), COMMIT_ID: secrets.token_hex(16)}
 
     @property
     def engine(self) -> IOEngine:
@@ -137,10 +137,10 @@ class Commits:
     def prepare(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
         """Make the state durable beside the last commit, and block writes. Raises StoreError, with nothing changed."""
         first = _parts(shares)[0].stores[0]
-        followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: dict(first)}
+        followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: first.model_dump()}
         try:
             for store in reversed(self._stores):
-                decides = store.run_id == first["run_id"]
+                decides = store.run_id == first.run_id
                 store.prepare(manifest.step, metadata_of(manifest, shares) if decides else followed)
         except BaseException:
             self.cancel()
@@ -163,7 +163,7 @@ class Commits:
 
 
 def _location(store: SwapStore) -> StoreLocation:
-    return {"run_id": store.run_id, "paths": [*map(str, store.paths)]}
+    return StoreLocation(run_id=store.run_id, paths=[*map(str, store.paths)])
 
 
 def metadata_of(manifest: TagManifest, shares: Sequence[Share]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from tiered_zero.checkpoint.commit import COMMIT_ID, DECIDED_BY
-from tiered_zero.checkpoint.index import RankPart, StoreLocation, TagManifest, check_store_location
+from tiered_zero.checkpoint.index import RankPart, StoreLocation, TagManifest
 from tiered_zero.errors import StoreError
 from tiered_zero.store.checked_json import Kinds, check_fields
 from tiered_zero.store.manifest import MANIFEST_NAME, Manifest
@@ -72,17 +72,17 @@ def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
     committed = _committed(path)
     if DECIDED_BY in committed.metadata:
         with refused(path):
-            first = check_store_location(committed.metadata[DECIDED_BY])
-        path = Path(first["paths"][0])
+            first = StoreLocation.model_validate(committed.metadata[DECIDED_BY])
+        path = first.first
         committed = _committed(path)
-        if committed.run_id != first["run_id"]:
+        if committed.run_id != first.run_id:
             raise StoreError(f"{path} belongs to another run than the one whose commit is looked for.")
     ranks = committed.metadata.get("ranks")
     if not ranks or type(ranks) is not list:
         raise StoreError(f"{path} holds no in-place commit of a run, or one of another version.")
     with refused(path):
         first = RankPart.model_validate(ranks[0]).stores[0]
-    if (first["run_id"], Path(first["paths"][0])) != (committed.run_id, path):
+    if (first.run_id, first.first) != (committed.run_id, path):
         raise StoreError(f"{path} belongs to other directories than its commit says; it was copied or moved.")
     return path, dict(committed.metadata)
 
@@ -102,8 +102,8 @@ def find_missing(committed: Manifest) -> str:
         parts = [RankPart.model_validate(item) for item in (ranks if type(ranks) is list else ())]
     for part in parts:
         for store in part.stores:
-            first = Path(store["paths"][0])
-            found = [one for one in load_manifests(first) if one is not None and one.run_id == store["run_id"]]
+            first = store.first
+            found = [one for one in load_manifests(first) if one is not None and one.run_id == store.run_id]
             if not any(one.is_state(committed.step, own) for one in found):
                 return f"a part of it rests in {first}, which is not here, or does not hold step {committed.step}"
     return ""

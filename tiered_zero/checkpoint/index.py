@@ -21,9 +21,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, final
 
-from pydantic import AfterValidator, Field, TypeAdapter, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
@@ -67,17 +68,28 @@ def _plain_path(path: str) -> str:
     return path
 
 
-class StoreLocation(TypedDict):
-    """The run and the directories of a store."""
+PlainPaths = Annotated[list[Annotated[Text, AfterValidator(_plain_path)]], Field(min_length=1)]
+
+
+class Swap(TypedDict):
+    """The run and the directories of the store that has decided an in-place commit, and the id of the commit."""
 
     run_id: str
-    paths: Annotated[list[Annotated[Text, AfterValidator(_plain_path)]], Field(min_length=1)]
-
-
-class Swap(StoreLocation):
-    """The store that has decided an in-place commit, and the id of the commit."""
-
+    paths: PlainPaths
     commit_id: Text
+
+
+@final
+class StoreLocation(StrictModel):
+    """A store of a run: the run's id, and the directories that it stripes."""
+
+    run_id: str
+    paths: PlainPaths
+
+    @property
+    def first(self) -> Path:
+        """The directory of its manifest."""
+        return Path(self.paths[0])
 
 
 class Source(NamedTuple):
@@ -248,14 +260,6 @@ class TagManifest(StrictModel):
 def file_name(rank: int) -> str:
     """The data file that a rank writes of a full save."""
     return f"data-{rank:05d}.bin"
-
-
-_LOCATION = TypeAdapter(StoreLocation)
-
-
-def check_store_location(item: Any) -> StoreLocation:
-    """Return the run and the directories of a store. Raises ValueError."""
-    return _LOCATION.validate_python(item, strict=True, extra="forbid")
 
 
 # -- shares of ranks ---------------------------------------------------------------------------------------------------

@@ -189,13 +189,13 @@ def adopt(
         found=found,
         directories={
             each: AdoptedStore(
-                directory=Path(store["paths"][0]),
+                directory=store.first,
                 step=commit.manifest.step,
                 metadata={COMMIT_ID: commit.commit_id},
             )
             for each, store in zip(paths, own.stores, strict=True)
         },
-        paths=frozenset(Path(path).resolve() for store in commit.stores for path in store["paths"]),
+        paths=frozenset(Path(path).resolve() for store in commit.stores for path in store.paths),
         manifest=commit.manifest,
         initialized=frozenset(own.initialized),
     )

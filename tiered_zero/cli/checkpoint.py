@@ -116,7 +116,7 @@ def _problems_in_place(info: TagInfo) -> list[str]:
         return []
     commit = Commit.read(Path(swap["paths"][0]))
     state = commit.manifest.step, {COMMIT_ID: commit.commit_id}
-    found = [verify_run([Path(path) for path in store["paths"]], *state) for store in commit.stores]
+    found = [verify_run([Path(path) for path in store.paths], *state) for store in commit.stores]
     return [str(item) for verified in found for item in (verified.broken if verified is not None else ())]
 
 
