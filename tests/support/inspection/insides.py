@@ -52,7 +52,6 @@ from tiered_zero.store.runs import RunInfo, collect_garbage, leftover_notices, l
 from tiered_zero.store.store import SwapStore
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_dir import PREFIX, SwapDir
-from tiered_zero.store.transfers import StoreTransfer
 from tiered_zero.store.writer import RecordWriter
 from tiered_zero.tiers import rack, unit_update
 from tiered_zero.tiers.device import DeviceTier
