@@ -44,6 +44,7 @@ from tiered_zero.store import descriptors, durable, manifest, ranges, runs, stri
 from tiered_zero.store import store as swap_store
 from tiered_zero.store.checked_json import decode_checked, encode_checked
 from tiered_zero.store.commit import TwoPhaseCommit
+from tiered_zero.store.json_file import VERSION as FILE_VERSION
 from tiered_zero.store.manifest import MANIFEST_NAME, Contents, Range, Record
 from tiered_zero.store.manifest import load as load_manifests
 from tiered_zero.store.owner import OWNER_NAME
