@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from tiered_zero.store.json_file import VERSION
+from tests.support.inspection.insides import FILE_VERSION
 
 
 def read_body(data: bytes) -> Any:
@@ -17,5 +17,6 @@ def read_body(data: bytes) -> Any:
 def with_body(format_name: str, body: Any) -> bytes:
     """A file of this format, whatever its body is."""
     text = json.dumps(body).encode()
-    header = {"format": format_name, "version": VERSION, "nbytes": len(text), "xxh3": xxhash.xxh3_64_hexdigest(text)}
+    checksum = xxhash.xxh3_64_hexdigest(text)
+    header = {"format": format_name, "version": FILE_VERSION, "nbytes": len(text), "xxh3": checksum}
     return json.dumps(header).encode() + b"\n" + text + b"\n"

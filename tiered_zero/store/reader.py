@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
-from tiered_zero.concurrency.transfer import wait_all, wait_quietly
+from tiered_zero.concurrency.transfer import SharedWork, Worker, wait_all, wait_quietly
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.io.engine import IOEngine, IOSettings, IOTransfer
 from tiered_zero.io.select import select_reader
@@ -25,7 +25,6 @@ from tiered_zero.store import manifest
 from tiered_zero.store.manifest import Contents, Manifest
 from tiered_zero.store.ranges import Span, first_gap, locate, mismatches
 from tiered_zero.store.stripes import DATA_NAME, StripedFiles, Stripes, check_data_files
-from tiered_zero.store.transfers import StoreTransfer, Worker
 from tiered_zero.system.mappings import map_memory
 
 BUFFER_NBYTES: Final = 2 * MIB
@@ -92,7 +91,7 @@ class _Window:
     span: Span
     wanted: list[tuple[Reading, Wanted]] = field(default_factory=list)
     buffer: memoryview | None = None
-    verified: StoreTransfer | None = None
+    verified: SharedWork | None = None
     broken: list[Broken] = field(default_factory=list)
 
     @property
@@ -270,7 +269,7 @@ class RecordReader:
                 window.broken.append(self._broken(window, item.start, item.end - item.start, reason))
 
         self._files[store].submit(self._engine.read, span.address, memory, parts)
-        window.buffer, window.verified = buffer, StoreTransfer(verify)
+        window.buffer, window.verified = buffer, SharedWork(verify)
         assert self._worker is not None, "made with the buffers"
         self._worker.submit(window.verified.run)
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, final
 
 from tiered_zero.concurrency.failure_latch import FailureLatch
-from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all, wait_quietly
+from tiered_zero.concurrency.transfer import COMPLETED, SharedWork, Transfer, Worker, wait_all, wait_quietly
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.store import manifest
@@ -22,7 +22,6 @@ from tiered_zero.store.ranges import Span, hashed, is_same, mismatches
 from tiered_zero.store.stripes import DATA_NAME, PieceRequest, StripedFiles, Stripes, check_data_files
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.table import InFlight, RecordTable
-from tiered_zero.store.transfers import StoreTransfer, Worker
 from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.spans import Recorder
 
@@ -300,7 +299,7 @@ class SwapStore:
         except Exception:
             with self._ended(record, request, parts):
                 raise
-        transfer = StoreTransfer(work)
+        transfer = SharedWork(work)
         self._worker.submit(transfer.run)
         return transfer
 

@@ -5,8 +5,8 @@ change the file's size, which Linux does one at a time.
 
 [Note: Checksums during training] A checksum reads memory that is in no cache: 0.1 s of a processor for 1.6 GB, and 0.3
 s during training, which waits for its slowest thread. On a thread of low priority a step under a save took 4 to 8%
-longer, on one of the usual priority 9 to 12% (3% without checksums). Beside other programs that could take long: the
-usual priority takes over as soon as something waits for the save.
+longer, on one of the usual priority 9 to 12% (3% without checksums). Beside other programs that could take long: a
+thread of the usual priority joins it as soon as something waits for the save.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
-from tiered_zero.concurrency.transfer import Completion, Transfer, wait_all
+from tiered_zero.concurrency.transfer import Completion, Joined, Transfer, Worker, wait_all
 from tiered_zero.errors import InternalError, StoreError
 from tiered_zero.io.disk_file import memory_address
 from tiered_zero.io.engine import File, IOEngine
@@ -29,7 +29,6 @@ from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.store.manifest import Contents, Range, Record
 from tiered_zero.store.ranges import cut, hashed
-from tiered_zero.store.transfers import Joined, Worker
 
 _LOWEST_PRIORITY = 19
 

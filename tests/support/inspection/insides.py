@@ -43,6 +43,7 @@ from tiered_zero.store import descriptors, durable, manifest, ranges, runs, stri
 from tiered_zero.store import store as swap_store
 from tiered_zero.store.checked_json import decode_checked, encode_checked
 from tiered_zero.store.commit import TwoPhaseCommit
+from tiered_zero.store.json_file import VERSION as FILE_VERSION
 from tiered_zero.store.json_file import decode_file, encode_file
 from tiered_zero.store.manifest import MANIFEST_NAME, Contents, Range, Record
 from tiered_zero.store.manifest import load as load_manifests
@@ -52,7 +53,6 @@ from tiered_zero.store.runs import RunInfo, collect_garbage, leftover_notices, l
 from tiered_zero.store.store import SwapStore
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_dir import PREFIX, SwapDir
-from tiered_zero.store.transfers import StoreTransfer
 from tiered_zero.store.writer import RecordWriter
 from tiered_zero.tiers import rack, unit_update
 from tiered_zero.tiers.device import DeviceTier
