@@ -53,8 +53,8 @@ def aligned(data: bytes) -> memoryview:
 
 
 def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Operation], list[Commit]]:
-    """A random run: partial rewrites, also of what is to be written once, scratch beside committed records, a release,
-    and recoveries from step 5 on.
+    """A random run: partial rewrites, also of what is to be written once, scratch beside committed records, and
+    recoveries from step 5 on.
 
     Step 6 is prepared and never confirmed: the recovery takes it (odd seeds) or goes back to step 5.
     """
@@ -85,10 +85,6 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
             store.write(record, aligned(data), first * PAGE).wait()
             if name != "scratch":
                 contents.setdefault(name, bytearray(record.extent_nbytes))[first * PAGE : last * PAGE] = data
-        if step == 4 and "a" in contents:
-            store.release(store.records()["a"])
-            store.reserve("a", 2 * PAGE, committed=True)
-            del contents["a"]
         commit = Commit(step, len(log), 0, 0, {name: bytes(data) for name, data in contents.items()})
         store.prepare(step, {"step": step})
         commit.prepared = len(log)

@@ -79,9 +79,7 @@ def test_it_takes_its_bytes_once_and_the_second_slot_when_it_changes(swap_path: 
     record = store.records()["a"]
     assert read(store, record) == values(3) and store.num_slots(record) == 2
     store.revert()
-    store.release(record)
     store.commit(3, {})
-    store.reserve("b", 2 * NBYTES)
     assert broken(store) == []
     store.close()
 

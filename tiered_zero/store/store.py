@@ -148,10 +148,6 @@ class SwapStore:
         num_slots = 2 if committed and not write_once else 1
         return self._table.reserve(name, nbytes, committed=committed, num_slots=num_slots)
 
-    def release(self, record: Record) -> None:
-        """Free the record's extents; those that the durable manifest names after the next commit."""
-        self._table.release(record)
-
     def num_slots(self, record: Record) -> int:
         """Places that the record has on the disk by now."""
         return self._table.num_slots(record)
