@@ -19,9 +19,8 @@ from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
 from tests.support.forked import run_forked
 from tests.support.inspection.insides import (
-    descriptors,
     directory,
-    durable,
+    files,
     find_tag,
     list_tags,
     prune,
@@ -57,7 +56,7 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> tupl
     """Saves under new names, over an old name twice, and a prune."""
     log: list[Operation] = []
     tree = RecordingTree(log)
-    for module in (save_directory, tag_writer, writer, descriptors, directory, durable, descriptor):
+    for module in (save_directory, tag_writer, writer, files, directory, descriptor):
         monkeypatch.setattr(module, "os", tree)
     exchange = save_directory.exchange if can_exchange else lambda *names: False
     monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))

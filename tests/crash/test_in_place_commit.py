@@ -28,9 +28,8 @@ from tests.support.inspection.insides import (
     DATA_NAME,
     OWNER_NAME,
     TensorReader,
-    descriptors,
     directory,
-    durable,
+    files,
     find_checkpoint,
     list_runs,
     list_tags,
@@ -126,7 +125,7 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
     saves = Saves([], [], [], [], [], [], [])
     log = saves.log
     tree = RecordingTree(log)
-    for module in (manifest, durable, descriptor, save_directory, tag_writer, descriptors, directory):
+    for module in (manifest, files, descriptor, save_directory, tag_writer, directory):
         monkeypatch.setattr(module, "os", tree)
     exchange = save_directory.exchange
     monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))

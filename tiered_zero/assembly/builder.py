@@ -26,7 +26,7 @@ from tiered_zero.errors import PlanError, add_note
 from tiered_zero.hardware.memory.host_memory import trim_malloc
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.plan.planner import Plan
-from tiered_zero.store.new_parents import make_missing
+from tiered_zero.store.directory import make_missing
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.update.handle import TieredOptimizer, make_scheduler, restored_on_error
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.store.owner import boot_id
+from tiered_zero.system.process import boot_id
 
 
 class Ranks(Protocol):

@@ -28,7 +28,7 @@ from tiered_zero.io.select import select_engine
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.sizes import GIB, MIB, format_nbytes
 from tiered_zero.stopping import stop_on_signals
-from tiered_zero.store.swap_dir import SwapDir
+from tiered_zero.store.directory import SwapDir
 
 if TYPE_CHECKING:
     from tiered_zero.assembly.run_spec import RunSpec

@@ -12,10 +12,10 @@ from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOTransfer
 from tiered_zero.store import manifest
+from tiered_zero.store.directory import SwapDir
 from tiered_zero.store.manifest import Manifest, Range, Record
 from tiered_zero.store.ranges import hashed, locate, mismatches
 from tiered_zero.store.stripes import StripedFiles
-from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.table import RecordTable
 from tiered_zero.system.mappings import map_memory
 

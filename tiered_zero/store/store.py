@@ -17,10 +17,10 @@ from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.store import manifest
 from tiered_zero.store.commit import TwoPhaseCommit
+from tiered_zero.store.directory import SwapDir
 from tiered_zero.store.manifest import Manifest, Range, Record
 from tiered_zero.store.ranges import Span, hashed, is_same, mismatches
 from tiered_zero.store.stripes import DATA_NAME, PieceRequest, StripedFiles, Stripes, check_data_files
-from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.table import InFlight, RecordTable
 from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.spans import Recorder
@@ -147,10 +147,6 @@ class SwapStore:
         """
         num_slots = 2 if committed and not write_once else 1
         return self._table.reserve(name, nbytes, committed=committed, num_slots=num_slots)
-
-    def release(self, record: Record) -> None:
-        """Free the record's extents; those that the durable manifest names after the next commit."""
-        self._table.release(record)
 
     def num_slots(self, record: Record) -> int:
         """Places that the record has on the disk by now."""

@@ -51,8 +51,6 @@ class RecordTable:
         self._lock = threading.Lock()
         self._states: dict[str, _State] = {}
         self._extents = ExtentMap(capacity_nbytes)
-        self._retired: list[_State] = []
-        """Released since the last commit, which names them."""
         self._frozen: int | None = None
 
     @property
@@ -120,21 +118,6 @@ class RecordTable:
         """The files are larger now."""
         with self._lock:
             self._extents.grow(capacity_nbytes)
-
-    def release(self, record: Record) -> None:
-        """Its extents are free at once, or with the next `thaw` where the durable manifest names them."""
-        with self._lock:
-            state = self._find(record)
-            if state.in_flight:
-                raise StoreError(
-                    f"Record {record.name!r} is still in use by {state.in_flight}; wait for its transfers."
-                )
-            self._refuse_while_frozen(record)
-            del self._states[record.name]
-            if state.durable is None:
-                self._free(state.record)
-            else:
-                self._retired.append(state)
 
     def begin_read(self, record: Record, request: InFlight) -> list[Span]:
         """Return where these bytes rest. Raises StoreError if they may not be read now."""
@@ -212,31 +195,20 @@ class RecordTable:
                 return
             for name, ranges in durable.items():
                 self._states[name].durable = RangeMap(ranges)
-            for state in self._retired:
-                self._free(state.record)
-            self._retired.clear()
 
     def revert(self) -> None:
-        """Return the committed records to the last commit, with what was written and released since; newer ones are
-        empty.
+        """Return the committed records to the last commit; those that it does not name are empty.
 
         Scratch records stay as they are. Raises StoreError while a committed one is in use, or prepared.
         """
         with self._lock:
-            released = {state.record.name for state in self._retired}
-            states = [state for name, state in self._states.items() if state.record.committed or name in released]
+            states = [state for state in self._states.values() if state.record.committed]
             for state in states:
                 self._refuse_while_frozen(state.record)
                 if state.in_flight:
                     raise StoreError(f"Record {state.record.name!r} is still in use by {state.in_flight}; wait for it.")
             for state in states:
                 state.written = RangeMap(state.durable or ())
-            for state in self._retired:
-                if (newer := self._states.get(state.record.name)) is not None:
-                    self._free(newer.record)
-                state.written = RangeMap(state.durable or ())
-                self._states[state.record.name] = state
-            self._retired.clear()
 
     def _admit(self, record: Record, request: InFlight) -> _State:
         kind, start, end = request.kind, request.start, request.end
@@ -254,17 +226,10 @@ class RecordTable:
         return state
 
     def _find(self, record: Record) -> _State:
-        state = self._states.get(record.name)
-        if state is None or (state.record.nbytes, state.record.offsets[0]) != (record.nbytes, record.offsets[0]):
-            raise StoreError(
-                f"The store has no record {record.name!r} like this one; it was released, or is another's."
-            )
+        if (state := self._states.get(record.name)) is None:
+            raise StoreError(f"The store has no record {record.name!r}; reserve it first.")
         return state
 
     def _refuse_while_frozen(self, record: Record) -> None:
         if self._frozen is not None and record.committed:
             raise StoreError(f"Record {record.name!r} must rest: step {self._frozen} is prepared; confirm it first.")
-
-    def _free(self, record: Record) -> None:
-        for offset in record.offsets:
-            self._extents.free(offset, record.nbytes)

@@ -92,12 +92,6 @@ class NvmeTier(Tier):
             self._once.add(name)
         return slot
 
-    def release(self, slot: Slot) -> None:
-        charged = self._charged.pop(slot.name)
-        self.store.release(self._records.pop(slot.name))
-        for kind, nbytes in charged:
-            self._ledger.discharge(self.name, kind, nbytes)
-
     def view(self, slot: Slot) -> None:
         return None
 
