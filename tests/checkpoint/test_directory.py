@@ -26,6 +26,7 @@ from tests.support.tags import (
     write_share,
 )
 from tiered_zero.checkpoint import tag_writer
+from tiered_zero.checkpoint.index import MANIFEST_NAME
 from tiered_zero.checkpoint.tag import (
     LATEST_NAME,
     LOCK_NAME,
@@ -38,7 +39,6 @@ from tiered_zero.checkpoint.tag import (
     read_latest,
     read_manifest,
 )
-from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME
 from tiered_zero.checkpoint.tag_writer import SaveDirectory, TagWriter, prune
 from tiered_zero.errors import StoreError, TransferError
 from tiered_zero.io.select import select_engine

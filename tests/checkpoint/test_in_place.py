@@ -318,7 +318,7 @@ def test_a_tag_that_was_lost_with_its_name_leads_to_an_older_one(swap_path: Path
         assert engine.global_steps == 2
 
 
-@pytest.mark.parametrize("failing", ["write_next", "confirm"])
+@pytest.mark.parametrize("failing", ["prepare", "confirm"])
 def test_a_commit_that_fails_leaves_the_last_one_and_says_whether_training_goes_on(
     swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -333,14 +333,14 @@ def test_a_commit_that_fails_leaves_the_last_one_and_says_whether_training_goes_
             with pytest.raises(StoreError, match="No space left"):  # at the latest of the two
                 engine.save_checkpoint(tmp_path, tag="full")
         assert not (tmp_path / "full").exists()
-        if failing == "write_next":  # nothing had changed: it can be tried again
+        if failing == "prepare":  # nothing had changed: it can be tried again
             train(engine, 1, tmp_path)
         else:
             with pytest.raises(TieredZeroError, match="cannot be trusted any more"):
                 train(engine, 1, tmp_path)
                 engine.flush()
     with start(config(swap_path, {"in_place": True, "resume": str(tmp_path)})) as engine:
-        assert engine.global_steps == (2 if failing == "write_next" else 1)
+        assert engine.global_steps == (2 if failing == "prepare" else 1)
 
 
 @pytest.mark.parametrize("update", ["overlapped", "barrier"])

@@ -17,9 +17,9 @@ from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint.last_save import QueuedSave
 from tiered_zero.checkpoint.ranks import publish_together
-from tiered_zero.checkpoint.saving import StateSaver
 from tiered_zero.checkpoint.tag import list_tags
 from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.checkpoint.write import StateSaver
 from tiered_zero.errors import StoreError
 from tiered_zero.hardware.device.select import build_accelerator
 

@@ -22,10 +22,10 @@ from tests.support.inspection.insides import (
     SwapDir,
     SwapStore,
     TwoPhaseCommit,
-    checksums,
     files,
     manifest,
-    records,
+    ranges,
+    table,
     verify_run,
 )
 from tiered_zero.errors import StoreError
@@ -53,8 +53,8 @@ def aligned(data: bytes) -> memoryview:
 
 
 def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Operation], list[Commit]]:
-    """A random run: partial rewrites, also of what is to be written once, scratch beside committed records, a release,
-    and recoveries from step 5 on.
+    """A random run: partial rewrites, also of what is to be written once, scratch beside committed records, and
+    recoveries from step 5 on.
 
     Step 6 is prepared and never confirmed: the recovery takes it (odd seeds) or goes back to step 5.
     """
@@ -63,7 +63,7 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
     recording = RecordingOS(log)
     for module in (manifest, files, descriptor):
         monkeypatch.setattr(module, "os", recording)
-    monkeypatch.setattr(checksums, "CHUNK_NBYTES", 2 * PAGE)
+    monkeypatch.setattr(ranges, "CHUNK_NBYTES", 2 * PAGE)
     engine = SyncEngine(operations=log)
     directory = SwapDir.create([path])
     store = SwapStore(directory, engine, capacity_nbytes=CAPACITY)
@@ -85,10 +85,6 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
             store.write(record, aligned(data), first * PAGE).wait()
             if name != "scratch":
                 contents.setdefault(name, bytearray(record.extent_nbytes))[first * PAGE : last * PAGE] = data
-        if step == 4 and "a" in contents:
-            store.release(store.records()["a"])
-            store.reserve("a", 2 * PAGE, committed=True)
-            del contents["a"]
         commit = Commit(step, len(log), 0, 0, {name: bytes(data) for name, data in contents.items()})
         store.prepare(step, {"step": step})
         commit.prepared = len(log)
@@ -209,7 +205,7 @@ def test_the_replay_notices_a_missing_sync(
 
 
 def test_the_replay_notices_a_reused_slot(swap_path: Path, ruins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "other_slots", lambda durable, start, end: [manifest.Range(start, end, 0, None)])
+    monkeypatch.setattr(table, "other_slots", lambda durable, start, end: [manifest.Range(start, end, 0, None)])
     monkeypatch.setattr(TwoPhaseCommit, "_hashed", lambda _commits, _record, ranges: ranges)  # which notices it before
     log, commits = run(swap_path, 0, monkeypatch)
     monkeypatch.undo()

@@ -75,9 +75,6 @@ class SlowTier(Tier):
         self.contents[name] = torch.zeros(nbytes, dtype=torch.uint8)
         return Slot(name=name, nbytes=nbytes, kind=kind)
 
-    def release(self, slot: Slot) -> None:
-        del self.contents[slot.name]
-
     def view(self, slot: Slot) -> None:
         return None
 

@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.store.directory import OWNER_NAME, PREFIX, Owner, SwapDir
-from tiered_zero.store.manifest import MANIFEST_NAME, NEXT_NAME, Manifest, Record
-from tiered_zero.store.ranges import Range
+from tiered_zero.store.manifest import MANIFEST_NAME, NEXT_NAME, Manifest, Range, Record
+from tiered_zero.store.reader import verify_run
 from tiered_zero.store.runs import collect_garbage, list_runs
+from tiered_zero.store.store import SwapStore
 from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.store.verify import verify_run
 
 PAGE = 4096
 EXAMPLES = int(os.environ.get("TIERED_ZERO_FUZZ_EXAMPLES", "150"))

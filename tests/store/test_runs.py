@@ -22,12 +22,11 @@ from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.io.preflight import is_local
 from tiered_zero.store import manifest, runs
 from tiered_zero.store.directory import OWNER_NAME, PREFIX, Owner, SwapDir, read_owner
-from tiered_zero.store.manifest import MANIFEST_NAME, Manifest, Record
-from tiered_zero.store.ranges import Range
+from tiered_zero.store.manifest import MANIFEST_NAME, Manifest, Range, Record
+from tiered_zero.store.reader import verify_run
 from tiered_zero.store.runs import RunInfo, collect_garbage, leftover_notices, list_runs
+from tiered_zero.store.store import SwapStore
 from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.store.verify import verify_run
 
 PAGE = 4096
 OLD_S = 2 * 86400

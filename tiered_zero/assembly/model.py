@@ -21,8 +21,8 @@ from tiered_zero.assembly.parts import (
 )
 from tiered_zero.assembly.run_spec import RunSpec
 from tiered_zero.checkpoint.copies import DurableCopies
-from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.resume import AdoptedValues
+from tiered_zero.checkpoint.run_state import RunState
 from tiered_zero.concurrency.teardown import Teardown, once
 from tiered_zero.engine.recovery import Movers
 from tiered_zero.engine.train_step import TrainStep

@@ -8,15 +8,15 @@ Never.  No pickle; no master and no state as a whole in memory, for they move th
     model, and a few frozen units at a time, are copied whole.
 
     checkpoints.py   save and load of one run, as the engine calls them; last_save: the save that is under way
-    a run            portable: its keys and shapes | places: in which records they lie | pipeline: the way through the
-                     sub-groups of saving, to a tag, and loading, from one | matching: what is loaded where
+    a run            run_state: its keys, where each rests, the loop through its sub-groups | write: to a tag
+                     load: match a checkpoint, read its tensors, write them to the run
                      driver: all that is not a tensor; values: that as JSON
-    a tag            a store of records (store/record_writer.py) with tag_manifest, the index of keys
+    a tag            a store of records (store/writer.py) with an index of keys (index.py)
                      tag: judge, list, find, open | tag_writer: lock, begin, publish, discard; prune
     in-place commit  the store that the run uses, with the same index. commit_save: with its tag, by one rank or many
                      commit: make this rank's durable | copies: of what rests in memory, beside it
                      commit_layout: a hash of where each byte lies | committed: what a run has committed
-    read             reader: ranges of tensors, of a tag or a commit | dcp: for torch's own planners
+    read             load.py: ranges of tensors, of a tag or a commit | dcp: for torch's own planners
     resume.py        adopt an in-place commit
-    weights.py       safetensors files: of a model, or by export.py of a tag
+    weights.py       safetensors files: of a model, or of a checkpoint
 """

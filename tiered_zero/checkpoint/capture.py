@@ -10,13 +10,11 @@ from typing import Any, final
 import torch
 
 from tiered_zero.checkpoint.driver import join_states, own_state
-from tiered_zero.checkpoint.places import CopiedPlaces, list_tensors
-from tiered_zero.checkpoint.portable import RunState
-from tiered_zero.checkpoint.saving import StateSaver, needed_nbytes
-from tiered_zero.checkpoint.shares import Share
-from tiered_zero.checkpoint.tag_manifest import WrittenBy
+from tiered_zero.checkpoint.index import Share, WrittenBy
+from tiered_zero.checkpoint.run_state import RunState, copied_places, list_tensors
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.values import encode
+from tiered_zero.checkpoint.write import StateSaver, needed_nbytes
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.config.schema import Config
 from tiered_zero.hardware.runtime import Runtime
@@ -91,12 +89,14 @@ class Capture:
         """Write what this rank saves, and begin to make it durable. `ready`: what compute writes of device memory.
         `free`: called with each sub-group that has been read."""
         ready.wait()
-        found = list_tensors(state, CopiedPlaces(scalars), scalars, self.buffers.items(), with_frozen=self.with_frozen)
+        tensors, records = list_tensors(
+            state, copied_places(scalars), scalars, self.buffers.items(), with_frozen=self.with_frozen
+        )
         with torch.no_grad():
             StateSaver(state, scalars, tag.writer, free).save(self.buffers, self.params, self.with_frozen)
         return Share(
-            tensors=found.tensors(),
-            records=found.records,
+            tensors=tensors,
+            records=records,
             scalars={name: encode(own, f"state of {name}") for name, own in scalars.by_name().items()},
             driver=own_state(self.fields["driver"]),
             stores=[tag.writer.finish()],

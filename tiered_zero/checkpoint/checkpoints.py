@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
@@ -22,10 +22,9 @@ from tiered_zero.checkpoint.capture import Capture
 from tiered_zero.checkpoint.commit import Commits
 from tiered_zero.checkpoint.commit_save import InPlaceSave
 from tiered_zero.checkpoint.driver import DriverState, LoadParts
+from tiered_zero.checkpoint.index import Share, TagManifest
 from tiered_zero.checkpoint.last_save import LastSave, QueuedSave, SaveRead
-from tiered_zero.checkpoint.loading import StateLoader
-from tiered_zero.checkpoint.matching import LoadOptions, Matched, differences, match
-from tiered_zero.checkpoint.portable import RunState
+from tiered_zero.checkpoint.load import LoadOptions, Matched, StateLoader, TensorReader, differences, match
 from tiered_zero.checkpoint.ranks import (
     Wanted,
     agree_on_save,
@@ -35,11 +34,9 @@ from tiered_zero.checkpoint.ranks import (
     load_together,
     publish_together,
 )
-from tiered_zero.checkpoint.reader import TensorReader
 from tiered_zero.checkpoint.resume import AdoptedValues, Adoption
-from tiered_zero.checkpoint.shares import Share
+from tiered_zero.checkpoint.run_state import RunState
 from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, nothing_to_load, open_reader
-from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.concurrency.interrupts import shielded
 from tiered_zero.concurrency.transfer import Transfer
@@ -313,7 +310,7 @@ class Checkpoints:
         options = LoadOptions(strict=strict, with_state=with_state, convert=self._convert)
         matched = match(self._state, manifest, options)
         driver = self._driver.check(manifest.driver, parts, self._ranks)
-        for line in differences(asdict(manifest.written_by), self._written_by) if with_state else ():
+        for line in differences(vars(manifest.written_by), self._written_by) if with_state else ():
             logger.warning("%s", line)
         return matched, driver
 

@@ -31,21 +31,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final, final
 
 import torch
 
 from tiered_zero.checkpoint.copies import DurableCopies
-from tiered_zero.checkpoint.places import CommittedPlaces, list_tensors, pack
-from tiered_zero.checkpoint.portable import RunState
-from tiered_zero.checkpoint.shares import RankPart, Share, join_shares
-from tiered_zero.checkpoint.tag_manifest import TagManifest
+from tiered_zero.checkpoint.index import RankPart, Share, StoreLocation, TagManifest, join_shares
+from tiered_zero.checkpoint.run_state import RunState, committed_places, list_tensors, pack
 from tiered_zero.checkpoint.values import encode
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.io.engine import IOEngine
-from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.store.store import SwapStore
 from tiered_zero.tiers.nvme import NvmeTier
 
 COMMIT_ID: Final = "commit_id"
@@ -65,7 +62,7 @@ class Commits:
         self._stores: list[SwapStore] = [tier.store for tier in tiers]
         self._copies = copies
         self._layout = layout
-        self._places = CommittedPlaces(state, tiers, copies.homes, copies.buffers)
+        self._places = committed_places(state, tiers, copies.homes, copies.buffers)
         ranks = state.runtime.collectives
         own = [store.run_id for store in self._stores]
         of_ranks = agree(ranks, "initialize: in-place commits", lambda: own)
@@ -84,7 +81,7 @@ class Commits:
 
     def new_swap(self) -> dict[str, Any]:
         """Return how the tag of the next commit refers to its stores, on rank 0."""
-        return {**_location(self._stores[0]), COMMIT_ID: secrets.token_hex(16)}
+        return {**vars(_location(self._stores[0])), COMMIT_ID: secrets.token_hex(16)}
 
     @property
     def engine(self) -> IOEngine:
@@ -108,10 +105,10 @@ class Commits:
         state, scalars = self._state, self._state.view.scalars
         self._copies.write_updated()
         saves_buffers = state.runtime.collectives.rank == 0
-        found = list_tensors(state, self._places, scalars, state.named_buffers() if saves_buffers else ())
+        tensors, records = list_tensors(state, self._places, scalars, state.named_buffers() if saves_buffers else ())
         return Share(
-            tensors=found.tensors(),
-            records=found.records,
+            tensors=tensors,
+            records=records,
             scalars={name: encode(own, f"scalars of {name}") for name, own in scalars.by_name().items()},
             driver=driver,
             rank=RankPart(
@@ -140,10 +137,10 @@ class Commits:
     def prepare(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
         """Make the state durable beside the last commit, and block writes. Raises StoreError, with nothing changed."""
         first = _parts(shares)[0].stores[0]
-        followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: dict(first)}
+        followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: first.model_dump()}
         try:
             for store in reversed(self._stores):
-                decides = store.run_id == first["run_id"]
+                decides = store.run_id == first.run_id
                 store.prepare(manifest.step, metadata_of(manifest, shares) if decides else followed)
         except BaseException:
             self.cancel()
@@ -165,18 +162,18 @@ class Commits:
             store.confirm()
 
 
-def _location(store: SwapStore) -> dict[str, Any]:
-    return {"run_id": store.run_id, "paths": list(store.paths)}
+def _location(store: SwapStore) -> StoreLocation:
+    return StoreLocation(run_id=store.run_id, paths=[*map(str, store.paths)])
 
 
 def metadata_of(manifest: TagManifest, shares: Sequence[Share]) -> dict[str, Any]:
     """Return the metadata of a commit in the store that decides: the manifest of all ranks. Raises StoreError if a part
     lacks."""
-    whole = replace(manifest, **join_shares(shares))
+    whole = manifest.model_copy(update=join_shares(shares))
     return {
         COMMIT_ID: shares[0].commit_id,
         "checkpoint": whole.body(),
-        "ranks": [vars(part) for part in _parts(shares)],
+        "ranks": [part.model_dump(mode="json") for part in _parts(shares)],
     }
 
 

@@ -15,10 +15,9 @@ from typing import Any, final
 
 from tiered_zero.checkpoint.commit import COMMIT_ID, Commits
 from tiered_zero.checkpoint.driver import join_states, own_state
+from tiered_zero.checkpoint.index import Share, TagManifest
 from tiered_zero.checkpoint.last_save import QueuedSave
 from tiered_zero.checkpoint.ranks import SAVE
-from tiered_zero.checkpoint.shares import Share
-from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import StoreError, UntaggedCommitError
 from tiered_zero.hardware.ranks.agreement import agree

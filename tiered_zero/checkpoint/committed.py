@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from tiered_zero.checkpoint.commit import COMMIT_ID, DECIDED_BY
-from tiered_zero.checkpoint.shares import RankPart
-from tiered_zero.checkpoint.tag_manifest import TagManifest, check_store_location
+from tiered_zero.checkpoint.index import RankPart, StoreLocation, TagManifest
 from tiered_zero.errors import StoreError
-from tiered_zero.store.checked_json import Kinds, check_fields, check_integers, kinds_of
+from tiered_zero.store.checked_json import Kinds, check_fields
 from tiered_zero.store.directory import Owner, read_owner
 from tiered_zero.store.manifest import MANIFEST_NAME, Manifest
 from tiered_zero.store.manifest import load as load_manifests
@@ -36,7 +35,7 @@ class Commit:
     ranks: list[RankPart]
 
     @property
-    def stores(self) -> list[dict[str, Any]]:
+    def stores(self) -> list[StoreLocation]:
         """The stores of all ranks, in the order of the manifest."""
         return [store for rank in self.ranks for store in rank.stores]
 
@@ -50,7 +49,7 @@ class Commit:
         """Build from what `read_metadata` gave, which may be hostile. Raises StoreError."""
         with refused(path):
             fields = check_fields(metadata, _METADATA_KINDS)
-            ranks = [_rank_part(item) for item in fields["ranks"]]
+            ranks = [RankPart.model_validate(item) for item in fields["ranks"]]
             manifest = TagManifest.from_body(fields["checkpoint"])
         return cls(path=path, commit_id=fields[COMMIT_ID], manifest=manifest, ranks=ranks)
 
@@ -65,16 +64,6 @@ def refused(path: Path) -> Iterator[None]:
 
 
 _METADATA_KINDS: dict[str, Kinds] = {COMMIT_ID: str, "checkpoint": dict, "ranks": list}
-_RANK_KINDS = kinds_of(RankPart)
-
-
-def _rank_part(item: Any) -> RankPart:
-    """Raises ValueError."""
-    fields = check_fields(item, _RANK_KINDS)
-    check_integers("initialized", fields["initialized"])
-    if not 1 <= len(fields["stores"]) <= 2:
-        raise ValueError("stores: expected one or two of each rank")
-    return RankPart(**{**fields, "stores": [check_store_location(store) for store in fields["stores"]]})
 
 
 def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -83,17 +72,17 @@ def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
     committed = _committed(path)
     if DECIDED_BY in committed.metadata:
         with refused(path):
-            first = check_store_location(committed.metadata[DECIDED_BY])
-        path = Path(first["paths"][0])
+            first = StoreLocation.model_validate(committed.metadata[DECIDED_BY])
+        path = first.first
         committed = _committed(path)
-        if committed.run_id != first["run_id"]:
+        if committed.run_id != first.run_id:
             raise StoreError(f"{path} belongs to another run than the one whose commit is looked for.")
     ranks = committed.metadata.get("ranks")
     if not ranks or type(ranks) is not list:
         raise StoreError(f"{path} holds no in-place commit of a run, or one of another version.")
     with refused(path):
-        first = _rank_part(ranks[0]).stores[0]
-    if (first["run_id"], Path(first["paths"][0])) != (committed.run_id, path):
+        first = RankPart.model_validate(ranks[0]).stores[0]
+    if (first.run_id, first.first) != (committed.run_id, path):
         raise StoreError(f"{path} belongs to other directories than its commit says; it was copied or moved.")
     return path, dict(committed.metadata)
 
@@ -110,11 +99,11 @@ def find_missing(committed: Manifest) -> str:
     """Say which part of a commit is not here, of the store that decided it; empty: none. Raises StoreError."""
     ranks, own = committed.metadata.get("ranks"), {COMMIT_ID: committed.metadata.get(COMMIT_ID)}
     with refused(Path(MANIFEST_NAME)):
-        parts = [_rank_part(item) for item in (ranks if type(ranks) is list else ())]
+        parts = [RankPart.model_validate(item) for item in (ranks if type(ranks) is list else ())]
     for part in parts:
         for store in part.stores:
-            first = Path(store["paths"][0])
-            found = [one for one in load_manifests(first) if one is not None and one.run_id == store["run_id"]]
+            first = store.first
+            found = [one for one in load_manifests(first) if one is not None and one.run_id == store.run_id]
             if not any(one.is_state(committed.step, own) for one in found):
                 return f"a part of it rests in {first}, which is not here, or does not hold step {committed.step}"
     return ""

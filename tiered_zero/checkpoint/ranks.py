@@ -16,10 +16,9 @@ from typing import Any, final
 
 import torch
 
+from tiered_zero.checkpoint.index import Share, TagManifest
 from tiered_zero.checkpoint.last_save import QueuedSave
-from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.tag import FoundCheckpoint
-from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.weights import WeightTensor
 from tiered_zero.errors import ModelError, RankError, StoreError

@@ -19,10 +19,9 @@ from tiered_zero.checkpoint.commit import COMMIT_ID
 from tiered_zero.checkpoint.commit_layout import committing_paths, run_fingerprint
 from tiered_zero.checkpoint.committed import Commit, read_metadata
 from tiered_zero.checkpoint.copies import DurableCopies
-from tiered_zero.checkpoint.places import pack
-from tiered_zero.checkpoint.portable import RunState
+from tiered_zero.checkpoint.index import TagManifest
+from tiered_zero.checkpoint.run_state import RunState, pack
 from tiered_zero.checkpoint.tag import FoundCheckpoint, open_stores
-from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.config.schema import Config
 from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.ranks.collectives import Collectives
@@ -105,13 +104,13 @@ def adopt(
         found=found,
         directories={
             each: AdoptedStore(
-                directory=Path(store["paths"][0]),
+                directory=store.first,
                 step=commit.manifest.step,
                 metadata={COMMIT_ID: commit.commit_id},
             )
             for each, store in zip(paths, own.stores, strict=True)
         },
-        paths=frozenset(Path(path).resolve() for store in commit.stores for path in store["paths"]),
+        paths=frozenset(Path(path).resolve() for store in commit.stores for path in store.paths),
         manifest=commit.manifest,
         initialized=frozenset(own.initialized),
     )

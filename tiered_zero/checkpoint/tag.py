@@ -16,7 +16,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 from tiered_zero.checkpoint.commit import COMMIT_ID
 from tiered_zero.checkpoint.committed import (
@@ -28,8 +28,8 @@ from tiered_zero.checkpoint.committed import (
     owner_of,
     refused,
 )
-from tiered_zero.checkpoint.reader import TensorReader
-from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, MOST_NBYTES, TagManifest, WrittenBy, file_name
+from tiered_zero.checkpoint.index import FORMAT, MANIFEST_NAME, StoreLocation, TagManifest, WrittenBy, file_name
+from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB
@@ -43,10 +43,10 @@ from tiered_zero.store.files import (
     open_of_owner,
     read_file,
 )
+from tiered_zero.store.json_file import MOST_NBYTES, decode_file
 from tiered_zero.store.manifest import choose
-from tiered_zero.store.record_reader import RecordFiles, RecordReader
+from tiered_zero.store.reader import RecordFiles, RecordReader, verify_run
 from tiered_zero.store.stripes import DATA_NAME, Stripes, check_data_files
-from tiered_zero.store.verify import verify_run
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
                 return replace(info, reason=reason, is_foreign=foreign not in ("", _LOST)), None
             most_nbytes = min(MOST_NBYTES, _PLAIN_MANIFEST_NBYTES + info.nbytes // 64)
             data = read_file(MANIFEST_NAME, fd, uid=os.fstat(fd).st_uid, most_nbytes=most_nbytes)
-            manifest = TagManifest.decode(data, Path(MANIFEST_NAME))
+            manifest = decode_file(data, Path(MANIFEST_NAME), FORMAT, TagManifest)
             info = replace(
                 info,
                 step=manifest.step,
@@ -457,7 +457,7 @@ def find_damage(tag_dir: str | os.PathLike[str]) -> list[str]:
                 return [*map(str, reader.damage())]
         commit = Commit.read(Path(manifest.swap["paths"][0]))
         state = commit.manifest.step, {COMMIT_ID: commit.commit_id}
-        found = [verify_run([Path(path) for path in store["paths"]], *state) for store in commit.stores]
+        found = [verify_run([Path(path) for path in store.paths], *state) for store in commit.stores]
         return [str(item) for verified in found if verified is not None for item in verified.broken]
     except (StoreError, OSError) as error:
         return [str(error)]
@@ -482,21 +482,21 @@ def open_commit(
 
 
 def open_stores(
-    locations: Sequence[Mapping[str, Any]], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
+    locations: Sequence[StoreLocation], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
 ) -> list[RecordFiles]:
     """Open the stores of `commit` at `locations`, and keep other processes from adopting them. Raises StoreError."""
     found, step = [], commit.manifest.step
     for location in locations:
-        paths = [Path(path) for path in location["paths"]]
+        paths = [Path(path) for path in location.paths]
         owner = owner_of(paths[0], f"of step {step} ")
-        if (owner.run_id, owner.paths) != (location["run_id"], tuple(location["paths"])):
+        if (owner.run_id, owner.paths) != (location.run_id, tuple(location.paths)):
             raise StoreError(
                 f"{paths[0]} belongs to another run, or other directories, than the commit of step {step}."
             )
         _lock(paths[0], owner, resources, own_runs)
         manifest, _ = choose(paths[0], step, {COMMIT_ID: commit.commit_id})
         check_data_files(paths, Stripes(manifest.weights), manifest.capacity_nbytes)
-        found.append(RecordFiles(paths=[path / DATA_NAME for path in paths], contents=manifest.contents))
+        found.append(RecordFiles(paths=[path / DATA_NAME for path in paths], contents=manifest))
     return found
 
 

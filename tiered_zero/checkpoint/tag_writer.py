@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
-from tiered_zero.checkpoint.shares import Share, join_shares
+from tiered_zero.checkpoint.index import FORMAT, MANIFEST_NAME, Share, TagManifest, file_name, join_shares
 from tiered_zero.checkpoint.tag import (
     LATEST_NAME,
     LOCK_NAME,
@@ -33,7 +33,6 @@ from tiered_zero.checkpoint.tag import (
     list_tags,
     read_latest,
 )
-from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, TagManifest, file_name
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.disk_file import free_text
 from tiered_zero.io.engine import IOEngine
@@ -50,7 +49,8 @@ from tiered_zero.store.files import (
     unlock,
     write_new_file,
 )
-from tiered_zero.store.record_writer import RecordWriter
+from tiered_zero.store.json_file import encode_file
+from tiered_zero.store.writer import RecordWriter
 from tiered_zero.system.descriptor import CLOSED, Descriptor
 
 logger = logging.getLogger("tiered_zero")
@@ -396,7 +396,7 @@ class TagWriter:
     def _prepare(self, fields: Mapping[str, Any], save_latest: bool) -> TagManifest:
         """Write the manifest and the new `latest` under temporary names, durably. Raises OSError, StoreError."""
         manifest = TagManifest(**fields, tag=self.tag)
-        data = manifest.encode()
+        data = encode_file(FORMAT, manifest)
         with open_directory(self.name, self._directory.fd) as fd:
             write_new_file(MANIFEST_NAME, [data], fd)
             os.fsync(fd)

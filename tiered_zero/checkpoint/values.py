@@ -18,7 +18,7 @@ import numpy
 import torch
 from numpy.lib import format as npy
 
-from tiered_zero.checkpoint.tensors import dtype_name, torch_dtype
+from tiered_zero.checkpoint.run_state import dtype_name, torch_dtype
 from tiered_zero.errors import ModelError, StoreError
 
 MAX_DEPTH: Final = 50

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.text import Text
 
-from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME
+from tiered_zero.checkpoint.index import MANIFEST_NAME
 from tiered_zero.cli.console import print_json, print_table, printable
 from tiered_zero.cli.options import DIRECTORY, JSON_OPTION, directory_argument, parse_bytes
 from tiered_zero.errors import StoreError
@@ -123,9 +123,8 @@ def export(
     """
     import torch
 
-    from tiered_zero.checkpoint.export import list_weights
     from tiered_zero.checkpoint.tag import find_checkpoint, open_reader
-    from tiered_zero.checkpoint.weights import write_weights
+    from tiered_zero.checkpoint.weights import list_weights, write_weights
 
     found = find_checkpoint(directory, tag)
     for line in found.lines:

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def printable(text: str) -> str:
 
 def print_json(value: Any) -> None:
     """Print one JSON object; records as objects, paths as text."""
-    click.echo(json.dumps(value, default=lambda one: str(one) if isinstance(one, Path) else asdict(one), indent=2))
+    click.echo(json.dumps(value, default=lambda one: str(one) if isinstance(one, Path) else vars(one), indent=2))
 
 
 def print_table(

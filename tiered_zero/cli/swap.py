@@ -12,8 +12,8 @@ from tiered_zero.cli.options import JSON_OPTION, directory_argument
 from tiered_zero.cli.plan import plan
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.sizes import format_nbytes
+from tiered_zero.store.reader import Verified, verify_run
 from tiered_zero.store.runs import collect_garbage, list_runs
-from tiered_zero.store.verify import Verified, verify_run
 
 _STATE_STYLES = {"alive": "green", "dead": "red", "unknown": "yellow"}
 

@@ -20,7 +20,7 @@ from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.optim.consolidate import describe, rebuild
 from tiered_zero.params.weight_paths import open_safetensors
 from tiered_zero.store.checked_json import check_fields, decode_checked, encode_checked
-from tiered_zero.store.checksums import digest
+from tiered_zero.store.ranges import digest
 from tiered_zero.update.state_view import ParamState
 
 _STEM = "optimizer"

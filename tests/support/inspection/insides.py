@@ -14,8 +14,9 @@ from tiered_zero.checkpoint import capture, tag, tag_writer, weights
 from tiered_zero.checkpoint.capture import Capture
 from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.checkpoint.commit import Commits
-from tiered_zero.checkpoint.reader import TensorReader
-from tiered_zero.checkpoint.shares import Share
+from tiered_zero.checkpoint.index import Part, RecordName, Share, Source, TagManifest, TensorEntry, WrittenBy
+from tiered_zero.checkpoint.load import TensorReader
+from tiered_zero.checkpoint.run_state import describe
 from tiered_zero.checkpoint.tag import (
     LOCK_NAME,
     TagInfo,
@@ -27,9 +28,7 @@ from tiered_zero.checkpoint.tag import (
     open_tag,
     read_manifest,
 )
-from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, TagManifest, TensorEntry, WrittenBy
 from tiered_zero.checkpoint.tag_writer import TagWriter, prune
-from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.checkpoint.values import decode, encode
 from tiered_zero.engine.deepspeed_names import MISSING
 from tiered_zero.grads import in_flight, overflow
@@ -46,28 +45,20 @@ from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.unit_state import LEGAL_CHANGES, UnitState, WeightState
 from tiered_zero.params.update_guard import UpdateGuard
-from tiered_zero.store import (
-    checksums,
-    files,
-    manifest,
-    record_writer,
-    records,
-    runs,
-    stripes,
-    swap_store,
-)
+from tiered_zero.store import files, manifest, ranges, runs, stripes, table, writer
+from tiered_zero.store import store as swap_store
 from tiered_zero.store.checked_json import decode_checked, encode_checked
+from tiered_zero.store.commit import TwoPhaseCommit
 from tiered_zero.store.directory import OWNER_NAME, PREFIX, Owner, SwapDir
-from tiered_zero.store.manifest import MANIFEST_NAME, Contents, Record
+from tiered_zero.store.json_file import VERSION as FILE_VERSION
+from tiered_zero.store.json_file import decode_file, encode_file
+from tiered_zero.store.manifest import MANIFEST_NAME, Contents, Range, Record
 from tiered_zero.store.manifest import load as load_manifests
-from tiered_zero.store.ranges import Range
-from tiered_zero.store.record_writer import RecordWriter
+from tiered_zero.store.reader import verify_run
 from tiered_zero.store.runs import RunInfo, collect_garbage, leftover_notices, list_runs
+from tiered_zero.store.store import SwapStore
 from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.store.transfers import StoreTransfer
-from tiered_zero.store.two_phase_commit import TwoPhaseCommit
-from tiered_zero.store.verify import verify_run
+from tiered_zero.store.writer import RecordWriter
 from tiered_zero.tiers import rack, unit_update
 from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.host import HostTier

@@ -12,18 +12,16 @@ from types import MappingProxyType
 from typing import Any, Literal, final
 
 from tiered_zero.concurrency.failure_latch import FailureLatch
-from tiered_zero.concurrency.transfer import COMPLETED, Transfer
+from tiered_zero.concurrency.transfer import COMPLETED, SharedWork, Transfer, Worker, wait_all, wait_quietly
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.store import manifest
-from tiered_zero.store.checksums import CHUNK_NBYTES, first_mismatch, hashed, is_same
+from tiered_zero.store.commit import TwoPhaseCommit
 from tiered_zero.store.directory import SwapDir
-from tiered_zero.store.manifest import Manifest, Record
-from tiered_zero.store.ranges import Range, cut, join
-from tiered_zero.store.records import InFlight, RecordTable
-from tiered_zero.store.stripes import PieceRequest, StripedFiles, Stripes
-from tiered_zero.store.transfers import Once, StoreTransfer, Worker
-from tiered_zero.store.two_phase_commit import TwoPhaseCommit
+from tiered_zero.store.manifest import Manifest, Range, Record
+from tiered_zero.store.ranges import Span, hashed, is_same, mismatches
+from tiered_zero.store.stripes import DATA_NAME, PieceRequest, StripedFiles, Stripes, check_data_files
+from tiered_zero.store.table import InFlight, RecordTable
 from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.spans import Recorder
 
@@ -60,6 +58,7 @@ class SwapStore:
         stripes = Stripes(weights or (state.weights if state is not None else [1.0] * len(directory.paths)))
         if len(stripes.weights) != len(directory.paths):
             raise StoreError(f"{len(directory.paths)} swap paths need as many weights; found {list(weights)}.")
+        names = [path / DATA_NAME for path in directory.paths]
         self._process = OwnProcess("swap store", StoreError)
         self._directory = directory
         self._table = RecordTable(capacity_nbytes)
@@ -70,13 +69,13 @@ class SwapStore:
         with ExitStack() as unfinished:
             if state is None:
                 unfinished.callback(directory.remove)
-            open_files = StripedFiles.create if state is None else StripedFiles.open
-            self._files = open_files(engine, directory.paths, stripes, self.capacity_nbytes)
+                self._files = StripedFiles.create(engine, names, stripes, self.capacity_nbytes)
+            else:
+                check_data_files(directory.paths, stripes, self.capacity_nbytes)
+                self._files = StripedFiles.open(engine, names, stripes)
             unfinished.callback(self._files.close)
             self._commits = TwoPhaseCommit(directory, self._files, self._table, self._latch, state, self._is_hashed)
-            self._hashing = Worker("tiered_zero-hash")
-            unfinished.callback(self._hashing.close)
-            self._finalizing = Worker("tiered_zero-finalize")
+            self._worker = Worker("tiered_zero-store")
             unfinished.pop_all()
 
     @classmethod
@@ -149,13 +148,9 @@ class SwapStore:
         num_slots = 2 if committed and not write_once else 1
         return self._table.reserve(name, nbytes, committed=committed, num_slots=num_slots)
 
-    def release(self, record: Record) -> None:
-        """Free the record's extents; those that the durable manifest names after the next commit."""
-        self._table.release(record)
-
     def num_slots(self, record: Record) -> int:
         """Places that the record has on the disk by now."""
-        return len(self._table.current(record).offsets)
+        return self._table.num_slots(record)
 
     def records(self) -> dict[str, Record]:
         """All records by name; after `recover` this is how to find them."""
@@ -175,16 +170,19 @@ class SwapStore:
         """
         self._check()
         into = memoryview(into).cast("B")
-        record, end = self._table.current(record), offset + len(into)
-        request = InFlight(kind="read", start=offset, end=end)
-        with self._ended_on_error(record, request):
-            ranges = self._table.begin_read(record, request)
-            whole = (r for r in ranges if r.digest is not None and offset <= r.start and r.end <= end)
-            checks = list(whole) if self._is_hashed else []
-            runs = join(Range(max(r.start, offset), min(r.end, end), r.slot, None) for r in ranges)
-            read = partial(self._files.engine.read, urgent=urgent)
-            finalize = partial(self._end_read, record, request, into, checks)
-            return self._start(request, read, record, into, runs, finalize)
+        request = InFlight(kind="read", start=offset, end=offset + len(into))
+        spans = self._table.begin_read(record, request)
+        checks = [item for span in spans for item in span.checks if self._is_hashed and item.digest is not None]
+        parts: list[IOTransfer] = []
+
+        def finish() -> None:
+            wait_all(parts)
+            for item, found in mismatches(checks, into, offset):
+                raise self._corruption(record, spans, item, found)
+            verified_nbytes = sum(item.end - item.start for item in checks)
+            self._count(record, read=len(into), unverified=len(into) - verified_nbytes)
+
+        return self._start(record, request, spans, into, partial(self.engine.read, urgent=urgent), parts, finish)
 
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Transfer:
         """Write `data` at the record's byte `offset`; both in whole pages, the memory page-aligned.
@@ -198,20 +196,17 @@ class SwapStore:
             if is_same(kept, data, offset):
                 return COMPLETED
             self._add_slot(record)
-        record = self._table.current(record)
         request = InFlight(kind="write", start=offset, end=offset + len(data))
-        with self._ended_on_error(record, request):
-            runs = self._table.begin_write(record, request)
-            written = [piece for run in runs for piece in cut(run, CHUNK_NBYTES)]
+        spans, pieces = self._table.begin_write(record, request)
+        parts: list[IOTransfer] = []
 
-            def compute() -> None:
-                written[:] = hashed(written, data, offset)
+        def finish() -> None:
+            written = hashed(pieces, data, offset) if self._is_hashed else pieces  # while the disk writes
+            wait_all(parts)
+            self._table.end(record, request, written)
+            self._count(record, write=len(data))
 
-            hashing = Once(compute) if self._is_hashed else COMPLETED
-            finalize = partial(self._end_write, record, request, hashing, written)
-            if isinstance(hashing, Once):
-                self._hashing.submit(hashing.run)
-            return self._start(request, self._files.engine.write, record, data, runs, finalize)
+        return self._start(record, request, spans, data, self.engine.write, parts, finish)
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Make all committed records, as written so far, the durable state `step`. `metadata`: JSON only.
@@ -228,7 +223,7 @@ class SwapStore:
         Raises StoreError while one of them is being written, and, with nothing changed, if the manifest does not fit.
         """
         self._check()
-        self._commits.prepare(step, metadata, is_alone=False)
+        self._commits.prepare(step, metadata)
 
     def confirm(self) -> None:
         """Second half of `commit`: the prepared state is the committed one; its predecessor's extents are reusable."""
@@ -252,9 +247,9 @@ class SwapStore:
     def drain_all(self) -> None:
         """Wait for every request, without its error. No other thread uses the store at this time."""
         self._files.engine.drain()
-        finalized = threading.Event()
-        self._finalizing.submit(finalized.set)
-        finalized.wait(None if self._latch.error is None else _STUCK_S)
+        finished = threading.Event()
+        self._worker.submit(finished.set)
+        finished.wait(None if self._latch.error is None else _STUCK_S)
         self._table.end_all()
 
     def close(self, remove: bool = True) -> None:
@@ -264,58 +259,60 @@ class SwapStore:
         """
         if not self._process.is_current():
             return  # a forked child owns nothing
-        for worker in (self._finalizing, self._hashing):
-            worker.close(None if self._latch.error is None else _STUCK_S)
+        self._worker.close(None if self._latch.error is None else _STUCK_S)
         self._files.close()
         if remove:
             self._directory.remove()
         else:
             self._directory.release()
 
-    @contextmanager
-    def _ended_on_error(self, record: Record, request: InFlight) -> Iterator[None]:
-        """If the block raises, the request has ended when that is passed on: nothing of it moves bytes any more."""
-        try:
-            yield
-        except Exception:
-            if request.transfer is not None:
-                request.transfer.run()
-            self._table.end(record, request)
-            raise
-
     def _start(
         self,
-        request: InFlight,
-        act: PieceRequest,
         record: Record,
+        request: InFlight,
+        spans: Sequence[Span],
         memory: memoryview,
-        runs: list[Range],
-        finalize: Callable[[Exception | None], None],
+        act: PieceRequest,
+        parts: list[IOTransfer],
+        finish: Callable[[], None],
     ) -> Transfer:
-        """Submit the runs of one request; the transfer is finalized even if the caller does not wait for it."""
-        addresses = [record.offsets[run.slot] + run.start for run in runs]
-        parts, begun_s = list[IOTransfer](), time.perf_counter()
-        refused: list[Exception] = [StoreError(f"A {request.kind} of record {record.name!r} was interrupted.")]
+        """Submit one request; it is finished even if the caller does not wait for it. `parts`: takes its transfers."""
+        begun_s = time.perf_counter()
 
-        def end(error: Exception | None) -> None:
-            finalize(refused[0] if refused else error)
+        def work() -> None:
+            with self._ended(record, request, parts):
+                finish()
             if self._recorder is not None:
                 end_s = begun_s + max(part.seconds for part in parts)
-                nbytes = request.end - request.start
-                self._recorder.add(f"disk {request.kind}", request.kind, record.name, begun_s, end_s, nbytes)
+                kind, nbytes = request.kind, len(memory)
+                self._recorder.add(f"disk {kind}", kind, record.name, begun_s, end_s, nbytes)
 
-        request.transfer = transfer = StoreTransfer(
-            f"{request.kind} of {self._files.locate(addresses[0])[0]}", parts, end
-        )
         try:
-            for address, run in zip(addresses, runs, strict=True):
-                self._files.submit(act, address, memory[run.start - request.start : run.end - request.start], parts)
-        except Exception as error:
-            refused[0] = error
-            raise
-        refused.clear()  # until then it is not known what of a write has been written
-        self._finalizing.submit(transfer.run)
+            for span in spans:
+                self._files.submit(
+                    act, span.address, memory[span.start - request.start : span.end - request.start], parts
+                )
+        except Exception:
+            with self._ended(record, request, parts):
+                raise
+        transfer = SharedWork(work)
+        self._worker.submit(transfer.run)
         return transfer
+
+    @contextmanager
+    def _ended(self, record: Record, request: InFlight, parts: Sequence[IOTransfer]) -> Iterator[None]:
+        """End a request with the block, once nothing of it moves bytes any more. Latch the store if it raises and a
+        write has begun, for what is written then is not known, or the disk has failed."""
+        try:
+            yield
+        except Exception as error:
+            for part in parts:
+                wait_quietly(part)
+            if isinstance(error, TransferError) or (parts and request.kind == "write"):
+                self._latch.set(error)
+            raise
+        finally:
+            self._table.end(record, request)
 
     def _add_slot(self, record: Record) -> None:
         """Give a record that is written once its second slot. Raises StoreError."""
@@ -325,31 +322,9 @@ class SwapStore:
             self._table.grow(capacity_nbytes)
             self._table.add_slot(record)
 
-    def _end_read(
-        self, record: Record, request: InFlight, into: memoryview, checks: list[Range], error: Exception | None
-    ) -> None:
-        if isinstance(error, TransferError):
-            self._latch.set(error)
-        if error is None and (mismatch := first_mismatch(checks, into, request.start)) is not None:
-            error = self._corruption(record, *mismatch)
-        self._table.end(record, request)
-        if error is not None:
-            raise error
-        self._count(record, read=len(into), unverified=len(into) - sum(item.end - item.start for item in checks))
-
-    def _end_write(
-        self, record: Record, request: InFlight, hashing: Transfer, written: list[Range], error: Exception | None
-    ) -> None:
-        hashing.wait()  # on failure too: it reads the caller's memory
-        if error is not None:
-            self._latch.set(error)
-            self._table.end(record, request)
-            raise error
-        self._table.end(record, request, written)
-        self._count(record, write=request.end - request.start)
-
-    def _corruption(self, record: Record, item: Range, found: int) -> CorruptionError:
-        path, at = self._files.locate(record.offsets[item.slot] + item.start)
+    def _corruption(self, record: Record, spans: Sequence[Span], item: Range, found: int) -> CorruptionError:
+        span = next(span for span in spans if span.start <= item.start < span.end)
+        path, at = self._files.locate(span.address + item.start - span.start)
         return CorruptionError(
             f"Record {record.name!r}: bytes {item.start} to {item.end}, read from {path} at offset {at}, are not those "
             f"written (xxh3 {item.digest:016x} expected, {found:016x} found). Nothing was updated from them. Check the "

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import final
 
 import torch
 
-from tiered_zero.checkpoint.pipeline import run_ahead
-from tiered_zero.checkpoint.places import CopiedPlaces, pack
-from tiered_zero.checkpoint.portable import RunState
+from tiered_zero.checkpoint.run_state import RunState, copied_places, pack, run_ahead, state_nbytes
 from tiered_zero.concurrency.transfer import Transfer, wait_all, wait_quietly
 from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, Unit
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
-from tiered_zero.store.record_writer import RecordWriter
+from tiered_zero.store.writer import RecordWriter
 from tiered_zero.system.mappings import map_memory
 from tiered_zero.tiers.tier import as_bytes
 from tiered_zero.update.state_view import Scalars
@@ -42,41 +41,36 @@ class StateSaver:
         self._state = state
         self._io = state.stepper.io
         self._scalars = scalars
-        self._places = CopiedPlaces(scalars)
+        self._places = copied_places(scalars)
         self._writer = writer
         self._free = free
         memory = memoryview(map_memory(SCRATCH_NBYTES * NUM_SCRATCH))
         starts = range(0, len(memory), SCRATCH_NBYTES)
         self._scratch = [memory[start : start + SCRATCH_NBYTES] for start in starts]
-        self._in_flight: deque[tuple[Transfer, memoryview]] = deque()
-        self._written: list[Transfer] = []
+        self._in_flight: deque[tuple[Transfer, memoryview | None]] = deque()
+        """With the scratch buffer that is free after it."""
 
     def save(self, buffers: Mapping[str, torch.Tensor], params: Mapping[int, torch.Tensor], with_frozen: bool) -> None:
         """Return when all is written. `buffers`: by name, on the CPU. `params`: unit index -> copies of units on the
         device; others are read. Raises the first error, once nothing uses the run's memory any more."""
         try:
-            run_ahead(
-                self._io,
-                self._state.own_layouts,
-                self._open,
-                self._send_subgroup,
-                lambda work: self._free(work.subgroup.index),
-            )
+            layouts = self._state.own_layouts
+            run_ahead(self._io, layouts, self._begin, lambda work: self._free(work.subgroup.index))
             for unit in self._state.saved_units(with_frozen):
                 self._send_unit(unit, params.get(unit.index))
             self._send_buffers(buffers)
-            wait_all([*self._written, *(transfer for transfer, _ in self._in_flight)])
+            wait_all([transfer for transfer, _ in self._in_flight])
         except BaseException:
-            for transfer in (*self._written, *(transfer for transfer, _ in self._in_flight)):
+            for transfer, _ in self._in_flight:
                 wait_quietly(transfer)
             raise
 
     # -- masters and state ---------------------------------------------------------------------------------------------
 
-    def _open(self, layout: StateLayout) -> SubGroupWork | None:
+    def _begin(self, layout: StateLayout) -> tuple[SubGroupWork, Callable[[], None]] | None:
         home = self._state.inventory.home(layout.subgroup, "state")
         if (raw := home.tier.view(home.slot)) is not None and not layout.masters.needs_params:
-            return SubGroupWork(
+            work: SubGroupWork | None = SubGroupWork(
                 subgroup=layout.subgroup,
                 layout=layout,
                 param_kind="param",
@@ -86,12 +80,14 @@ class StateSaver:
                 is_staged=False,
                 on_device=home.tier.name == "device",
             )
-        return self._io.open_nowait(layout, "param", initialized=self._scalars.has_state(layout))
+        else:
+            work = self._io.open_nowait(layout, "param", initialized=self._scalars.has_state(layout))
+        return None if work is None else (work, partial(self._send_subgroup, work))
 
     def _send_subgroup(self, work: SubGroupWork) -> None:
         for read in work.reads:
             self._io.wait(read, work)
-        parts = [work.raw[: self._places.state_nbytes(work.layout)]]
+        parts = [work.raw[: state_nbytes(work.layout, self._scalars)]]
         if work.layout.masters.needs_params:
             self._io.bind_outputs(work)
             parts += [as_bytes(params) for params in work.outs]
@@ -108,7 +104,7 @@ class StateSaver:
         elif (raw := home.tier.view(home.slot)) is None:
             self._send_copied(name, self._windows(unit))
         else:
-            self._written += self._send(name, raw[: home.slot.nbytes])
+            self._in_flight += [(written, None) for written in self._send(name, raw[: home.slot.nbytes])]
 
     def _windows(self, unit: Unit) -> Iterator[torch.Tensor]:
         """Yield a unit on nvme in pieces, as they were written, so that they are verified."""
@@ -129,7 +125,7 @@ class StateSaver:
                 yield as_bytes(buffer.contiguous())
                 position = offset + buffer.nbytes
 
-        self._send_copied(self._places.buffers().name, parts())
+        self._send_copied("buffers", parts())
 
     def _send(self, name: str, part: torch.Tensor) -> list[Transfer]:
         """Write bytes from where they are, which the transfers are still to read; or copied, where they cannot be."""
@@ -154,9 +150,10 @@ class StateSaver:
         self._send_scratch(name, buffer, filled)
 
     def _free_scratch(self) -> memoryview:
-        if not self._scratch:
+        while not self._scratch:
             self._in_flight[0][0].wait()
-            self._scratch.append(self._in_flight.popleft()[1])
+            if (buffer := self._in_flight.popleft()[1]) is not None:
+                self._scratch.append(buffer)
         return self._scratch.pop()
 
     def _send_scratch(self, name: str, buffer: memoryview, filled: int) -> None:

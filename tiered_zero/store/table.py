@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, final
 
 from tiered_zero.errors import StoreError
 from tiered_zero.layout.extents import ExtentMap
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
-from tiered_zero.store.manifest import Record
-from tiered_zero.store.ranges import Range, RangeMap, first_gap, join, other_slots
-from tiered_zero.store.transfers import StoreTransfer
+from tiered_zero.store.manifest import Range, Record
+from tiered_zero.store.ranges import RangeMap, Span, cut, first_gap, join, locate, other_slots
 
 Written = tuple[Record, Sequence[Range]]
 
@@ -20,16 +19,11 @@ Written = tuple[Record, Sequence[Range]]
 @final
 @dataclass(eq=False, kw_only=True)
 class InFlight:
-    """One request of a record, from before it is entered into the table until `RecordTable.end`; known by identity.
-
-    `transfer`: from before the first of its parts is submitted, so that one that an interrupt broke off can be waited
-    for.
-    """
+    """One request for bytes `[start, end)` of a record, until `RecordTable.end`; known by identity."""
 
     kind: Literal["read", "write"]
     start: int
     end: int
-    transfer: StoreTransfer | None = None
 
     def __repr__(self) -> str:
         return f"a {self.kind} of bytes {self.start} to {self.end}"
@@ -57,8 +51,6 @@ class RecordTable:
         self._lock = threading.Lock()
         self._states: dict[str, _State] = {}
         self._extents = ExtentMap(capacity_nbytes)
-        self._retired: list[_State] = []
-        """Released since the last commit, which names them."""
         self._frozen: int | None = None
 
     @property
@@ -102,10 +94,9 @@ class RecordTable:
                     raise StoreError(f"Record {record.name!r}: {error}") from error
             self._states[record.name] = _State(record=record, written=RangeMap(ranges), durable=RangeMap(ranges))
 
-    def current(self, record: Record) -> Record:
-        """The record with every slot that it has by now."""
+    def num_slots(self, record: Record) -> int:
         with self._lock:
-            return self._find(record).record
+            return len(self._find(record).record.offsets)
 
     def kept(self, record: Record, start: int, end: int) -> list[Range]:
         """Return the ranges of the last commit that a write of these bytes would change, for want of a second slot."""
@@ -120,7 +111,7 @@ class RecordTable:
         with self._lock:
             state = self._find(record)
             if len(state.record.offsets) == 1 and (offset := self._extents.allocate(record.nbytes)) is not None:
-                state.record = replace(state.record, offsets=(*state.record.offsets, offset))
+                state.record = state.record.model_copy(update={"offsets": (*state.record.offsets, offset)})
             return len(state.record.offsets) > 1
 
     def grow(self, capacity_nbytes: int) -> None:
@@ -128,42 +119,29 @@ class RecordTable:
         with self._lock:
             self._extents.grow(capacity_nbytes)
 
-    def release(self, record: Record) -> None:
-        """Its extents are free at once, or with the next `thaw` where the durable manifest names them."""
-        with self._lock:
-            state = self._find(record)
-            if state.in_flight:
-                raise StoreError(
-                    f"Record {record.name!r} is still in use by {state.in_flight}; wait for its transfers."
-                )
-            self._refuse_while_frozen(record)
-            del self._states[record.name]
-            if state.durable is None:
-                self._free(state.record)
-            else:
-                self._retired.append(state)
-
-    def begin_read(self, record: Record, request: InFlight) -> list[Range]:
-        """The ranges that hold these bytes, untrimmed. Raises StoreError if they may not be read now."""
+    def begin_read(self, record: Record, request: InFlight) -> list[Span]:
+        """Return where these bytes rest. Raises StoreError if they may not be read now."""
         start, end = request.start, request.end
         with self._lock:
             state = self._admit(record, request)
             ranges = state.written.overlapping(start, end)
-            missing = first_gap(ranges, start, end)
-            if missing is not None:
+            if (missing := first_gap(ranges, start, end)) is not None:
                 raise StoreError(
                     f"Record {record.name!r}: the bytes from {missing} on were never written; write them first."
                 )
             state.in_flight.append(request)
-        return ranges
+            return locate(state.record, ranges, start, end)
 
-    def begin_write(self, record: Record, request: InFlight) -> list[Range]:
-        """The slots that these bytes must go to. Raises StoreError if they may not be written now."""
+    def begin_write(self, record: Record, request: InFlight) -> tuple[list[Span], list[Range]]:
+        """Return where these bytes must go, and the pieces that get a checksum each. Raises StoreError if they may not
+        be written now."""
+        start, end = request.start, request.end
         with self._lock:
             state = self._admit(record, request)
             self._refuse_while_frozen(record)
             state.in_flight.append(request)
-            return join(other_slots(state.durable, request.start, request.end))
+            runs = join(other_slots(state.durable.overlapping(start, end) if state.durable else (), start, end))
+            return locate(state.record, runs, start, end), [piece for run in runs for piece in cut(run)]
 
     def end(self, record: Record, request: InFlight, written: Sequence[Range] = ()) -> None:
         """A request has ended, or did not begin. `written`: of a write that succeeded, what tiles its bytes now."""
@@ -217,31 +195,20 @@ class RecordTable:
                 return
             for name, ranges in durable.items():
                 self._states[name].durable = RangeMap(ranges)
-            for state in self._retired:
-                self._free(state.record)
-            self._retired.clear()
 
     def revert(self) -> None:
-        """Return the committed records to the last commit, with what was written and released since; newer ones are
-        empty.
+        """Return the committed records to the last commit; those that it does not name are empty.
 
         Scratch records stay as they are. Raises StoreError while a committed one is in use, or prepared.
         """
         with self._lock:
-            released = {state.record.name for state in self._retired}
-            states = [state for name, state in self._states.items() if state.record.committed or name in released]
+            states = [state for state in self._states.values() if state.record.committed]
             for state in states:
                 self._refuse_while_frozen(state.record)
                 if state.in_flight:
                     raise StoreError(f"Record {state.record.name!r} is still in use by {state.in_flight}; wait for it.")
             for state in states:
                 state.written = RangeMap(state.durable or ())
-            for state in self._retired:
-                if (newer := self._states.get(state.record.name)) is not None:
-                    self._free(newer.record)
-                state.written = RangeMap(state.durable or ())
-                self._states[state.record.name] = state
-            self._retired.clear()
 
     def _admit(self, record: Record, request: InFlight) -> _State:
         kind, start, end = request.kind, request.start, request.end
@@ -259,22 +226,10 @@ class RecordTable:
         return state
 
     def _find(self, record: Record) -> _State:
-        state = self._states.get(record.name)
-        if state is None or (state.record is not record and not _is_same(state.record, record)):
-            raise StoreError(
-                f"The store has no record {record.name!r} like this one; it was released, or is another's."
-            )
+        if (state := self._states.get(record.name)) is None:
+            raise StoreError(f"The store has no record {record.name!r}; reserve it first.")
         return state
 
     def _refuse_while_frozen(self, record: Record) -> None:
         if self._frozen is not None and record.committed:
             raise StoreError(f"Record {record.name!r} must rest: step {self._frozen} is prepared; confirm it first.")
-
-    def _free(self, record: Record) -> None:
-        for offset in record.offsets:
-            self._extents.free(offset, record.nbytes)
-
-
-def _is_same(record: Record, other: Record) -> bool:
-    """`other`: perhaps from before `record` had its second slot."""
-    return replace(record, offsets=record.offsets[: len(other.offsets)]) == other

@@ -5,8 +5,8 @@ change the file's size, which Linux does one at a time.
 
 [Note: Checksums during training] A checksum reads memory that is in no cache: 0.1 s of a processor for 1.6 GB, and 0.3
 s during training, which waits for its slowest thread. On a thread of low priority a step under a save took 4 to 8%
-longer, on one of the usual priority 9 to 12% (3% without checksums). Beside other programs that could take long: the
-usual priority takes over as soon as something waits for the save.
+longer, on one of the usual priority 9 to 12% (3% without checksums). Beside other programs that could take long: a
+thread of the usual priority joins it as soon as something waits for the save.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import final
 
-from tiered_zero.concurrency.transfer import Completion, Transfer, wait_all
-from tiered_zero.errors import InternalError
+from tiered_zero.concurrency.transfer import Completion, Joined, Transfer, Worker, wait_all
+from tiered_zero.errors import InternalError, StoreError
 from tiered_zero.io.disk_file import memory_address
 from tiered_zero.io.engine import File, IOEngine
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import PAGE_NBYTES, align_up
-from tiered_zero.store.checksums import CHUNK_NBYTES, digest
-from tiered_zero.store.manifest import Contents, Record
-from tiered_zero.store.ranges import Range
-from tiered_zero.store.transfers import Joined, Worker
+from tiered_zero.store.manifest import Contents, Range, Record
+from tiered_zero.store.ranges import cut, hashed
 
 _LOWEST_PRIORITY = 19
 
@@ -38,10 +36,11 @@ _LOWEST_PRIORITY = 19
 @final
 @dataclass(eq=False, kw_only=True)
 class _Appended:
-    """A record that is being written. `parts`: bytes of each append, and its checksums, once they are computed."""
+    """A record that is being written. `parts`: of each append, its ranges, once they have checksums."""
 
     offset: int
-    parts: list[tuple[int, list[int]]] = field(default_factory=list)
+    nbytes: int = 0
+    parts: list[list[Range]] = field(default_factory=list)
 
 
 @final
@@ -57,18 +56,21 @@ class RecordWriter:
         self._nbytes, self._reserved_nbytes, self._needed_nbytes = 0, 0, needed_nbytes
         self._records: dict[str, _Appended] = {}
         self._transfers: deque[Transfer] = deque()
-        self._is_patient = False
-        self._hasher: Hasher | None = None
+        self._hashing: Worker | None = None
+        self._priority = threading.Lock()
+        self._is_low = False
 
     def yield_to_training(self) -> None:
         """Take what training leaves of the processors, until `hurry`. Before the first `append`."""
-        self._is_patient = True
+        self._is_low = True
 
     def hurry(self) -> None:
         """Yield no longer: something waits for what is written. Any thread; idempotent."""
-        self._is_patient = False
-        if self._hasher is not None:
-            self._hasher.hurry()
+        with self._priority:
+            is_low, self._is_low = self._is_low, False
+            if is_low and self._hashing is not None:
+                with suppress(StoreError):  # the first thread goes on alone
+                    self._hashing.add_thread()
 
     def append(self, name: str, memory: memoryview) -> Transfer:
         """Write whole pages, at an address in whole pages, as the next bytes of the record `name`: a new one, or the
@@ -82,12 +84,14 @@ class RecordWriter:
             raise InternalError(f"a data file takes whole pages; found {nbytes} bytes at {memory_address(memory):#x}")
         if name in self._records and name != next(reversed(self._records)):
             raise InternalError(f"record {name} cannot go on: another one lies behind it")
-        engine, file, hasher = self._opened(nbytes)
-        digests: list[int] = []
-        offset = self._nbytes
+        engine, file, hashing = self._opened(nbytes)
+        own = self._records.setdefault(name, _Appended(offset=self._nbytes))
+        ranges, completion = list[Range](), Completion()
+        transfer = Joined(engine.write(file, self._nbytes, memory), completion)
+        hashing.submit(partial(_hash, memory, own.nbytes, ranges, completion))
+        own.parts.append(ranges)
+        own.nbytes += nbytes
         self._nbytes += nbytes
-        self._records.setdefault(name, _Appended(offset=offset)).parts.append((nbytes, digests))
-        transfer = Joined(engine.write(file, offset, memory), hasher.submit(memory, digests))
         while self._transfers and self._transfers[0].done():
             self._transfers.popleft().wait()
         self._transfers.append(transfer)
@@ -104,8 +108,11 @@ class RecordWriter:
         return Contents(
             capacity_nbytes=self._nbytes,
             weights=(1.0,),
-            records=tuple(_record(name, own) for name, own in self._records.items()),
-            ranges={name: _ranges(own) for name, own in self._records.items()},
+            records=tuple(
+                Record(name=name, nbytes=own.nbytes, committed=True, offsets=(own.offset,))
+                for name, own in self._records.items()
+            ),
+            ranges={name: [item for part in own.parts for item in part] for name, own in self._records.items()},
         )
 
     def wait_durable(self) -> None:
@@ -118,95 +125,35 @@ class RecordWriter:
         """Close the file, whatever state it is in, when nothing uses the callers' memory any more. Idempotent."""
         if self._file is not None:
             self._file.close()
-        if self._hasher is not None:
-            self._hasher.close()
+        if self._hashing is not None:
+            self.hurry()
+            self._hashing.close()
         if self._own_engine and self._engine is not None:
             self._engine.close()
 
-    def _opened(self, nbytes: int) -> tuple[IOEngine, File, Hasher]:
+    def _opened(self, nbytes: int) -> tuple[IOEngine, File, Worker]:
         """Open what the first append needs; see that the file has blocks for `nbytes` more."""
         if self._engine is None:
             self._engine = select_engine(self._path.parent).engine
         if self._file is None:
             self._file = self._engine.open(str(self._path), create=True)
-        if self._hasher is None:
-            self._hasher = Hasher(is_patient=self._is_patient)
-            if not self._is_patient:  # `hurry` may have come before there was a hasher
-                self._hasher.hurry()
+        if self._hashing is None:
+            with self._priority:
+                self._hashing = Worker("tiered-zero-checkpoint-hash", _lower_priority if self._is_low else None)
         if self._nbytes + nbytes > self._reserved_nbytes:
             self._reserved_nbytes = align_up(max(self._needed_nbytes, self._nbytes + nbytes), PAGE_NBYTES)
             self._file.allocate(self._reserved_nbytes)
-        return self._engine, self._file, self._hasher
+        return self._engine, self._file, self._hashing
 
 
-def _record(name: str, own: _Appended) -> Record:
-    nbytes = sum(part for part, _ in own.parts)
-    return Record(name=name, nbytes=nbytes, committed=True, offsets=(own.offset,))
-
-
-def _ranges(own: _Appended) -> list[Range]:
-    found: list[Range] = []
-    for nbytes, digests in own.parts:
-        end = found[-1].end if found else 0
-        for at, number in zip(range(0, nbytes, CHUNK_NBYTES), digests, strict=True):
-            found.append(Range(end + at, end + min(at + CHUNK_NBYTES, nbytes), 0, number))
-    return found
-
-
-@final
-class Hasher:
-    """Computes checksums; until `hurry` on a thread that yields to training. See [Note: Checksums during training]."""
-
-    def __init__(self, *, is_patient: bool) -> None:
-        """`is_patient`: yield to training. Raises StoreError if a thread cannot be started."""
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._usual = Worker("tiered-zero-checkpoint-hash")
-        self._patient: Worker | None = None
-        if is_patient:
-            self._patient = Worker("tiered-zero-checkpoint-hash-beside")
-            self._patient.submit(_lower_priority)
-        self._is_hurried = not is_patient
-
-    def submit(self, memory: memoryview, digests: list[int]) -> Transfer:
-        """Add the checksum of each chunk of `memory` to `digests`, which is the hasher's until that is done."""
-        hashed = Completion()
-        self._jobs.append(_job(memory, digests, hashed))
-        worker = self._usual if self._is_hurried or self._patient is None else self._patient
-        worker.submit(self._run_next)
-        return hashed
-
-    def hurry(self) -> None:
-        """Go on at the usual priority: something waits. Any thread, any number of times."""
-        self._is_hurried = True  # before the rest: what is submitted after that goes to the usual thread
-        self._usual.submit(self._run_all)
-
-    def close(self) -> None:
-        """Finish what was submitted, and stop. Idempotent."""
-        self.hurry()
-        if self._patient is not None:
-            self._patient.close()
-        self._usual.close()
-
-    def _run_all(self) -> None:
-        while self._jobs:
-            self._run_next()
-
-    def _run_next(self) -> None:
-        with suppress(IndexError):  # the other thread has taken it
-            job = self._jobs.popleft()
-            job()
-
-
-def _job(memory: memoryview, digests: list[int], hashed: Completion) -> Callable[[], None]:
-    def run() -> None:
-        try:
-            digests.extend(digest(memory[at : at + CHUNK_NBYTES]) for at in range(0, len(memory), CHUNK_NBYTES))
-        except BaseException as error:  # the thread goes on; the transfer has the error
-            hashed.fail(error)
-        else:
-            hashed.complete()
-
-    return run
+def _hash(memory: memoryview, start: int, ranges: list[Range], completion: Completion) -> None:
+    """Add the ranges of the record's bytes from `start` on, with their checksums."""
+    try:
+        ranges.extend(hashed(cut(Range(start, start + len(memory), 0, None)), memory, start))
+    except BaseException as error:  # the thread goes on; the transfer has the error
+        completion.fail(error)
+    else:
+        completion.complete()
 
 
 def _lower_priority() -> None:

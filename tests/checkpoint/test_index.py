@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.inspection.insides import Contents, Range, Record, encode_checked
+from tests.support.inspection.insides import Contents, Range, Record, decode_file, encode_file
+from tests.support.json_files import with_body
 from tests.support.tags import written_by
-from tiered_zero.checkpoint import tag_manifest
-from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, TagManifest, TensorEntry
+from tiered_zero.checkpoint.index import FORMAT, Part, RecordName, Source, TagManifest, TensorEntry, check_places
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
 
@@ -80,7 +80,7 @@ POINTER = TagManifest(
         "commit_id": "c",
     },
 )
-DATA = WHOLE.encode()
+DATA = encode_file(FORMAT, WHOLE)
 
 
 def body() -> dict[str, Any]:
@@ -88,12 +88,12 @@ def body() -> dict[str, Any]:
 
 
 def decode(changed: Any) -> TagManifest:
-    return TagManifest.decode(encode_checked(tag_manifest.FORMAT, tag_manifest.VERSION, changed), PATH)
+    return decode_file(with_body(FORMAT, changed), PATH, FORMAT, TagManifest)
 
 
 @pytest.mark.parametrize("state", [WHOLE, POINTER], ids=["full", "in place"])
 def test_round_trip(state: TagManifest) -> None:
-    assert TagManifest.decode(state.encode(), PATH) == state
+    assert decode_file(encode_file(FORMAT, state), PATH, FORMAT, TagManifest) == state
     assert TagManifest.from_body(json.loads(json.dumps(state.body()))) == state
     assert WHOLE.files == {"data-00000.bin": MIB + 8192, "data-00001.bin": 4096} and WHOLE.data_nbytes == MIB + 12288
     assert WHOLE.tensors["exp_avg/conv"].memory_shape == (2, 4, 5, 3)
@@ -104,7 +104,7 @@ def test_no_changed_byte_passes(place: int, difference: int) -> None:
     data = bytearray(DATA)
     data[place] ^= difference
     try:
-        decoded = TagManifest.decode(bytes(data), PATH)
+        decoded = decode_file(bytes(data), PATH, FORMAT, TagManifest)
     except StoreError:
         return
     assert decoded == WHOLE, "only what means nothing (the last line's end, spaces) may change"
@@ -113,60 +113,57 @@ def test_no_changed_byte_passes(place: int, difference: int) -> None:
 @given(st.integers(0, len(DATA) - 2))
 def test_no_cut_manifest_passes(length: int) -> None:
     with pytest.raises(StoreError):
-        TagManifest.decode(DATA[:length], PATH)
+        decode_file(DATA[:length], PATH, FORMAT, TagManifest)
 
 
 def test_another_format_or_version_is_refused_by_name() -> None:
-    with pytest.raises(StoreError, match=r"version 2, found tiered_zero\.checkpoint version 3"):
-        TagManifest.decode(DATA.replace(b'"version": 2', b'"version": 3', 1), PATH)
-    with pytest.raises(StoreError, match=r"expected tiered_zero\.checkpoint version 2, found tiered_zero\.store"):
-        TagManifest.decode(DATA.replace(b"tiered_zero.checkpoint", b"tiered_zero.store", 1), PATH)
+    with pytest.raises(StoreError, match=r"version 3, found tiered_zero\.checkpoint version 2"):
+        decode_file(DATA.replace(b'"version": 3', b'"version": 2', 1), PATH, FORMAT, TagManifest)
+    with pytest.raises(StoreError, match=r"expected tiered_zero\.checkpoint version 3, found tiered_zero\.store"):
+        decode_file(DATA.replace(b"tiered_zero.checkpoint", b"tiered_zero.store", 1), PATH, FORMAT, TagManifest)
 
 
 LAYER, CONV = "master/layer.0.weight", "exp_avg/conv"
 WRONG: dict[str, tuple[list[Any], Any, str]] = {
-    "kind": (["kind"], "half", "kind: expected one of full, in_place"),
+    "kind": (["kind"], "half", "kind: Input should be 'full' or 'in_place'"),
     "swap without its kind": (
         ["swap"],
         {"run_id": "r", "paths": ["/x"], "commit_id": "c"},
         "swap: expected with kind in_place",
     ),
-    "negative step": (["step"], -1, "step: expected 0 or more"),
-    "step of another type": (["step"], True, "step: expected int; found bool"),
-    "huge step": (["step"], 2**70, "step: expected a 64-bit integer"),
-    "time that is not finite": (["written_by", "created_s"], float("nan"), "created_s: expected a finite number"),
-    "unknown field": (["written_by", "host"], "x", "missing or unknown: ..host.."),
-    "half of a surrogate pair": (["tag"], "\ud800", "surrogates not allowed"),
+    "negative step": (["step"], -1, "step: "),
+    "step of another type": (["step"], True, "step: Input should be a valid integer"),
+    "huge step": (["step"], 2**70, "step: "),
+    "time that is not finite": (["written_by", "created_s"], float("nan"), "created_s: Input should be a finite"),
+    "unknown field": (["written_by", "host"], "x", "written_by.host: Extra inputs are not permitted"),
+    "half of a surrogate pair": (["tag"], "\ud800", "Invalid JSON: .*hex escape"),
     "store of two files": (["stores", 0, "weights"], [1.0, 1.0], "stores: expected one file of each"),
     "record past the file's end": (["stores", 1, "capacity_nbytes"], 100, "'state/0' lies outside of its store"),
-    "record of no bytes": (["stores", 1, "records", 0, "nbytes"], 0, "'state/0': expected bytes"),
-    "huge record": (["stores", 1, "records", 0, "nbytes"], 2**62, "'state/0' lies outside of its store"),
-    "two records of a name": (["stores", 0, "records", 1, "name"], "state/0", "expected records of different names"),
-    "range past its record's end": (["stores", 1, "ranges", "state/0", 0, 1], 8192, "out of order or outside of it"),
-    "checksum of 65 bits": (["stores", 1, "ranges", "state/0", 0, 3], 2**64, "checksum: expected whole numbers"),
-    "checksum of another type": (["stores", 1, "ranges", "state/0", 0, 3], "0", "checksum: expected whole numbers"),
-    "record without a store": (["records", 0], ["state/0"], "the number of a store and a name"),
-    "no such form": (["tensors", LAYER, "form"], "halved", "form: expected one of plain"),
-    "codes that are joined": (["tensors", "master/half", "dtype"], "int8", "only float32 is joined"),
-    "joined from one source": (["tensors", LAYER, "form"], "joined", "expected start, stop and 3 sources of each"),
-    "no such dtype": (["tensors", LAYER, "dtype"], "object", "dtype: expected one of"),
-    "code for a dtype": (["tensors", LAYER, "dtype"], "load", "dtype: expected one of"),
-    "negative size": (["tensors", LAYER, "shape"], [-1, 3], "shape: expected whole numbers from 0"),
-    "huge shape": (["tensors", LAYER, "shape"], [2**40, 2**40], "shape: expected at most"),
-    "huge empty shape": (["tensors", LAYER, "shape"], [0, 2**40, 2**40], "shape: expected at most"),
-    "many dimensions": (["tensors", LAYER, "shape"], [1] * 65, "at most 64 dimensions"),
-    "order that is none": (["tensors", CONV, "order"], [0, 1, 1, 3], "order: expected each dimension once"),
-    "order of other dimensions": (["tensors", CONV, "order"], [0, 1], "order: expected each dimension once"),
-    "no parts": (["tensors", LAYER, "parts"], [], "expected 3000 elements; found 0"),
-    "gap": (["tensors", LAYER, "parts", 1, 0], 1001, "out of order, overlap or leave a gap"),
-    "overlap": (["tensors", LAYER, "parts", 1, 0], 999, "out of order, overlap or leave a gap"),
-    "end before the last element": (["tensors", LAYER, "parts", 1, 1], 2999, "expected 3000 elements; found 2999"),
-    "end after the last element": (["tensors", LAYER, "parts", 1, 1], 3001, "expected 3000 elements; found 3001"),
-    "no such record": (["tensors", LAYER, "parts", 0, 2], 3, "there is no record 3"),
-    "negative record": (["tensors", LAYER, "parts", 0, 2], -1, "expected whole numbers from 0"),
-    "offset within an element": (["tensors", LAYER, "parts", 1, 3], 65537, "multiples of their size"),
-    "part of three": (["tensors", LAYER, "parts", 0], [0, 1000, 0], "start, stop and 1 sources"),
-    "scalars that are a list": (["scalars"], [], "scalars: expected dict; found list"),
+    "record without all of its checksums": (
+        ["stores", 0, "ranges", "state/0"],
+        [[0, MIB, 0, 5]],
+        "stores: expected checksums of all bytes",
+    ),
+    "record without a store": (["records", 0], ["state/0"], "records.0"),
+    "no such form": (["tensors", LAYER, "form"], "halved", "form: Input should be 'plain'"),
+    "codes that are joined": (["tensors", "master/half", "dtype"], "int8", "found a joined one of dtype 'int8'"),
+    "joined from one source": (["tensors", LAYER, "form"], "joined", "elements 0 to 1000 with 1 sources"),
+    "no such dtype": (["tensors", LAYER, "dtype"], "object", "of dtype 'object'"),
+    "code for a dtype": (["tensors", LAYER, "dtype"], "load", "of dtype 'load'"),
+    "negative size": (["tensors", LAYER, "shape"], [-1, 3], "shape.0: "),
+    "huge shape": (["tensors", LAYER, "shape"], [2**40, 2**40], "more than"),
+    "huge empty shape": (["tensors", LAYER, "shape"], [0, 2**40, 2**40], "more than"),
+    "many dimensions": (["tensors", LAYER, "shape"], [1] * 65, "shape: "),
+    "order that is none": (["tensors", CONV, "order"], [0, 1, 1, 3], "not each dimension once"),
+    "order of other dimensions": (["tensors", CONV, "order"], [0, 1], "not each dimension once"),
+    "no parts": (["tensors", LAYER, "parts"], [], "found 0 elements, of 3000"),
+    "gap": (["tensors", LAYER, "parts", 1, 0], 1001, "elements 1001 to 3000 with 1 sources behind element 1000"),
+    "overlap": (["tensors", LAYER, "parts", 1, 0], 999, "elements 999 to 3000 with 1 sources behind"),
+    "end before the last element": (["tensors", LAYER, "parts", 1, 1], 2999, "found 2999 elements, of 3000"),
+    "end after the last element": (["tensors", LAYER, "parts", 1, 1], 3001, "found 3001 elements, of 3000"),
+    "negative record": (["tensors", LAYER, "parts", 0, 2, 0, 0], -1, "parts.0.2.0"),
+    "part of three": (["tensors", LAYER, "parts", 0], [0, 1000, 0], "parts.0"),
+    "scalars that are a list": (["scalars"], [], "scalars: "),
 }
 
 
@@ -182,6 +179,16 @@ def test_what_no_checkpoint_has_is_refused(name: str) -> None:
         decode(changed)
 
 
+@pytest.mark.parametrize("record, offset", [(3, 0), (0, 65537), (0, MIB), (2**62, 0), (1, 2**62)])
+def test_parts_outside_of_their_records_are_refused(record: int, offset: int) -> None:
+    extents = [MIB + 4096, 4096, 4096]
+    check_places(WHOLE.tensors, extents)
+    layer = WHOLE.tensors[LAYER]
+    moved = layer.parts[1]._replace(sources=(Source(record, offset),))
+    with pytest.raises(ValueError, match="lies outside of its records"):
+        check_places({LAYER: layer.with_parts([layer.parts[0], moved])}, extents)
+
+
 @pytest.mark.parametrize(
     "swap",
     [None, {}, {"run_id": "r", "paths": []}, {"run_id": "r", "paths": ["nvme/x"]}, {"run_id": 3, "paths": ["/x"]}]
@@ -193,9 +200,11 @@ def test_a_pointer_must_name_plain_absolute_paths(swap: Any) -> None:
 
 
 def test_what_could_not_be_read_back_is_not_encoded() -> None:
-    for changes in ({"driver": {"x": object()}}, {"step": -1}, {"kind": "half"}, {"driver": {"x": b""}}):
-        with pytest.raises(StoreError):
-            TagManifest(**{**vars(WHOLE), **changes}).encode()
+    with pytest.raises(StoreError):
+        encode_file(FORMAT, TagManifest(**{**vars(WHOLE), "driver": {"x": object()}}))
+    for changes in ({"step": -1}, {"kind": "half"}):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            TagManifest(**{**vars(WHOLE), **changes})
 
 
 PRIMITIVES = [None, True, False, 0, 1, -1, 2**31, 2**62, 2**63, 2**64, 10**400, 0.5, 1e308, float("inf"), float("nan")]
@@ -248,11 +257,12 @@ def check_mutated(random: Random) -> bool:
     except StoreError as error:
         assert len(str(error)) < 1000 and str(error).isprintable(), error
         return True
-    assert TagManifest.decode(decoded.encode(), PATH) == decoded
+    data = encode_file(FORMAT, decoded)
+    assert encode_file(FORMAT, decode_file(data, PATH, FORMAT, TagManifest)) == data, "nan is equal to nothing"
     return False
 
 
-BODIES = [body(), body(), json.loads(POINTER.encode().partition(b"\n")[2])]
+BODIES = [body(), body(), json.loads(encode_file(FORMAT, POINTER).partition(b"\n")[2])]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -280,9 +290,9 @@ def test_a_mutated_manifest_takes_little_memory() -> None:
 )
 def test_json_bombs(text: bytes) -> None:
     with pytest.raises(StoreError):
-        TagManifest.decode(text, PATH)
+        decode_file(text, PATH, FORMAT, TagManifest)
     with pytest.raises(StoreError):
-        TagManifest.decode(text + b"\n" + text, PATH)
+        decode_file(text + b"\n" + text, PATH, FORMAT, TagManifest)
     header = DATA.partition(b"\n")[0]
     with pytest.raises(StoreError):
-        TagManifest.decode(header + b"\n" + text, PATH)
+        decode_file(header + b"\n" + text, PATH, FORMAT, TagManifest)

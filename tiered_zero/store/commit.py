@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 from tiered_zero.concurrency.failure_latch import FailureLatch
-from tiered_zero.concurrency.transfer import Transfer, wait_all
+from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOTransfer
 from tiered_zero.store import manifest
-from tiered_zero.store.checksums import digest
 from tiered_zero.store.directory import SwapDir
-from tiered_zero.store.manifest import Manifest, Record
-from tiered_zero.store.ranges import Range
-from tiered_zero.store.records import RecordTable
+from tiered_zero.store.manifest import Manifest, Range, Record
+from tiered_zero.store.ranges import hashed, locate, mismatches
 from tiered_zero.store.stripes import StripedFiles
+from tiered_zero.store.table import RecordTable
 from tiered_zero.system.mappings import map_memory
 
 _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
@@ -58,19 +58,15 @@ class TwoPhaseCommit:
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Make `step` the committed state. Raises as `prepare` and `confirm`."""
         try:
-            self.prepare(step, metadata, is_alone=True)
+            self.prepare(step, metadata)
             self.confirm()
         except BaseException:
             if self.is_undecided:  # an interrupt came between the two
                 self.cancel()
             raise
 
-    def prepare(self, step: int, metadata: Mapping[str, Any], *, is_alone: bool) -> None:
-        """Make `step` durable next to the last state. Raises StoreError, TransferError.
-
-        `is_alone`: no other process or store needs to find what is prepared: the manifest may become durable before the
-        data, and its name not at all, until it is confirmed.
-        """
+    def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Make `step` durable beside the last state: the data, then the manifest. Raises StoreError, TransferError."""
         written = self._table.freeze(step)
         try:
             if self._is_hashed:
@@ -85,15 +81,11 @@ class TwoPhaseCommit:
                 ranges={record.name: list(ranges) for record, ranges in written},
             )
             data = state.encode()
-            syncs = self._files.sync()
-            if not is_alone:
-                self._wait_synced(syncs)
+            with self._latching():  # a sync is never tried again: the kernel may have dropped the pages
+                wait_all(self._files.sync())
             self._directory.keep()
-            if is_alone:
-                self._write_beside(data, syncs)
-            else:
-                manifest.prepare(self._first, data)
-        except StoreError:
+            manifest.prepare(self._first, data)
+        except (StoreError, ValueError):  # ValueError: of a manifest that no store writes
             self._table.thaw(None)
             raise
         except OSError as error:
@@ -126,23 +118,20 @@ class TwoPhaseCommit:
 
     def cancel(self) -> None:
         """Drop the prepared state, durably. Nothing happens where none is prepared. Raises StoreError."""
-        state = self._prepared
-        if state is None:
+        if self._prepared is None:
             return
-        self._drop_next(state.step)
+        try:
+            manifest.discard(self._first)
+        except OSError as error:
+            self._latch.set(error)
+            step = self._prepared.step
+            raise StoreError(f"Step {step} cannot be dropped: {error}. Resume from what is there.") from error
+        self._restore()
         self._prepared = None
 
     def resume_text(self) -> str:
         """Name the state that a run can go on from, for messages."""
         return "the last checkpoint" if self.step is None else f"step {self.step}, committed in {self._first}"
-
-    def _drop_next(self, step: int) -> None:
-        try:
-            manifest.discard(self._first)
-        except OSError as error:
-            self._latch.set(error)
-            raise StoreError(f"Step {step} cannot be dropped: {error}. Resume from what is there.") from error
-        self._restore()
 
     def _restore(self) -> None:
         """Let writes go on from the last state, with no next manifest on the disk."""
@@ -153,11 +142,8 @@ class TwoPhaseCommit:
         """Read the ranges that have no checksum, and give them one. Raises TransferError, CorruptionError."""
         if all(item.digest is not None for item in ranges):
             return ranges
-        try:
+        with self._latching():
             found = [item if item.digest is not None else self._with_digest(record, item) for item in ranges]
-        except Exception as error:
-            self._latch.set(error)
-            raise
         self._table.set_written(record, found)
         return found
 
@@ -165,27 +151,22 @@ class TwoPhaseCommit:
         """Return `item` with its digest, after the range of the last commit that it is the rest of was verified."""
         durable = self._table.durable(record, item.start, item.end)
         whole = next((one for one in durable if one.slot == item.slot and one.digest is not None), item)
+        (span,) = locate(record, [whole], whole.start, whole.end)
         memory, parts = memoryview(map_memory(whole.end - whole.start)), list[IOTransfer]()
-        self._files.submit(self._files.engine.read, record.offsets[whole.slot] + whole.start, memory, parts)
+        self._files.submit(self._files.engine.read, span.address, memory, parts)
         wait_all(parts)
-        if whole.digest not in (None, digest(memory)):
+        if whole.digest is not None and any(mismatches([whole], memory, whole.start)):
             raise CorruptionError(
                 f"Record {record.name!r}: bytes {whole.start} to {whole.end} are not those written. Check the disk and "
                 f"resume from {self.resume_text()}."
             )
-        return item._replace(digest=digest(memory[item.start - whole.start : item.end - whole.start]))
+        return hashed([item], memory, whole.start)[0]
 
-    def _write_beside(self, data: bytes, syncs: Sequence[Transfer]) -> None:
-        """Write the next manifest while the data files are synced. Raises OSError, TransferError."""
+    @contextmanager
+    def _latching(self) -> Iterator[None]:
+        """Latch the store if the disk fails in the block."""
         try:
-            manifest.write_next(self._first, data)
-        finally:
-            self._wait_synced(syncs)
-
-    def _wait_synced(self, syncs: Sequence[Transfer]) -> None:
-        """Wait for the data files. A failure is never retried: the kernel may have dropped the pages."""
-        try:
-            wait_all(syncs)
+            yield
         except Exception as error:
             self._latch.set(error)
             raise
