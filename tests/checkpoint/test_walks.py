@@ -12,7 +12,7 @@ from torch import nn
 import tiered_zero
 from tests.support.walks import Walk, host_config, over, record
 
-MOST = {"save": (736, 54), "load": (857, 65)}
+MOST = {"save": (736, 53), "load": (867, 65)}
 """(calls, files)"""
 MOST_LOAD_RETURNS = 8
 
