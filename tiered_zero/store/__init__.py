@@ -5,7 +5,7 @@ Promise.  Bytes read are the bytes last written, or an error that names record, 
     power loss: an extent that the durable manifest names is not written until the next manifest is durable.
 
 Owner.  One process owns a `SwapDir` (flock on its owner file). One thread drives a `SwapStore`; transfers may be
-    waited on anywhere; a small thread of the store finishes those that nobody waits for.
+    waited on anywhere; two small threads of the store compute checksums and finish what nobody waits for.
 
 Never.  No torch, no pickle, no file outside the run's own sub-directories, no retry of a failed write or fsync.
 
