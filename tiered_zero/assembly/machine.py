@@ -12,8 +12,9 @@ from tiered_zero.assembly.disk_space import check_disk_space
 from tiered_zero.assembly.homes import place_homes
 from tiered_zero.assembly.run_spec import RunSpec
 from tiered_zero.checkpoint.directory import is_unused, nothing_to_load
+from tiered_zero.checkpoint.in_place import Adoption, adopt
 from tiered_zero.checkpoint.ranks import find_together
-from tiered_zero.checkpoint.resume import Adoption, FoundCheckpoint, adopt, find_checkpoint
+from tiered_zero.checkpoint.resume import FoundCheckpoint, find_checkpoint
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.hardware.device.select import build_accelerator

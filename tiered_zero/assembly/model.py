@@ -20,9 +20,8 @@ from tiered_zero.assembly.parts import (
     whole_weights,
 )
 from tiered_zero.assembly.run_spec import RunSpec
-from tiered_zero.checkpoint.copies import DurableCopies
+from tiered_zero.checkpoint.in_place import AdoptedValues, DurableCopies
 from tiered_zero.checkpoint.portable import RunState
-from tiered_zero.checkpoint.resume import AdoptedValues
 from tiered_zero.concurrency.teardown import Teardown, once
 from tiered_zero.engine.recovery import Movers
 from tiered_zero.engine.train_step import TrainStep

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, final
 
-from tiered_zero.checkpoint.commit import COMMIT_ID
-from tiered_zero.checkpoint.committed import ON_ITS_HOST, find_missing, held_commit, is_committed
+from tiered_zero.checkpoint.committed import COMMIT_ID, ON_ITS_HOST, find_missing, held_commit, is_committed
 from tiered_zero.checkpoint.save_directory import LATEST_NAME, LOCK_NAME, OLD, TEMPORARY, check_tag, hidden_tag
 from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, MOST_NBYTES, TagManifest, WrittenBy
 from tiered_zero.errors import StoreError

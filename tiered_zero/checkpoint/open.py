@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from tiered_zero.checkpoint.commit import COMMIT_ID
-from tiered_zero.checkpoint.committed import Commit, owner_of, refused
+from tiered_zero.checkpoint.committed import COMMIT_ID, Commit, StoreLocation, owner_of, refused
 from tiered_zero.checkpoint.directory import read_manifest
 from tiered_zero.checkpoint.reader import TensorReader
 from tiered_zero.checkpoint.tag_manifest import TagManifest, file_name
@@ -65,14 +63,14 @@ def find_damage(tag_dir: str | os.PathLike[str]) -> list[str]:
 
 
 def open_stores(
-    locations: Sequence[Mapping[str, Any]], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
+    locations: Sequence[StoreLocation], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
 ) -> list[RecordFiles]:
     """Open the stores of `commit` at `locations`, and keep other processes from adopting them. Raises StoreError."""
     found, step = [], commit.manifest.step
     for location in locations:
-        paths = [Path(path) for path in location["paths"]]
+        paths = [Path(path) for path in location.paths]
         owner = owner_of(paths[0], f"of step {step} ")
-        if (owner.run_id, owner.paths) != (location["run_id"], tuple(location["paths"])):
+        if (owner.run_id, owner.paths) != (location.run_id, tuple(location.paths)):
             raise StoreError(
                 f"{paths[0]} belongs to another run, or other directories, than the commit of step {step}."
             )

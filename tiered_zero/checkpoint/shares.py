@@ -6,20 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from tiered_zero.checkpoint.committed import RankPart
 from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, TensorEntry
 from tiered_zero.errors import InternalError, StoreError
 from tiered_zero.store.manifest import Contents
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class RankPart:
-    """One rank's entry in a commit. `stores`: run id and paths of each, that of the state first. `layout`: of
-    commit_layout; `initialized`: its sub-groups that have state."""
-
-    stores: list[dict[str, Any]]
-    layout: str
-    initialized: list[int]
 
 
 @final
@@ -49,7 +39,7 @@ class Share:
             **vars(self),
             "tensors": {key: entry.body() for key, entry in self.tensors.items()},
             "stores": [store.body() for store in self.stores],
-            "rank": None if self.rank is None else vars(self.rank),
+            "rank": None if self.rank is None else self.rank.model_dump(),
         }
 
     @classmethod
@@ -59,7 +49,7 @@ class Share:
             "tensors": {key: TensorEntry.from_body(body) for key, body in value["tensors"].items()},
             "records": [RecordName(*item) for item in value["records"]],
             "stores": [Contents.from_body(body) for body in value["stores"]],
-            "rank": None if value["rank"] is None else RankPart(**value["rank"]),
+            "rank": None if value["rank"] is None else RankPart.model_validate(value["rank"]),
         }
         return cls(**{**value, **own})
 

@@ -107,8 +107,7 @@ def _span(tags: Sequence[str]) -> str:
 
 def _problems_in_place(info: TagInfo) -> list[str]:
     """Describe what is wrong with the state that an in-place commit points to, in the stores of all ranks."""
-    from tiered_zero.checkpoint.commit import COMMIT_ID
-    from tiered_zero.checkpoint.committed import Commit
+    from tiered_zero.checkpoint.committed import COMMIT_ID, Commit
     from tiered_zero.checkpoint.directory import read_manifest
 
     swap = read_manifest(info.path).swap
@@ -116,7 +115,7 @@ def _problems_in_place(info: TagInfo) -> list[str]:
         return []
     commit = Commit.read(Path(swap["paths"][0]))
     state = commit.manifest.step, {COMMIT_ID: commit.commit_id}
-    found = [verify_run([Path(path) for path in store["paths"]], *state) for store in commit.stores]
+    found = [verify_run([Path(path) for path in store.paths], *state) for store in commit.stores]
     return [str(item) for verified in found for item in (verified.broken if verified is not None else ())]
 
 

@@ -10,15 +10,16 @@ from tiered_zero.assembly import model as assembly_model
 from tiered_zero.assembly import parts as assembly_parts
 from tiered_zero.assembly.notices import planning_notices
 from tiered_zero.assembly.run_spec import specify_run
-from tiered_zero.checkpoint import capture, directory, save_directory, tag_writer, weights
-from tiered_zero.checkpoint.capture import Capture
+from tiered_zero.checkpoint import directory, save_directory, tag_writer, weights
+from tiered_zero.checkpoint import save as checkpoint_save
 from tiered_zero.checkpoint.checkpoints import Checkpoints
-from tiered_zero.checkpoint.commit import Commits
 from tiered_zero.checkpoint.directory import TagInfo, find_tag, list_tags, read_declared
+from tiered_zero.checkpoint.in_place import Commits
 from tiered_zero.checkpoint.open import find_damage, open_commit, open_tag
 from tiered_zero.checkpoint.prune import prune
 from tiered_zero.checkpoint.reader import TensorReader
 from tiered_zero.checkpoint.resume import find_checkpoint
+from tiered_zero.checkpoint.save import Capture
 from tiered_zero.checkpoint.save_directory import LOCK_NAME
 from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, TagManifest, TensorEntry, WrittenBy
