@@ -18,7 +18,7 @@ from tests.support.inspection import differences, everything, ledger, stepper
 from tests.support.inspection.insides import RecordWriter
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint import capture
+from tiered_zero.checkpoint import save
 from tiered_zero.checkpoint.tag import list_tags, read_manifest
 from tiered_zero.errors import CorruptionError, EngineFailedError, ModelError, StoreError, TransferError
 
@@ -299,7 +299,7 @@ def test_optimizer_state_can_start_anew(saved: dict[str, Any], swap_path: Path, 
 def test_what_a_script_changes_on_the_device_after_the_call_is_not_saved(
     swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_copied: int
 ) -> None:
-    monkeypatch.setattr(capture, "_MOST_COPIED_NBYTES", most_copied)
+    monkeypatch.setattr(save, "_MOST_COPIED_NBYTES", most_copied)
     runtime = {"update": "overlapped", "debug_delay_seed": 3}
     with make(swap_path, ("none", "cpu"), runtime=runtime, clipping=0.5) as engine:
         train(engine, 0, 1)
@@ -562,7 +562,7 @@ def test_the_ledger_does_not_move(placement: tuple[str, str], swap_path: Path, t
 def test_the_log_says_what_differs(
     saved: dict[str, Any], swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(capture, "__version__", "9.9.9")
+    monkeypatch.setattr(save, "__version__", "9.9.9")
     with make(swap_path) as engine, caplog.at_level(logging.WARNING):
         engine.load_checkpoint(tmp_path / "saved")
         assert "this run has 9.9.9" in caplog.text

@@ -13,9 +13,9 @@ from tiered_zero.assembly.model import ModelParts, make_model_parts, place_model
 from tiered_zero.assembly.notices import planning_notices
 from tiered_zero.assembly.parts import make_observers
 from tiered_zero.assembly.run_spec import RunSpec
-from tiered_zero.checkpoint.capture import written_by
 from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async
 from tiered_zero.checkpoint.driver import DriverState
+from tiered_zero.checkpoint.save import written_by
 from tiered_zero.concurrency.interrupts import INTERRUPTS
 from tiered_zero.concurrency.teardown import Teardown, once
 from tiered_zero.data import TrainingLoader
@@ -167,7 +167,7 @@ def _join(
         config=config,
         commits=make_commits(run_spec, machine.tiers, parts.run_state, parts.copies),
     )
-    resources.add("saves", once(checkpoints.last_save.wait))
+    resources.add("saves", once(checkpoints.async_save.wait))
     run = EngineParts(
         module=run_spec.model,
         config=config,

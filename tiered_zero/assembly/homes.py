@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 from tiered_zero.assembly.run_spec import RunSpec
-from tiered_zero.checkpoint.commit import Commits
-from tiered_zero.checkpoint.commit_layout import run_fingerprint
-from tiered_zero.checkpoint.copies import DurableCopies
+from tiered_zero.checkpoint.in_place import Commits, DurableCopies, run_fingerprint
 from tiered_zero.checkpoint.run_state import RunState
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.slots import BUFFERS

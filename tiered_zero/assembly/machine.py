@@ -11,8 +11,8 @@ import torch
 from tiered_zero.assembly.disk_space import check_disk_space
 from tiered_zero.assembly.homes import place_homes
 from tiered_zero.assembly.run_spec import RunSpec
+from tiered_zero.checkpoint.in_place import Adoption, adopt
 from tiered_zero.checkpoint.ranks import find_together
-from tiered_zero.checkpoint.resume import Adoption, adopt
 from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, is_unused, nothing_to_load
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config

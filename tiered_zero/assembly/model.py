@@ -20,8 +20,7 @@ from tiered_zero.assembly.parts import (
     whole_weights,
 )
 from tiered_zero.assembly.run_spec import RunSpec
-from tiered_zero.checkpoint.copies import DurableCopies
-from tiered_zero.checkpoint.resume import AdoptedValues
+from tiered_zero.checkpoint.in_place import AdoptedValues, DurableCopies
 from tiered_zero.checkpoint.run_state import RunState
 from tiered_zero.concurrency.teardown import Teardown, once
 from tiered_zero.engine.recovery import Movers

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, final
 
-from tiered_zero.checkpoint.commit import COMMIT_ID
 from tiered_zero.checkpoint.committed import (
+    COMMIT_ID,
     ON_ITS_HOST,
     Commit,
     find_missing,

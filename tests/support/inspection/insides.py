@@ -10,13 +10,14 @@ from tiered_zero.assembly import model as assembly_model
 from tiered_zero.assembly import parts as assembly_parts
 from tiered_zero.assembly.notices import planning_notices
 from tiered_zero.assembly.run_spec import specify_run
-from tiered_zero.checkpoint import capture, tag, tag_writer, weights
-from tiered_zero.checkpoint.capture import Capture
+from tiered_zero.checkpoint import save as checkpoint_save
+from tiered_zero.checkpoint import tag, tag_writer, weights
 from tiered_zero.checkpoint.checkpoints import Checkpoints
-from tiered_zero.checkpoint.commit import Commits
+from tiered_zero.checkpoint.in_place import Commits
 from tiered_zero.checkpoint.index import Part, RecordName, Share, Source, TagManifest, TensorEntry, WrittenBy
 from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.checkpoint.run_state import describe
+from tiered_zero.checkpoint.save import Capture
 from tiered_zero.checkpoint.tag import (
     LOCK_NAME,
     TagInfo,

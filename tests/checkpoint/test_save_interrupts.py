@@ -5,30 +5,26 @@ from __future__ import annotations
 import signal
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import tiered_zero
-from tests.support.inspection.insides import OverlappedPolicy
+from tests.support.inspection.insides import OverlappedPolicy, SwapStore
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint.last_save import QueuedSave
-from tiered_zero.checkpoint.ranks import publish_together
 from tiered_zero.checkpoint.tag import list_tags
-from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.write import StateSaver
+from tiered_zero.concurrency.interrupts import wait_for_event
 from tiered_zero.errors import StoreError
-from tiered_zero.hardware.device.select import build_accelerator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def make(swap_path: Path, update: str, **runtime: Any) -> tiered_zero.Engine:
+def make(swap_path: Path, update: str, state: str = "cpu", **runtime: Any) -> tiered_zero.Engine:
     torch.manual_seed(0)
-    engine = tiered(ParityGPT(num_blocks=1), swap_path, ("cpu", "cpu"), runtime={"update": update, **runtime})
+    engine = tiered(ParityGPT(num_blocks=1), swap_path, ("cpu", state), runtime={"update": update, **runtime})
     engine.backward(engine(*batch(0)))
     engine.step()
     return engine
@@ -68,29 +64,31 @@ def test_ctrl_c_in_a_save_leaves_the_tag_or_nothing(
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-def test_a_share_is_written_to_its_end_though_its_rank_fails(tmp_path: Path) -> None:
-    """Its files are closed behind the lane that writes them, and then removed."""
-    save, gate, found = QueuedSave(TagWriter.begin(tmp_path, "one")), threading.Event(), list[bool]()
-    accelerator, ranks = build_accelerator("cpu"), SimpleNamespace(world_size=1, rank=0)
+@pytest.mark.parametrize("update", ["barrier", "overlapped"])
+def test_ctrl_c_in_a_commit_comes_behind_it(
+    update: str, swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait of the store is no safe point; the commit is whole, and training and saving go on."""
+    commit, is_there = SwapStore.commit, threading.Event()
 
-    def act() -> None:
-        assert gate.wait(60)
-        found.append((tmp_path / save.tag.name).is_dir())
+    def interrupt_and_commit(self: SwapStore, *arguments: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        threading.Timer(0.2, is_there.set).start()
+        wait_for_event(is_there)
+        commit(self, *arguments)
 
-    def fail() -> Any:
-        accelerator.lane("update").submit(lambda: save.write(act))
-        save.cut.complete()
-        save.is_queued = True
-        threading.Timer(0.3, gate.set).start()
-        raise StoreError("this rank cannot go on, says the test")
-
-    with pytest.raises(StoreError, match="says the test"):
-        publish_together(ranks, save, fail, lambda shares: None)  # type: ignore[arg-type]
-    accelerator.close()
-    assert found == [True] and not list(tmp_path.glob(".tmp-*"))
+    with make(swap_path, update, "nvme", checkpoint={"in_place": True}) as engine:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(SwapStore, "commit", interrupt_and_commit)
+            engine.save_checkpoint(tmp_path, "one")
+        assert complete(tmp_path) == {"one"}
+        engine.backward(engine(*batch(1)))
+        engine.step()
+        engine.save_checkpoint(tmp_path, "two")
+    assert complete(tmp_path) == {"two"} and not list(tmp_path.glob(".tmp-*"))
 
 
-def test_a_save_that_was_never_queued_is_discarded(
+def test_an_asynchronous_save_that_was_never_begun_is_discarded(
     swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing will ever write it, so that no later call may wait for it."""
@@ -98,7 +96,7 @@ def test_a_save_that_was_never_queued_is_discarded(
     def refuse(self: OverlappedPolicy, *arguments: Any) -> None:
         raise StoreError("there is no lane, says the test")
 
-    with make(swap_path, "overlapped") as engine:
+    with make(swap_path, "overlapped", checkpoint={"async": True}) as engine:
         engine.flush()
         with monkeypatch.context() as patched, pytest.raises(StoreError, match="says the test"):
             patched.setattr(OverlappedPolicy, "run_behind", refuse)
