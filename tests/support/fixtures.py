@@ -25,7 +25,6 @@ from tests.support.imports import freeze_imports
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.io.preflight import filesystem_type, is_local
 from tiered_zero.native import find_library
-from tiered_zero.rules import kernel_rule
 from tiered_zero.store import runs
 
 torch.set_num_threads(NUM_THREADS)
@@ -70,8 +69,7 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kernel_rule, "measure_copy_rate", lambda: 0.0)  # other load slows an update, which then warns
+def _fresh() -> Iterator[None]:
     random.seed(0)
     numpy.random.seed(0)
     seed(0)

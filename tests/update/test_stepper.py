@@ -20,8 +20,7 @@ from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment, cut_subgroups
 from tiered_zero.rules.rule import Run, StateField, UpdateRule
-from tiered_zero.rules.state_formats import MasterFormat, Parts
-from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.rules.state_layout import MasterFormat, Parts, StateLayout
 from tiered_zero.sizes import MIB
 from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.inventory import Home, Inventory

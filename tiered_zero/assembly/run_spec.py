@@ -32,8 +32,7 @@ from tiered_zero.plan.request import Limits, PlanRequest, RankRequest, SubGroupS
 from tiered_zero.plan.slots import PlannedSlot, list_slots
 from tiered_zero.rules.from_config import group_params, make_optimizer, make_rule
 from tiered_zero.rules.rule import UpdateRule
-from tiered_zero.rules.state_formats import check_params, master_format
-from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.rules.state_layout import StateLayout, check_params, master_format
 from tiered_zero.sizes import align_up
 
 

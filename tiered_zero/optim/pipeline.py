@@ -32,8 +32,7 @@ from tiered_zero.plan.request import SubGroupSize, limit_of, plan_request
 from tiered_zero.plan.slots import list_slots
 from tiered_zero.rules.from_config import make_rule
 from tiered_zero.rules.rule import UpdateRule
-from tiered_zero.rules.state_formats import FollowingMasters, ParamMasters
-from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.rules.state_layout import FollowingMasters, ParamMasters, StateLayout
 from tiered_zero.store.new_parents import make_missing
 from tiered_zero.store.runs import clear_restarted, leftover_notices
 from tiered_zero.telemetry.ledger import Ledger
