@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.models import ParityGPT
 from tests.support.trainers import tiered
-from tiered_zero.assembly import SHUTDOWN
+from tiered_zero.assembly.machine import SHUTDOWN
 from tiered_zero.concurrency.teardown import Teardown, once
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.tier_rig import make_runtime, random_bytes
-from tiered_zero.assembly.run_spec import specify_run
+from tiered_zero.assembly.spec import specify_run
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.load import load
 from tiered_zero.sizes import PAGE_NBYTES

@@ -31,7 +31,7 @@ from tiered_zero.stopping import stop_on_signals
 from tiered_zero.store.swap_dir import SwapDir
 
 if TYPE_CHECKING:
-    from tiered_zero.assembly.run_spec import RunSpec
+    from tiered_zero.assembly.spec import RunSpec
 
 SETTINGS = (
     IOSettings(),

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tiered_zero.checkpoint.weights import WeightTensor, weight_files, write_weights
-from tiered_zero.errors import CorruptionError, StoreError
-from tiered_zero.optim.consolidate import describe, rebuild
+from tiered_zero.errors import CorruptionError, ModelError, StoreError
 from tiered_zero.params.weight_paths import open_safetensors
 from tiered_zero.store.checked_json import check_fields, decode_checked, encode_checked
 from tiered_zero.store.checksums import digest
@@ -183,3 +182,32 @@ def _rebuild(described: Any, prefix: str, read: Callable[[str, str, Sequence[int
         return read(f"{prefix}/{num_read - 1}", dtype, shape)
 
     return rebuild(described, read_next)
+
+
+def describe(value: Any, tensors: list[Tensor]) -> list[Any]:
+    """Return a value as JSON; its tensors, in order, are added to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [describe(item, tensors) for item in value]]
+    if isinstance(value, Mapping):
+        return ["dict", [[describe(name, tensors), describe(item, tensors)] for name, item in value.items()]]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["value", value]
+    raise ModelError(
+        f"The state of a parameter was expected to be tensors, numbers, text, and lists and dicts of these; found "
+        f"{type(value).__name__}. Save each rank's own local_state_dict() instead."
+    )
+
+
+def rebuild(described: Sequence[Any], read: Callable[[str, Sequence[int]], Tensor]) -> Any:
+    kind, *rest = described
+    if kind == "tensor":
+        return read(*rest)
+    if kind == "value":
+        return rest[0]
+    if kind == "dict":
+        return {rebuild(name, read): rebuild(item, read) for name, item in rest[0]}
+    items = [rebuild(item, read) for item in rest[0]]
+    return tuple(items) if kind == "tuple" else items

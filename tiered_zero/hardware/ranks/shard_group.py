@@ -63,6 +63,9 @@ class ShardGroup:
         for source in range(self.world_size):
             length = torch.tensor([len(data)], device=self._device)
             self.broadcast(length, source).wait()
+            if not int(length):
+                found.append(b"")
+                continue
             message = torch.zeros(int(length), dtype=torch.uint8)
             if source == self.rank:
                 message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
