@@ -185,7 +185,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Bring all state to rank `to`, in host memory, a tensor at a time; `state_dict()` then has it. Every rank
         calls it."""
         _sync_groups(self.param_groups, self.optim.param_groups)
-        parts, indices = list(map(params_of, self._parts)), self._indices()
+        parts = list(map(params_of, self._parts))
+        indices = {id(param): index for index, param in enumerate(params_of(self.param_groups))}
         self._consolidated = _consolidate(self._ranks, parts, indices, self._local_state, to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,19 +212,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Load the state of all parameters, of any such optimizer or a plain one: each rank keeps what is its own.
         Raises ValueError as torch does where groups do not fit."""
         super().load_state_dict({**state_dict, "state": {}})
-        indices = self._indices()
-        own = [[indices[id(param)] for param in group["params"]] for group in self._parts[self.rank]]
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        by_index = dict(enumerate(saved))
-        state = {index: state_dict["state"].get(key) for index, key in by_index.items()}
-        groups = [{**group, "params": []} for group in self.param_groups]
-        self.optim.load_state_dict(_local({"state": state, "param_groups": groups}, own))
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        key_of = {id(param): key for param, key in zip(params_of(self.param_groups), keys, strict=True)}
+        part = self._parts[self.rank]
+        own = params_of(part)
+        places = {id(param): place for place, param in enumerate(own)}
+        state = {place: state_dict["state"].get(key_of[id(param)]) for place, param in enumerate(own)}
+        groups = [
+            {**group, "params": [places[id(param)] for param in those["params"]]}
+            for group, those in zip(self.param_groups, part, strict=True)
+        ]
+        stepped = {place: values for place, values in state.items() if values}
+        self.optim.load_state_dict({"state": stepped, "param_groups": groups})
         self._consolidated = None
         _sync_groups(self.optim.param_groups, self.param_groups)
-
-    def _indices(self) -> dict[int, int]:
-        """Id of a parameter -> its index in a state dict."""
-        return {id(param): index for index, param in enumerate(params_of(self.param_groups))}
 
     def _local_state(self, param: Tensor) -> Mapping[str, Any]:
         if isinstance(self.optim, OffloadedOptimizer):
@@ -259,7 +261,7 @@ def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) ->
         raise made
     if failed := [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]:
         made.close()
-        raise RankError(f"Every rank was expected to open its optimizer; {failed[0]}")
+        raise RankError(f"Every rank was expected to open its optimizer; found on {failed[0]} Build all of them anew.")
     return made
 
 
@@ -295,17 +297,6 @@ class _Broadcasts:
                 room = tensor.contiguous()  # gloo takes any tensor for contiguous memory, and writes past its view
                 self._under_way.append((self._ranks.broadcast(room, source), tensor, room))
         self._num_rounds += 1
-
-
-def _local(state_dict: Mapping[str, Any], own: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Cut a rank's state dict out of the whole. `own`: its indices, group by group."""
-    place = {index: place for place, index in enumerate(index for indices in own for index in indices)}
-    state = {place[index]: values for index, values in state_dict["state"].items() if index in place and values}
-    groups = [
-        {**group, "params": [place[index] for index in indices]}
-        for group, indices in zip(state_dict["param_groups"], own, strict=True)
-    ]
-    return {"state": state, "param_groups": groups}
 
 
 def _partition_groups(groups: Sequence[Mapping[str, Any]], world_size: int) -> list[list[dict[str, Any]]]:

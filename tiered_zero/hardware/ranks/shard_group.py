@@ -55,7 +55,7 @@ class ShardGroup:
             return done
         return dist.broadcast(tensor, self._global(source), group=self.process_group, async_op=True)
 
-    def exchange(self, data: bytes, what: str = "") -> list[bytes]:
+    def exchange(self, data: bytes) -> list[bytes]:
         """Return every rank's `data`, of any length, in rank order. Collective."""
         if self.world_size == 1:
             return [data]
