@@ -13,15 +13,13 @@ import torch
 
 import tiered_zero
 from tests.support.inspection import differences, everything, layouts, policy, state_view
+from tests.support.inspection.insides import RecordWriter, SubGroupWork, record_writer
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint import saving
 from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import ConfigError, TransferError
-from tiered_zero.store import record_writer
-from tiered_zero.store.record_writer import RecordWriter
-from tiered_zero.update.subgroup_io import SubGroupWork
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

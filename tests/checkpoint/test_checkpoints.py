@@ -15,12 +15,12 @@ from torch import nn
 import tiered_zero
 from tests.support.faulty_runs import Fault, faulty_disks
 from tests.support.inspection import differences, everything, ledger, stepper
+from tests.support.inspection.insides import RecordWriter
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint import capture
 from tiered_zero.checkpoint.directory import list_tags, read_manifest
 from tiered_zero.errors import CorruptionError, EngineFailedError, ModelError, StoreError, TransferError
-from tiered_zero.store.record_writer import RecordWriter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

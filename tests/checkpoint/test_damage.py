@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.fakes.sync_io import SyncEngine
+from tests.support.inspection.insides import encode_checked
 from tests.support.tags import Tensors, equal_bits, fields, load_tag, save_tag, write_share
 from tiered_zero.checkpoint import tag_manifest
 from tiered_zero.checkpoint.directory import find_tag, list_tags
@@ -24,7 +25,6 @@ from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.sizes import MIB, PAGE_NBYTES
-from tiered_zero.store.checked_json import encode_checked
 from tiered_zero.system.mappings import map_memory
 
 TENSORS = {

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.fakes.sync_io import SyncEngine, SyncFile
+from tests.support.inspection.insides import OWNER_NAME, SwapDir, SwapStore
 from tests.support.tags import equal_bits, fields, load_tag, newest_complete, save_tag, write_padding, write_share
 from tiered_zero.checkpoint import save_directory, tag_writer
 from tiered_zero.checkpoint.directory import (
@@ -32,9 +33,6 @@ from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import StoreError, TransferError
 from tiered_zero.io.select import select_engine
-from tiered_zero.store.owner import OWNER_NAME
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 
 TENSORS = {"x": torch.arange(3000, dtype=torch.float32), "y": torch.tensor([True, False])}
 DATA = "data-00000.bin"

@@ -14,13 +14,11 @@ from torch import nn
 
 import tiered_zero
 from tests.crash.run_commits import config
+from tests.support.inspection.insides import MANIFEST_NAME, OWNER_NAME, decode_checked, encode_checked
 from tests.support.tags import load_commit
 from tiered_zero.checkpoint.open import open_commit
 from tiered_zero.checkpoint.resume import find_checkpoint
 from tiered_zero.errors import StoreError, TieredZeroError
-from tiered_zero.store.checked_json import decode_checked, encode_checked
-from tiered_zero.store.manifest import MANIFEST_NAME
-from tiered_zero.store.owner import OWNER_NAME
 
 STORE = ("tiered_zero.store", 1)
 STRANGE: list[Any] = [None, True, -1, 0, 3, 2**40, 2**63, 2**64, 1.5, "", "x", "/etc/passwd", "../x", [], [[]], {}]

@@ -17,17 +17,22 @@ from torch.distributed.checkpoint import load as dcp_load
 import tiered_zero
 from tests.support.configs import SMALL_DEVICE
 from tests.support.forked import run_forked
+from tests.support.inspection.insides import (
+    DATA_NAME,
+    RunInfo,
+    SwapStore,
+    TwoPhaseCommit,
+    collect_garbage,
+    list_runs,
+    manifest,
+    runs,
+)
 from tests.support.models import LENGTH, VOCAB, ParityGPT, two_layers
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint.dcp import DcpReader
 from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, TieredZeroError, UntaggedCommitError
-from tiered_zero.store import manifest
-from tiered_zero.store.runs import RunInfo, collect_garbage, list_runs
-from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.store.two_phase_commit import TwoPhaseCommit
 
 Settings = dict[str, Any]
 
@@ -142,7 +147,7 @@ def test_the_run_that_is_gone_on_with_is_no_leftover(
     def as_if_ended(parent: Path) -> list[RunInfo]:
         return [replace(run, state="dead") for run in list_runs(parent)]
 
-    monkeypatch.setattr("tiered_zero.store.runs.list_runs", as_if_ended)
+    monkeypatch.setattr(runs, "list_runs", as_if_ended)
     with start(config(swap_path, {"in_place": True})) as engine:
         train(engine, 1, tmp_path / "saved")
     with caplog.at_level(logging.WARNING):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tiered_zero
+from tests.support.inspection.insides import OverlappedPolicy
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint.directory import list_tags
@@ -21,7 +22,6 @@ from tiered_zero.checkpoint.saving import StateSaver
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import StoreError
 from tiered_zero.hardware.device.select import build_accelerator
-from tiered_zero.update.overlapped import OverlappedPolicy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

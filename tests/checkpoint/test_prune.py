@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.fakes.sync_io import SyncEngine
+from tests.support.inspection.insides import SwapDir, SwapStore
 from tests.support.tags import fields, save_tag, write_share
 from tiered_zero.checkpoint.directory import find_tag, list_tags
 from tiered_zero.checkpoint.prune import prune
@@ -19,8 +20,6 @@ from tiered_zero.checkpoint.resume import find_checkpoint
 from tiered_zero.checkpoint.save_directory import LATEST_NAME
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import StoreError
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 
 
 def save(path: Path, step: int) -> None:

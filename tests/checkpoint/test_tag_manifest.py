@@ -11,14 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.inspection.insides import Contents, Range, Record, encode_checked
 from tests.support.tags import written_by
 from tiered_zero.checkpoint import tag_manifest
 from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, TagManifest, TensorEntry
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
-from tiered_zero.store.checked_json import encode_checked
-from tiered_zero.store.manifest import Contents, Record
-from tiered_zero.store.ranges import Range
 
 PATH = Path("ck/tag/manifest.json")
 

@@ -19,9 +19,8 @@ from pathlib import Path
 
 import torch
 
+from tests.support.inspection.insides import find_tag, prune
 from tests.support.tags import equal_bits, load_tag, newest_complete, save_tag
-from tiered_zero.checkpoint.directory import find_tag
-from tiered_zero.checkpoint.prune import prune
 
 
 def tensors_of(step: int) -> dict[str, torch.Tensor]:

@@ -18,12 +18,18 @@ from tests.fakes.crash_disk import Operation, fates
 from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
 from tests.support.forked import run_forked
+from tests.support.inspection.insides import (
+    directory,
+    files,
+    find_tag,
+    list_tags,
+    prune,
+    record_writer,
+    save_directory,
+    tag_writer,
+)
 from tests.support.tags import equal_bits, load_tag, save_tag
-from tiered_zero.checkpoint import directory, save_directory, tag_writer
-from tiered_zero.checkpoint.directory import find_tag, list_tags
-from tiered_zero.checkpoint.prune import prune
 from tiered_zero.errors import StoreError
-from tiered_zero.store import descriptors, durable, record_writer
 from tiered_zero.system import descriptor
 
 PAGE = 4096
@@ -50,7 +56,7 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> tupl
     """Saves under new names, over an old name twice, and a prune."""
     log: list[Operation] = []
     tree = RecordingTree(log)
-    for module in (save_directory, tag_writer, record_writer, descriptors, directory, durable, descriptor):
+    for module in (save_directory, tag_writer, record_writer, files, directory, descriptor):
         monkeypatch.setattr(module, "os", tree)
     exchange = save_directory.exchange if can_exchange else lambda *names: False
     monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))

@@ -2,7 +2,6 @@
 recovered is the last commit that returned, or whole the one that was under way."""
 
 import hashlib
-import json
 import mmap
 import os
 import pickle
@@ -16,14 +15,20 @@ import pytest
 
 from tests.fakes.crash_disk import CrashDisk, Operation, RecordingOS, fates
 from tests.fakes.sync_io import SyncEngine
+from tests.support.inspection.insides import (
+    DATA_NAME,
+    OWNER_NAME,
+    Owner,
+    SwapDir,
+    SwapStore,
+    TwoPhaseCommit,
+    checksums,
+    files,
+    manifest,
+    records,
+    verify_run,
+)
 from tiered_zero.errors import StoreError
-from tiered_zero.store import checksums, durable, manifest, records
-from tiered_zero.store.owner import OWNER_NAME
-from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.store.two_phase_commit import TwoPhaseCommit
-from tiered_zero.store.verify import verify_run
 from tiered_zero.system import descriptor
 
 PAGE = 4096
@@ -56,7 +61,7 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
     random = Random(seed)
     log: list[Operation] = []
     recording = RecordingOS(log)
-    for module in (manifest, durable, descriptor):
+    for module in (manifest, files, descriptor):
         monkeypatch.setattr(module, "os", recording)
     monkeypatch.setattr(checksums, "CHUNK_NBYTES", 2 * PAGE)
     engine = SyncEngine(operations=log)
@@ -110,8 +115,8 @@ def recover(files: dict[str, bytes], where: Path, step: int | None = None) -> tu
     where.mkdir(mode=0o700)
     for name, content in files.items():
         (where / Path(name).name).write_bytes(content)
-    owner = {"run_id": where.name, "pid": 0, "host": "", "start_ticks": 0, "boot_id": "", "created_s": 0.0}
-    (where / OWNER_NAME).write_text(json.dumps(owner | {"model": "", "note": "", "paths": [str(where)]}))
+    names = {"run_id": where.name, "host": "", "model": "", "note": ""}
+    (where / OWNER_NAME).write_bytes(Owner(**names, pid=0, created_s=0.0, paths=(str(where),)).encode())
     directory = SwapDir.open(where)
     try:
         store = SwapStore.recover(directory, SyncEngine(), step=step)

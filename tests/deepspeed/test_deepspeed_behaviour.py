@@ -10,9 +10,9 @@ from torch import nn
 
 import tiered_zero
 from tests.support.configs import ADAMW, config_of, zero_section
+from tests.support.inspection.insides import MISSING
 from tests.support.models import rows as batch
 from tests.support.models import two_layers as make_model
-from tiered_zero.engine.deepspeed_names import MISSING
 from tiered_zero.errors import ConfigError, MissingNameError, ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

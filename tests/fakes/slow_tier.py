@@ -9,10 +9,9 @@ from functools import partial
 
 import torch
 
+from tests.support.inspection.insides import HostBuffer, Slot, Tier, UnitUpdate, as_bytes
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import TransferError
-from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
-from tiered_zero.tiers.unit_update import UnitUpdate
 
 Entry = tuple[str, str]
 """(what, slot or name): "read", "read done", "write", "write done", "fetch", "fetch done", and what others log."""

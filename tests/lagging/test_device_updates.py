@@ -14,7 +14,7 @@ from torch import nn
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
 from tests.support.trainers import tiered
-from tiered_zero.engine.engine import Engine
+from tiered_zero import Engine
 from tiered_zero.rules.native_rules import AdamRule
 from tiered_zero.rules.quantized import QuantizedAdam
 from tiered_zero.rules.rule import Run, UpdateRule

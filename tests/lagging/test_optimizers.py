@@ -9,12 +9,12 @@ from torch import nn
 
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
+from tests.support.inspection.insides import BufferView
 from tiered_zero.concurrency.transfer import COMPLETED
 from tiered_zero.hardware.device.select import build_accelerator
 from tiered_zero.layout.subgroups import pack_params
 from tiered_zero.optim import OffloadedOptimizer, offloaded
 from tiered_zero.optim.user_params import UserParameters
-from tiered_zero.tiers.tier import BufferView
 
 
 class Layers(nn.Module):

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.support.inspection.insides import decode_checked, encode_checked
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.optim import OffloadedOptimizer, state_files
 from tiered_zero.optim.state_files import describe, rebuild
-from tiered_zero.store.checked_json import decode_checked, encode_checked
 
 FORMAT = "tiered_zero.optimizer_state", 1
 NAME = "optimizer.safetensors"

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.inspection.insides import GradientStore, StoreTransfer
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import PLACEMENTS, Plain, Record, adamw, follow, same_bits, tiered, train
 from tiered_zero.concurrency.transfer import Completion
 from tiered_zero.errors import TieredZeroError
-from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.hardware.device.cpu import CpuAccelerator
-from tiered_zero.store.transfers import StoreTransfer
 
 NUM_SCHEDULES = 200
 NUM_CHUNKS = 10

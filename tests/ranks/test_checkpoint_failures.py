@@ -15,11 +15,9 @@ import torch
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, train, weights_of
 from tests.ranks.training import differences
+from tests.support.inspection.insides import OffloadedParams, RecordWriter, list_tags
 from tests.support.tags import load_tag
-from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.errors import EngineFailedError, ModelError, RankError, StoreError, TransferError
-from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.store.record_writer import RecordWriter
 
 PLACE = Place(world=2, stage=1)
 

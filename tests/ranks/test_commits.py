@@ -12,12 +12,10 @@ from click.testing import CliRunner
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, train, warnings_noted, weights_of
 from tests.ranks.training import differences
+from tests.support.inspection.insides import DATA_NAME, list_runs, list_tags, read_declared
 from tests.support.tags import equal_bits, load_commit, load_tag
-from tiered_zero.checkpoint.directory import list_tags, read_declared
 from tiered_zero.cli.main import main
 from tiered_zero.errors import CorruptionError
-from tiered_zero.store.runs import list_runs
-from tiered_zero.store.stripes import DATA_NAME
 
 HALVES: dict[str, Any] = {"config": {"bf16": {"enabled": True}}, "runtime": {"state_format": "bf16_remainder"}}
 PLACES = {

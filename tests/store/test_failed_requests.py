@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB
-from tiered_zero.store.swap_dir import SwapDir
+from tiered_zero.store.directory import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.store.transfers import Worker
 

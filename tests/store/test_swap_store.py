@@ -19,8 +19,8 @@ from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import MIB
 from tiered_zero.store.checksums import CHUNK_NBYTES
+from tiered_zero.store.directory import SwapDir
 from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 
 PAGE = 4096

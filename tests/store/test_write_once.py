@@ -13,10 +13,10 @@ from tests.support.file_systems import mounted
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import MIB
+from tiered_zero.store.directory import SwapDir
 from tiered_zero.store.manifest import Record, load
 from tiered_zero.store.record_reader import Broken
 from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.store.verify import verify_run
 

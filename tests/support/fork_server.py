@@ -8,7 +8,7 @@ import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
 from tests.support.imports import freeze_imports
-from tiered_zero.grads.norms import GradNorm
+from tests.support.inspection.insides import GradNorm
 from tiered_zero.rules.from_config import make_rule
 from tiered_zero.rules.kernel_rule import open_kernel
 

@@ -10,13 +10,22 @@ from typing import Any
 
 import torch
 
-from tiered_zero.checkpoint.directory import TagInfo, list_tags
-from tiered_zero.checkpoint.open import open_commit, open_tag
-from tiered_zero.checkpoint.reader import TensorReader
-from tiered_zero.checkpoint.shares import Share
-from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, TagManifest, TensorEntry, WrittenBy
-from tiered_zero.checkpoint.tag_writer import TagWriter
-from tiered_zero.checkpoint.tensors import describe
+from tests.support.inspection.insides import (
+    Part,
+    RecordName,
+    Share,
+    Source,
+    TagInfo,
+    TagManifest,
+    TagWriter,
+    TensorEntry,
+    TensorReader,
+    WrittenBy,
+    describe,
+    list_tags,
+    open_commit,
+    open_tag,
+)
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 

@@ -58,9 +58,8 @@ from tiered_zero.plan.remedies import open_settings
 from tiered_zero.plan.request import RankRequest
 from tiered_zero.plan.slots import BUFFERS
 from tiered_zero.rules.kernel_rule import open_kernel
-from tiered_zero.telemetry.observer import RunObserver, StepLog
 from tiered_zero.telemetry.report import StepReport
-from tiered_zero.telemetry.runlog import RunHeader
+from tiered_zero.telemetry.runlog import RunHeader, RunObserver, StepLog
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.paged_flat import FlatWindows

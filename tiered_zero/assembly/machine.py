@@ -32,9 +32,9 @@ from tiered_zero.plan.slots import PlannedSlot
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.store.new_parents import make_missing
-from tiered_zero.store.owner import boot_id
+from tiered_zero.store.directory import make_missing
 from tiered_zero.store.runs import clear_restarted, leftover_notices
+from tiered_zero.system.process import boot_id
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.rack import AdoptedStore, TierRack, nvme_needs, scratch_needs

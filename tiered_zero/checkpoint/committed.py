@@ -14,9 +14,9 @@ from tiered_zero.checkpoint.shares import RankPart
 from tiered_zero.checkpoint.tag_manifest import TagManifest, check_store_location
 from tiered_zero.errors import StoreError
 from tiered_zero.store.checked_json import Kinds, check_fields, check_integers, kinds_of
+from tiered_zero.store.directory import Owner, read_owner
 from tiered_zero.store.manifest import MANIFEST_NAME, Manifest
 from tiered_zero.store.manifest import load as load_manifests
-from tiered_zero.store.owner import Owner, read_owner
 
 ON_ITS_HOST: Final = (
     "Resume an in-place commit with the same number of ranks, each on the host that has its part (torchrun "

@@ -17,8 +17,8 @@ from tiered_zero.checkpoint.save_directory import LATEST_NAME, LOCK_NAME, OLD, T
 from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, MOST_NBYTES, TagManifest, WrittenBy
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
-from tiered_zero.store.descriptors import disk_nbytes, error_text, kind_text, open_directory, read_file
-from tiered_zero.store.owner import OWNER_NAME
+from tiered_zero.store.directory import OWNER_NAME
+from tiered_zero.store.files import disk_nbytes, error_text, kind_text, open_directory, read_file
 
 _DATA_FILE: Final = re.compile(r"data-\d{5}\.bin")
 _DCP_METADATA: Final = ".metadata"

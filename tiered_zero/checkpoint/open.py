@@ -16,9 +16,9 @@ from tiered_zero.checkpoint.reader import TensorReader
 from tiered_zero.checkpoint.tag_manifest import TagManifest, file_name
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
-from tiered_zero.store.descriptors import error_text, open_of_owner
+from tiered_zero.store.directory import OWNER_NAME, Owner
+from tiered_zero.store.files import error_text, open_of_owner
 from tiered_zero.store.manifest import choose
-from tiered_zero.store.owner import OWNER_NAME, Owner, boot_id, start_ticks
 from tiered_zero.store.record_reader import RecordFiles, RecordReader
 from tiered_zero.store.stripes import DATA_NAME, Stripes, check_data_files
 
@@ -92,7 +92,7 @@ def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[st
         resources.callback(fd.close)
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        if owner.run_id in own_runs or _is_this_process(owner):
+        if owner.run_id in own_runs or owner.is_this_process:
             return
         raise StoreError(
             f"The swap directory {path} belongs to a live run (pid {owner.pid} on {owner.host}), which goes on "
@@ -100,9 +100,3 @@ def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[st
         ) from None
     except OSError as error:
         raise StoreError(f"{path} cannot be locked: {error_text(error)}.") from error
-
-
-def _is_this_process(owner: Owner) -> bool:
-    """A pid counts only together with its start time, on the same boot."""
-    pid = os.getpid()
-    return (owner.pid, owner.start_ticks, owner.boot_id) == (pid, start_ticks(pid) or 0, boot_id())

@@ -35,7 +35,7 @@ from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.slots import PlannedSlot
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.store.owner import OWNER_NAME
+from tiered_zero.store.directory import OWNER_NAME
 from tiered_zero.tiers.rack import AdoptedStore
 from tiered_zero.tiers.slots import read_slot
 from tiered_zero.tiers.tier import as_bytes

@@ -16,9 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
+import psutil
+
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.store.descriptors import (
+from tiered_zero.store.files import (
     disk_nbytes,
     error_text,
     names_in,
@@ -26,9 +28,9 @@ from tiered_zero.store.descriptors import (
     open_file,
     read_file,
     remove_files,
+    sync_directory,
+    write_new_file,
 )
-from tiered_zero.store.durable import sync_directory, write_new_file
-from tiered_zero.store.owner import start_ticks
 from tiered_zero.system.descriptor import Descriptor
 
 logger = logging.getLogger("tiered_zero")
@@ -273,7 +275,7 @@ def _holder(dir_fd: int) -> str:
     text = ""
     for _ in range(50):
         text = read_file(LOCK_NAME, dir_fd, uid=os.geteuid(), most_nbytes=100).decode("ascii", "replace")
-        if text.isdecimal() and start_ticks(int(text)) is not None:
+        if text.isdecimal() and psutil.pid_exists(int(text)):
             break
         time.sleep(0.01)
     return text or "(unknown)"

@@ -18,8 +18,7 @@ from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.disk_file import free_text
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB, format_nbytes
-from tiered_zero.store.descriptors import open_directory
-from tiered_zero.store.durable import write_new_file
+from tiered_zero.store.files import open_directory, write_new_file
 from tiered_zero.store.record_writer import RecordWriter
 
 logger = logging.getLogger("tiered_zero")

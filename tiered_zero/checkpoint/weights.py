@@ -25,7 +25,7 @@ from torch import nn
 from tiered_zero.errors import InternalError, ModelError, StoreError
 from tiered_zero.params.weight_paths import open_safetensors
 from tiered_zero.sizes import align_up, format_nbytes
-from tiered_zero.store.durable import sync_directory, write_new_file
+from tiered_zero.store.files import sync_directory, write_new_file
 
 WEIGHTS_NAME = "model.safetensors"
 MAX_SHARD_NBYTES = 5 * 10**9

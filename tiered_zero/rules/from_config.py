@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from tiered_zero.config.deepspeed_keys import OTHER_WORDS, runs_as_adamw
 from tiered_zero.config.schema import Config, OptimizerSection
-from tiered_zero.config.values import switch
+from tiered_zero.config.section import switch
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.layout.flat import ParamSpec
 from tiered_zero.rules.kernel_rule import NativeRule, open_kernel

@@ -21,9 +21,9 @@ counts these bytes; read in the borders in which you wrote and it stays 0.
 A range that was never written cannot be read at all.
 """
 
+from tiered_zero.store.directory import SwapDir
 from tiered_zero.store.manifest import Record
 from tiered_zero.store.runs import RunInfo, collect_garbage, list_runs
-from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 
 __all__ = [

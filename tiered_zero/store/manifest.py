@@ -28,8 +28,7 @@ from tiered_zero.store.checked_json import (
     encode_checked,
     kinds_of,
 )
-from tiered_zero.store.descriptors import error_text, open_directory, read_file
-from tiered_zero.store.durable import sync_directory, write_and_sync
+from tiered_zero.store.files import error_text, open_directory, read_file, sync_directory, write_and_sync
 from tiered_zero.store.ranges import Range
 from tiered_zero.system.descriptor import opened
 

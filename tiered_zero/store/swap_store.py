@@ -17,11 +17,11 @@ from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.store import manifest
 from tiered_zero.store.checksums import CHUNK_NBYTES, first_mismatch, hashed, is_same
+from tiered_zero.store.directory import SwapDir
 from tiered_zero.store.manifest import Manifest, Record
 from tiered_zero.store.ranges import Range, cut, join
 from tiered_zero.store.records import InFlight, RecordTable
 from tiered_zero.store.stripes import PieceRequest, StripedFiles, Stripes
-from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.transfers import Once, StoreTransfer, Worker
 from tiered_zero.store.two_phase_commit import TwoPhaseCommit
 from tiered_zero.system.process import OwnProcess

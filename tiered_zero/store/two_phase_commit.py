@@ -12,11 +12,11 @@ from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOTransfer
 from tiered_zero.store import manifest
 from tiered_zero.store.checksums import digest
+from tiered_zero.store.directory import SwapDir
 from tiered_zero.store.manifest import Manifest, Record
 from tiered_zero.store.ranges import Range
 from tiered_zero.store.records import RecordTable
 from tiered_zero.store.stripes import StripedFiles
-from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.system.mappings import map_memory
 
 _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_zero.store import new_parents
-from tiered_zero.store.new_parents import make_missing
+from tiered_zero.store import directory
+from tiered_zero.store.directory import make_missing
 
 
 def test_a_directory_that_another_rank_makes_meanwhile_is_taken(
@@ -28,7 +28,7 @@ def test_a_placeholder_on_the_root_file_system_is_said(
 ) -> None:
     """A config's path of another machine's disk; not one beside the script, nor below a directory that exists."""
     monkeypatch.chdir(swap_path)
-    monkeypatch.setattr(new_parents, "_ROOT", swap_path)
+    monkeypatch.setattr(directory, "_ROOT", swap_path)
     caplog.set_level(logging.INFO, "tiered_zero")
     for path, is_said in (("local_nvme", True), ("mnt/disk/swap", True), ("home", True), ("home/swap", False)):
         caplog.clear()
@@ -40,6 +40,6 @@ def test_a_placeholder_on_the_root_file_system_is_said(
     assert {record.levelno for record in caplog.records} == {logging.INFO}, "what is as asked is no warning"
     assert "Made the swap directory" in caplog.text and "root file system" not in caplog.text
     caplog.clear()
-    monkeypatch.setattr(new_parents, "_ROOT", Path("/proc"))  # another file system
+    monkeypatch.setattr(directory, "_ROOT", Path("/proc"))  # another file system
     make_missing({(str(swap_path / "disk" / "swap"),): "nvme_path"})
     assert "Made the swap directory" in caplog.text and "root file system" not in caplog.text
