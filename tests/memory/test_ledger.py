@@ -19,7 +19,7 @@ import torch
 
 import tiered_zero
 from tests.support.inspection import ledger, units
-from tests.support.inspection.insides import DeviceTier, HostTier, NvmeTier, run_spec
+from tests.support.inspection.insides import DeviceTier, HostTier, NvmeTier, assembly_spec
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import PLACEMENTS, tiered, train
 from tiered_zero.layout.flat import Unit
@@ -152,7 +152,7 @@ def test_the_device_limit_is_the_window(swap_path):
 
 def test_what_the_device_has_free_is_a_limit_too(swap_path, monkeypatch):
     def free(nbytes):
-        monkeypatch.setattr(run_spec, "available_device_nbytes", lambda device, own: nbytes)
+        monkeypatch.setattr(assembly_spec, "available_device_nbytes", lambda device, own: nbytes)
 
     with tiered(ParityGPT(), swap_path, zero={"stage3_max_live_parameters": 0}) as engine:
         least = engine.plan.nbytes("device")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tiered_zero
-from tests.support.inspection.insides import OffloadedParameter, assembly_model, assembly_parts, materialize
+from tests.support.inspection.insides import OffloadedParameter, assembly_build, materialize
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import FAR, tiered, train
 
@@ -94,8 +94,8 @@ def test_initialize_that_fails_leaves_nothing(place, error, swap_path, monkeypat
     """Broken off at several places after the swap files were made, by an error and by the user."""
     targets = {
         "birth": (materialize.UnitPlacer, "place"),
-        "gradients": (assembly_parts, "GradientStore"),
-        "hooks": (assembly_model, "ModuleHooks"),
+        "gradients": (assembly_build, "GradientStore"),
+        "hooks": (assembly_build, "ModuleHooks"),
     }
     before = held()
     if place in targets:

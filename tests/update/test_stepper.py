@@ -21,8 +21,7 @@ from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment, cut_subgroups
 from tiered_zero.rules.rule import Run, StateField, UpdateRule
-from tiered_zero.rules.state_formats import MasterFormat, Parts
-from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.rules.state_layout import MasterFormat, Parts, StateLayout
 from tiered_zero.sizes import MIB
 from tiered_zero.update.eager import ReadyQueue, UpdateJob
 from tiered_zero.update.places import UnitParameters

@@ -16,7 +16,7 @@ from tiered_zero.layout.extents import file_nbytes
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes, parse_hardware_nbytes
 
 if TYPE_CHECKING:
-    from tiered_zero.assembly.run_spec import RunSpec
+    from tiered_zero.assembly.spec import RunSpec
 
 _MOVED = ("read_nbytes_per_step", "written_nbytes_per_step")
 

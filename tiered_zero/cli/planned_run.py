@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tiered_zero.assembly.run_spec import PlannedMachine, RunSpec, specify_run
+from tiered_zero.assembly.spec import PlannedMachine, RunSpec, specify_run
 from tiered_zero.config.json_file import read_json
 from tiered_zero.config.schema import Config
 from tiered_zero.demo.gpt import build_gpt

@@ -5,11 +5,10 @@ A name is here because a test outside its folder's own unit tests needs it; a fo
 # ruff: noqa: F401 -- tests import these names from here
 
 from tiered_zero import store
-from tiered_zero.assembly import SHUTDOWN, disk_space, machine, run_spec
-from tiered_zero.assembly import model as assembly_model
-from tiered_zero.assembly import parts as assembly_parts
-from tiered_zero.assembly.notices import planning_notices
-from tiered_zero.assembly.run_spec import specify_run
+from tiered_zero.assembly import build as assembly_build
+from tiered_zero.assembly import spec as assembly_spec
+from tiered_zero.assembly.machine import SHUTDOWN
+from tiered_zero.assembly.spec import planning_notices, specify_run
 from tiered_zero.checkpoint import save as checkpoint_save
 from tiered_zero.checkpoint import tag, tag_writer, weights
 from tiered_zero.checkpoint.checkpoints import Checkpoints
@@ -48,7 +47,6 @@ from tiered_zero.params.unit_state import LEGAL_CHANGES, UnitState, WeightState
 from tiered_zero.params.update_guard import UpdateGuard
 from tiered_zero.store import files, manifest, ranges, runs, stripes, table, writer
 from tiered_zero.store import store as swap_store
-from tiered_zero.store.checked_json import decode_checked, encode_checked
 from tiered_zero.store.commit import TwoPhaseCommit
 from tiered_zero.store.directory import OWNER_NAME, PREFIX, Owner, SwapDir
 from tiered_zero.store.json_file import VERSION as FILE_VERSION
