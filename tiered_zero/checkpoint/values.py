@@ -65,15 +65,20 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
     if kind in (list, tuple, dict) and depth == MAX_DEPTH:
         raise ModelError(f"{where}: values nested deeper than {MAX_DEPTH} cannot be saved; does one contain itself?")
     if kind is list or kind is tuple:
-        is_plain = {*map(type, value)} <= _AS_THEY_ARE  # the words of a generator, at once
-        items = [*value] if is_plain else [encode(one, f"{where}[{at}]", depth + 1) for at, one in enumerate(value)]
+        items = [
+            one if type(one) in _AS_THEY_ARE else encode(one, f"{where}[{at}]", depth + 1)
+            for at, one in enumerate(value)
+        ]
         return items if kind is list else {"$tuple": items}
     if kind is dict:
-        for key in value:
-            if not _is_key(key):
+        is_plain = all(type(key) is str and key.isascii() and not key.startswith("$") for key in value)
+        pairs = []
+        for key, own in value.items():
+            if not is_plain and not _is_key(key):
                 raise ModelError(f"{where}: {_described(key)} cannot be saved as a key; use a number or text.")
-        pairs = [[encode(key, where), encode(own, f"{where}[{key!r}]", depth + 1)] for key, own in value.items()]
-        is_plain = all(type(key) is str and not key.startswith("$") for key in value)
+            is_itself = type(own) in _AS_THEY_ARE
+            name = key if is_plain else encode(key, where)
+            pairs.append([name, own if is_itself else encode(own, f"{where}[{key!r}]", depth + 1)])
         return dict(pairs) if is_plain else {"$dict": pairs}
     raise ModelError(f"{where}: {_described(value)} cannot be saved. Saved are {SAVED_TYPES}; {_instead(value)}.")
 
