@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,27 +26,29 @@ def random_states() -> dict[str, Any]:
 
 
 def check_random_states(states: Any) -> None:
-    """Raise ValueError unless `restore_random_states` can restore `states`, which are untrusted."""
+    """Raise ValueError unless `restore_random_states` can restore `states`, which are untrusted: restore them, and the
+    states of now after that."""
     try:
-        _check(states)
-    except ValueError:
-        raise
-    except (TypeError, LookupError, RuntimeError, OverflowError, AttributeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
+        with kept_random_states():
+            restore_random_states(states)
+    except (TypeError, ValueError, LookupError, RuntimeError, OverflowError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error!s:.200}") from None
 
 
 def restore_random_states(states: Mapping[str, Any]) -> list[str]:
-    """Set every generator to its state in `states`, which `check_random_states` has let pass. Returns a line for each
-    generator that is in one of the two only."""
+    """Set every generator to its state in `states`. Returns a line for each generator that is in one of the two
+    only."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
-    lines = []
-    if _is_twister(states["numpy"]) and _numpys_generator() == "MT19937":
+    lines, own, saved = [], _numpys_generator(), states["numpy"]["bit_generator"]
+    if own == saved == "MT19937":
+        if not 0 <= states["numpy"]["state"]["pos"] <= _NUM_WORDS:  # numpy itself reads where it points
+            raise ValueError(f"numpy's position was expected from 0 to {_NUM_WORDS}")
         numpy.random.set_state(states["numpy"])
     else:
         lines.append(
-            f"numpy's generator is {_numpys_generator()} here and was {states['numpy']['bit_generator']}; it stays as "
-            "it is, so that what is drawn from numpy differs"
+            f"numpy's generator is {own} here and was {saved}; it stays as it is, so that what is drawn from numpy "
+            "differs"
         )
     here, module = set(_device_names()), _accelerators()
     for name, state in states["devices"].items():
@@ -68,54 +69,6 @@ def kept_random_states() -> Iterator[None]:
         yield
     finally:
         restore_random_states(states)
-
-
-def _check(states: Any) -> None:
-    if type(states) is not dict or states.keys() != {"python", "numpy", "torch", "devices"}:
-        raise ValueError("expected the states of python, numpy, torch and devices")
-    version, words, spare = states["python"]
-    if type(words) is not tuple or len(words) != _NUM_WORDS + 1 or not (spare is None or type(spare) is float):
-        raise ValueError(f"python's state was expected to have {_NUM_WORDS + 1} words")
-    if (
-        type(version) is not int
-        or version != 3
-        or {*map(type, words)} != {int}
-        or not 0 <= min(words) <= max(words) < 1 << 32
-    ):
-        raise ValueError("python's state was expected to be of version 3 and of 32-bit words")
-    random.Random().setstate(states["python"])
-    _check_bytes(states["torch"], 1 << 16)
-    torch.Generator().set_state(states["torch"])
-    found = states["numpy"]
-    if type(found) is not dict or type(found["bit_generator"]) is not str:
-        raise ValueError("numpy's state was expected as a dict with its bit_generator")
-    if _is_twister(found):
-        words_and_position = found["state"]
-        if type(words_and_position) is not dict:
-            raise ValueError("numpy's state was expected as a dict with key and pos")
-        key, position = words_and_position["key"], words_and_position["pos"]
-        if not isinstance(key, numpy.ndarray) or key.shape != (_NUM_WORDS,) or key.dtype != numpy.uint32:
-            raise ValueError(f"numpy's state was expected to have {_NUM_WORDS} words")
-        if type(position) is not int or not 0 <= position <= _NUM_WORDS:  # numpy itself reads where it points
-            raise ValueError(f"numpy's position was expected from 0 to {_NUM_WORDS}; found {position!r:.80}")
-        numpy.random.RandomState().set_state(found)
-    if type(states["devices"]) is not dict:
-        raise ValueError("the states of devices were expected by name")
-    for name, state in states["devices"].items():
-        if type(name) is not str or re.fullmatch(r"[a-z]{2,30}:\d{1,3}", name) is None:
-            raise ValueError(f"an unknown device {name!r:.80}")
-        _check_bytes(state, 1 << 16)
-        if name in _device_names():
-            torch.Generator(torch.device(name)).set_state(state)
-
-
-def _check_bytes(state: Any, most: int) -> None:
-    if type(state) is not torch.Tensor or state.dtype != torch.uint8 or state.dim() != 1 or state.numel() > most:
-        raise ValueError("torch's state was expected as a short row of bytes")
-
-
-def _is_twister(state: Mapping[str, Any]) -> bool:
-    return bool(state["bit_generator"] == "MT19937")
 
 
 def _numpys_generator() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import final
 
 from tiered_zero.errors import ModelError, TieredZeroError
@@ -35,3 +36,11 @@ class OwnProcess:
                 f"forked from it and has none of its threads. Use the {self._what} in the parent alone, or make "
                 "another one in the child."
             )
+
+
+def boot_id() -> str:
+    """Return the boot id of the running kernel; empty if there is no /proc."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
