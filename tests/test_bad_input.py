@@ -14,6 +14,7 @@ import torch
 
 import tiered_zero
 from tests.bad_inputs import CASES, Case, build_model, check, good_config, merged
+from tests.support.inspection.insides import rack
 from tiered_zero.errors import ConfigError, ModelError, PlanError, StoreError, TieredZeroError
 from tiered_zero.io import preflight
 
@@ -162,7 +163,7 @@ def test_rates_that_a_scheduler_set_are_taken_back_when_the_run_does_not_start(
     before = {**optimizer.param_groups[0]}
     config = {**good_config(swap_path), "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
     with monkeypatch.context() as patch:
-        patch.setattr("tiered_zero.tiers.rack.SwapStore", _refuse)
+        patch.setattr(rack, "SwapStore", _refuse)
         with pytest.raises(StoreError, match="full"):
             tiered_zero.initialize(model=model, optimizer=optimizer, config=config)
     assert optimizer.param_groups == [before]

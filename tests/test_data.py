@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import tiered_zero
-from tiered_zero.checkpoint.values import decode, encode
+from tests.support.inspection.insides import decode, encode
 from tiered_zero.data import TrainingLoader
 from tiered_zero.errors import StoreError
 from tiered_zero.utils import RepeatingLoader

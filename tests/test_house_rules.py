@@ -352,16 +352,60 @@ def names_say_what_a_thing_is(source: Source) -> Found:
             yield line, f"{name}: {min(empty)!r} says nothing; name what it holds or does"
 
 
+DOOR = "tests/support/inspection/"
+INSIDES = frozenset("assembly checkpoint engine grads params store tiers update".split())
+"""Folders whose files move: what tests of other folders need of them goes through DOOR."""
+
+
 @rule(
     ("tests/",),
     planted={"tests/a.py": ["engine._inspect().pager", "engine._step.policy"]},
-    innocent={"tests/support/inspection.py": ["engine._inspect()"], "tests/a.py": ["inspect.stack()"]},
+    innocent={"tests/support/inspection/__init__.py": ["engine._inspect()"], "tests/a.py": ["inspect.stack()"]},
 )
 def tests_look_inside_engines_in_one_file(source: Source) -> Found:
-    if source.path != "tests/support/inspection.py":
+    if not source.path.startswith(DOOR):
         for node in source.nodes(ast.Attribute):
             if node.attr == "_inspect" or ast.unparse(node) == "engine._step":
-                yield node.lineno, f"{node.attr}: ask tests/support/inspection.py"
+                yield node.lineno, f"{node.attr}: ask {DOOR}"
+
+
+@rule(
+    ("tests/",),
+    planted={
+        "tests/crash/a.py": [
+            "from tiered_zero.store.runs import list_runs",
+            "from tiered_zero import store",
+            "def f():\n    import tiered_zero.checkpoint.tag",
+            "import tiered_zero\ntiered_zero.params.pager.Pager",
+            "CHILD = 'import sys; from tiered_zero.engine.engine import Engine'",
+            "patch('tiered_zero.tiers.rack.SwapStore')",
+        ],
+        "tests/checkpoint/a.py": ["from tiered_zero.store.runs import list_runs"],
+    },
+    innocent={
+        "tests/support/inspection/insides.py": ["from tiered_zero.store.runs import list_runs"],
+        "tests/store/a.py": ["from tiered_zero.store.runs import list_runs"],
+        "tests/crash/a.py": [
+            "from tests.support.inspection.insides import list_runs",
+            "from tiered_zero.io.select import select_engine",
+            "'set tiered_zero.checkpoint.in_place'",
+        ],
+    },
+)
+def tests_import_insides_through_one_door(source: Source) -> Found:
+    """A folder's own tests may import it. Programs of children and names to patch, which are strings, count too."""
+    if source.path.startswith((DOOR, "tests/test_house_rules.py")):
+        return
+    found = [(line, full) for line, full in source.uses if full.startswith("tiered_zero.")]
+    for node in source.nodes(ast.Constant):
+        if isinstance(node.value, str):
+            named = re.findall(r"(?:from|import) (tiered_zero\.[\w.]+)|^(tiered_zero(?:\.\w+){3,})$", node.value)
+            found += [(node.lineno, name) for names in named for name in names if name]
+    own = source.path.split("/")[1]
+    for line, full in sorted(set(found)):
+        folder = full.split(".")[1]
+        if folder in INSIDES and folder != own:
+            yield line, f"{full}: take it from {DOOR}insides.py"
 
 
 @rule(
@@ -374,7 +418,7 @@ def tests_look_inside_engines_in_one_file(source: Source) -> Found:
     },
 )
 def only_the_command_line_prints(source: Source) -> Found:
-    steps_per_print = "tiered_zero/telemetry/observer.py"
+    steps_per_print = "tiered_zero/telemetry/runlog.py"
     if not source.path.startswith(
         ("tiered_zero/__main__.py", "tiered_zero/cli/", "tiered_zero/demo/", steps_per_print)
     ):

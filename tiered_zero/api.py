@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
-from tiered_zero.assembly import build
-from tiered_zero.assembly.run_spec import specify_run
+from tiered_zero.assembly.build import build
+from tiered_zero.assembly.spec import specify_run
 from tiered_zero.concurrency.interrupts import INTERRUPTS, protected
 from tiered_zero.config.load import load
 from tiered_zero.config.schema import Config

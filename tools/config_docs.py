@@ -32,8 +32,7 @@ the top level, as `"zero_optimization.reduce_bucket_size"`, is not read, as in D
 def type_of(node: dict[str, Any]) -> str:
     """JSON schema of a value -> its type in words."""
     if "anyOf" in node:
-        options = [type_of(option) for option in node["anyOf"] if option != {"const": "auto"}]
-        return " or ".join(dict.fromkeys(options))
+        return " or ".join(dict.fromkeys(map(type_of, node["anyOf"])))
     if "enum" in node or "const" in node:
         return ", ".join(json.dumps(value) for value in node.get("enum", [node.get("const")]))
     kinds = node.get("type", "value")
@@ -41,10 +40,11 @@ def type_of(node: dict[str, Any]) -> str:
 
 
 def type_at(schema: dict[str, Any], path: str) -> str:
-    """Of the key at `path` in the schema of the whole config."""
+    """Of the key at `path` in the JSON schema of the whole config."""
     node = schema
     for name in path.split("."):
-        node = next((option for option in node.get("anyOf", ()) if option.get("type") == "object"), node)
+        sections = [option["$ref"] for option in (node, *node.get("anyOf", ())) if "$ref" in option]
+        node = schema["$defs"][sections[0].rpartition("/")[2]] if sections else node
         node = node["properties"][name]
     return type_of(node)
 
@@ -68,7 +68,7 @@ def allowed_by(key: Key) -> str:
 
 def page() -> str:
     """The whole text of docs/config.md."""
-    schema, keys = Config.json_schema(), table(Config).values()
+    schema, keys = Config.model_json_schema(), table(Config).values()
     parts = [_HEAD, "## Honoured keys\n"]
     sections: dict[str, list[Key]] = {}
     for key in keys:

@@ -120,8 +120,8 @@ def run_here(names: list[str], options: argparse.Namespace) -> None:
         if name == "exit":
             correctness.exit_without_close(site)
             return
-        if name in ranks.BODIES:
-            ranks.run_rank(name, site)
+        if name == ranks.BODY:
+            ranks.run_rank(site)
             return
         if name != names[0] and site.left_s < known[name].least_s:
             return

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.pool import RankPool, open_collectives
-from tiered_zero.assembly.disk_space import check_disk_space
+from tiered_zero.assembly.machine import check_disk_space
 from tiered_zero.errors import StoreError
 from tiered_zero.hardware.ranks.collectives import SingleRank
 

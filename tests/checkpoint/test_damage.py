@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,18 +12,15 @@ import pytest
 import torch
 
 from tests.fakes.sync_io import SyncEngine
-from tests.support.tags import Tensors, equal_bits, fields, load_tag, save_tag, write_share
-from tiered_zero.checkpoint import tag_manifest
-from tiered_zero.checkpoint.directory import find_tag, list_tags
-from tiered_zero.checkpoint.open import find_damage, open_tag
-from tiered_zero.checkpoint.reader import Target
-from tiered_zero.checkpoint.shares import Share
-from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, Part, RecordName, Source
+from tests.support.json_files import with_body
+from tests.support.tags import Tensors, equal_bits, fields, load_tag, save_tag, tag_to_load, write_share
+from tiered_zero.checkpoint.index import FORMAT, MANIFEST_NAME, Part, RecordName, Share, Source
+from tiered_zero.checkpoint.load import Target
+from tiered_zero.checkpoint.run_state import describe
+from tiered_zero.checkpoint.tag import find_checkpoint, find_damage, list_tags, open_tag
 from tiered_zero.checkpoint.tag_writer import TagWriter
-from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.sizes import MIB, PAGE_NBYTES
-from tiered_zero.store.checked_json import encode_checked
 from tiered_zero.system.resources import map_memory
 
 TENSORS = {
@@ -128,17 +124,17 @@ def test_hostile_manifests_beside_real_files(tag: Path) -> None:
         {"stores": [{**store, "records": [{**first, "nbytes": huge}, *store["records"][1:]]}]},
         {"stores": [{**store, "ranges": {**store["ranges"], first["name"]: []}}]},
         {"tensors": {**body["tensors"], "x": entry}},
-        {"tensors": {"x": {**entry, "parts": [[0, huge, 0, 0]]}}},
-        {"tensors": {"x": {**entry, "shape": [1], "parts": [[0, 1, 0, huge]]}}},
+        {"tensors": {"x": {**entry, "parts": [[0, huge, [[0, 0]]]]}}},
+        {"tensors": {"x": {**entry, "shape": [1], "parts": [[0, 1, [[0, huge]]]]}}},
         {"records": [[0, "none"], *body["records"][1:]]},
         {"records": [[1, first["name"]], *body["records"][1:]]},
         {"stores": []},
     ):
-        (tag / MANIFEST_NAME).write_bytes(encode_checked(tag_manifest.FORMAT, tag_manifest.VERSION, body | changes))
+        (tag / MANIFEST_NAME).write_bytes(with_body(FORMAT, body | changes))
         assert not check(tag)
         assert not list_tags(tag.parent)[0].complete or find_damage(tag) != []
     with pytest.raises(StoreError):
-        find_tag(tag.parent)
+        find_checkpoint(tag.parent)
 
 
 def test_a_manifest_that_is_large_without_data_is_not_read(tag: Path) -> None:
@@ -156,14 +152,14 @@ def test_nothing_is_copied_from_a_damaged_chunk(tag: Path) -> None:
     flip(tag / DATA, MIB + 5, 0)
     into = torch.full_like(TENSORS["master/a"], -1.0)
     with open_tag(tag) as reader, pytest.raises(CorruptionError):
-        reader.wait(reader.submit([Target(key="master/a", start=0, stop=into.numel(), values=into)]))
+        reader.fill([Target("master/a", 0, into)])
     assert into[MIB // 4 : 2 * MIB // 4].eq(-1.0).all()
 
 
 def test_a_tag_may_be_copied_and_renamed(tag: Path) -> None:
     shutil.copytree(tag, tag.parent / "elsewhere" / "best")
     assert check(tag.parent / "elsewhere" / "best")
-    assert find_tag(tag.parent / "elsewhere")[0].tag == "best"
+    assert tag_to_load(tag.parent / "elsewhere").tag == "best"
 
 
 def test_bytes_that_change_while_they_are_written_are_noticed_when_read(tmp_path: Path) -> None:
@@ -176,7 +172,7 @@ def test_bytes_that_change_while_they_are_written_are_noticed_when_read(tmp_path
         memory[5] = 1
         engine.release()
         part = Part(0, MIB, (Source(0, 0),))
-        entry = replace(describe(torch.uint8, (MIB,)), parts=(part,))
+        entry = describe(torch.uint8, (MIB,)).with_parts([part])
         records, stores = [RecordName(0, "x")], [writer.writer.finish()]
         share = Share(tensors={"x": entry}, records=records, scalars={}, driver={}, stores=stores)
         writer.publish(fields(1), [share])

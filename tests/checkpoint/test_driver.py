@@ -21,7 +21,8 @@ from tests.support.models import groups, rows, two_layers
 from tests.support.schedulers import SCHEDULERS, sequence
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint.driver import LoadParts, join_states, own_state
-from tiered_zero.checkpoint.matching import differences
+from tiered_zero.checkpoint.load import differences
+from tiered_zero.checkpoint.values import encode
 from tiered_zero.data import TrainingLoader
 from tiered_zero.errors import ModelError, NonFiniteError, StoreError
 from tiered_zero.rules import lr
@@ -67,7 +68,7 @@ def options_of(engine: tiered_zero.Engine) -> list[Any]:
 def capture(engine: tiered_zero.Engine, loader: TrainingLoader | None = None, **client_state: Any) -> Any:
     """What a file has of it."""
     state = driver_state(engine, loader).capture(client_state)
-    return json.loads(json.dumps(state, allow_nan=False))
+    return json.loads(json.dumps(state))
 
 
 def restore(engine: tiered_zero.Engine, saved: Any, loader: TrainingLoader | None = None, **parts: bool) -> Any:
@@ -153,7 +154,7 @@ def test_a_scheduler_that_cannot_be_saved_is_refused(make: Callable[..., tiered_
         (SCHEDULERS["StepLR"], SCHEDULERS["LinearLR"], "is a StepLR; this run's is a LinearLR"),
         (None, SCHEDULERS["LinearLR"], "has no lr_scheduler, and this run has a LinearLR"),
         (SCHEDULERS["SequentialLR"], lambda o: lr_scheduler.SequentialLR(
-            o, [lr_scheduler.LinearLR(o), lr_scheduler.LinearLR(o)], [3]), "expected to have the state of this run's"),
+            o, [lr_scheduler.LinearLR(o), lr_scheduler.LinearLR(o)], [3]), "does not go on from the state"),
     ],
     ids=["other", "none", "shorter"],
 )  # fmt: skip
@@ -240,7 +241,7 @@ def test_another_optimizer_takes_the_schedule_alone(make: Callable[..., tiered_z
 def test_a_schedule_that_was_never_saved_is_refused(make: Callable[..., tiered_zero.Engine], schedule: Any) -> None:
     """Also by a run that has none."""
     engine = make()
-    with pytest.raises(StoreError, match="The checkpoint's lr_scheduler"):
+    with pytest.raises(StoreError, match=r"The checkpoint's driver state is not what was saved .*lr_scheduler"):
         restore(engine, {**capture(engine), "lr_scheduler": schedule})
 
 
@@ -351,7 +352,7 @@ def test_another_generator_of_numpy_is_said(
     engine = make()
     saved = capture(engine)
     saved["random_states"]["numpy"]["bit_generator"] = "PCG64"
-    saved["random_states"]["devices"] = {"cuda:7": {"$tensor": {"dtype": "uint8", "shape": [1], "data": "AA=="}}}
+    saved["random_states"]["devices"] = {"cuda:7": encode(torch.zeros(1, dtype=torch.uint8), "a state")}
     restore(engine, saved)
     assert "numpy's generator is MT19937 here and was PCG64" in caplog.text
     assert "there is no cuda:7 here" in caplog.text
@@ -381,7 +382,7 @@ def test_every_rank_goes_on_with_its_own_numbers(
     assert "rank 2 was not there when 2 saved: its random numbers go on as they are" in caplog.text
     for wrong in ([], 3, [{}], [own_state(first), {**own_state(second), "loader": {"$tensor": 1}}]):
         joined["ranks"] = wrong
-        with pytest.raises(StoreError, match="state of each rank"):
+        with pytest.raises(StoreError, match=r"driver state (is not what was saved|cannot be read)"):
             resume_as(1, 2)
 
 
@@ -458,7 +459,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 JUNK = [
     None, True, -1, 0, 2**70, 1.5, "x", [], [[]], {"$tuple": []}, {"a": {"b": 1}},
-    {"$tensor": {"dtype": "uint8", "shape": [2], "data": "AAA="}},
+    encode(torch.zeros(2, dtype=torch.uint8), "junk"),
 ]  # fmt: skip
 
 
@@ -506,51 +507,10 @@ def test_changed_states_are_refused_or_restored(make: Callable[..., tiered_zero.
     driver.restore(driver.check(whole))
 
 
-@pytest.mark.parametrize(("make_optimizer", "name"), [(adamw, "OneCycleLR"), (sgd, "StepLR")], ids=["adamw", "sgd"])
-def test_what_is_taken_can_be_stepped(
-    make: Callable[..., tiered_zero.Engine], make_optimizer: Callable[[nn.Module], Optimizer], name: str
-) -> None:
-    """A param group or schedule with which the next step fails, or the one after it, is refused before it is loaded."""
-    engine = make(make_scheduler=SCHEDULERS[name], make_optimizer=make_optimizer)
-    train(engine, 2)
-    whole = capture(engine)
-    driver = driver_state(engine)
-    found = {"refused": 0, "taken": 0}
-    for part, key in (("groups", 0), ("lr_scheduler", "state")):
-        for changed in changed_states(whole[part][key], [None, -1, 0, 2**70, "x"]):
-            saved = copy.deepcopy(whole)
-            saved[part][key] = changed
-            try:
-                state = driver.check(saved)
-            except (StoreError, ModelError):
-                found["refused"] += 1
-                continue
-            found["taken"] += 1
-            driver.restore(state)
-            try:
-                train(engine, 2)
-            except ValueError as error:
-                assert "Tried to step" in str(error), "OneCycleLR has an end, behind which plain PyTorch raises"
-            driver.restore(driver.check(whole))
-    assert found["refused"] > found["taken"] > 20
-
-
 @pytest.mark.parametrize("saved", [None, [], {}, {"counts": 1}, 5, "x"])
 def test_what_is_no_state_is_refused(make: Callable[..., tiered_zero.Engine], saved: Any) -> None:
-    with pytest.raises(StoreError, match="driver state was expected to have counts"):
+    with pytest.raises(StoreError, match=r"The checkpoint's driver state (is not what was saved|cannot be read)"):
         restore(make(), saved)
-
-
-def test_a_state_that_would_hide_a_schedulers_methods_is_refused(make: Callable[..., tiered_zero.Engine]) -> None:
-    engine = make(make_scheduler=SCHEDULERS["ChainedScheduler"])
-    saved = capture(engine)
-    for change in ({"step": 1}, {"optimizer": None}, {"get_last_lr": None}):
-        for nested in (False, True):
-            changed = copy.deepcopy(saved)
-            state = changed["lr_scheduler"]["state"]
-            (state["_schedulers"][0] if nested else state).update(change)
-            with pytest.raises(ModelError, match="was expected to have the state of this run's ChainedScheduler"):
-                restore(engine, changed)
 
 
 # -- what wrote it -----------------------------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 
 from tests.support.tags import fields, write_share, written_by
 from tests.support.trainers import same_bits
-from tiered_zero.checkpoint import export as export_module
-from tiered_zero.checkpoint.export import list_weights
-from tiered_zero.checkpoint.open import open_tag
+from tiered_zero.checkpoint import weights as weights_module
+from tiered_zero.checkpoint.tag import open_tag
 from tiered_zero.checkpoint.tag_writer import TagWriter
-from tiered_zero.checkpoint.weights import write_weights
+from tiered_zero.checkpoint.weights import list_weights, write_weights
 from tiered_zero.errors import CorruptionError, StoreError
 
 
@@ -57,7 +56,7 @@ def exported(path: Path) -> dict[str, torch.Tensor]:
 def test_every_weight_is_there_rounded_once(
     dtype: torch.dtype, chunk_numel: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export_module, "_CHUNK_NUMEL", chunk_numel)
+    monkeypatch.setattr(weights_module, "_CHUNK_NUMEL", chunk_numel)
     tensors = state()
     path = write_tag(tmp_path / "ck", tensors)
     paths = write_weights(tmp_path / "out", list_weights(open_tag(path), dtype), max_shard_nbytes=1000)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.file_systems import mounted
-from tests.support.tags import equal_bits, fields, load_tag, save_tag, write_padding, write_share
-from tiered_zero.checkpoint.directory import find_tag
+from tests.support.tags import equal_bits, fields, load_tag, save_tag, tag_to_load, write_padding, write_share
+from tiered_zero.checkpoint.tag import find_checkpoint
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
@@ -27,7 +27,7 @@ def test_the_disk_fills_in_mid_save(swap_path: Path, kind: str) -> None:
             writer.publish(fields(2), [write_share(writer, tensors)])
         assert str(disk) in str(caught.value) and "free there" in str(caught.value)
         assert sorted(path.name for path in disk.iterdir()) == [".tiered_zero.lock", "first", "latest"]
-        info, skipped = find_tag(disk)
-        assert (info.tag, skipped) == ("first", []) and equal_bits(load_tag(info.path), tensors)
+        info, skipped = tag_to_load(disk), find_checkpoint(disk).lines
+        assert (info.tag, skipped) == ("first", ()) and equal_bits(load_tag(info.path), tensors)
         save_tag(disk, "third", tensors, 3)
-        assert find_tag(disk)[0].tag == "third"
+        assert tag_to_load(disk).tag == "third"

@@ -14,15 +14,12 @@ from torch import nn
 
 import tiered_zero
 from tests.crash.run_commits import config
+from tests.support.inspection.insides import MANIFEST_NAME, OWNER_NAME
+from tests.support.json_files import read_body, with_body
 from tests.support.tags import load_commit
-from tiered_zero.checkpoint.open import open_commit
-from tiered_zero.checkpoint.resume import find_checkpoint
+from tiered_zero.checkpoint.tag import find_checkpoint, open_commit
 from tiered_zero.errors import StoreError, TieredZeroError
-from tiered_zero.store.checked_json import decode_checked, encode_checked
-from tiered_zero.store.manifest import MANIFEST_NAME
-from tiered_zero.store.owner import OWNER_NAME
 
-STORE = ("tiered_zero.store", 1)
 STRANGE: list[Any] = [None, True, -1, 0, 3, 2**40, 2**63, 2**64, 1.5, "", "x", "/etc/passwd", "../x", [], [[]], {}]
 
 
@@ -51,7 +48,7 @@ def nodes(value: Any) -> Iterator[tuple[Any, Any]]:
 def test_changed_manifests(saved: Path) -> None:
     path = saved / MANIFEST_NAME
     original = path.read_bytes()
-    body = decode_checked(original, path, *STORE)
+    body = read_body(original)
     chance = random.Random(0)
     refused = 0
     try:
@@ -65,7 +62,7 @@ def test_changed_manifests(saved: Path) -> None:
                     container.pop(key, None)
                 elif not isinstance(container, list) or key < len(container):
                     container[key] = chance.choice(STRANGE)
-            path.write_bytes(encode_checked(*STORE, changed))
+            path.write_bytes(with_body("tiered_zero.store", changed))
             try:
                 load_commit(saved)
             except TieredZeroError:

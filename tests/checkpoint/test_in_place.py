@@ -17,17 +17,22 @@ from torch.distributed.checkpoint import load as dcp_load
 import tiered_zero
 from tests.support.configs import SMALL_DEVICE
 from tests.support.forked import run_forked
+from tests.support.inspection.insides import (
+    DATA_NAME,
+    RunInfo,
+    SwapStore,
+    TwoPhaseCommit,
+    collect_garbage,
+    list_runs,
+    manifest,
+    runs,
+)
 from tests.support.models import LENGTH, VOCAB, ParityGPT, two_layers
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint.dcp import DcpReader
-from tiered_zero.checkpoint.directory import list_tags
+from tiered_zero.checkpoint.tag import list_tags
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, TieredZeroError, UntaggedCommitError
-from tiered_zero.store import manifest
-from tiered_zero.store.runs import RunInfo, collect_garbage, list_runs
-from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.store.two_phase_commit import TwoPhaseCommit
 
 Settings = dict[str, Any]
 
@@ -122,7 +127,7 @@ def test_a_run_that_ended_goes_on_in_its_directory_with_the_same_bits(
     with start(config(swap_path, {"in_place": True}, **dict(CASES[case]))) as engine:
         train(engine, first, saved)
     (before,) = list_runs(swap_path)
-    assert (before.state, before.step, before.resumable) == ("unknown", first, True)  # its process lives, and let go
+    assert (before.state, before.step, before.resumable) == ("dead", first, True)  # its process has let go
     resume = {"in_place": True, "resume": str(saved)}
     with start(config(swap_path, resume, **dict(CASES[case])), seed=7) as engine:
         assert engine.global_steps == first
@@ -142,7 +147,7 @@ def test_the_run_that_is_gone_on_with_is_no_leftover(
     def as_if_ended(parent: Path) -> list[RunInfo]:
         return [replace(run, state="dead") for run in list_runs(parent)]
 
-    monkeypatch.setattr("tiered_zero.store.runs.list_runs", as_if_ended)
+    monkeypatch.setattr(runs, "list_runs", as_if_ended)
     with start(config(swap_path, {"in_place": True})) as engine:
         train(engine, 1, tmp_path / "saved")
     with caplog.at_level(logging.WARNING):
@@ -212,11 +217,11 @@ def test_two_commits_of_one_step_are_two(swap_path: Path, tmp_path: Path) -> Non
         train(engine, 1)
         for tag in ("a", "b"):
             engine.save_checkpoint(tmp_path, tag=tag, client_state={"of": tag})
-        with pytest.raises(StoreError, match=r"it was superseded: .* is at step 1, which was committed again, by now"):
+        with pytest.raises(StoreError, match=r"it was superseded: .* has committed step 1 again in place since"):
             engine.load_checkpoint(tmp_path, tag="a")
         assert engine.load_checkpoint(tmp_path, tag="b")[1] == {"of": "b"}
     first, second = list_tags(tmp_path)
-    assert first.reason.startswith("it was superseded by b") and second.complete
+    assert first.is_superseded and second.complete
 
 
 def test_weights_that_were_loaded_beside_their_state_are_committed_with_checksums(
@@ -313,7 +318,7 @@ def test_a_tag_that_was_lost_with_its_name_leads_to_an_older_one(swap_path: Path
         assert engine.global_steps == 2
 
 
-@pytest.mark.parametrize("failing", ["write_next", "confirm"])
+@pytest.mark.parametrize("failing", ["prepare", "confirm"])
 def test_a_commit_that_fails_leaves_the_last_one_and_says_whether_training_goes_on(
     swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -328,22 +333,22 @@ def test_a_commit_that_fails_leaves_the_last_one_and_says_whether_training_goes_
             with pytest.raises(StoreError, match="No space left"):  # at the latest of the two
                 engine.save_checkpoint(tmp_path, tag="full")
         assert not (tmp_path / "full").exists()
-        if failing == "write_next":  # nothing had changed: it can be tried again
+        if failing == "prepare":  # nothing had changed: it can be tried again
             train(engine, 1, tmp_path)
         else:
             with pytest.raises(TieredZeroError, match="cannot be trusted any more"):
                 train(engine, 1, tmp_path)
                 engine.flush()
     with start(config(swap_path, {"in_place": True, "resume": str(tmp_path)})) as engine:
-        assert engine.global_steps == (2 if failing == "write_next" else 1)
+        assert engine.global_steps == (2 if failing == "prepare" else 1)
 
 
 @pytest.mark.parametrize("update", ["overlapped", "barrier"])
-@pytest.mark.parametrize("failing", ["_write_manifest", "_give_name"])
+@pytest.mark.parametrize("failing", ["prepare_pointer", "_give_name"])
 def test_a_commit_without_its_tag_is_named_and_resumed_from(
     swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, update: str
 ) -> None:
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **named: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with start(config(swap_path, {"in_place": True}, update=update)) as engine:
@@ -384,7 +389,7 @@ def test_a_live_run_is_not_taken(swap_path: Path, tmp_path: Path) -> None:
         engine.flush()
         with pytest.raises(StoreError, match="belongs to a live run"):
             start(config(swap_path, {"in_place": True, "resume": str(tmp_path)}))
-        child = "import sys; from tiered_zero.checkpoint.open import open_commit; open_commit(sys.argv[1])"
+        child = "import sys; from tiered_zero.checkpoint.tag import open_commit; open_commit(sys.argv[1])"
         (run,) = list_runs(swap_path)
         done = run_forked("-c", child, run.path)
         assert "belongs to a live run" in done.stderr

@@ -13,7 +13,7 @@ from tests.support.inspection import differences, everything
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint import checkpoints
-from tiered_zero.checkpoint.loading import StateLoader
+from tiered_zero.checkpoint.load import StateLoader
 from tiered_zero.concurrency.interrupts import INTERRUPTS
 from tiered_zero.errors import EngineFailedError
 

@@ -12,15 +12,11 @@ import pytest
 import torch
 
 from tests.fakes.sync_io import SyncEngine
-from tests.support.tags import fields, save_tag, write_share
-from tiered_zero.checkpoint.directory import find_tag, list_tags
-from tiered_zero.checkpoint.prune import prune
-from tiered_zero.checkpoint.resume import find_checkpoint
-from tiered_zero.checkpoint.save_directory import LATEST_NAME
-from tiered_zero.checkpoint.tag_writer import TagWriter
+from tests.support.inspection.insides import SwapDir, SwapStore
+from tests.support.tags import fields, save_tag, tag_to_load, write_share
+from tiered_zero.checkpoint.tag import LATEST_NAME, find_checkpoint, list_tags
+from tiered_zero.checkpoint.tag_writer import TagWriter, prune
 from tiered_zero.errors import StoreError
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 
 
 def save(path: Path, step: int) -> None:
@@ -91,7 +87,7 @@ def test_superseded_pointers_are_removed_and_do_not_count(run: Committer) -> Non
     assert names(run.save_dir) == [LATEST_NAME, "s2", "s6"]
     assert find_checkpoint(run.save_dir).swap == run.swap.paths[0]
     assert removed(run.save_dir, keep=1) == ["s2"]
-    assert find_tag(run.save_dir)[0].step == 6
+    assert tag_to_load(run.save_dir).step == 6
 
 
 @pytest.mark.parametrize("save_latest", [True, False])
@@ -101,7 +97,17 @@ def test_the_only_pointer_to_a_commit_stays(run: Committer, save_latest: bool) -
     run.commit(4, tag="")
     assert removed(run.save_dir, keep=1) == ["s1", "s2"]
     found = find_checkpoint(run.save_dir)
-    assert found.swap == run.swap.paths[0] and "has committed step 4 in place since" in found.lines[0]
+    assert found.swap == run.swap.paths[0] and "has committed step 4 in place since" in found.lines[-1]
+
+
+def test_a_lost_tag_leads_to_its_commit_by_the_newest_pointer(run: Committer) -> None:
+    """A crash may leave `latest` with the name of a tag that is not there. A full save before is of an older step."""
+    save(run.save_dir, 1)
+    run.commit(2)
+    run.commit(3, tag="")
+    (run.save_dir / LATEST_NAME).write_text("s3")
+    found = find_checkpoint(run.save_dir)
+    assert found.swap == run.swap.paths[0] and "has committed step 3 in place since" in found.lines[-1]
 
 
 def test_a_pointer_of_a_later_step_that_was_given_up_goes(run: Committer) -> None:
@@ -142,9 +148,9 @@ def test_a_tag_with_files_of_others_stays_and_stops_no_save_and_no_prune(
     assert "s1 has directories that are no part of a checkpoint" in caplog.text and "'hf'" in caplog.text
     with pytest.raises(StoreError, match=r"s1 has directories .*'hf'\. Move them elsewhere, or name another tag"):
         save(tmp_path, 1)
-    assert find_tag(tmp_path, "s1")[0].complete and (export / "model.safetensors").read_text() == "weights"
+    assert tag_to_load(tmp_path, "s1").complete and (export / "model.safetensors").read_text() == "weights"
     save(tmp_path, 4)
-    assert find_tag(tmp_path)[0].tag == "s4"
+    assert tag_to_load(tmp_path).tag == "s4"
 
 
 def test_a_hidden_directory_that_cannot_be_removed_stops_no_save_and_no_prune(
@@ -155,7 +161,7 @@ def test_a_hidden_directory_that_cannot_be_removed_stops_no_save_and_no_prune(
     (left / "hf").mkdir(parents=True)
     (left / "hf" / "model.safetensors").write_text("weights")
     save(tmp_path, 2)
-    assert find_tag(tmp_path)[0].tag == "s2" and removed(tmp_path, 1) == ["s1"]
+    assert tag_to_load(tmp_path).tag == "s2" and removed(tmp_path, 1) == ["s1"]
     assert caplog.text.count(f"{left} cannot be removed: ENOTEMPTY") == 2 and "removed .tmp-old" not in caplog.text
 
 
@@ -168,6 +174,6 @@ def test_what_is_put_into_a_tag_while_it_is_replaced_keeps_latest_from_nothing(
         (tmp_path / "s1" / "hf").mkdir()
         (tmp_path / "s1" / "hf" / "model.safetensors").write_text("weights")
         writer.publish(fields(3), [write_share(writer, {"x": torch.tensor([3.0])})])
-    assert find_tag(tmp_path)[0].step == 3 and (tmp_path / LATEST_NAME).read_text() == "s1"
+    assert tag_to_load(tmp_path).step == 3 and (tmp_path / LATEST_NAME).read_text() == "s1"
     assert caplog.text.count("cannot be removed: ENOTEMPTY") == 1
     assert [*tmp_path.glob(".tmp-s1-*/hf/model.safetensors")]

@@ -13,7 +13,7 @@ import tiered_zero
 from tests.support.inspection import differences, everything
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint.directory import list_tags
+from tiered_zero.checkpoint.tag import list_tags
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

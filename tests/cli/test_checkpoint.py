@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.test_export import exported, state, write_tag
 from tests.fakes.sync_io import SyncEngine
+from tests.support.inspection.insides import DATA_NAME
 from tests.support.tags import save_tag
 from tests.support.trainers import same_bits
 from tiered_zero.cli.main import main
-from tiered_zero.store.stripes import DATA_NAME
 
 
 def run(*arguments: object) -> Result:

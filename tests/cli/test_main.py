@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from tiered_zero.cli import main as group
+from tiered_zero.cli.console import print_table
 from tiered_zero.cli.main import COMMANDS, Command, main
 from tiered_zero.errors import PlanError
 
@@ -106,6 +107,19 @@ def test_ctrl_c_is_130(command) -> None:  # type: ignore[no-untyped-def]
     command(interrupted)
     result = CliRunner().invoke(main, ["probe"])
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+
+
+def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def widest() -> int:
+        print_table(("run", "why"), [("a", "word " * 40)])
+        return max(len(line) for line in capsys.readouterr().out.splitlines())
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert 200 < widest() < 220
+    monkeypatch.setenv("COLUMNS", "60")
+    assert widest() <= 60
 
 
 def test_wrong_usage_is_2() -> None:

@@ -8,18 +8,14 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
 
 from tiered_zero.cli import drives
-from tiered_zero.cli.console import STDOUT
 from tiered_zero.cli.main import main
 from tiered_zero.cli.options import DEMO_MODEL
-from tiered_zero.cli.tables import plan_table
 from tiered_zero.plan.gpt_shape import num_parameters
-from tiered_zero.plan.planner import Plan, PlanRow
 from tiered_zero.sizes import format_nbytes
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt_nvme.json")
@@ -174,36 +170,6 @@ def test_what_does_not_fit_is_shown_and_said() -> None:
     assert "master weights and optimizer state (fp32)" in result.stdout
     errors = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
     assert len(errors) == 1 and "MiB of device memory" in errors[0]
-
-
-def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    def widest() -> int:
-        lines = CliRunner().invoke(main, ["plan", CONFIG]).stdout.splitlines()
-        return max(len(line) for line in lines if line.startswith(("│", "┃")))  # of the table: other lines have paths
-
-    monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr(STDOUT, "_width", None)  # what rich has read from COLUMNS as it was imported
-    assert 80 < widest() < 130
-    monkeypatch.setenv("COLUMNS", "60")
-    assert widest() <= 60
-
-
-def test_tiers_come_fastest_first_with_their_sums_and_limits() -> None:
-    rows = (
-        PlanRow(tier="nvme", kind="state", nbytes=3 << 30, what="state"),
-        PlanRow(tier="device", kind="window", nbytes=1 << 20, what="window"),
-        PlanRow(tier="device", kind="param", nbytes=1 << 10, what="resident"),
-    )
-    plan = Mock(spec=Plan, rows=rows, limits={"device": (2 << 20, "a setting")})
-    plan.nbytes = lambda tier: sum(row.nbytes for row in rows if row.tier == tier)
-    cells = list(zip(*(column.cells for column in plan_table(plan).columns), strict=True))
-    assert cells == [
-        ("device", "window", "1.0 MiB"),
-        ("device", "resident", "1.0 KiB"),
-        ("device", "in all, of 2.0 MiB (a setting)", "1.0 MiB"),
-        ("nvme", "state", "3.0 GiB"),
-        ("nvme", "in all", "3.0 GiB"),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from tiered_zero.cli import progress as module
-from tiered_zero.cli.progress import TrainingProgress
+from tiered_zero.cli import training as module
+from tiered_zero.cli.training import TrainingProgress
 
 
 @pytest.fixture

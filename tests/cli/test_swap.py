@@ -8,11 +8,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.fakes.sync_io import SyncEngine
+from tests.support.inspection.insides import DATA_NAME, SwapDir, SwapStore
 from tiered_zero.cli.main import main
-from tiered_zero.store import swap_dir
-from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 
 PAGE = 4096
 
@@ -32,7 +29,6 @@ def runs(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """Directories by kind. The dead owners have a pid that no process can have."""
     live = SwapDir.create([swap_path], model="live model [bold]")
     found = {"live": live.paths[0]}
-    monkeypatch.setattr(swap_dir, "start_ticks", lambda pid: -1)
     for kind in ("committed", "scratch"):
         directory = SwapDir.create([swap_path], model="gpt2")
         store = SwapStore(directory, SyncEngine(), capacity_nbytes=1 << 20)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+import contextlib
+import io
 
-from tiered_zero.cli.tables import run_tables
+from tiered_zero.cli.training import print_report
 from tiered_zero.telemetry.report import RunTotals, StepReport
 
 
 def show(totals: RunTotals) -> str:
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(run_tables(totals.report(), 757_000_000))
-    return console.export_text()
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        print_report(totals.report(), 757_000_000)
+    return shown.getvalue()
 
 
 def test_every_number_is_there() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from tiered_zero.assembly.run_spec import specify_run
+from tests.support.inspection.insides import specify_run
 from tiered_zero.cli import training as command
 from tiered_zero.cli.main import main
 from tiered_zero.cli.options import DEMO_MODEL, DEMO_STEPS

@@ -16,8 +16,7 @@ from click.testing import CliRunner, Result
 
 from tests.cli.test_train import CONFIGS, SMALL, run, write_config  # noqa: F401  # `run` is a fixture
 from tests.support.forked import ForkedProgram
-from tiered_zero.checkpoint.checkpoints import Checkpoints
-from tiered_zero.checkpoint.tag_writer import TagWriter
+from tests.support.inspection.insides import Checkpoints, TagWriter
 from tiered_zero.cli.main import main
 from tiered_zero.errors import StoreError
 

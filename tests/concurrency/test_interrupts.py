@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 import tiered_zero
 from tests.support.inspection import lane
+from tests.support.inspection.insides import BarrierPolicy, OverlappedPolicy
 from tests.support.trainers import tiered
 from tiered_zero.concurrency.interrupts import INTERRUPTS, call_open, protected, shielded, wait_for_event
 from tiered_zero.errors import EngineFailedError
 from tiered_zero.stopping import TERMINATED
-from tiered_zero.update.overlapped import OverlappedPolicy
-from tiered_zero.update.policy import BarrierPolicy
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.inspection.insides import SHUTDOWN
 from tests.support.models import ParityGPT
 from tests.support.trainers import tiered
-from tiered_zero.assembly import SHUTDOWN
 from tiered_zero.concurrency.teardown import Teardown, once
 
 

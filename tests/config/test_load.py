@@ -348,7 +348,7 @@ class TestUnknown:
             ({"flops_profiler": 7}, "flops_profiler: expected a value such as {} (dict)"),
             ({"scheduler": {"type": "OneCycle"}}, "scheduler.params.cycle_min_lr: expected a number"),
             (one_cycle(decay_lr_rate=[0.1]), "scheduler.params.decay_lr_rate: expected a number; found [0.1]"),
-            (one_cycle(cycle_momentum=[True]), "scheduler.params.cycle_momentum: expected true or false; found"),
+            (one_cycle(cycle_momentum=[True]), "scheduler.params.cycle_momentum: expected a valid boolean; found"),
             (one_cycle(cycle_first_step_size=[3]), "scheduler.params.cycle_first_step_size: "),
             (one_cycle(cycle_max_mom=[0.9, "a"]), "scheduler.params.cycle_max_mom: expected a number, or a list"),
             (one_cycle(cycle_max_mom=[0.9, float("nan")]), "scheduler.params.cycle_max_mom: expected a finite number"),

@@ -88,7 +88,10 @@ def test_comments_and_dotted_keys_are_dropped(tmp_path: Path) -> None:
     ("section", "message"),
     [
         ({"scheduler": {"type": "CosineLR"}}, r"scheduler\.type: expected one of .*found 'CosineLR'\. Did you mean"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "as in DeepSpeed since 0.19.6"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
+            "warmup_num_steps: expected greater than or equal to 1; found 0",
+        ),
         ({"optimizer": {"type": "Odd"}}, "'Odd' is no known optimizer"),
     ],
 )

@@ -13,8 +13,7 @@ from typing import Any
 
 from tests.crash import run_commits, run_rank_commits
 from tests.support.forked import ForkedProgram, run_forked
-from tiered_zero.store.manifest import load
-from tiered_zero.store.runs import list_runs
+from tests.support.inspection.insides import list_runs, load_manifests
 
 ROOT = Path(__file__).parents[2]
 CASES = [
@@ -116,7 +115,7 @@ def kill_ranks(directory: Path, swap_path: Path, case: RankCase, num_kills: int,
     assert starts[-1]["statuses"] == [0] * world_size, f"{starts[-1]} ({seed=})\n{done.stderr[-4000:]}"
     assert sum("ended" in line for line in starts[-1]["lines"]) == world_size, f"{starts[-1]} ({seed=})"
     runs = [run.path for host in range(case.num_hosts) for run in list_runs(swap_path / f"disk{host}")]
-    steps = [manifest.step for path in runs if (manifest := load(path)[0]) is not None]
+    steps = [manifest.step for path in runs if (manifest := load_manifests(path)[0]) is not None]
     last = [step for step in steps if step == durable]
     assert last == [len(expected) - 1] * world_size, f"other commits at the end: {steps} ({seed=})"
     return Killed(

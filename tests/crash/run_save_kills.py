@@ -19,9 +19,8 @@ from pathlib import Path
 
 import torch
 
-from tests.support.tags import equal_bits, load_tag, newest_complete, save_tag
-from tiered_zero.checkpoint.directory import find_tag
-from tiered_zero.checkpoint.prune import prune
+from tests.support.inspection.insides import prune
+from tests.support.tags import equal_bits, load_tag, newest_complete, save_tag, tag_to_load
 
 
 def tensors_of(step: int) -> dict[str, torch.Tensor]:
@@ -65,7 +64,7 @@ def main() -> None:
         assert newest is not None and newest.step is not None
         found = newest.step
         assert equal_bits(load_tag(newest.path), tensors_of(found)), found
-        named = find_tag(path)[0].step
+        named = tag_to_load(path).step
         assert returned <= named <= found, (returned, named, found)
         left = sum(name.startswith((".tmp", ".old")) for name in os.listdir(path))
         print(json.dumps({"known": max(begun, returned), "found": found, "left": left, "life_s": life_s}), flush=True)

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 import tiered_zero
 from tests.crash.run_commits import config, digest, take_step
+from tests.support.inspection.insides import collect_garbage, list_runs
 from tests.support.models import ParityGPT
 from tiered_zero.cli.main import main
-from tiered_zero.store.runs import collect_garbage, list_runs
 
 PROGRAM = """
 from tests.crash.run_commits import *

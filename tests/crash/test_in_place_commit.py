@@ -24,19 +24,23 @@ from tests.fakes.crash_disk import Choice, Operation, fates
 from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
 from tests.support.configs import SMALL_DEVICE
+from tests.support.inspection.insides import (
+    DATA_NAME,
+    OWNER_NAME,
+    TensorReader,
+    files,
+    find_checkpoint,
+    list_runs,
+    list_tags,
+    manifest,
+    open_commit,
+    rack,
+    tag_writer,
+)
+from tests.support.inspection.insides import tag as tag_module
 from tests.support.tags import raw_bytes, read_all
-from tiered_zero.checkpoint import directory, save_directory, tag_writer
-from tiered_zero.checkpoint.directory import list_tags
-from tiered_zero.checkpoint.open import open_commit
-from tiered_zero.checkpoint.reader import TensorReader
-from tiered_zero.checkpoint.resume import find_checkpoint
 from tiered_zero.errors import StoreError
-from tiered_zero.store import descriptors, durable, manifest
-from tiered_zero.store.owner import OWNER_NAME
-from tiered_zero.store.runs import list_runs
-from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.system import resources
-from tiered_zero.tiers import rack
 
 TAGS = ["a", "b", "b", "c"]
 """Of each commit: new names, and one that is replaced."""
@@ -120,10 +124,10 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
     saves = Saves([], [], [], [], [], [], [])
     log = saves.log
     tree = RecordingTree(log)
-    for module in (manifest, durable, resources, save_directory, tag_writer, descriptors, directory):
+    for module in (manifest, files, resources, tag_writer, tag_module):
         monkeypatch.setattr(module, "os", tree)
-    exchange = save_directory.exchange
-    monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))
+    exchange = tag_writer.exchange
+    monkeypatch.setattr(tag_writer, "exchange", lambda *names: tree.exchange(*names, exchange))
     engine = SyncEngine(operations=log)
     monkeypatch.setattr(rack, "select_engine", lambda *paths, **options: SimpleNamespace(engine=engine, reasons=()))
     parents = [root / "swap", *([root / "params"] if settings is HALVES_ON_ANOTHER_DISK else [])]

@@ -2,7 +2,6 @@
 recovered is the last commit that returned, or whole the one that was under way."""
 
 import hashlib
-import json
 import mmap
 import os
 import pickle
@@ -16,14 +15,20 @@ import pytest
 
 from tests.fakes.crash_disk import CrashDisk, Operation, RecordingOS, fates
 from tests.fakes.sync_io import SyncEngine
+from tests.support.inspection.insides import (
+    DATA_NAME,
+    OWNER_NAME,
+    Owner,
+    SwapDir,
+    SwapStore,
+    TwoPhaseCommit,
+    files,
+    manifest,
+    ranges,
+    table,
+    verify_run,
+)
 from tiered_zero.errors import StoreError
-from tiered_zero.store import checksums, durable, manifest, records
-from tiered_zero.store.owner import OWNER_NAME
-from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.store.two_phase_commit import TwoPhaseCommit
-from tiered_zero.store.verify import verify_run
 from tiered_zero.system import resources
 
 PAGE = 4096
@@ -48,17 +53,17 @@ def aligned(data: bytes) -> memoryview:
 
 
 def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Operation], list[Commit]]:
-    """A random run: partial rewrites, also of what is to be written once, scratch beside committed records, a release,
-    and recoveries from step 5 on.
+    """A random run: partial rewrites, also of what is to be written once, scratch beside committed records, and
+    recoveries from step 5 on.
 
     Step 6 is prepared and never confirmed: the recovery takes it (odd seeds) or goes back to step 5.
     """
     random = Random(seed)
     log: list[Operation] = []
     recording = RecordingOS(log)
-    for module in (manifest, durable, resources):
+    for module in (manifest, files, resources):
         monkeypatch.setattr(module, "os", recording)
-    monkeypatch.setattr(checksums, "CHUNK_NBYTES", 2 * PAGE)
+    monkeypatch.setattr(ranges, "CHUNK_NBYTES", 2 * PAGE)
     engine = SyncEngine(operations=log)
     directory = SwapDir.create([path])
     store = SwapStore(directory, engine, capacity_nbytes=CAPACITY)
@@ -80,10 +85,6 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
             store.write(record, aligned(data), first * PAGE).wait()
             if name != "scratch":
                 contents.setdefault(name, bytearray(record.extent_nbytes))[first * PAGE : last * PAGE] = data
-        if step == 4 and "a" in contents:
-            store.release(store.records()["a"])
-            store.reserve("a", 2 * PAGE, committed=True)
-            del contents["a"]
         commit = Commit(step, len(log), 0, 0, {name: bytes(data) for name, data in contents.items()})
         store.prepare(step, {"step": step})
         commit.prepared = len(log)
@@ -110,8 +111,8 @@ def recover(files: dict[str, bytes], where: Path, step: int | None = None) -> tu
     where.mkdir(mode=0o700)
     for name, content in files.items():
         (where / Path(name).name).write_bytes(content)
-    owner = {"run_id": where.name, "pid": 0, "host": "", "start_ticks": 0, "boot_id": "", "created_s": 0.0}
-    (where / OWNER_NAME).write_text(json.dumps(owner | {"model": "", "note": "", "paths": [str(where)]}))
+    names = {"run_id": where.name, "host": "", "model": "", "note": ""}
+    (where / OWNER_NAME).write_bytes(Owner(**names, pid=0, created_s=0.0, paths=(str(where),)).encode())
     directory = SwapDir.open(where)
     try:
         store = SwapStore.recover(directory, SyncEngine(), step=step)
@@ -204,7 +205,7 @@ def test_the_replay_notices_a_missing_sync(
 
 
 def test_the_replay_notices_a_reused_slot(swap_path: Path, ruins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "other_slots", lambda durable, start, end: [manifest.Range(start, end, 0, None)])
+    monkeypatch.setattr(table, "other_slots", lambda durable, start, end: [manifest.Range(start, end, 0, None)])
     monkeypatch.setattr(TwoPhaseCommit, "_hashed", lambda _commits, _record, ranges: ranges)  # which notices it before
     log, commits = run(swap_path, 0, monkeypatch)
     monkeypatch.undo()

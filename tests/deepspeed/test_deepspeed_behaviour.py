@@ -10,9 +10,9 @@ from torch import nn
 
 import tiered_zero
 from tests.support.configs import ADAMW, config_of, zero_section
+from tests.support.inspection.insides import MISSING
 from tests.support.models import rows as batch
 from tests.support.models import two_layers as make_model
-from tiered_zero.engine.deepspeed_names import MISSING
 from tiered_zero.errors import ConfigError, MissingNameError, ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -189,11 +189,8 @@ def test_questions() -> None:
             True,
         )
         assert (engine.local_rank, engine.global_rank, engine.world_size, engine.dp_world_size) == (0, 0, 1, 1)
-        assert (engine.optimizer_name(), engine.scheduler_name()) == ("AdamW", "WarmupLR")
         assert engine.get_batch_info() == (4, 4, 1)
         assert (engine.fp16_enabled(), engine.bfloat16_enabled(), engine.dynamic_loss_scale()) == (False, False, False)
-        assert engine.zero_offload_optimizer().device == engine.zero_offload_param().device == "cpu"
-        assert not (engine.amp_enabled() or engine.sparse_gradients_enabled() or engine.wall_clock_breakdown())
         assert (engine.gradient_clipping(), engine.get_mom()) == (0.0, [(0.9, 0.999)])
         assert engine.module_state_dict().keys() == engine.module.state_dict().keys()
         engine.set_lr(0.5)

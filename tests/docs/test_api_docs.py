@@ -7,7 +7,8 @@ from types import ModuleType
 import pytest
 
 import tiered_zero
-from tiered_zero import comm, store, utils, zero
+from tests.support.inspection.insides import store
+from tiered_zero import comm, utils, zero
 
 
 def undocumented(module: ModuleType) -> Iterator[str]:

@@ -11,10 +11,10 @@ import pytest
 
 import tiered_zero
 from tests.house import ROOT
+from tests.support.inspection.insides import LEGAL_CHANGES, UnitState, WeightState
 from tiered_zero.cli.main import COMMANDS, main
 from tiered_zero.config.deepspeed_keys import table
 from tiered_zero.config.schema import Config
-from tiered_zero.params.unit_state import LEGAL_CHANGES, UnitState, WeightState
 
 PACKAGE = ROOT / "tiered_zero"
 PAGES = [

@@ -19,9 +19,9 @@ from torch import Tensor
 import tiered_zero
 from tests.support.faulty_runs import POLICIES, build, differing
 from tests.support.inspection import units_with_gradients
+from tests.support.inspection.insides import UnitGradients
 from tests.support.models import ParityGPT, batch, named_weights
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.unit_gradients import UnitGradients
 
 NAME = "blocks.0.out.weight"
 PLACES = {

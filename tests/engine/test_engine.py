@@ -25,6 +25,7 @@ from tests.fakes.io_faults import Fault
 from tests.support.configs import ADAMW, config_of, zero_section
 from tests.support.faulty_runs import faulty_disks
 from tests.support.inspection import lane, policy, weights_at_home
+from tests.support.inspection.insides import materialize, overflow
 from tests.support.models import rows as batch
 from tiered_zero.errors import (
     ConfigError,
@@ -34,8 +35,6 @@ from tiered_zero.errors import (
     ParameterOffloadedError,
     TransferError,
 )
-from tiered_zero.grads import overflow
-from tiered_zero.params import materialize
 
 ROOT = Path(__file__).parents[1]
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"))

@@ -58,9 +58,10 @@ class RecordingOS:
         self.log.append(("rename", str(old), str(new)))
         os.rename(old, new)
 
-    def unlink(self, path: os.PathLike[str]) -> None:
-        os.unlink(path)
-        self.log.append(("unlink", str(path)))
+    def unlink(self, path: os.PathLike[str], *, dir_fd: int | None = None) -> None:
+        os.unlink(path, dir_fd=dir_fd)
+        if dir_fd is None:
+            self.log.append(("unlink", str(path)))
 
 
 @dataclass

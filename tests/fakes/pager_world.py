@@ -8,18 +8,21 @@ import torch
 from torch import nn
 
 from tests.fakes.slow_tier import SlowTier
+from tests.support.inspection.insides import (
+    CallPhase,
+    Home,
+    Inventory,
+    OffloadedParameter,
+    OffloadedParams,
+    Pager,
+    UnitState,
+    as_bytes,
+)
 from tests.support.tier_rig import make_runtime
 from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.driver_thread import CallPhase
-from tiered_zero.params.guarded_parameter import OffloadedParameter
-from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.params.pager import Pager
-from tiered_zero.params.unit_state import UnitState
 from tiered_zero.plan.planner import PagerLimits
 from tiered_zero.plan.request import LookAhead
-from tiered_zero.tiers.inventory import Home, Inventory
-from tiered_zero.tiers.tier import as_bytes
 
 N = 2048
 FREE = 1 << 30
@@ -82,6 +85,9 @@ class World:
 
     def notice_backward(self) -> None:
         """No test runs a backward."""
+
+    def before_use(self, unit: Unit, pass_name: str) -> None:
+        """No test reduces."""
 
     def watch(self, param: nn.Parameter) -> None:
         self.pager.changes.watch(param)

@@ -9,10 +9,9 @@ from functools import partial
 
 import torch
 
+from tests.support.inspection.insides import HostBuffer, Slot, Tier, UnitUpdate, as_bytes
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import TransferError
-from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
-from tiered_zero.tiers.unit_update import UnitUpdate
 
 Entry = tuple[str, str]
 """(what, slot or name): "read", "read done", "write", "write done", "fetch", "fetch done", and what others log."""
@@ -75,9 +74,6 @@ class SlowTier(Tier):
     def reserve(self, name: str, nbytes: int, kind: str, *, committed: bool = False) -> Slot:
         self.contents[name] = torch.zeros(nbytes, dtype=torch.uint8)
         return Slot(name=name, nbytes=nbytes, kind=kind)
-
-    def release(self, slot: Slot) -> None:
-        del self.contents[slot.name]
 
     def view(self, slot: Slot) -> None:
         return None

@@ -8,11 +8,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from tiered_zero.checkpoint.directory import list_tags
-from tiered_zero.checkpoint.open import find_damage
-from tiered_zero.checkpoint.save_directory import LOCK_NAME
-from tiered_zero.store.runs import list_runs
-from tiered_zero.store.verify import verify_run
+from tests.support.inspection.insides import LOCK_NAME, find_damage, list_runs, list_tags, verify_run
 
 
 def held() -> set[str]:

@@ -21,12 +21,11 @@ from tests.support.faulty_runs import (
     weights_after,
 )
 from tests.support.file_systems import mounted, shut_down
+from tests.support.inspection.insides import rack, stripes
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.io.measure import weigh_directories
 from tiered_zero.io.select import select_engine
 from tiered_zero.layout import extents
-from tiered_zero.store import stripes
-from tiered_zero.tiers import rack
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
 

@@ -25,9 +25,9 @@ from tests.support.faulty_runs import (
 )
 from tests.support.file_systems import KINDS, fill, mounted, shut_down
 from tests.support.inspection import free_nbytes, store_of
+from tests.support.inspection.insides import collect_garbage
 from tests.support.trainers import adamw, tiered
 from tiered_zero.errors import StoreError
-from tiered_zero.store.runs import collect_garbage
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
 

@@ -20,8 +20,8 @@ from tests.support.faulty_runs import (
     train,
     weights_after,
 )
+from tests.support.inspection.insides import list_runs
 from tiered_zero.errors import ConfigError, StoreError, TransferError
-from tiered_zero.store.runs import list_runs
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
 

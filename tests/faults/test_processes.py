@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from tests.faults.conftest import ROOT, EnterRow
 from tests.faults.run_children import digest
 from tests.support.faulty_runs import POLICIES, reference
+from tests.support.inspection.insides import list_runs
 from tiered_zero.cli.main import main
-from tiered_zero.store.runs import list_runs
 
 ENDINGS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 

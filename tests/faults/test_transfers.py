@@ -23,11 +23,10 @@ from tests.support.faulty_runs import (
     faulty_disks,
     train,
 )
+from tests.support.inspection.insides import SwapDir, SwapStore
 from tests.support.models import batch
 from tiered_zero.errors import EngineFailedError, TransferError
 from tiered_zero.io.select import select_engine
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
 

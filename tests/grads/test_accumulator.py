@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.inspection.insides import Inventory, UnitUpdate
 from tests.support.tier_rig import make_runtime
 from tests.support.units import make_params, make_unit
 from tiered_zero.concurrency.transfer import Completion
@@ -32,8 +33,6 @@ from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.sizes import MIB
-from tiered_zero.tiers.inventory import Inventory
-from tiered_zero.tiers.unit_update import UnitUpdate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

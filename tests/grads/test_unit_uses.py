@@ -126,31 +126,6 @@ def test_without_an_activation_a_unit_ends_with_the_parameters_that_had_gradient
         assert watch.backward(first(x)) == [(0, [0, 1, 2]), (-1, [0, 1, 2])]
 
 
-def test_a_unit_whose_gradient_was_late_is_not_ended_by_its_mark() -> None:
-    """The second weight is used before the first layer is called."""
-    watch = Watch()
-    first, second, _ = watch.layers
-
-    def loss() -> Tensor:
-        out: Tensor = first(second(rows() @ first.weights[1]))
-        return out
-
-    assert watch.backward(loss()) == [(0, [2]), (1, [0, 2]), (0, [0, 1, 2]), (-1, [0, 1, 2])]
-    first.home.waiting[first.home.unit.entries[1].param.index] = torch.zeros(16)
-    watch.uses.note_late([first.home])
-    assert watch.backward(loss()) == [(0, [2]), (1, [2]), (0, [0, 1, 2]), (-1, [0, 1, 2])]
-
-
-def test_an_evaluation_leaves_no_mark() -> None:
-    watch = Watch()
-    with torch.no_grad():
-        watch.layers[0](torch.ones(2, 4))
-    x = rows()
-    for layer in watch.layers:
-        x = layer(x)
-    assert watch.backward(x)[-2] == (0, [1, 2])
-
-
 def test_a_use_ends_with_its_graph() -> None:
     """A unit that this backward's graph has no use of is complete at once, though an earlier micro-batch used it."""
     watch = Watch()

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 import tiered_zero
 from tests.integrations.conftest import LOOP, PLACES, Placement, Sentences, copies, gpt2, optimizer_for, token_ids
+from tests.support.inspection.insides import list_tags
 from tests.support.trainers import Record, adamw, assert_same_bits, tiered
-from tiered_zero.checkpoint.directory import list_tags
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]  # the libraries warn of each other
 

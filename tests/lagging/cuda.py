@@ -49,14 +49,15 @@ class LaggingDevice:
 
     def set(self, **settings: float) -> None:
         """delay_seed, kernel_s, flops_per_s, h2d_bytes_per_s, d2h_bytes_per_s, comm_bytes_per_s, capacity_nbytes,
-        splits_blocks: see streams.h."""
+        splits_blocks, one_queue: see streams.h."""
         for name, value in settings.items():
             assert self._library.lagging_set(name.encode(), float(value)), f"there is no setting {name}"
 
     def reset(self) -> None:
         """As it is at first: no delays, 8 GiB."""
         rates = ("flops_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "comm_bytes_per_s")
-        self.set(delay_seed=-1, kernel_s=0, capacity_nbytes=8 << 30, splits_blocks=0, **dict.fromkeys(rates, 0.0))
+        off = ("kernel_s", "splits_blocks", "one_queue", *rates)
+        self.set(delay_seed=-1, capacity_nbytes=8 << 30, **dict.fromkeys(off, 0.0))
         self.take_counts()
 
     @contextlib.contextmanager

@@ -14,12 +14,11 @@ from torch import nn
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
 from tests.support.trainers import tiered
-from tiered_zero.engine.engine import Engine
-from tiered_zero.rules import packed_runs
+from tiered_zero import Engine
 from tiered_zero.rules.native_rules import AdamRule
 from tiered_zero.rules.quantized import QuantizedAdam
 from tiered_zero.rules.rule import Run, UpdateRule
-from tiered_zero.rules.state_formats import split_master
+from tiered_zero.rules.state_layout import split_master
 
 FLAGS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": False}, "fused": {"fused": True}}
 
@@ -158,7 +157,7 @@ def test_runs_that_are_stepped_together_have_the_bits_of_each_alone(device: Lagg
     expected = step_runs(rule, runs_of(rule, state_format, hyper, "cpu"), together=False)
     for most_numel in (96, 1 << 22):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(packed_runs, "DEVICE_CHUNK_NUMEL", most_numel)
+            patch.setattr("tiered_zero.rules.rule._DEVICE_CHUNK_NUMEL", most_numel)
             for together in (True, False):
                 found = step_runs(rule, runs_of(rule, state_format, hyper, "cuda"), together)
                 assert all(map(torch.equal, expected, found)), (most_numel, together)

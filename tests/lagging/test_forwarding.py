@@ -24,13 +24,11 @@ from tests.lagging.test_planted_faults import stream_of
 from tests.lagging.training import Course, differences_of
 from tests.parity.test_failures import Fragile
 from tests.support import inspection
+from tests.support.inspection.insides import SwapStore, UnitUpdate, unit_update
 from tests.support.models import batch
 from tests.support.trainers import Plain, assert_same_bits, follow, tiered, train
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import TieredZeroError, TransferError
-from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.tiers import unit_update
-from tiered_zero.tiers.unit_update import UnitUpdate
 
 PLACEMENTS = [("nvme", "cpu"), ("nvme", "nvme")]
 RUNTIME = {"device": "cuda", "debug_poison": True}

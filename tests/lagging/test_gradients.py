@@ -12,9 +12,8 @@ from torch import nn
 
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
+from tests.support.inspection.insides import GradCopy, GradNorm, in_flight
 from tests.support.trainers import adamw, tiered
-from tiered_zero.grads import in_flight
-from tiered_zero.grads.norms import GradCopy, GradNorm
 from tiered_zero.hardware.device.lanes import Lane, LaneTransfer
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.plan import staging

@@ -9,12 +9,12 @@ from torch import nn
 
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
+from tests.support.inspection.insides import BufferView
 from tiered_zero.concurrency.transfer import COMPLETED
 from tiered_zero.hardware.device.select import build_accelerator
 from tiered_zero.layout.subgroups import pack_params
-from tiered_zero.optim import OffloadedOptimizer, pipeline
+from tiered_zero.optim import OffloadedOptimizer, offloaded
 from tiered_zero.optim.user_params import UserParameters
-from tiered_zero.tiers.tier import BufferView
 
 
 class Layers(nn.Module):
@@ -70,7 +70,7 @@ def compare(device: LaggingDevice, offload: dict[str, str], devices: list[str]) 
 def test_steps_are_those_of_the_plain_optimizer(
     device: LaggingDevice, tier: str, devices: list[str], swap_path: Path
 ) -> None:
-    pipeline.AUTO_SUB_GROUP_NUMEL = 1000  # every weight is cut
+    offloaded.AUTO_SUB_GROUP_NUMEL = 1000  # every weight is cut
     compare(
         device,
         {"device": tier, "buffer_count": 2, **({"nvme_path": str(swap_path)} if tier == "nvme" else {})},

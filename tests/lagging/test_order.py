@@ -8,10 +8,9 @@ from unittest.mock import patch
 
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
+from tests.support.inspection.insides import EagerUpdate, StreamingStepper
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import adamw, tiered
-from tiered_zero.update.eager import EagerUpdate
-from tiered_zero.update.stepper import StreamingStepper
 
 
 @on_device

@@ -24,17 +24,14 @@ from tests.lagging.faults import Plant, lane_does_not_wait
 from tests.lagging.training import Course, data_on_device, engine_for
 from tests.parity.test_activations import Blocks
 from tests.support import inspection
+from tests.support.inspection.insides import Capture, InFlightGradients, UnitParameters, checkpoint_save
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint import capture
-from tiered_zero.checkpoint.capture import Capture
+from tiered_zero import Engine
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer
-from tiered_zero.engine.engine import Engine
 from tiered_zero.errors import EngineFailedError
-from tiered_zero.grads.in_flight import InFlightGradients
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.device.lanes import Lane, LaneTransfer
 from tiered_zero.hardware.device.streams import StreamAccelerator
-from tiered_zero.update.places import UnitParameters
 
 
 def nothing(patch: pytest.MonkeyPatch) -> None:
@@ -329,7 +326,7 @@ def save_under_compute(device: LaggingDevice, plant: Plant, is_early: bool, swap
 
     with pytest.MonkeyPatch.context() as patch, engine_of() as engine, contextlib.ExitStack() as held:
         plant(patch)
-        patch.setattr(capture, "_MOST_COPIED_NBYTES", 0)  # more than a save copies before it returns
+        patch.setattr(checkpoint_save, "_MOST_COPIED_NBYTES", 0)  # more than a save copies before it returns
         frozen = list(engine.module.parameters())[-1]
         held.enter_context(device.held())
         frozen.add_(1)

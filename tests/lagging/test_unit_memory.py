@@ -12,11 +12,11 @@ from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
 from tests.lagging.faults import Plant
 from tests.lagging.test_device_updates import Net
+from tests.support.inspection.insides import FlatStorage
 from tests.support.trainers import tiered
 from tiered_zero.hardware.device import cuda
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.device.cuda import CudaAccelerator
-from tiered_zero.params.flat_storage import FlatStorage
 
 BLOCK_NBYTES = 512
 

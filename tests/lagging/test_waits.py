@@ -18,8 +18,8 @@ import tiered_zero
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
 from tests.lagging.ranks import on_ranks
+from tests.support.inspection.insides import in_flight
 from tests.support.trainers import adamw, tiered
-from tiered_zero.grads import in_flight
 
 NUM_MATRICES = 12
 SIDE = 32

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.inspection.insides import planning_notices, specify_run
 from tests.support.units import make_unit
-from tiered_zero.assembly.notices import planning_notices
-from tiered_zero.assembly.run_spec import specify_run
 from tiered_zero.config import load
 from tiered_zero.layout.flat import CUT_NUMEL, Unit, equal_bounds
 from tiered_zero.layout.subgroups import cut_subgroups, sub_group_numel

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.inspection.insides import list_params, module_tree
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.units import UnitRules, find_units
-from tiered_zero.params.model_spec import list_params, module_tree
 
 
 def units_of(

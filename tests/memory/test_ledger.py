@@ -19,14 +19,11 @@ import torch
 
 import tiered_zero
 from tests.support.inspection import ledger, units
+from tests.support.inspection.insides import DeviceTier, HostTier, NvmeTier, assembly_spec
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import PLACEMENTS, tiered, train
-from tiered_zero.assembly import run_spec
 from tiered_zero.layout.flat import Unit
 from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.tiers.device import DeviceTier
-from tiered_zero.tiers.host import HostTier
-from tiered_zero.tiers.nvme import NvmeTier
 
 PRECISIONS: dict[str, tuple[int, dict[str, Any]]] = {"fp32": (4, {}), "bf16": (2, {"bf16": {"enabled": True}})}
 TIERS = ("device", "host", "nvme")
@@ -155,7 +152,7 @@ def test_the_device_limit_is_the_window(swap_path):
 
 def test_what_the_device_has_free_is_a_limit_too(swap_path, monkeypatch):
     def free(nbytes):
-        monkeypatch.setattr(run_spec, "available_device_nbytes", lambda device, own: nbytes)
+        monkeypatch.setattr(assembly_spec, "available_device_nbytes", lambda device, own: nbytes)
 
     with tiered(ParityGPT(), swap_path, zero={"stage3_max_live_parameters": 0}) as engine:
         least = engine.plan.nbytes("device")

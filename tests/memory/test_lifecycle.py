@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import tiered_zero
+from tests.support.inspection.insides import OffloadedParameter, assembly_build, materialize
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import FAR, tiered, train
-from tiered_zero.params.guarded_parameter import OffloadedParameter
 
 
 def held() -> tuple[set[int], set[str]]:
@@ -93,13 +93,13 @@ def raising(error: BaseException) -> Any:
 def test_initialize_that_fails_leaves_nothing(place, error, swap_path, monkeypatch, no_leaks):
     """Broken off at several places after the swap files were made, by an error and by the user."""
     targets = {
-        "birth": "tiered_zero.params.materialize.UnitPlacer.place",
-        "gradients": "tiered_zero.assembly.parts.GradientStore",
-        "hooks": "tiered_zero.assembly.model.ModuleHooks",
+        "birth": (materialize.UnitPlacer, "place"),
+        "gradients": (assembly_build, "GradientStore"),
+        "hooks": (assembly_build, "ModuleHooks"),
     }
     before = held()
     if place in targets:
-        monkeypatch.setattr(targets[place], raising(error))
+        monkeypatch.setattr(*targets[place], raising(error))
     with pytest.raises(type(error)):
         tiered(ParityGPT(), swap_path, make_scheduler=raising(error) if place == "scheduler" else None)
     assert not any(swap_path.iterdir())

@@ -19,11 +19,11 @@ import tiered_zero
 from tests.optim.test_offloaded import Net, assert_same, assert_same_state, backward, models
 from tests.support.configs import config_of, zero_section
 from tests.support.forked import run_forked
+from tests.support.inspection.insides import swap_store
 from tests.support.schedulers import SCHEDULERS
 from tiered_zero.cli.main import main
 from tiered_zero.errors import ModelError
 from tiered_zero.optim import OffloadedOptimizer
-from tiered_zero.store import swap_store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAM = torch.optim.AdamW

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+from tests.support.inspection.insides import SwapStore, optimizer_state
 from tiered_zero.errors import BudgetError, ConfigError, EngineFailedError, ModelError, PlanError, StoreError
 from tiered_zero.optim import OffloadedOptimizer
 from tiered_zero.sizes import PAGE_NBYTES
-from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.update import optimizer_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAM = torch.optim.AdamW

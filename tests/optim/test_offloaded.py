@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiered_zero.errors import ConfigError, ModelError
-from tiered_zero.optim import OffloadedOptimizer, pipeline
+from tiered_zero.optim import OffloadedOptimizer, offloaded
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
 
@@ -237,7 +237,7 @@ class Largest(TorchDispatchMode):
 
 def test_a_strided_parameter_is_never_copied_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is cut into three sub-groups, at elements inside of its rows."""
-    monkeypatch.setattr(pipeline, "AUTO_SUB_GROUP_NUMEL", 2048)
+    monkeypatch.setattr(offloaded, "AUTO_SUB_GROUP_NUMEL", 2048)
     torch.manual_seed(0)
     strided = nn.Parameter(torch.randn(70, 6, 26)[:, :, ::2])
     plain = nn.Parameter(strided.detach().clone())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -14,11 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tiered_zero.errors import StoreError
+from tests.support.json_files import read_body, with_body
+from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.optim import OffloadedOptimizer, state_files
-from tiered_zero.store.checked_json import decode_checked, encode_checked
+from tiered_zero.optim.state_files import describe, rebuild
 
-FORMAT = "tiered_zero.optimizer_state", 1
+FORMAT = "tiered_zero.optimizer_state"
 NAME = "optimizer.safetensors"
 
 
@@ -120,7 +123,26 @@ def test_an_index_that_no_save_makes_is_refused(
     """Its own checksum is right."""
     (path,) = optimizer.save_state(tmp_path)
     tensors = load_file(path)
-    index = decode_checked(bytes(tensors["index"].numpy()), path, *FORMAT)
-    text = encode_checked(*FORMAT, {**index, **changes})
+    index = read_body(bytes(tensors["index"].numpy()))
+    text = with_body(FORMAT, {**index, **changes})
     save_file({**tensors, "index": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, path)
     refused(tmp_path, optimizer)
+
+
+def test_nested_state_comes_back_as_it_was() -> None:
+    state: dict[Any, Any] = {
+        "step": torch.tensor(3.0),
+        "history": [torch.arange(4), (1, 2.5, None), {"inner": torch.ones(2, 0, dtype=torch.bfloat16), 7: True}],
+        "rate": math.nan,
+        "name": "x",
+    }
+    tensors: list[torch.Tensor] = []
+    text = json.dumps(describe(state, tensors))
+    left = iter(tensors)
+    found = rebuild(json.loads(text), lambda dtype, shape: next(left).clone())
+    assert list(found) == list(state) and math.isnan(found["rate"]) and found["name"] == "x"
+    assert torch.equal(found["history"][0], torch.arange(4)) and found["history"][1] == (1, 2.5, None)
+    inner = found["history"][2]
+    assert list(inner) == ["inner", 7] and inner["inner"].shape == (2, 0) and inner["inner"].dtype is torch.bfloat16
+    with pytest.raises(ModelError, match="found set"):
+        describe({"x": {1}}, [])

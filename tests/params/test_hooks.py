@@ -11,7 +11,7 @@ from torch import nn
 
 import tiered_zero
 from tests.support.configs import SMALL_DEVICE
-from tiered_zero.engine.engine import Engine
+from tiered_zero import Engine
 from tiered_zero.params.guarded_parameter import OffloadedParameter
 from tiered_zero.params.param_in_use import class_in_use
 

@@ -11,12 +11,12 @@ from torch import nn
 import tiered_zero
 from tests.fakes.pager_world import World
 from tests.support.configs import config_of
+from tests.support.inspection.insides import UnitUpdate
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import BudgetError, ModelError, ParameterOffloadedError, TransferError
 from tiered_zero.params.driver_thread import Phase
 from tiered_zero.params.saved_views import SavedView
 from tiered_zero.params.unit_state import UnitState
-from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 def test_the_four_states_and_back() -> None:

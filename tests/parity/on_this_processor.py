@@ -17,10 +17,9 @@ from tests.support.models import ParityGPT, batch
 from tests.support.trainers import Plain, assert_same_bits, follow, tiered, train
 from tiered_zero.native import find_library
 from tiered_zero.native.update import UpdateKernel
-from tiered_zero.rules.kernel_rule import NativeRule, open_kernel
+from tiered_zero.rules.kernel_rule import NativeRule, find_torch_root, open_kernel
 from tiered_zero.rules.native_rules import AdagradRule, AdamRule, Lion, LionRule, SgdRule
 from tiered_zero.rules.rule import Run
-from tiered_zero.rules.torch_bits import find_torch_root
 
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 0.1, "amsgrad": True}),

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import tiered_zero
+from tests.support.inspection.insides import OffloadedParameter
 from tests.support.models import HIDDEN, ParityGPT, batch
 from tests.support.trainers import tiered, train
-from tiered_zero.params.guarded_parameter import OffloadedParameter
 
 NAME = "blocks.0.out.weight"
 

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 import tiered_zero
 from tests.parity.test_optimizers import RowScaled
 from tests.support.inspection import unverified_nbytes
+from tests.support.inspection.insides import optimizer_state, state_view
 from tests.support.models import ParityGPT, batch, groups, rows, two_layers
 from tests.support.trainers import Plain, adamw, named_weights, same_bits, tiered, train
 from tiered_zero.errors import BudgetError, ModelError, TransferError
 from tiered_zero.rules.native_rules import Lion
-from tiered_zero.update import optimizer_state, state_view
 
 Maker = Callable[[nn.Module], Optimizer]
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tests.support.models import ParityGPT, batch, groups, matrices, named_weights
 from tests.support.trainers import FAR, Plain, assert_same_bits, follow, same_bits, tiered, train
 from tiered_zero.rules.native_rules import Lion
-from tiered_zero.rules.torch_classes import ELEMENTWISE, REFUSED
+from tiered_zero.rules.torch_rule import ELEMENTWISE, REFUSED
 
 OPTIONS: dict[type[Optimizer], list[dict[str, Any]]] = {
     torch.optim.SGD: [{"lr": 0.05}, {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "maximize": True}],

@@ -15,7 +15,7 @@ from tests.support.models import ParityGPT, batch
 from tests.support.native_build import ROOT
 from tests.support.trainers import assert_parity, train
 from tiered_zero.native.update import Flag
-from tiered_zero.rules import kernel_rule, torch_bits
+from tiered_zero.rules import kernel_rule
 
 FORCED = [
     {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
@@ -43,6 +43,6 @@ def test_a_root_that_is_wrong_in_one_value_of_a_thousand_changes_no_bit(
 ) -> None:
     wrong = plant_root(build_wrong_root(tmp_path), mask=0x7FFFFF, divisor=1000, remainder=7)
     monkeypatch.setattr(kernel_rule, "find_torch_root", lambda: wrong)
-    monkeypatch.setattr(torch_bits, "ROOTS", (Flag.TORCH_ROOT,))
+    monkeypatch.setattr(kernel_rule, "_ROOTS", (Flag.TORCH_ROOT,))
     make = functools.partial(make_optimizer, name)
     assert_parity(ParityGPT, lambda own: train(own, batch, 4), swap_path, [("cpu", "cpu")], make)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.support.inspection import inventory, layouts, ledger, units
+from tests.support.inspection.insides import StreamingStepper
 from tests.support.models import ParityGPT, batch, groups
 from tests.support.trainers import Plain, Record, assert_same_bits, follow, tiered, train
 from tiered_zero.errors import ConfigError
-from tiered_zero.update.stepper import StreamingStepper
 
 OPTIMIZERS = {
     "adamw": lambda model: torch.optim.AdamW(groups(model), lr=3e-3),

@@ -12,14 +12,13 @@ from torch import nn
 
 import tiered_zero
 from tests.support.configs import SMALL_DEVICE
+from tests.support.inspection.insides import DATA_NAME, PREFIX
 from tests.support.models import LENGTH, VOCAB, ParityGPT
 from tests.support.trainers import FAR
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.planner import Plan
 from tiered_zero.sizes import PAGE_NBYTES
-from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_dir import PREFIX
 
 DEVICES = ("none", "cpu", "nvme")
 TIMED = ("device", "gradient_in_flight")

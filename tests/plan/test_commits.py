@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.support.configs import SMALL_DEVICE
-from tiered_zero.assembly.run_spec import specify_run
+from tests.support.inspection.insides import specify_run
 from tiered_zero.cli.drives import directory_needs, written_per_commit, written_per_step
 from tiered_zero.config import load
 from tiered_zero.errors import PlanError

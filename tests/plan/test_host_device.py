@@ -14,10 +14,10 @@ import torch
 
 import tiered_zero
 from tests.support.configs import ADAMW, SMALL_DEVICE, config_of, zero_section
+from tests.support.inspection.insides import specify_run
 from tests.support.models import ParityGPT, batch, rows, two_layers
 from tests.support.trainers import Plain, assert_same_bits, follow, tiered
 from tests.support.trainers import train as train_gpt
-from tiered_zero.assembly.run_spec import specify_run
 from tiered_zero.config.load import load
 from tiered_zero.errors import PlanError
 from tiered_zero.plan.host_device import resolve_host_tiers

@@ -6,12 +6,11 @@ import json
 import pytest
 
 from tests.support.inspection import policy
+from tests.support.inspection.insides import BarrierPolicy, DelayedPolicy, OverlappedPolicy
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import PLACEMENTS, tiered
 from tiered_zero.plan.request import UpdateRequest
 from tiered_zero.plan.update_policy import choose_update_policy
-from tiered_zero.update.overlapped import DelayedPolicy, OverlappedPolicy
-from tiered_zero.update.policy import BarrierPolicy
 
 CLASSES = {"barrier": BarrierPolicy, "overlapped": OverlappedPolicy, "delayed": DelayedPolicy}
 ALL_TIERS = [{"device"}, {"host"}, {"nvme"}, {"device", "host"}, {"device", "nvme"}, {"host", "nvme"}]

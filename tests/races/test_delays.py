@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.inspection.insides import GradientStore
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import PLACEMENTS, Plain, Record, adamw, follow, same_bits, tiered, train
-from tiered_zero.concurrency.transfer import Completion
+from tiered_zero.concurrency.transfer import Completion, SharedWork
 from tiered_zero.errors import TieredZeroError
-from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.hardware.device.cpu import CpuAccelerator
-from tiered_zero.store.transfers import StoreTransfer
 
 NUM_SCHEDULES = 200
 NUM_CHUNKS = 10
@@ -100,7 +99,7 @@ WAITS = {
     "compute for parameters": (CpuAccelerator, "wait_on_compute", range(0, 60, 7)),
     "the gradient check for gradients": (GradientStore, "wait_transfers", range(0, 60, 7)),
     "a unit for its update": (Completion, "wait", range(0, 60, 7)),
-    "the update for state from disk": (StoreTransfer, "wait", (2, 5, 8, 11, 14, 17, 20)),
+    "the update for state from disk": (SharedWork, "wait", (2, 5, 8, 11, 14, 17, 20)),
 }
 
 

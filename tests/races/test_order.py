@@ -13,15 +13,12 @@ import pytest
 import torch
 
 from tests.fakes.clocked_device import ClockedAccelerator, ClockedLane, ComputeAccesses, pass_completions
+from tests.support.inspection.insides import GradNorm, SubGroupIO, UpdateGuard, assembly_build
 from tests.support.models import ParityGPT, batch, rows, two_layers
 from tests.support.trainers import PLACEMENTS, adamw, tiered
-from tiered_zero.assembly import machine
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.norms import GradNorm
 from tiered_zero.hardware.device.cpu import CpuAccelerator
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.update_guard import UpdateGuard
-from tiered_zero.update.subgroup_io import SubGroupIO
 
 COURSES = {
     "in backward": ("overlapped", 1, 0.0),
@@ -58,7 +55,7 @@ def races(monkeypatch: pytest.MonkeyPatch, swap_path: Path, placement: tuple[str
     pass_completions(device.clocks, monkeypatch)
     read_until_blocked(device, monkeypatch)
     monkeypatch.setattr(GradNorm, "fuses", lambda *_: False)  # on a device gradients go by `copy`
-    monkeypatch.setattr(machine, "build_accelerator", lambda *_: device)
+    monkeypatch.setattr(assembly_build, "build_accelerator", lambda *_: device)
     torch.manual_seed(0)
     runtime = {"update": policy, "delay_start_step": 1}
     engine = tiered(ParityGPT(num_blocks=1), swap_path, placement, adamw, accumulation, clipping, runtime=runtime)

@@ -28,23 +28,28 @@ class Routed(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
         self.tiny = nn.Parameter(torch.ones(1))
 
-    def forward(self, x: Tensor | list[Tensor], which: int) -> Tensor:
+    def forward(self, x: Tensor | list[Tensor], which: int, scales: bool = True) -> Tensor:
         x = x[0] if isinstance(x, list) else x
-        return x + self.tiny * self.experts[which](self.norm(x)).tanh()
+        change = self.experts[which](self.norm(x)).tanh()
+        return x + (self.tiny * change if scales else change)
 
 
 class RoutedModel(nn.Module):
-    """`lists`: a block is a list of experts, which has no forward."""
+    """`lists`: a block is a list of experts, which has no forward. `pools`: a last module is called, and the loss is of
+    what comes before it."""
 
-    def __init__(self, recomputes: bool | str, num_blocks: int = 4, lists: bool = False) -> None:
+    def __init__(self, recomputes: bool | str, num_blocks: int = 4, lists: bool = False, pools: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(8, HIDDEN)
         blocks = (Routed() for _ in range(num_blocks))
         self.blocks = nn.ModuleList(block.experts if lists else block for block in blocks)
         self.last = nn.Linear(HIDDEN, 4)
+        if pools:
+            self.pool = nn.Linear(HIDDEN, HIDDEN)
         self.recomputes = recomputes
 
-    def forward(self, x: Tensor, which: int) -> Tensor:
+    def forward(self, x: Tensor, which: int, scales: bool = True) -> Tensor:
+        """`scales`: whether the last block uses all of its parameters but experts."""
         x = self.first(x)
         for number, block in enumerate(self.blocks):
             chosen = (which + number) % 3
@@ -53,7 +58,9 @@ class RoutedModel(nn.Module):
             elif self.recomputes:
                 x = checkpoint(block, x, chosen, use_reentrant=self.recomputes == "reentrant")
             else:
-                x = block(x, chosen)
+                x = block(x, chosen, scales or number < len(self.blocks) - 1)
+        if hasattr(self, "pool"):
+            self.pool(x).tanh()
         return self.last(x)
 
 
@@ -61,8 +68,8 @@ class RoutedModel(nn.Module):
 class Run:
     """`routes`: rank 0 chooses other experts in each step, the other ranks the same ones. `forwards`: before one
     backward. `recomputes`: backward computes each block again, "reentrant" in a backward inside of it. `own`: the
-    script calls loss.backward(). `delays`: transfers are late, by other times on each rank. `lists`: of blocks without
-    a forward."""
+    script calls loss.backward(). `delays`: transfers are late, by other times on each rank. `lists`, `pools`: of the
+    model. `skips`: step 1 leaves a parameter of the last block out."""
 
     zero: Mapping[str, Any] = field(default_factory=dict)
     runtime: Mapping[str, Any] = field(default_factory=dict)
@@ -76,14 +83,20 @@ class Run:
     steps: int = 3
     delays: bool = False
     lists: bool = False
+    pools: bool = False
+    skips: bool = False
 
 
 def _loss(model: Any, run: Run, step: int, rank: int) -> Tensor:
-    losses = []
+    losses, where = [], run.runtime.get("device", "cpu")
     for number in range(run.forwards):
         rows = torch.randn(5, 8, generator=torch.Generator().manual_seed(100 * step + 10 * number + rank))
         losses.append(
-            model(rows.to(next(model.parameters()).dtype), (0 if run.routes and rank else step) + number)
+            model(
+                rows.to(where, next(model.parameters()).dtype),
+                (0 if run.routes and rank else step) + number,
+                not (run.skips and step == 1),
+            )
             .float()
             .square()
             .mean()
@@ -93,7 +106,7 @@ def _loss(model: Any, run: Run, step: int, rank: int) -> Tensor:
 
 def _build(run: Run) -> tuple[RoutedModel, torch.optim.Optimizer]:
     torch.manual_seed(5)
-    model = RoutedModel(run.recomputes, run.num_blocks, run.lists)
+    model = RoutedModel(run.recomputes, run.num_blocks, run.lists, run.pools)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
@@ -124,7 +137,7 @@ def train_tiered(run: Run, swap_path: str) -> dict[str, Any]:
             engine.backward(loss)
         engine.step()
     found = {
-        "weights": {name: value.clone() for name, value in engine.module.state_dict().items()},
+        "weights": {name: value.cpu().clone() for name, value in engine.module.state_dict().items()},
         "losses": losses,
         "norms": [],
         "policy": engine.plan.update_policy.text,

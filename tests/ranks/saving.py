@@ -13,7 +13,7 @@ import torch
 
 import tiered_zero
 from tests.ranks.training import Case, build_model, make_optimizer, micro_batches
-from tiered_zero.engine.engine import Engine
+from tiered_zero import Engine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from tests.ranks.training import (
     micro_batches,
     rank_and_config,
 )
-from tiered_zero.assembly.notices import planning_notices
-from tiered_zero.assembly.run_spec import specify_run
+from tests.support.inspection.insides import planning_notices, specify_run
 from tiered_zero.config.load import load
 
 

@@ -15,11 +15,9 @@ import torch
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, train, weights_of
 from tests.ranks.training import differences
+from tests.support.inspection.insides import OffloadedParams, RecordWriter, list_tags
 from tests.support.tags import load_tag
-from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.errors import EngineFailedError, ModelError, RankError, StoreError, TransferError
-from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.store.record_writer import RecordWriter
 
 PLACE = Place(world=2, stage=1)
 
@@ -157,7 +155,7 @@ def disagree(swap_path: str, save_dir: str) -> dict[str, str]:
 def test_ranks_that_disagree_save_and_load_nothing(ranks: RankPool, tmp_path: Path, swap_path: Path) -> None:
     first, second = ranks.run(disagree, 2, str(swap_path), str(tmp_path))
     assert first["directory"].startswith("StoreError: Rank 1: Checkpoints cannot be saved to")
-    assert "Name a directory that all ranks share" in second["directory"]
+    assert "which all ranks share" in second["directory"]
     for found in (first, second):
         assert "rank 1 is at step 1 with {'save_latest': False" in found["arguments"]
         assert "RankError: Every rank was expected to make the same call" in found["calls"]

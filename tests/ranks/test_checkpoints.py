@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, load, save, train, warnings_noted, weights_of
 from tests.ranks.training import differences
+from tests.support.inspection.insides import weights
 from tests.support.tags import equal_bits, load_tag
-from tiered_zero.checkpoint import weights
 from tiered_zero.errors import StoreError
 
 SAVED = [

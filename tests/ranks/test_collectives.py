@@ -9,7 +9,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from tiered_zero.errors import RankError, TransferError
 from tiered_zero.hardware.device.lanes import Lane
 from tiered_zero.hardware.ranks import process_groups
 from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank, make_collectives
-from tiered_zero.hardware.ranks.process_groups import ProcessGroups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -284,31 +282,6 @@ def test_a_rank_that_ends_without_a_word_is_a_lost_connection(ranks: RankPool) -
     assert first.error == "" and "connection to another rank was lost" in first.value[0]
 
 
-def fail_before_a_slow_rank() -> float:
-    """Rank 0 fails and closes; on rank 1 two threads find that, and rank 2 finds it later. When each has done so."""
-    group = open_collectives(60.0)
-    assert isinstance(group, ProcessGroups)
-    group.exchange(b"all here")
-    if group.rank == 0:
-        with patch.object(process_groups, "LINGER_S", 60.0):
-            group.fail("the disk of this rank is full")
-            group.close()
-        return time.monotonic()
-    time.sleep(2.0 if group.rank == 2 else 0.2)
-    ready_s = time.monotonic()
-    for _ in range(2):
-        group.failures.explain(RuntimeError("closed"), "step 1")
-        group.failures.found = None  # as in the thread that looked at the same time
-    group.fail("done")
-    group.close()
-    return ready_s
-
-
-def test_a_failing_rank_ends_when_every_other_knows(ranks: RankPool) -> None:
-    ended_s, _, ready_s = ranks.run(fail_before_a_slow_rank, 3)
-    assert ended_s > ready_s, "it ended while rank 2 did not know why"
-
-
 def stop_one() -> str:
     """Rank 1 is stopped by a signal, and goes on when rank 0 has given up on it."""
     group = open_collectives(6.0)
@@ -336,47 +309,6 @@ def test_a_stopped_rank_is_found_by_the_timeout(ranks: RankPool) -> None:
     assert "rank 0: control of step 4" in first
     assert "rank 1: no call that waits" in first, "its wait for the slow rank 0 has ended"
     assert second, "the stopped one finds the run ended when it goes on"
-
-
-def wait_on_two_threads() -> list[bool]:
-    """Rank 1 waits in a gather, and a lane of it in a reduction, first at once, then in turn. Returns whether rank 0
-    finds the gather, asked again and again."""
-    group = open_collectives(120.0)
-    assert isinstance(group, ProcessGroups)
-    values, room = torch.ones(2), torch.zeros(1)
-    found: list[bool] = []
-    if group.rank == 1:
-        lane = Lane("reduce", lambda work: work.job())
-        reduced = group.reduce_scatter(values, room)
-
-        def wait() -> None:
-            time.sleep(0.5)  # the wait in the gather is posted before
-            reduced.wait()
-
-        received = lane.submit(wait)
-        group.all_gather(torch.ones(2), torch.ones(1)).wait()
-        received.wait()
-        lane.close()
-    else:
-        deadline_s = time.monotonic() + 60
-        while not group.failures.others_gather() and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        for pause_s in [0.1] * 12:
-            time.sleep(pause_s)
-            found.append(group.failures.others_gather())
-        group.reduce_scatter(values, room).wait()
-        for pause_s in [0.1] * 5:
-            time.sleep(pause_s)
-            found.append(group.failures.others_gather())
-        group.all_gather(torch.ones(2), torch.ones(1)).wait()
-    group.close()
-    return found
-
-
-def test_a_lane_that_waits_hides_no_gather_that_the_driver_waits_in(ranks: RankPool) -> None:
-    """Else a rank that waits for memory of a bucket would not give way to the gather."""
-    found, _ = ranks.run(wait_on_two_threads, 2)
-    assert found == [True] * 17
 
 
 def run_twice() -> list[int]:
@@ -417,7 +349,7 @@ def interrupt_as_it_opens() -> tuple[list[int], int]:
 
 
 def test_an_opening_that_is_interrupted_leaves_no_group(ranks: RankPool) -> None:
-    assert ranks.run(interrupt_as_it_opens, 2) == [([1, 4, 1], 2)] * 2
+    assert ranks.run(interrupt_as_it_opens, 2) == [([1, 3, 1], 2)] * 2
 
 
 def test_one_rank_changes_no_bit() -> None:

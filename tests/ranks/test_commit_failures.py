@@ -16,12 +16,9 @@ import pytest
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, train, weights_of
 from tests.ranks.training import differences
-from tiered_zero.checkpoint.commit import Commits
-from tiered_zero.checkpoint.tag_writer import TagWriter
+from tests.support.inspection.insides import Commits, SwapStore, TagWriter, manifest
 from tiered_zero.errors import EngineFailedError, RankError, StoreError, UntaggedCommitError
 from tiered_zero.hardware.ranks.process_groups import ProcessGroups
-from tiered_zero.store import manifest
-from tiered_zero.store.swap_store import SwapStore
 
 PLACE = Place(world=2, stage=3, device="nvme")
 

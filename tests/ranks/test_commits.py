@@ -12,12 +12,10 @@ from click.testing import CliRunner
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, train, warnings_noted, weights_of
 from tests.ranks.training import differences
+from tests.support.inspection.insides import DATA_NAME, list_runs, list_tags, look_at
 from tests.support.tags import equal_bits, load_commit, load_tag
-from tiered_zero.checkpoint.directory import list_tags, read_declared
 from tiered_zero.cli.main import main
 from tiered_zero.errors import CorruptionError
-from tiered_zero.store.runs import list_runs
-from tiered_zero.store.stripes import DATA_NAME
 
 HALVES: dict[str, Any] = {"config": {"bf16": {"enabled": True}}, "runtime": {"state_format": "bf16_remainder"}}
 PLACES = {
@@ -151,7 +149,9 @@ def test_a_part_that_is_missing_is_named(ranks: RankPool, tmp_path: Path, swap_p
     ranks.run(commit, 2, place, str(swap_path), str(tmp_path), more=0)
     (tag,) = (info for info in list_tags(tmp_path) if info.tag == "global_step2")
     assert tag.complete
-    swap = read_declared(tag.path).swap
+    declared = look_at(tag.path)[1]
+    assert declared is not None
+    swap = declared.swap
     assert swap is not None
     (other,) = (run.path for run in list_runs(swap_path) if str(run.path) not in swap["paths"])
     shutil.rmtree(other)

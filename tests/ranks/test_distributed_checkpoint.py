@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tiered_zero
 from tests.ranks.pool import RankPool
+from tests.support.inspection.insides import optimizer_state
 from tests.support.models import rows, two_layers
 from tests.support.trainers import Plain
 from tiered_zero.optim import OffloadedOptimizer
-from tiered_zero.update import optimizer_state
 
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
 STAGES: list[dict[str, Any]] = [

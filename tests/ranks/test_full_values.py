@@ -15,10 +15,10 @@ from tests.parity.test_optimizer_state import assert_same_state, assert_same_wei
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, train, weights_of
 from tests.ranks.training import rank_and_config
+from tests.support.inspection.insides import optimizer_state
 from tests.support.tags import equal_bits
 from tests.support.trainers import same_bits
 from tiered_zero.errors import BudgetError, ModelError
-from tiered_zero.update import optimizer_state
 
 
 def arrays_of(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:

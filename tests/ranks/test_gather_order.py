@@ -78,13 +78,12 @@ def route_backwards_apart(path: str) -> dict[str, Any]:
 
 
 def test_a_second_backward_with_other_experts_ends(ranks: RankPool, swap_path: Path) -> None:
-    """A rank that turned a unit's gradients to fp32 in mid-backward would wait for buckets of a rank that waits for
-    its next gather."""
+    """Units of which it adds to sums are turned to fp32 as it begins, which waits for their earlier buckets."""
     assert_all_ranks_agree(ranks.run(route_backwards_apart, 2, str(swap_path)))
 
 
 class Hidden(nn.Module):
-    """Blocks: the inputs of `num_hidden` are in a list, so that nothing tells when backward is through one."""
+    """Blocks: the inputs of `num_hidden` are in a list, as inputs are that no hook finds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,8 +97,7 @@ class Hidden(nn.Module):
 
 
 def hide_inputs(path: str, num_hidden: int, bucket_numel: int, slow_s: float) -> dict[str, Any]:
-    """No room for a second bucket on rank 0, while rank 1, which hides inputs, does not reduce before the end of its
-    backward. Rank 0's reductions take `slow_s` and more."""
+    """Rank 1 hides inputs. Rank 0's reductions take `slow_s` and more."""
     lazy = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "reduce_bucket_size": bucket_numel}
     rank, config = rank_and_config(path, stage=3, offload_param={"device": "cpu"}, **lazy)
     torch.manual_seed(5)
@@ -125,12 +123,11 @@ def hide_inputs(path: str, num_hidden: int, bucket_numel: int, slow_s: float) ->
         engine.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_hidden", "bucket_numel", "slow_s"), [(5, 4096, 0.0), (4, 2048, 0.7)])
-def test_a_rank_that_waits_for_a_bucket_gives_way_to_a_gather(
+@pytest.mark.parametrize(("num_hidden", "bucket_numel", "slow_s"), [(5, 4096, 0.0), (4, 2048, 0.1)])
+def test_inputs_that_one_rank_hides_change_no_order(
     ranks: RankPool, swap_path: Path, num_hidden: int, bucket_numel: int, slow_s: float
 ) -> None:
-    """Also where the other one has a reduction under way, for which its lane waits beside the gather."""
+    """Neither does the time that a reduction takes on one rank: a bucket without memory waits for it."""
     assert_all_ranks_agree(ranks.run(hide_inputs, 2, str(swap_path), num_hidden, bucket_numel, slow_s))
 
 
@@ -181,7 +178,7 @@ def use_another_module(path: str) -> str:
 def test_ranks_that_use_other_modules_are_named(ranks: RankPool, swap_path: Path) -> None:
     """Their gathers are of one size: without a comparison each would compute with parts of the other's weights."""
     for text in ranks.run(use_another_module, 2, str(swap_path)):
-        assert "rank 0 gathers sometimes:float32, change 1, rank 1 gathers " in text, text
+        assert "rank 0 gathers sometimes:float32, change 1, as collective " in text, text
         assert "Every rank was expected to use the same modules in the same order" in text
     assert not any(swap_path.iterdir())
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.ranks.torchrun import SCRIPTS, forked, interrupt, launched, ranks_of, run, still_running
-from tiered_zero.store.runs import collect_garbage
+from tests.support.inspection.insides import collect_garbage
 
 CONFIGS = SCRIPTS.parents[1] / "configs"
 LOOP = str(SCRIPTS / "run_loop.py")

@@ -51,6 +51,27 @@ def test_experts_without_gradients_keep_none_waiting(ranks: RankPool, swap_path:
     assert differences(found[0]["weights"], whole[0]["weights"]) == []
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(zero={"stage": 2}, skips=True, pools=True),
+        Run(zero={"stage": 3}, skips=True, pools=True),
+        Run(zero={"stage": 3}, skips=True, own=True),
+        Run(zero={"stage": 3}, recomputes=True, accumulation=2, steps=4),
+        Run(zero={"stage": 3}, recomputes="reentrant"),
+        Run(zero={"stage": 3}, lists=True),
+    ],
+)
+def test_gradients_of_at_most_two_buckets_wait(ranks: RankPool, swap_path: Path, run: Run) -> None:
+    """In the first step too, in one that leaves a parameter of the last block out, and behind a unit that no loss
+    depends on."""
+    bucket_numel, num_blocks = 1 << 13, 10
+    run = replace(run, zero={**run.zero, "reduce_bucket_size": bucket_numel}, num_blocks=num_blocks)
+    for found in ranks.run(routed.train_tiered, 2, run, str(swap_path)):
+        assert num_blocks * routed.HIDDEN**2 > 2 * bucket_numel, "else all gradients are of two buckets"
+        assert found["in_flight"]["peak"] <= 2 * bucket_numel * 4
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_reentrant_checkpoints_are_a_part_of_the_scripts_backward(ranks: RankPool, swap_path: Path, stage: int) -> None:
     """Each micro-batch reduces once, in 16 bit, and adds up in fp32, whoever starts it and however it recomputes."""

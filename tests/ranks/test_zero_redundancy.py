@@ -45,8 +45,8 @@ def test_the_cases_of_pytorchs_own_tests_pass(world_size: int, ranks: RankPool, 
     ranks.run(cases.follow_the_cases_of_torch, world_size, str(swap_path))
 
 
-def test_the_ranks_of_a_host_count_its_disk_space_together(ranks: RankPool, swap_path: Path) -> None:
-    ranks.run(cases.count_disk_space_together, 2, str(swap_path))
+def test_the_ranks_open_their_tiers_together_or_not_at_all(ranks: RankPool, swap_path: Path) -> None:
+    ranks.run(cases.open_together, 2, str(swap_path))
 
 
 def test_parameters_are_broadcast_while_those_behind_are_updated(ranks: RankPool) -> None:

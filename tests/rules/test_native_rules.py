@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from tiered_zero.native.update import UpdateKernel
-from tiered_zero.rules.kernel_rule import NativeRule
+from tiered_zero.rules.kernel_rule import NativeRule, find_torch_root
 from tiered_zero.rules.native_rules import AdagradRule, Lion, LionRule, SgdRule
 from tiered_zero.rules.rule import Run
-from tiered_zero.rules.torch_bits import find_torch_root
 
 SGD, ADAGRAD = (SgdRule, torch.optim.SGD), (AdagradRule, torch.optim.Adagrad)
 LION = (LionRule, Lion)

@@ -12,7 +12,8 @@ import torch
 
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL
 from tiered_zero.native.update import UpdateKernel
-from tiered_zero.rules import quantized, torch_bits
+from tiered_zero.rules import quantized
+from tiered_zero.rules.kernel_rule import find_torch_root
 from tiered_zero.rules.native_rules import AdamRule
 from tiered_zero.rules.quantized import QuantizedAdam
 from tiered_zero.rules.rule import Run
@@ -26,7 +27,7 @@ def kernel(request: pytest.FixtureRequest, library: Path) -> Iterator[UpdateKern
         yield None
         return
     level = "scalar" if request.param == "scalar" else None
-    kernel = UpdateKernel(library, level, num_threads=3, root=torch_bits.find_torch_root())
+    kernel = UpdateKernel(library, level, num_threads=3, root=find_torch_root())
     yield kernel
     kernel.close()
 

@@ -17,8 +17,7 @@ from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, SubGroup, cut_su
 from tiered_zero.rules.native_rules import AdamRule
 from tiered_zero.rules.quantized import QuantizedAdam
 from tiered_zero.rules.rule import Run, StateField, UpdateRule
-from tiered_zero.rules.state_formats import RemainderMasters
-from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.rules.state_layout import RemainderMasters, StateLayout
 from tiered_zero.rules.torch_rule import TorchRule
 from tiered_zero.sizes import PAGE_NBYTES
 

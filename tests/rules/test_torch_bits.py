@@ -12,11 +12,10 @@ import torch
 from tests.fakes.wrong_root import build_wrong_root, plant_root
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.native.update import Flag, UpdateKernel
-from tiered_zero.rules import kernel_rule, torch_bits
-from tiered_zero.rules.kernel_rule import NativeRule
+from tiered_zero.rules import kernel_rule
+from tiered_zero.rules.kernel_rule import NativeRule, choose_root, find_torch_root
 from tiered_zero.rules.native_rules import AdagradRule, AdamRule, LionRule, SgdRule
 from tiered_zero.rules.rule import Run
-from tiered_zero.rules.torch_bits import choose_root, find_torch_root
 
 HEADER = UPDATE_SOURCE.with_name("update_kernel.h")
 NUM_FUSED = len(re.findall(r"\bfma_\((?!vf)", HEADER.read_text()))
@@ -30,7 +29,7 @@ def wrong_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
-    monkeypatch.setattr(torch_bits, "_found", {})
+    monkeypatch.setattr(kernel_rule, "_roots", {})
     monkeypatch.setattr(kernel_rule, "_torch_bits", {})
 
 
@@ -56,8 +55,8 @@ def test_torchs_own_root_is_taken_where_no_other_has_its_bits(
     library: Path, levels: list[str], monkeypatch: pytest.MonkeyPatch, nothing_known: None
 ) -> None:
     """Slower than the kernel's own by far, and so asked for last."""
-    own_bits = torch_bits._has_torch_bits
-    monkeypatch.setattr(torch_bits, "_has_torch_bits", lambda kernel, flag: flag in tried and own_bits(kernel, flag))
+    own_bits = kernel_rule._has_torch_bits
+    monkeypatch.setattr(kernel_rule, "_has_torch_bits", lambda kernel, flag: flag in tried and own_bits(kernel, flag))
     root, tried = find_torch_root(), [Flag.TORCH_ROOT]
     for level in levels:
         assert choose_root(UpdateKernel(library, level, root=root)) == (Flag.TORCH_ROOT if root else None)
@@ -89,21 +88,20 @@ def test_a_root_that_is_seldom_wrong_is_not_taken(
     monkeypatch: pytest.MonkeyPatch,
     nothing_known: None,
 ) -> None:
-    monkeypatch.setattr(torch_bits, "ROOTS", (Flag.TORCH_ROOT, Flag(0)))
+    monkeypatch.setattr(kernel_rule, "_ROOTS", (Flag.TORCH_ROOT, Flag(0)))
     root = plant_root(wrong_library, *wrong)
     for level in levels:
         kernel = UpdateKernel(library, level, root=root)
         assert choose_root(kernel) in (None, Flag(0))
         rule = AdamRule(decoupled=True, kernel=kernel)
         assert_bits_of_torch(rule, torch.optim.AdamW)
-        assert rule.torch_bits == (rule.report()["reason"] is None)
 
 
 def test_an_exact_root_is_taken_only_where_torchs_is_exact(
     library: Path, levels: list[str], monkeypatch: pytest.MonkeyPatch, nothing_known: None
 ) -> None:
     """A kernel without MKL's root, on a torch that may have it."""
-    monkeypatch.setattr(torch_bits, "ROOTS", (Flag(0), Flag.TORCH_ROOT))
+    monkeypatch.setattr(kernel_rule, "_ROOTS", (Flag(0), Flag.TORCH_ROOT))
     values = torch.arange(1 << 24, dtype=torch.int32).add_(0x3F800000).view(torch.float32)
     exact = torch.equal(values.sqrt(), values.double().sqrt().float())
     for level in levels:
@@ -112,10 +110,10 @@ def test_an_exact_root_is_taken_only_where_torchs_is_exact(
         assert_bits_of_torch(AdamRule(decoupled=False, kernel=kernel), torch.optim.Adam, weight_decay=0.1)
 
 
-def test_without_a_root_fp32_takes_torchs_code_and_the_report_says_so(
+def test_without_a_root_fp32_takes_torchs_code_and_the_log_says_so(
     library: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, nothing_known: None
 ) -> None:
-    monkeypatch.setattr(torch_bits, "_has_torch_bits", lambda kernel, flag: False)
+    monkeypatch.setattr(kernel_rule, "_has_torch_bits", lambda kernel, flag: False)
     kernel = UpdateKernel(library, root=find_torch_root())
     for rule, kind in (
         (AdamRule(decoupled=True, kernel=kernel), torch.optim.AdamW),
@@ -123,10 +121,9 @@ def test_without_a_root_fp32_takes_torchs_code_and_the_report_says_so(
     ):
         assert not rule.torch_bits
         assert_bits_of_torch(rule, kind)
-        assert "torch's own operations" in rule.report()["reason"]
         caplog.clear()
         rule.announce()
-        assert "rounds otherwise" in caplog.text
+        assert "rounds otherwise" in caplog.text and "torch's own operations" in caplog.text
 
 
 @pytest.mark.parametrize("which", [None, *range(NUM_FUSED)])

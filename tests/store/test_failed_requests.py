@@ -9,11 +9,11 @@ from threading import Event
 import pytest
 
 from tests.fakes.sync_io import SyncEngine
+from tiered_zero.concurrency.transfer import Worker
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.store.transfers import Worker
+from tiered_zero.store.directory import SwapDir
+from tiered_zero.store.store import SwapStore
 
 NBYTES = 2 * MIB
 
@@ -31,19 +31,21 @@ def new_store(swap_path: Path, engine: IOEngine, num_paths: int = 2) -> SwapStor
     return SwapStore(SwapDir.create(parents), engine, capacity_nbytes=4 * NBYTES)
 
 
-def test_a_failure_before_the_transfer_leaves_nothing_in_flight(
+def test_a_request_that_the_engine_refuses_leaves_nothing_in_flight(
     swap_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = new_store(swap_path, SyncEngine(), num_paths=1)
+    engine = SyncEngine()
+    store = new_store(swap_path, engine, num_paths=1)
     record = store.reserve("w", NBYTES)
     store.write(record, memory(1)).wait()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
     for act in (lambda: store.write(record, memory(2)), lambda: store.read(record, memory(0))):
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr(store, "_start", fail)
+            patch.setattr(engine, "write", fail)
+            patch.setattr(engine, "read", fail)
             act()
         store.write(record, memory(2)).wait()
     store.close()

@@ -16,9 +16,9 @@ import pytest
 from tiered_zero.errors import StoreError
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import MIB
+from tiered_zero.store.directory import SwapDir
 from tiered_zero.store.runs import list_runs
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.store.store import SwapStore
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])

@@ -14,11 +14,10 @@ from tests.support.tags import in_pages
 from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import CorruptionError, InternalError, StoreError, TransferError
 from tiered_zero.sizes import MIB, PAGE_NBYTES
-from tiered_zero.store import record_writer
-from tiered_zero.store.manifest import Contents, Record
-from tiered_zero.store.ranges import Range
-from tiered_zero.store.record_reader import BUFFER_NBYTES, NUM_BUFFERS, RecordFiles, RecordReader, Wanted
-from tiered_zero.store.record_writer import Hasher, RecordWriter
+from tiered_zero.store import ranges
+from tiered_zero.store.manifest import Contents, Range, Record
+from tiered_zero.store.reader import BUFFER_NBYTES, NUM_BUFFERS, RecordFiles, RecordReader, Wanted
+from tiered_zero.store.writer import RecordWriter
 
 SIZES = {"small": 5 * PAGE_NBYTES, "large": 30 * MIB + PAGE_NBYTES, "odd": 3 * MIB - PAGE_NBYTES, "last": PAGE_NBYTES}
 
@@ -183,11 +182,13 @@ def test_nothing_to_write_makes_no_file(tmp_path: Path) -> None:
     assert reader.damage() == []
 
 
-def test_a_patient_hasher_goes_on_at_the_usual_priority_once_it_is_hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the low one has not begun is done by the other, which need not wait for it."""
+def test_a_writer_that_yields_hashes_at_the_usual_priority_too_once_something_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the thread of low priority has not begun is done by another, which need not wait for it."""
     priorities: list[int] = []
     begun, gate = threading.Event(), threading.Event()
-    digest = record_writer.digest
+    digest = ranges.digest
 
     def slow(memory: memoryview) -> int:
         priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
@@ -196,17 +197,19 @@ def test_a_patient_hasher_goes_on_at_the_usual_priority_once_it_is_hurried(monke
             assert gate.wait(60)
         return digest(memory)
 
-    monkeypatch.setattr(record_writer, "digest", slow)
-    hasher = Hasher(is_patient=True)
-    digests: list[list[int]] = [[], [], []]
-    hashed = [hasher.submit(memoryview(bytes([number]) * 10), own) for number, own in enumerate(digests)]
+    monkeypatch.setattr(ranges, "digest", slow)
+    writer = RecordWriter(tmp_path / "data.bin", SyncEngine())
+    writer.yield_to_training()
+    pages = [in_pages(bytes([number]) * PAGE_NBYTES) for number in range(3)]
+    written = [writer.append(str(number), page) for number, page in enumerate(pages)]
     assert begun.wait(60)
-    hasher.hurry()
-    wait_all(hashed[1:])
-    assert not hashed[0].done()
+    writer.hurry()
+    writer.hurry()
+    wait_all(written[1:])
+    assert not written[0].done()
     gate.set()
-    wait_all(hashed)
-    hasher.close()
-    assert digests == [[digest(bytes([number]) * 10)] for number in range(3)]
+    contents = writer.finish()
+    writer.wait_durable()
+    assert [item.digest for items in contents.ranges.values() for item in items] == [digest(page) for page in pages]
     usual = os.getpriority(os.PRIO_PROCESS, 0)
     assert priorities == [19, usual, usual]

@@ -18,10 +18,10 @@ from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, T
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import MIB
-from tiered_zero.store.checksums import CHUNK_NBYTES
+from tiered_zero.store.directory import SwapDir
+from tiered_zero.store.ranges import CHUNK_NBYTES
+from tiered_zero.store.store import SwapStore
 from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 
 PAGE = 4096
 
@@ -104,8 +104,7 @@ def test_over_capacity_names_wanted_and_left(make: Callable[..., SwapStore]) -> 
     assert free_nbytes(store) == 2 * PAGE, "the first slot of a refused record stayed taken"
     with pytest.raises(StoreError, match="already"):
         store.reserve("a", 1)
-    store.release(store.records()["a"])
-    assert store.reserve("a", 8 * PAGE).offsets == (0,)
+    assert store.reserve("b", 2 * PAGE).offsets == (6 * PAGE,)
 
 
 def test_a_flipped_bit_is_found_before_use(make: Callable[..., SwapStore], swap_path: Path) -> None:
@@ -172,8 +171,6 @@ def test_overlap_with_a_request_in_flight_is_refused(make: Callable[..., SwapSto
         store.read(record, aligned(bytes(PAGE)), PAGE)
     with pytest.raises(StoreError, match="in flight"):
         store.write(record, pattern(PAGE))
-    with pytest.raises(StoreError, match="in use"):
-        store.release(record)
     reading = [store.read(record, aligned(bytes(PAGE)), 2 * PAGE) for _ in range(2)]
     with pytest.raises(StoreError, match="in flight"):
         store.write(record, pattern(PAGE), 2 * PAGE)
@@ -306,25 +303,21 @@ def test_stripes_use_both_paths_by_weight_and_lose_nothing(swap_path: Path, engi
         SwapStore.recover(SwapDir.open(directory.paths[0]), engine)
 
 
-def test_a_prepared_state_rests_and_released_extents_wait_for_the_commit(make: Callable[..., SwapStore]) -> None:
+def test_a_prepared_state_rests(make: Callable[..., SwapStore]) -> None:
     store = make(capacity_nbytes=6 * PAGE)
     a = store.reserve("a", PAGE, committed=True)
     scratch = store.reserve("s", PAGE)
     store.write(a, pattern(PAGE)).wait()
     store.prepare(1, {})
-    for act in (lambda: store.write(a, pattern(PAGE)), lambda: store.release(a), lambda: store.prepare(2, {})):
+    for act in (lambda: store.write(a, pattern(PAGE)), lambda: store.prepare(2, {})):
         with pytest.raises(StoreError, match="is prepared"):
             act()
     store.write(scratch, pattern(PAGE)).wait()
     store.confirm()
     with pytest.raises(StoreError, match="Nothing is prepared"):
         store.confirm()
-    store.release(a)
-    assert free_nbytes(store) == 3 * PAGE, "the durable manifest still names them"
-    store.commit(2, {})
-    assert free_nbytes(store) == 5 * PAGE
-    with pytest.raises(StoreError, match="no record 'a'"):
-        store.read(a, aligned(bytes(PAGE)))
+    store.write(a, pattern(PAGE, seed=2)).wait()
+    assert read(store, "a") == pattern(PAGE, seed=2)
 
 
 def test_revert_returns_to_the_last_commit(make: Callable[..., SwapStore], swap_path: Path) -> None:
@@ -334,21 +327,15 @@ def test_revert_returns_to_the_last_commit(make: Callable[..., SwapStore], swap_
     for record in (a, b):
         store.write(record, pattern(2 * PAGE)).wait()
     store.commit(1, {})
-    before_nbytes = free_nbytes(store)
     store.write(a, pattern(PAGE, seed=2), PAGE).wait()
     store.write(scratch, pattern(PAGE, seed=3)).wait()
-    store.release(b)
-    other = store.reserve("b", PAGE, committed=True)
     newer = store.reserve("c", PAGE, committed=True)
     store.write(newer, pattern(PAGE)).wait()
     store.revert()
     assert read(store, "a") == read(store, "b") == pattern(2 * PAGE)
     assert read(store, "s") == pattern(PAGE, seed=3), "scratch records have no commit"
-    for record, why in ((other, "no record 'b' like"), (newer, "never written")):
-        with pytest.raises(StoreError, match=why):
-            store.read(record, aligned(bytes(PAGE)))
-    store.release(newer)
-    assert free_nbytes(store) == before_nbytes
+    with pytest.raises(StoreError, match="never written"):
+        store.read(newer, aligned(bytes(PAGE)))
     store.write(a, pattern(2 * PAGE, seed=4)).wait()
     store.commit(2, {})
     store.close(remove=False)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 import tiered_zero
 from tests.fakes.io_faults import Fault, FaultyEngine
 from tests.support.inspection import inventory, layouts, store_of, units
+from tests.support.inspection.insides import rack
 from tests.support.models import ParityGPT, batch, named_weights
 from tests.support.trainers import tiered
 from tiered_zero.errors import CorruptionError, EngineFailedError, TieredZeroError, TransferError
 from tiered_zero.io.select import Selection, select_engine
-from tiered_zero.tiers import rack
 
 NVME = ("nvme", "nvme")
 CALLS = ("forward", "backward", "step")

@@ -22,11 +22,10 @@ from tests.support.children import NUM_THREADS
 from tests.support.collection import import_tests, put_long_files_first
 from tests.support.failed_tests import end_failed_test
 from tests.support.imports import freeze_imports
+from tests.support.inspection.insides import runs
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.io.preflight import filesystem_type, is_local
 from tiered_zero.native import find_library
-from tiered_zero.rules import kernel_rule
-from tiered_zero.store import runs
 
 torch.set_num_threads(NUM_THREADS)
 settings.register_profile("tiered_zero", deadline=None, derandomize=True, database=None)
@@ -70,8 +69,7 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kernel_rule, "measure_copy_rate", lambda: 0.0)  # other load slows an update, which then warns
+def _fresh() -> Iterator[None]:
     random.seed(0)
     numpy.random.seed(0)
     seed(0)

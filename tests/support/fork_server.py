@@ -8,18 +8,16 @@ import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
 from tests.support.imports import freeze_imports
-from tiered_zero.grads.norms import GradNorm
-from tiered_zero.rules import kernel_rule
+from tests.support.inspection.insides import GradNorm
 from tiered_zero.rules.from_config import make_rule
+from tiered_zero.rules.kernel_rule import open_kernel
 
 
 def compare_with_torch() -> None:
     """Find whether the kernel has torch's bits, which a process does once, before its first step: 0.1 s of the
-    processor. Forks know it. They measure its rate, whose arrays are 120 MiB, on small ones."""
-    kernel_rule._PROBE_NUMEL = 1 << 12
-    kernel_rule.measure_copy_rate = lambda: 0.0  # type: ignore[misc, assignment] # as tests/support/fixtures.py does
+    processor. Forks know it."""
     rule = make_rule(torch.optim.AdamW([torch.zeros(1)]), num_threads=1)
-    kernel = kernel_rule.open_kernel(num_threads=1)
+    kernel = open_kernel(num_threads=1)
     GradNorm(kernel)
     if kernel is not None:
         kernel.close()

@@ -10,13 +10,24 @@ from typing import Any
 
 import torch
 
-from tiered_zero.checkpoint.directory import TagInfo, list_tags
-from tiered_zero.checkpoint.open import open_commit, open_tag
-from tiered_zero.checkpoint.reader import TensorReader
-from tiered_zero.checkpoint.shares import Share
-from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, TagManifest, TensorEntry, WrittenBy
-from tiered_zero.checkpoint.tag_writer import TagWriter
-from tiered_zero.checkpoint.tensors import describe
+from tests.support.inspection.insides import (
+    Part,
+    RecordName,
+    Share,
+    Source,
+    TagInfo,
+    TagManifest,
+    TagWriter,
+    TensorEntry,
+    TensorReader,
+    WrittenBy,
+    describe,
+    find_checkpoint,
+    list_tags,
+    look_at,
+    open_commit,
+    open_tag,
+)
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
@@ -76,6 +87,11 @@ def save_tag(
 
 def newest_complete(save_dir: Path) -> TagInfo | None:
     return next((info for info in reversed(list_tags(save_dir)) if info.complete), None)
+
+
+def tag_to_load(save_dir: Path, tag: str | None = None) -> TagInfo:
+    """The tag that a load takes. Raises StoreError."""
+    return look_at(find_checkpoint(save_dir, tag).path)[0]
 
 
 def load_tag(tag_dir: Path, engine: IOEngine | None = None) -> dict[str, torch.Tensor]:

@@ -10,20 +10,15 @@ from pathlib import Path
 import torch
 
 from tests.fakes.sync_io import SyncEngine
+from tests.support.inspection.insides import DeviceTier, HostTier, NvmeTier, SwapDir, SwapStore, Tier
 from tiered_zero.hardware.device.cpu import CpuAccelerator
 from tiered_zero.hardware.memory.host_memory import HostArena
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.tiers.device import DeviceTier
-from tiered_zero.tiers.host import HostTier
-from tiered_zero.tiers.nvme import NvmeTier
-from tiered_zero.tiers.tier import Tier
 
 TIERS = ("device", "host", "nvme")
 

@@ -1,9 +1,10 @@
-"""Count the calls of the package's functions on the calling thread: a reader of the code walks as far."""
+"""Count calls, files and returns to a room on the calling thread: a reader of the code walks as far."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 import tiered_zero
 
 PACKAGE = str(Path(tiered_zero.__file__).parent)
+
+SERVICES = frozenset("concurrency config errors.py hardware io native sizes.py system telemetry version.py".split())
+"""What every room calls, and no reader of a walk opens: locks, devices, files, spans."""
 
 
 def host_config() -> dict[str, Any]:
@@ -29,13 +33,55 @@ def host_config() -> dict[str, Any]:
     }
 
 
-def count_calls(act: Callable[[], Any]) -> int:
-    """Comprehensions, and each turn of a generator, count too."""
-    num_calls = 0
+@dataclass(frozen=True)
+class Walk:
+    """The calls of package functions on one thread, in order: (path inside the package, function without its class).
+
+    Comprehensions, and each turn of a generator, are calls too.
+    """
+
+    calls: list[tuple[str, str]]
+
+    @property
+    def files(self) -> list[str]:
+        """Each file once, in the order of its first call."""
+        return list(dict.fromkeys(file for file, _ in self.calls))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(calls, files)"""
+        return len(self.calls), len(self.files)
+
+    def since(self, function: str) -> Walk:
+        """Take the calls from the first one of `function` on."""
+        return Walk(self.calls[[name for _, name in self.calls].index(function) :])
+
+    @property
+    def returns(self) -> list[str]:
+        """List the files that make the reader return to a room: each is new, in a room that the walk had left.
+
+        A room is a top folder of the package that is not in SERVICES. A file that was read before counts nothing: the
+        reader knows it.
+        """
+        rooms: list[str] = []
+        found = []
+        for file in self.files:
+            room = file.split("/")[0]
+            if room in SERVICES or rooms[-1:] == [room]:
+                continue
+            if room in rooms:
+                found.append(file)
+            rooms.append(room)
+        return found
+
+
+def record(act: Callable[[], Any]) -> Walk:
+    """Make the call, and list what it calls on this thread."""
+    calls: list[tuple[str, str]] = []
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal num_calls
-        num_calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls.append((frame.f_code.co_filename[len(PACKAGE) + 1 :], frame.f_code.co_name))
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -43,9 +89,13 @@ def count_calls(act: Callable[[], Any]) -> int:
         act()
     finally:
         sys.setprofile(before)
-    return num_calls
+    return Walk(calls)
 
 
-def over(counted: dict[str, float], most: dict[str, int]) -> dict[str, float]:
-    """What was counted above its bound."""
-    return {name: calls for name, calls in counted.items() if calls > most[name]}
+def over(walks: dict[str, Walk], most: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """(calls, files) of each walk that has more of either than `most` allows."""
+    return {
+        name: walk.size
+        for name, walk in walks.items()
+        if any(counted > bound for counted, bound in zip(walk.size, most[name], strict=True))
+    }

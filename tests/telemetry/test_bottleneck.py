@@ -12,17 +12,15 @@ from typing import Any
 import pytest
 from torch import nn
 
+from tests.support.inspection.insides import Checkpoints, rack, swap_store
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered, train
 from tests.telemetry.conftest import Clock
-from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request
 from tiered_zero.io.select import Selection, select_engine
 from tiered_zero.rules.kernel_rule import NativeRule
-from tiered_zero.store import swap_store
 from tiered_zero.telemetry import report
 from tiered_zero.telemetry.report import StepReport, bottleneck
-from tiered_zero.tiers import rack
 
 DELAY_S = 0.25
 

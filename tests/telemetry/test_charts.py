@@ -11,14 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_zero.telemetry.charts import (
-    CHAR_WIDTH,
     MAX_POINTS,
     NOT_RECORDED,
     Bar,
     Series,
     legend,
     line_chart,
-    paired_bars,
     rounded,
     stacked_chart,
     thin,
@@ -94,7 +92,6 @@ def test_nothing_recorded_is_said() -> None:
     assert line_chart("", "x", "y", []) == NOT_RECORDED
     assert stacked_chart("", "x", "y", []) == NOT_RECORDED
     assert timeline_chart("", "x", [], []) == NOT_RECORDED
-    assert paired_bars("", "x", {}) == NOT_RECORDED
 
 
 def test_stacked_bars_stand_on_each_other() -> None:
@@ -119,14 +116,6 @@ def test_a_bar_is_labelled_where_its_name_fits() -> None:
     labels = [text for text in svg.iterfind("text") if text.attrib["class"] == "inside"]
     assert [label.text for label in labels] == ["long enough"]
     assert [tip.text for tip in svg.iterfind("rect/title")] == ["tip", NASTY]
-
-
-def test_the_text_at_the_longest_bar_stays_inside() -> None:
-    svg = parse(paired_bars("", "MiB", {"nvme": [(1000.0, "t0", "planned 1000.0 MiB"), (1.0, "t1", "peak 1 MiB")]}))
-    width = float(svg.attrib["viewBox"].split()[2])
-    for text in svg.iterfind("text"):
-        if text.attrib["class"] == "tick" and text.text:
-            assert float(text.attrib["x"]) + CHAR_WIDTH * len(text.text) <= width
 
 
 def test_a_legend_is_escaped() -> None:

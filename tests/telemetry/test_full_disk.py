@@ -12,9 +12,8 @@ from tests.support.faulty_runs import build, train
 from tiered_zero.telemetry import runlog
 from tiered_zero.telemetry.page import render_page
 from tiered_zero.telemetry.report import StepReport
-from tiered_zero.telemetry.runlog import RunHeader, RunLog, read_run
+from tiered_zero.telemetry.runlog import RunHeader, RunLog, TraceWriter, read_run
 from tiered_zero.telemetry.spans import Span
-from tiered_zero.telemetry.trace import TraceWriter
 
 
 class Disk:
@@ -35,7 +34,7 @@ class Disk:
 
 
 @pytest.mark.parametrize("room", [0, 1, 300, 1000])
-def test_a_record_is_cut_after_a_whole_line_and_says_so(
+def test_a_record_ends_after_a_whole_line_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     path = tmp_path / "report.jsonl"
@@ -43,19 +42,18 @@ def test_a_record_is_cut_after_a_whole_line_and_says_so(
     monkeypatch.setattr(runlog, "os", Disk(room))
     for step in range(1, 30):
         log.add(StepReport(step=step, wall_s=1.0, seconds={}))
-    assert log.report().steps == 29, "what is added up goes on"
     log.close()
     log.close()
     assert [text for text in caplog.messages if "cannot be written any more" in text] == caplog.messages
     assert len(caplog.messages) == 1 and str(path) in caplog.text and "No space left" in caplog.text
     run = read_run(path)
-    assert run.is_cut and run.footer is None and len(run.steps) < 29
+    assert run.footer is None and len(run.steps) < 29
     assert [report.step for report in run.steps] == list(range(1, len(run.steps) + 1))
-    assert "could not be written to its end" in render_page(run, "a run")
+    assert "or its disk was full" in render_page(run, "a run")
 
 
 @pytest.mark.parametrize("room", [0, 1, 300, 1000])
-def test_a_trace_is_cut_and_still_json(
+def test_a_trace_ends_after_a_whole_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     path = tmp_path / "trace.json"
@@ -65,7 +63,8 @@ def test_a_trace_is_cut_and_still_json(
         trace.write([Span(lane="compute", name=f"step {step}", start_s=step, end_s=step + 0.5, nbytes=0, kind="")])
     trace.close()
     assert len(caplog.messages) == 1
-    assert "could not be written on" in json.dumps(json.loads(path.read_text())[-1])
+    text = path.read_text()
+    assert text in ("", "[\n") or json.loads(text.removesuffix(",\n") + "]"), "Perfetto needs no closing bracket"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this platform has no /dev/full")

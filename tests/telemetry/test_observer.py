@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.telemetry.observer import TIMELINE_STEP, RunObserver
 from tiered_zero.telemetry.report import StepReport
-from tiered_zero.telemetry.runlog import RunHeader, read_run
+from tiered_zero.telemetry.runlog import TIMELINE_STEP, RunHeader, RunObserver, read_run
 from tiered_zero.telemetry.spans import Recorder
 
 HEADER = RunHeader(model="gpt", num_parameters=10)

@@ -115,9 +115,3 @@ def test_a_file_that_cannot_be_read_or_made_is_said(tmp_path: Path) -> None:
         read_run(tmp_path / "binary")
     with pytest.raises(ConfigError, match=r"tiered_zero\.report: expected a file"):
         RunLog(HEADER, tmp_path / "absent" / "run.jsonl")
-
-
-def test_without_a_path_it_only_adds_up() -> None:
-    with closing(RunLog(HEADER)) as log:
-        log.add(STEPS[0])
-        assert log.report().steps == 1

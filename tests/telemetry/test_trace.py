@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tiered_zero.errors import ConfigError
+from tiered_zero.telemetry.runlog import TraceWriter
 from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Span
-from tiered_zero.telemetry.trace import TraceWriter
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.inspection.insides import load_manifests, specify_run
 from tests.support.tier_rig import make_runtime, random_bytes
-from tiered_zero.assembly.run_spec import specify_run
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.load import load
 from tiered_zero.sizes import PAGE_NBYTES
-from tiered_zero.store.manifest import load as load_manifests
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.rack import TierRack
 

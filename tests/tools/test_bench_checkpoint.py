@@ -24,7 +24,7 @@ def test_smoke(swap_path: Path) -> None:
 
 FAILING_SAVE = """
 import runpy, sys
-from tiered_zero.checkpoint.tag_writer import TagWriter
+from tests.support.inspection.insides import TagWriter
 from tiered_zero.errors import StoreError
 
 def publish(*arguments, **options):

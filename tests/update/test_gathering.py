@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.inspection.insides import StepGradients, UnitShare
 from tests.support.tier_rig import make_runtime
 from tests.support.units import make_unit
 from tiered_zero.concurrency.transfer import COMPLETED, Completion, Transfer
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
-from tiered_zero.tiers.step_gradients import StepGradients, UnitShare
 from tiered_zero.update.policy import GatheringPolicy
 
 UNITS = [make_unit(index) for index in range(4)]

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.inspection.insides import Home, Inventory
 from tests.support.tier_rig import TIERS, open_rig
 from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.layout.flat import CUT_NUMEL, Unit
 from tiered_zero.layout.subgroups import cut_subgroups
 from tiered_zero.rules.native_rules import AdamRule
-from tiered_zero.rules.state_formats import FullMasters, RemainderMasters
-from tiered_zero.rules.state_layout import StateLayout
-from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.rules.state_layout import FullMasters, RemainderMasters, StateLayout
 from tiered_zero.update.state_view import StateView
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.fakes.slow_tier import Entry, SlowTier
+from tests.support.inspection.insides import Home, HostTier, Inventory, UnitUpdate
 from tests.support.tier_rig import make_runtime
 from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.concurrency.transfer import COMPLETED
@@ -20,12 +21,8 @@ from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment, cut_subgroups
 from tiered_zero.rules.rule import Run, StateField, UpdateRule
-from tiered_zero.rules.state_formats import MasterFormat, Parts
-from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.rules.state_layout import MasterFormat, Parts, StateLayout
 from tiered_zero.sizes import MIB
-from tiered_zero.tiers.host import HostTier
-from tiered_zero.tiers.inventory import Home, Inventory
-from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.update.eager import ReadyQueue, UpdateJob
 from tiered_zero.update.places import UnitParameters
 from tiered_zero.update.state_view import StateView

@@ -1,5 +1,5 @@
-"""The one folder that knows every concrete class: builds the parts of a run and joins them."""
+"""The one folder that knows every concrete class.
 
-from tiered_zero.assembly.builder import SHUTDOWN, build
-
-__all__ = ["SHUTDOWN", "build"]
+It specifies a run (`spec`), opens what the run works on (`machine`; an `OffloadedOptimizer` opens its tiers there too),
+builds the movers and joins them to an engine (`build`).
+"""

@@ -1,31 +1,64 @@
-"""Open what a run works on: device and lanes, tiers with their files and staging buffers, the slots of all bytes."""
+"""Open what a run works on: swap directories, device, tiers with their staging buffers, the slots of all bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
-from tiered_zero.assembly.disk_space import check_disk_space
-from tiered_zero.assembly.homes import place_homes
-from tiered_zero.assembly.run_spec import RunSpec
-from tiered_zero.checkpoint.directory import is_unused, nothing_to_load
+from tiered_zero.assembly.spec import RunSpec
+from tiered_zero.checkpoint.in_place import Adoption, adopt
 from tiered_zero.checkpoint.ranks import find_together
-from tiered_zero.checkpoint.resume import Adoption, FoundCheckpoint, adopt, find_checkpoint
+from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, is_unused, nothing_to_load
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config
-from tiered_zero.hardware.device.select import build_accelerator
+from tiered_zero.errors import StoreError
+from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.ranks.launcher import launch_name, local_rank, num_restarts
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.preflight import preflight_directory
+from tiered_zero.layout.flat import Unit
 from tiered_zero.params.materialize import WeightFiles
+from tiered_zero.plan.planner import Plan
+from tiered_zero.plan.slots import PlannedSlot
+from tiered_zero.rules.rule import UpdateRule
+from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.sizes import format_nbytes
+from tiered_zero.store.directory import make_missing
 from tiered_zero.store.runs import clear_restarted, leftover_notices
+from tiered_zero.system.process import boot_id
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.rack import AdoptedStore, TierRack, nvme_needs, scratch_needs
+
+SHUTDOWN = (
+    "optimizer",  # the user's own has its calls and its state again
+    "saves",  # the last is finished: of its update everything is needed
+    "open update",  # one that began in backward, and whose step is not taken, is cancelled
+    "last update",  # the last step's is finished, as far as its results outlive the engine
+    "observers",  # the run's record is completed
+    "lanes",  # threads end before the memory that they use is freed
+    "full values",  # `full_values_of` does not find this run any more
+    "prefetch",  # state that was read ahead is dropped
+    "hooks",
+    "param.grad",
+    "gradients",
+    "activations",
+    "pager",  # parameters on the device get memory of their own
+    "tiers",
+    "rule",
+    "ranks",  # the others are waited for, seconds at most
+    "interrupts",  # Python's own handler is back, if this was the last engine
+)
+"""What ends a run, in this order; a start that fails ends what it has built in the same order."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,7 +79,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Machine:
-    """`copy_homes`: of durable copies, by the index of their unit."""
+    """What a run works on. `copy_homes`: of durable copies, by the index of their unit."""
 
     runtime: Runtime
     tiers: TierRack
@@ -56,22 +89,14 @@ class Machine:
 
 def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
     """Look at disks and files, and refuse what cannot work, before a byte is allocated. Collective."""
-    config = run_spec.config
-    warnings = [
-        line
-        for path, key in sorted({path: key for paths, key in nvme_paths(config).items() for path in paths}.items())
-        for line in preflight_directory(path, key)
-    ]
+    config, keys = run_spec.config, nvme_paths(run_spec.config)
+    warnings = check_directories(keys)
     resume = config.tiered_zero.checkpoint.resume
     found = None if resume is None else find_together(collectives, resume, partial(_find, resume, warnings))
     adoption = (
         None if found is None else adopt(found, collectives, config, run_spec.plan, run_spec.slots, run_spec.layouts)
     )
-    if num_restarts() and local_rank() == 0:
-        clear_restarted((path for paths in nvme_paths(config) for path in paths), launch_name())
-    if collectives.rank == 0:
-        adopted = () if adoption is None else adoption.paths
-        warnings += leftover_notices((path for paths in nvme_paths(config) for path in paths), adopted)
+    warnings += clear_directories(keys, () if adoption is None else adoption.paths)
     weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
     if weights is not None:
         warnings += weights.check(run_spec.model, run_spec.specs)
@@ -94,28 +119,66 @@ def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
     return None
 
 
-def open_runtime(run_spec: RunSpec, collectives: Collectives, resources: Teardown) -> Runtime:
-    """Open the device and start the threads of its lanes."""
-    settings = run_spec.config.tiered_zero
-    ledger = Ledger({tier: limit for tier, (limit, _) in run_spec.plan.limits.items()})
-    accelerator = build_accelerator(settings.device, settings.debug_poison, settings.debug_delay_seed)
+def check_directories(keys: Mapping[tuple[str, ...], str]) -> list[str]:
+    """Make the swap directories that are missing; return what is odd about each. `keys`: directories that are striped
+    together -> the key that names them. Raises ConfigError and StoreError."""
+    make_missing(keys)
+    by_path = {path: key for paths, key in keys.items() for path in paths}
+    return [line for path, key in sorted(by_path.items()) for line in preflight_directory(path, key)]
+
+
+def clear_directories(keys: Mapping[tuple[str, ...], str], adopted: Container[Path] = ()) -> list[str]:
+    """Remove what a failed start of this launch has left; return what other runs have. `adopted`: swap directories in
+    which the run goes on."""
+    paths = [path for group in keys for path in group]
+    if num_restarts() and local_rank() == 0:
+        clear_restarted(paths, launch_name())
+    return leftover_notices(paths, adopted)
+
+
+def open_runtime(
+    plan: Plan, rule: UpdateRule, accelerator: Accelerator, collectives: Collectives, resources: Teardown
+) -> Runtime:
+    """Take the device for a run. `resources` closes it, the rule and the ranks."""
     resources.add("lanes", accelerator.close)
-    for lane in ("fetch", "reduce", "update", *(["activations"] if run_spec.plan.activations is not None else [])):
-        accelerator.lane(lane)  # a thread that cannot be started fails here, not in mid-run
     resources.add("ranks", collectives.close)
     collectives.connect_device(accelerator)
-    resources.add("rule", run_spec.rule.close)
+    resources.add("rule", rule.close)
     torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
+    ledger = Ledger({tier: limit for tier, (limit, _) in plan.limits.items()})
     return Runtime(accelerator=accelerator, ledger=ledger, recorder=collectives.recorder, collectives=collectives)
 
 
-def open_machine(run_spec: RunSpec, runtime: Runtime, source: Source, resources: Teardown) -> Machine:
-    """Allocate what the plan says of host memory and files, and give every slot its place."""
+def open_machine(
+    config: Config,
+    plan: Plan,
+    runtime: Runtime,
+    slots: Iterable[PlannedSlot],
+    layouts: Sequence[StateLayout],
+    resources: Teardown,
+    *,
+    model_name: str,
+    units: Sequence[Unit] = (),
+    adopted: Mapping[tuple[str, ...], AdoptedStore] = MappingProxyType({}),
+) -> Machine:
+    """Allocate what the plan says of host memory and files, and give every slot its place there."""
     acts = Teardown()
     resources.add("tiers", acts.close)
-    name = type(run_spec.model).__name__
-    tiers = TierRack(run_spec.config, run_spec.plan, runtime, acts, model_name=name, adopted=source.directories)
-    inventory, copy_homes = place_homes(run_spec, tiers)
+    tiers = TierRack(config, plan, runtime, acts, model_name=model_name, adopted=adopted)
+    inventory = Inventory()
+    copy_homes: dict[int, Home] = {}
+    starts = {index: units[index].shard(plan.request.ranks.rank).start for index in plan.tiers.sharded}
+    for slot in slots:
+        of_param = slot.kind in ("param", "param_back")
+        tier = tiers.for_params(slot.tier) if of_param else tiers.for_state(slot.tier)
+        start = starts.get(slot.index, 0) if of_param or slot.kind == "commit_copy" else 0
+        home = Home(tier, tier.reserve(slot.name, slot.nbytes, slot.kind, num_durable=slot.num_durable), start)
+        if slot.kind == "commit_copy":
+            copy_homes[slot.index] = home
+        elif of_param:
+            inventory.place(units[slot.index], slot.kind, home)
+        else:
+            inventory.place(layouts[slot.index].subgroup, slot.kind, home)
     return Machine(runtime=runtime, tiers=tiers, inventory=inventory, copy_homes=copy_homes)
 
 
@@ -128,3 +191,40 @@ def nvme_paths(config: Config) -> dict[tuple[str, ...], str]:
         "zero_optimization.offload_param": zero.offload_param,
     }
     return {part.nvme_paths: f"{name}.nvme_path" for name, part in sections.items() if part.device == "nvme"}
+
+
+def check_disk_space(needs: Mapping[tuple[str, ...], int], ranks: Collectives) -> None:
+    """Raise StoreError on every rank where those of one host need more than a file system has free.
+
+    `needs`: directories that are striped together -> bytes of this rank there. Each rank preallocates its own files:
+    one alone would find room that all together do not have. What is striped over several drives counts on all of them
+    together, for its shares are measured later. Collective.
+    """
+    if ranks.world_size == 1:
+        return
+    own = [{"host": boot_id(), "nbytes": nbytes, **_drives(paths)} for paths, nbytes in needs.items() if nbytes]
+    found = [json.loads(message) for message in ranks.exchange(json.dumps(own).encode(), "disk space")]
+    sums: dict[tuple[str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
+    free: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+    for rank, each in enumerate(found):
+        for need in each:
+            drives = need["host"], tuple(need["drives"])
+            sums[drives][rank] = sums[drives].get(rank, 0) + need["nbytes"]
+            free.setdefault(drives, (need["free"], need["path"]))
+    for drives, by_rank in sums.items():
+        nbytes, path = free[drives]
+        if (needed := sum(by_rank.values())) > nbytes:
+            each = ", ".join(f"rank {rank} {format_nbytes(own)}" for rank, own in sorted(by_rank.items()))
+            raise StoreError(
+                f"The swap files of {len(by_rank)} ranks need {format_nbytes(needed)} together ({each}); "
+                f"{format_nbytes(nbytes)} free at {path}. Free space (`tiered-zero swap gc {path}` removes what killed "
+                "runs have left), name another nvme_path, or put less on NVMe."
+            )
+
+
+def _drives(paths: Sequence[str]) -> dict[str, object]:
+    """The file systems that hold `paths`, and what they have free together."""
+    by_device = {os.stat(path).st_dev: path for path in reversed(paths)}
+    status = [os.statvfs(path) for path in by_device.values()]
+    free = sum(each.f_bavail * each.f_frsize for each in status)
+    return {"drives": sorted(by_device), "free": free, "path": str(Path(paths[0]).resolve())}

@@ -7,16 +7,15 @@ Owner.  One process at a time writes in a save directory (flock). Tensors are ke
 Never.  No pickle; no master and no state as a whole in memory, for they move through fixed buffers. Buffers of the
     model, and a few frozen units at a time, are copied whole.
 
-    checkpoints.py   save and load of one run, as the engine calls them; last_save: the save that is under way
-    a run            portable: its keys and shapes | places: in which records they lie | pipeline: the way through the
-                     sub-groups of saving, to a tag, and loading, from one | matching: what is loaded where
+    checkpoints.py   the order of a save and of a load, as the engine calls them; ranks: what the ranks agree on
+    save.py          capture, write and publish one rank's part of a tag, in the call or beside training
+    a run            run_state: its keys, where each rests, the loop through its sub-groups | write: to a tag
+                     load: match a checkpoint, read its tensors, write them to the run
                      driver: all that is not a tensor; values: that as JSON
-    a tag            a store of records (store/record_writer.py) with tag_manifest, the index of keys
-                     save_directory: lock, rename; tag_writer: begin, publish, discard; directory: list, find; prune
-    in-place commit  the store that the run uses, with the same index. commit_save: with its tag, by one rank or many
-                     commit: make this rank's durable | copies: of what rests in memory, beside it
-                     commit_layout: a hash of where each byte lies | committed: what a run has committed
-    read             open: a tag or a commit, checked | reader: ranges of tensors | dcp: for torch's own planners
-    resume.py        find what the config names, and adopt an in-place commit
-    weights.py       safetensors files: of a model, or by export.py of a tag
+    a tag            a store of records (store/writer.py) with an index of keys (index.py)
+                     tag: judge, list, find, open | tag_writer: lock, begin, publish, discard; prune
+    in-place commit  the store that the run uses, with the same index. in_place: commit it with its tag, by one rank or
+                     many, and adopt it in the next run | committed: read what runs have committed
+    read             load.py: ranges of tensors, of a tag or a commit | dcp: for torch's own planners
+    weights.py       safetensors files: of a model, or of a checkpoint
 """

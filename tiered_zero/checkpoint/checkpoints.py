@@ -1,45 +1,36 @@
 """Saves and loads of one run: what `save_checkpoint` and `load_checkpoint` of the engine do, without DeepSpeed's words.
 
-A save is made between two updates, and is durable when its call returns. With checkpoint.async it goes on during
-training, and is durable once a later save, load, flush or close has returned; the first of those raises its error.
-After a save that fails training goes on.
+A save is made on the driver thread, between two updates, and is durable when its call returns:
+
+    agree_on_save     every rank wants the same tag of the same step, and has captured what a script may change
+    begin_tag         rank 0 begins it, the others join
+    write, publish    every rank writes its share, rank 0 publishes them all; or `Commits.save`, in place
+
+With checkpoint.async write and publish go on during training (`AsyncSave`): such a save is durable once a later save,
+load, flush or close has returned; the first of those raises its error. After a save that fails training goes on.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, Protocol, final
 
 import torch
 
-from tiered_zero.checkpoint.capture import Capture
-from tiered_zero.checkpoint.commit import Commits
-from tiered_zero.checkpoint.commit_save import InPlaceSave
-from tiered_zero.checkpoint.directory import nothing_to_load
 from tiered_zero.checkpoint.driver import DriverState, LoadParts
-from tiered_zero.checkpoint.last_save import LastSave, QueuedSave, SaveRead
-from tiered_zero.checkpoint.loading import StateLoader
-from tiered_zero.checkpoint.matching import LoadOptions, Matched, differences, match
-from tiered_zero.checkpoint.portable import RunState
-from tiered_zero.checkpoint.ranks import (
-    Wanted,
-    agree_on_save,
-    begin_tag,
-    check_together,
-    find_together,
-    load_together,
-    publish_together,
-)
-from tiered_zero.checkpoint.reader import TensorReader
-from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, FoundCheckpoint, find_checkpoint, open_reader
-from tiered_zero.checkpoint.shares import Share
-from tiered_zero.checkpoint.tag_manifest import TagManifest
+from tiered_zero.checkpoint.in_place import AdoptedValues, Adoption, Commits
+from tiered_zero.checkpoint.index import Share, TagManifest
+from tiered_zero.checkpoint.load import LoadOptions, Matched, StateLoader, TensorReader, differences, match
+from tiered_zero.checkpoint.ranks import LOAD, SAVE, Wanted, agree_on_save, begin_tag, check_together, find_together
+from tiered_zero.checkpoint.run_state import RunState
+from tiered_zero.checkpoint.save import AsyncSave, Capture
+from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, nothing_to_load, open_reader
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.concurrency.interrupts import shielded
 from tiered_zero.concurrency.transfer import Transfer
@@ -50,8 +41,6 @@ from tiered_zero.plan.planner import Plan
 from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")
-
-T = TypeVar("T")
 
 
 class DeviceWeights(Protocol):
@@ -66,7 +55,7 @@ class DeviceWeights(Protocol):
 
 @final
 class Checkpoints:
-    """Saves and loads one run. Driver thread; the work of a save runs where updates run."""
+    """Saves and loads one run. Driver thread; an asynchronous save is written on a lane of its own."""
 
     def __init__(
         self,
@@ -88,11 +77,10 @@ class Checkpoints:
         self._written_by = dict(written_by)
         self._convert = settings.convert
         self._ranks = state.runtime.collectives
-        self._is_alone = self._ranks.world_size == 1
-        self._is_async = settings.async_save and self._is_alone
+        self._is_async = settings.async_save and self._ranks.world_size == 1 and commits is None
         self._tag_validation = config.checkpoint.tag_validation
         self._commits = commits
-        self.last_save = LastSave()
+        self.async_save = AsyncSave()
         self.resumed: tuple[Path, dict[str, Any]] | None = None
         """What the run was begun from, and its client_state."""
 
@@ -116,9 +104,12 @@ class Checkpoints:
         captured: list[Capture] = []
         arguments = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
 
-        def ask() -> Wanted:
+        def capture() -> Wanted:
             step, tag = begin()
-            self.wait()
+            self.async_save.wait()
+            if not self._is_async:
+                with self._policy.failures.surfacing():
+                    self._policy.finish()
             driver = self._driver.capture(client_state)
             captured.append(
                 Capture.take(
@@ -131,65 +122,39 @@ class Checkpoints:
             )
             return Wanted(tag=tag, step=step, arguments=arguments, nbytes=captured[0].needed_nbytes)
 
-        wanted = agree_on_save(self._ranks, ask, self._tag_validation)
-        capture = captured[0]
-        if self._commits is not None:
-            if exclude_frozen:
-                logger.warning("exclude_frozen_parameters has no effect on an in-place commit, which has all at rest")
-            return self._commit(self._commits, save_dir, wanted, capture)
-        tag = begin_tag(self._ranks, save_dir, wanted)
-        save = QueuedSave(tag)
+        wanted = agree_on_save(self._ranks, capture, self._tag_validation)
+        if self._commits is not None and exclude_frozen:
+            logger.warning("exclude_frozen_parameters has no effect on an in-place commit, which has all at rest")
         ready = self._state.runtime.accelerator.record_compute()
+        tag = begin_tag(self._ranks, save_dir, wanted)
         if self._is_async:
-            self._queue(save, partial(self._begin_async, save, capture, ready))
-            if not capture.may_return:
-                self.wait()
-        elif self._is_alone:
-            self._at_cut(save, lambda: capture.publish(tag, [self._write_at_cut(tag, capture, ready)]))
-        else:
-
-            def write() -> Share:
-                share = self._write_at_cut(tag, capture, ready)
-                tag.writer.wait_durable()  # this rank's part
-                return share
-
-            publish_together(self._ranks, save, lambda: self._at_cut(save, write), partial(capture.publish, tag))
-
-    def _at_cut(self, save: QueuedSave, act: Callable[[], T]) -> T:
-        """Return what `act` makes of a save between two updates, for the driver: an update lane makes no collective.
-        Raises its error, or that of the update before."""
-        made: list[T] = []
-        self._queue(save, partial(save.write, lambda: made.append(act())))
-        self.wait()
-        if not made:
-            with self._policy.failures.surfacing():
-                self._policy.check()
-        return made[0]
-
-    def _commit(
-        self, commits: Commits, save_dir: str | os.PathLike[str], wanted: Sequence[Wanted], capture: Capture
-    ) -> None:
-        """Commit in place, and write the tag that points to it. See [Note: In-place commits]."""
-        agree(self._ranks, "save_checkpoint: its copies", commits.write_copies)
-        save = QueuedSave(begin_tag(self._ranks, save_dir, wanted, commits.engine))
-        InPlaceSave(
-            commits=commits,
-            save=save,
-            fields={**capture.fields, "kind": "in_place", "swap": commits.new_swap()},
-            save_latest=capture.save_latest,
-            runtime=self._state.runtime,
-            at_cut=partial(self._at_cut, save),
-        ).run()
-
-    def _queue(self, save: QueuedSave, job: Callable[[], None]) -> None:
-        """Run `job`, which writes the save, between two updates."""
+            self.async_save.start(self._state, self._policy, tag, captured[0], ready)
+            return
         try:
-            self._policy.at_cut(job, save.cut)
-        except BaseException:
-            save.tag.discard()
-            raise
-        save.is_queued = True
-        self.last_save.set(save)
+            if self._commits is not None:
+                self._commits.save(tag, captured[0].fields, save_latest=save_latest)
+            else:
+                self._write(tag, captured[0], ready)
+        finally:
+            tag.discard()  # unless it was published
+
+    def _write(self, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
+        """Write this rank's share, and publish those of all ranks on rank 0."""
+        is_first = self._ranks.rank == 0
+
+        def write() -> Share:
+            self._state.stepper.cancel_prefetch()  # it holds staging buffers, which the save needs
+            try:
+                with tag.writing():
+                    share = capture.write(self._state, tag, ready, self._state.view.scalars)
+                    if not is_first:
+                        tag.writer.wait_durable()
+                return share
+            finally:
+                self._state.stepper.prefetch()
+
+        shares = agree(self._ranks, f"{SAVE}: the files", write, encode=Share.encode, decode=Share.decode)
+        agree(self._ranks, f"{SAVE}: the manifest", lambda: capture.publish(tag, shares) if is_first else None)
 
     def set_scheduler(self, scheduler: Any) -> None:
         """Save and restore the state of `scheduler`, or of none, from now on."""
@@ -197,46 +162,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Return when no save is under way. Raises the error of the last one, once."""
-        self.last_save.wait()
-
-    def _write_at_cut(self, tag: TagWriter, capture: Capture, ready: Transfer) -> Share:
-        """Write all of it behind an update, before the next begins."""
-        self._state.stepper.cancel_prefetch()  # it holds staging buffers, which the save needs
-        try:
-            return capture.write(self._state, tag, ready, self._state.view.scalars)
-        finally:
-            self._state.stepper.prefetch()
-
-    def _begin_async(self, save: QueuedSave, capture: Capture, ready: Transfer) -> None:
-        """Write it on a lane of its own: the next update waits for each sub-group's bytes alone."""
-        held, read = {layout.subgroup.index: SaveRead(save) for layout in self._state.view.layouts}, SaveRead(save)
-
-        def free(subgroup: int) -> None:
-            held[subgroup].complete()
-
-        def write() -> None:
-            capture.publish(save.tag, [capture.write(self._state, save.tag, ready, scalars, free)])
-
-        def job() -> None:
-            try:
-                save.write(write)
-            except Exception as error:  # which the save has
-                logger.error("the save of checkpoint %s failed, and training goes on: %s", save.tag.tag, error)
-            finally:
-                for subgroup in held:
-                    free(subgroup)
-                read.complete()
-
-        save.tag.writer.yield_to_training()
-        try:
-            scalars = self._state.view.scalars.copy()
-            self._state.stepper.hold(held, read)
-            self._state.runtime.accelerator.lane("save").submit(job)
-        except BaseException as error:
-            self._state.stepper.hold({})
-            save.tag.discard()
-            save.end.fail(error)
-            raise
+        self.async_save.wait()
 
     # -- load ----------------------------------------------------------------------------------------------------------
 
@@ -259,8 +185,7 @@ class Checkpoints:
             begin()
             self.wait()
 
-        load_together(self._ranks, prepare)
-        return find_together(self._ranks, load_dir, look)
+        return find_together(self._ranks, load_dir, look, prepare)
 
     def load(
         self, found: FoundCheckpoint, parts: LoadParts, *, strict: bool = True, place: Callable[[], None] | None = None
@@ -273,39 +198,34 @@ class Checkpoints:
             checked: list[tuple[TensorReader, Matched, dict[str, Any]]] = []
 
             def check() -> TagManifest:
-                self.wait()
+                self._policy.finish(before_write=True)
                 own_runs = () if self._commits is None else self._commits.run_ids
                 reader = opened.enter_context(open_reader(found, own_runs))
                 checked.append((reader, *self._check(reader.manifest, parts, strict)))
                 return reader.manifest
 
-            def prepare() -> None:
-                self._policy.finish(before_write=True)
-                self._guard.invalidate_all()
-
             check_together(self._ranks, check)
             if place is not None:
                 place()
-            load_together(self._ranks, prepare)
+            agree(self._ranks, f"{LOAD}: its weights", self._guard.invalidate_all)  # refused while they are in use
             reader, matched, driver = checked[0]
-
-            def read() -> None:
-                self._driver.restore(driver, parts)
-                with torch.no_grad():
-                    StateLoader(self._state, reader, matched, self._policy.groups).load()
-
-            self._overwrite(found.path, read)
+            self._overwrite(found.path, partial(self._read, reader, matched, driver, parts))
             return dict(driver["client_state"])
 
     @shielded
     def _overwrite(self, path: Path, read: Callable[[], None]) -> None:
         """Replace the run's state by what was checked. Where this raises some values are new and some old."""
         try:
-            load_together(self._ranks, read)
+            agree(self._ranks, f"{LOAD}: its values", read)
             self._guard.end_update()
         except BaseException as error:
             self._policy.latch(f"Loading {path} ended in its middle, by {type(error).__name__}")
             raise
+
+    def _read(self, reader: TensorReader, matched: Matched, driver: dict[str, Any], parts: LoadParts) -> None:
+        self._driver.restore(driver, parts)
+        with torch.no_grad():
+            StateLoader(self._state, reader, matched, self._policy.groups).load()
 
     def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool = True) -> tuple[Matched, dict[str, Any]]:
         """Check all of a checkpoint but the values. Returns what goes where, and the driver's state."""
@@ -313,7 +233,7 @@ class Checkpoints:
         options = LoadOptions(strict=strict, with_state=with_state, convert=self._convert)
         matched = match(self._state, manifest, options)
         driver = self._driver.check(manifest.driver, parts, self._ranks)
-        for line in differences(asdict(manifest.written_by), self._written_by) if with_state else ():
+        for line in differences(vars(manifest.written_by), self._written_by) if with_state else ():
             logger.warning("%s", line)
         return matched, driver
 
@@ -321,21 +241,23 @@ class Checkpoints:
         """Resume from the commit that this run's stores were opened at. `place`: see `load`. Raises ModelError and
         StoreError, on every rank."""
         checked: list[tuple[Matched, dict[str, Any]]] = []
-        load_together(self._ranks, lambda: checked.append(self._check(adoption.manifest, LoadParts())))
+        agree(self._ranks, f"{LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, LoadParts())))
         place()
         self._guard.invalidate_all()
-        load_together(self._ranks, partial(self._adopt, adoption, values, *checked[0]))
-        self._guard.end_update()
+        matched, driver = checked[0]
 
-    def _adopt(self, adoption: Adoption, values: AdoptedValues, matched: Matched, driver: dict[str, Any]) -> None:
-        assert self._commits is not None, "a run that adopts commits in place"
-        self._commits.revert()
-        view = self._state.view
-        for layout in view.layouts:
-            if layout.subgroup.index in adoption.initialized:
-                view.scalars.replace(layout, matched.scalars(layout))
-        values.restore_buffers()
-        self.resumed = adoption.found.path, self._driver.restore(driver)
+        def restore() -> None:
+            assert self._commits is not None, "a run that adopts commits in place"
+            self._commits.revert()
+            view = self._state.view
+            for layout in view.layouts:
+                if layout.subgroup.index in adoption.initialized:
+                    view.scalars.replace(layout, matched.scalars(layout))
+            values.restore_buffers()
+            self.resumed = adoption.found.path, self._driver.restore(driver)
+
+        agree(self._ranks, f"{LOAD}: its values", restore)
+        self._guard.end_update()
 
     def resume(self, found: FoundCheckpoint, place: Callable[[], None]) -> None:
         """Load what the config says that the run goes on from. Raises as `load`."""

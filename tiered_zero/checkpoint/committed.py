@@ -1,4 +1,8 @@
-"""Reader of a run's newest in-place commit, of a run that ended or of this one: nothing there is changed."""
+"""Read what runs have committed in place, of a run that ended or of this one: nothing there is changed.
+
+A commit is the metadata of the store that decides it, `CommitMetadata`; the other stores of the run hold its id and
+say which store decides. All of it may be hostile: it is checked before it is used.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Annotated, Any, Final, final
 
-from tiered_zero.checkpoint.commit import COMMIT_ID, DECIDED_BY
-from tiered_zero.checkpoint.shares import RankPart
-from tiered_zero.checkpoint.tag_manifest import TagManifest, check_store_location
+from pydantic import Field, ValidationError
+
+from tiered_zero.checkpoint.index import RankPart, StoreLocation, TagManifest
 from tiered_zero.errors import StoreError
-from tiered_zero.store.checked_json import Kinds, check_fields, check_integers, kinds_of
+from tiered_zero.store.directory import Owner, read_owner
+from tiered_zero.store.json_file import StrictModel, first_problem
 from tiered_zero.store.manifest import MANIFEST_NAME, Manifest
 from tiered_zero.store.manifest import load as load_manifests
-from tiered_zero.store.owner import Owner, read_owner
+
+COMMIT_ID: Final = "commit_id"
+"""In the metadata of all stores, and in the tag: drawn by rank 0. Two commits may be of one step."""
+
+DECIDED_BY: Final = "decided_by"
+"""In the metadata of the other stores: the `StoreLocation` of the one that decides."""
 
 ON_ITS_HOST: Final = (
     "Resume an in-place commit with the same number of ranks, each on the host that has its part (torchrun "
@@ -25,10 +35,19 @@ ON_ITS_HOST: Final = (
 
 
 @final
+class CommitMetadata(StrictModel):
+    """The metadata of a commit in the store that decides it. `checkpoint`: the body of the manifest of all ranks."""
+
+    commit_id: str
+    checkpoint: dict[str, Any]
+    ranks: Annotated[list[RankPart], Field(min_length=1)]
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """The newest commit of a run. `path`: the first directory of the store that has decided it. `manifest`:
-    of the checkpoint, whose records are in `stores`; `manifest.step` is which step it really is."""
+    """The newest commit of a run. `path`: the first directory of the store that has decided it. `manifest`: of the
+    checkpoint, whose records are in `stores`; `manifest.step` is which step it really is."""
 
     path: Path
     commit_id: str
@@ -36,7 +55,7 @@ class Commit:
     ranks: list[RankPart]
 
     @property
-    def stores(self) -> list[dict[str, Any]]:
+    def stores(self) -> list[StoreLocation]:
         """The stores of all ranks, in the order of the manifest."""
         return [store for rank in self.ranks for store in rank.stores]
 
@@ -47,12 +66,11 @@ class Commit:
 
     @classmethod
     def decode(cls, path: Path, metadata: Any) -> Commit:
-        """Build from what `read_metadata` gave, which may be hostile. Raises StoreError."""
+        """Build from what `read_metadata` gave, perhaps on another rank. Raises StoreError."""
         with refused(path):
-            fields = check_fields(metadata, _METADATA_KINDS)
-            ranks = [_rank_part(item) for item in fields["ranks"]]
-            manifest = TagManifest.from_body(fields["checkpoint"])
-        return cls(path=path, commit_id=fields[COMMIT_ID], manifest=manifest, ranks=ranks)
+            whole = CommitMetadata.model_validate(metadata)
+            manifest = TagManifest.from_body(whole.checkpoint)
+        return cls(path=path, commit_id=whole.commit_id, manifest=manifest, ranks=whole.ranks)
 
 
 @contextmanager
@@ -61,20 +79,8 @@ def refused(path: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise StoreError(f"{path} holds no in-place commit of a run ({error}).") from error
-
-
-_METADATA_KINDS: dict[str, Kinds] = {COMMIT_ID: str, "checkpoint": dict, "ranks": list}
-_RANK_KINDS = kinds_of(RankPart)
-
-
-def _rank_part(item: Any) -> RankPart:
-    """Raises ValueError."""
-    fields = check_fields(item, _RANK_KINDS)
-    check_integers("initialized", fields["initialized"])
-    if not 1 <= len(fields["stores"]) <= 2:
-        raise ValueError("stores: expected one or two of each rank")
-    return RankPart(**{**fields, "stores": [check_store_location(store) for store in fields["stores"]]})
+        why = first_problem(error) if isinstance(error, ValidationError) else error
+        raise StoreError(f"{path} holds no in-place commit of a run ({why}).") from error
 
 
 def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -83,40 +89,26 @@ def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
     committed = _committed(path)
     if DECIDED_BY in committed.metadata:
         with refused(path):
-            first = check_store_location(committed.metadata[DECIDED_BY])
-        path = Path(first["paths"][0])
-        committed = _committed(path)
-        if committed.run_id != first["run_id"]:
+            decides = StoreLocation.model_validate(committed.metadata[DECIDED_BY])
+        path, committed = decides.first, _committed(decides.first)
+        if committed.run_id != decides.run_id:
             raise StoreError(f"{path} belongs to another run than the one whose commit is looked for.")
-    ranks = committed.metadata.get("ranks")
-    if not ranks or type(ranks) is not list:
+    parts = _parts(committed, path)
+    if not parts:
         raise StoreError(f"{path} holds no in-place commit of a run, or one of another version.")
-    with refused(path):
-        first = _rank_part(ranks[0]).stores[0]
-    if (first["run_id"], Path(first["paths"][0])) != (committed.run_id, path):
+    first = parts[0].stores[0]
+    if (first.run_id, first.first) != (committed.run_id, path):
         raise StoreError(f"{path} belongs to other directories than its commit says; it was copied or moved.")
     return path, dict(committed.metadata)
 
 
-def _committed(path: Path) -> Manifest:
-    """Raises StoreError."""
-    committed, _ = load_manifests(path)
-    if committed is None:
-        raise StoreError(f"{path} holds no committed state: its run ended before its first commit, or has none.")
-    return committed
-
-
 def find_missing(committed: Manifest) -> str:
     """Say which part of a commit is not here, of the store that decided it; empty: none. Raises StoreError."""
-    ranks, own = committed.metadata.get("ranks"), {COMMIT_ID: committed.metadata.get(COMMIT_ID)}
-    with refused(Path(MANIFEST_NAME)):
-        parts = [_rank_part(item) for item in (ranks if type(ranks) is list else ())]
-    for part in parts:
-        for store in part.stores:
-            first = Path(store["paths"][0])
-            found = [one for one in load_manifests(first) if one is not None and one.run_id == store["run_id"]]
-            if not any(one.is_state(committed.step, own) for one in found):
-                return f"a part of it rests in {first}, which is not here, or does not hold step {committed.step}"
+    own = {COMMIT_ID: committed.metadata.get(COMMIT_ID)}
+    for store in (store for part in _parts(committed, Path(MANIFEST_NAME)) for store in part.stores):
+        found = [one for one in load_manifests(store.first) if one is not None and one.run_id == store.run_id]
+        if not any(one.is_state(committed.step, own) for one in found):
+            return f"a part of it rests in {store.first}, which is not here, or does not hold step {committed.step}"
     return ""
 
 
@@ -143,3 +135,18 @@ def owner_of(path: Path, which: str = "") -> Owner:
             f"{error if os.path.lexists(path) else 'it is gone, or on another host.'} {ON_ITS_HOST} For other ranks "
             "save without in_place."
         ) from error
+
+
+def _committed(path: Path) -> Manifest:
+    """Raises StoreError."""
+    committed, _ = load_manifests(path)
+    if committed is None:
+        raise StoreError(f"{path} holds no committed state: its run ended before its first commit, or has none.")
+    return committed
+
+
+def _parts(committed: Manifest, path: Path) -> list[RankPart]:
+    """List the parts of all ranks; none in a store that does not decide. Raises StoreError."""
+    ranks = committed.metadata.get("ranks")
+    with refused(path):
+        return [RankPart.model_validate(part) for part in (ranks if isinstance(ranks, list) else ())]

@@ -7,33 +7,117 @@ data, and the user's client_state. A run that restores them continues with the s
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, final
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Annotated, Any, Final, Protocol, final
 
+from pydantic import Field, ValidationError
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from tiered_zero.checkpoint.driver_fields import OWN_PARTS, check_counts, decode_state
-from tiered_zero.checkpoint.schedules import (
-    check_scheduler,
-    checked_options,
-    kept_groups,
-    loadable,
-    options_to_load,
-    scheduler_state,
-)
-from tiered_zero.checkpoint.values import encode
+from tiered_zero.checkpoint.values import decode, encode
 from tiered_zero.data import TrainingLoader
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.grads.overflow import OverflowCounts, OverflowGuard
 from tiered_zero.hardware.random_states import check_random_states, random_states, restore_random_states
 from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
+from tiered_zero.store.json_file import Count, StrictModel, first_problem
 from tiered_zero.update.handle import TieredOptimizer
 from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")
 
 State = dict[str, Any]
+
+OWN_PARTS: Final = ("random_states", "loader")
+"""What each rank has its own of."""
+
+_SCHEDULED = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+"""Values of a param group that torch's schedulers compute the next learning rate from."""
+
+_CODE = (FunctionType, MethodType, BuiltinFunctionType)
+
+
+# -- what a file has ---------------------------------------------------------------------------------------------------
+
+
+class _SavedCheck(StrictModel):
+    finite: bool
+    norm: float
+    grad_scale: float
+    first_bad: str | None
+
+
+class _SavedCounts(StrictModel):
+    micro_steps: Count
+    global_steps: Count
+    boundary: bool | None
+    one_backward_each: bool
+    was_applied: bool
+    grad_check: _SavedCheck | None
+
+
+class _SavedOverflow(StrictModel):
+    skipped: Count
+    skipped_in_a_row: Count
+    nonfinite_in_a_row: Count
+
+
+class _SavedScaler(StrictModel):
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    step: Count
+    last_overflow: Annotated[int, Field(ge=-1)]
+    credits: Count
+
+
+class _SavedSchedule(StrictModel):
+    type: str
+    state: Any
+
+
+class _SavedRank(StrictModel):
+    random_states: Any
+    loader: Any
+
+
+class _SavedState(_SavedRank):
+    """What `DriverState.capture` gives, and each rank's `own_state` if there were others."""
+
+    counts: _SavedCounts
+    overflow: _SavedOverflow
+    loss_scaler: _SavedScaler | None
+    num_applied: Count
+    skipped: bool
+    groups: Any
+    lr_scheduler: _SavedSchedule | None
+    modules: dict[str, Any]
+    client_state: dict[Any, Any]
+    ranks: Annotated[list[_SavedRank], Field(min_length=1)] | None = None
+
+
+def _decode_state(saved: Any) -> State:
+    """Decode and check what `DriverState.capture` gave, read from a file. Raises StoreError."""
+    try:
+        if type(saved) is not dict:
+            raise ValueError(f"expected an object; found {type(saved).__name__}")
+        own = {name: decode(value) for name, value in saved.items()}
+        state = _SavedState.model_validate(own).model_dump()
+    except ValidationError as error:
+        raise StoreError(f"The checkpoint's driver state is not what was saved ({first_problem(error)}).") from None
+    except ValueError as error:
+        raise StoreError(f"The checkpoint's driver state cannot be read: {error}.") from None
+    return state
+
+
+def read_client_state(saved: Any) -> dict[str, Any]:
+    """Decode the client_state of what `DriverState.capture` gave, as it was read from a file. Raises StoreError."""
+    return dict(_decode_state(saved)["client_state"])
+
+
+# -- capture and restore -----------------------------------------------------------------------------------------------
 
 
 class Counts(Protocol):
@@ -87,7 +171,7 @@ class DriverState:
             "num_applied": self.policy.num_applied,
             "skipped": self.optimizer.overflow if self.optimizer is not None else False,
             "groups": self.optimizer.group_options() if self.optimizer is not None else None,
-            "lr_scheduler": scheduler_state(self.lr_scheduler),
+            "lr_scheduler": _scheduler_state(self.lr_scheduler),
             "random_states": random_states(),
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "modules": _extra_states(self.module) if self.module is not None else {},
@@ -103,12 +187,10 @@ class DriverState:
         changed.
         """
         parts = parts or LoadParts()
-        state = decode_state(saved)
+        state = _decode_state(saved)
         num_ranks = _select_rank(state, ranks or SingleRank())
-        _check_extra_states(state["modules"])
         if parts.module_only:
             return state
-        check_counts(state)
         if state["random_states"] is not None:
             try:
                 check_random_states(state["random_states"])
@@ -151,17 +233,15 @@ class DriverState:
             return
         has_schedule = parts.lr_scheduler_states and self.lr_scheduler is not None
         if parts.optimizer_states or has_schedule:
-            options = options_to_load(optimizer, state["groups"], with_all=parts.optimizer_states)
-            state["options"] = checked_options(optimizer, options)
+            groups = state["groups"] if parts.optimizer_states else _scheduled_options(optimizer, state["groups"])
+            state["options"] = optimizer.checked_group_options(groups)
         if has_schedule:
-            with kept_groups(optimizer):
-                optimizer.load_group_options(state["options"])
-                check_scheduler(self.lr_scheduler, state["lr_scheduler"])
+            _check_scheduler(self.lr_scheduler, state["lr_scheduler"], optimizer)
 
     def _restore_optimizer(self, optimizer: TieredOptimizer, state: State, parts: LoadParts) -> None:
         groups, has_schedule = state["groups"], parts.lr_scheduler_states and self.lr_scheduler is not None
         if has_schedule and groups is not None:
-            self.lr_scheduler.load_state_dict(loadable(self.lr_scheduler, state["lr_scheduler"]["state"]))
+            self.lr_scheduler.load_state_dict(_loadable(self.lr_scheduler, state["lr_scheduler"]["state"]))
         elif parts.lr_scheduler_states and state["lr_scheduler"] is not None:
             logger.warning(
                 "resumed without an lr_scheduler; the checkpoint has the state of a %s, which is left out",
@@ -189,12 +269,6 @@ def _extra_states(model: nn.Module) -> dict[str, Any]:
         for path, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
-
-
-def _check_extra_states(saved: Any) -> None:
-    """Raises StoreError for what `_extra_states` never gives: `saved` was read from a file."""
-    if type(saved) is not dict or any(type(path) is not str for path in saved):
-        raise StoreError(f"The checkpoint's modules were expected to be states by path; found {saved!a:.200}.")
 
 
 def _restore_extra_states(model: nn.Module, saved: Mapping[str, Any]) -> None:
@@ -253,3 +327,97 @@ def _client_state(given: Mapping[str, Any] | None) -> dict[str, Any]:
     if given is not None and not isinstance(given, Mapping):
         raise ModelError(f"client_state was expected as a dict; found {type(given).__name__}.")
     return dict(given or {})
+
+
+# -- learning rate schedules -------------------------------------------------------------------------------------------
+
+
+def _scheduled_options(optimizer: TieredOptimizer, groups: Any) -> Any:
+    """Return this run's own values of param groups, with those of the checkpoint that a schedule computes from."""
+    own = optimizer.group_options()
+    if type(groups) is not list or {*map(type, groups)} != {dict} or len(groups) != len(own):
+        return groups  # which are refused
+    scheduled = ({name: group[name] for name in _SCHEDULED if name in group} for group in groups)
+    return [{**group, **new} for group, new in zip(own, scheduled, strict=True)]
+
+
+def _scheduler_state(scheduler: Any) -> State | None:
+    """Return the scheduler's class and state, without functions. Raises ModelError for one without state_dict()."""
+    if scheduler is None:
+        return None
+    kind = type(scheduler).__name__
+    if not callable(getattr(scheduler, "state_dict", None)) or not callable(
+        getattr(scheduler, "load_state_dict", None)
+    ):
+        raise ModelError(
+            f"lr_scheduler: {kind} cannot be saved, for it has no state_dict() and load_state_dict(); a resumed run "
+            "would begin its schedule anew. Give it the two, or step it in your loop and save it in client_state."
+        )
+    state = scheduler.state_dict()
+    return {"type": kind, "state": _without_code(state) if isinstance(scheduler, LRScheduler) else state}
+
+
+def _without_code(state: Any) -> Any:
+    """Leave functions out of the state of torch's schedulers, which keep their own; a Counter (MultiStepLR) becomes a
+    dict."""
+    if type(state) in (dict, Counter):
+        return {name: _without_code(value) for name, value in state.items() if not isinstance(value, _CODE)}
+    if type(state) is list:
+        return [_without_code(value) for value in state]
+    return state
+
+
+def _loadable(scheduler: Any, state: Any) -> Any:
+    """Copy what was saved of a scheduler, with a Counter where it has one."""
+    found = deepcopy(state)
+    for one, own in _with_inner(scheduler, found):
+        if isinstance(one, LRScheduler) and type(own) is dict:
+            own.update({name: Counter(own[name]) for name, value in vars(one).items() if type(value) is Counter})
+    return found
+
+
+def _with_inner(scheduler: Any, state: Any = None) -> list[tuple[Any, Any]]:
+    """List a scheduler and those inside a sequence or chain, each with its part of `state`."""
+    inner = getattr(scheduler, "_schedulers", ())
+    states = (state or {}).get("_schedulers") if isinstance(state, dict) else None
+    pairs = zip(inner, states if isinstance(states, list) else [None] * len(inner), strict=False)
+    return [(scheduler, state), *(found for pair in pairs for found in _with_inner(*pair))]
+
+
+def _check_scheduler(scheduler: Any, saved: Any, optimizer: TieredOptimizer) -> None:
+    """Load `saved` into the scheduler, and put all back as it was. Raises ModelError if it does not fit."""
+    kind = type(scheduler).__name__
+    otherwise = "Build the scheduler of the saved run, or load with load_lr_scheduler_states=False to begin a new one."
+    if saved is None:
+        raise ModelError(f"The checkpoint has no lr_scheduler, and this run has a {kind}. {otherwise}")
+    if saved["type"] != kind:
+        raise ModelError(f"The checkpoint's lr_scheduler is a {saved['type']:.80}; this run's is a {kind}. {otherwise}")
+    groups = deepcopy(optimizer.group_options())
+    own = deepcopy(scheduler.state_dict())
+    attributes = [(one, dict(vars(one))) for one, _ in _with_inner(scheduler) if hasattr(one, "__dict__")]
+    try:
+        scheduler.load_state_dict(_loadable(scheduler, saved["state"]))
+        if isinstance(scheduler, LRScheduler) and not _holds(_without_code(scheduler.state_dict()), saved["state"]):
+            raise ValueError("it keeps another state than it was given")
+    except Exception as error:
+        raise ModelError(
+            f"This run's {kind} does not go on from the state that was saved: {type(error).__name__}: {error}. "
+            f"{otherwise}"
+        ) from error
+    finally:
+        scheduler.load_state_dict(own)
+        for one, before in attributes:
+            vars(one).clear()
+            vars(one).update(before)
+        optimizer.load_group_options(groups)
+
+
+def _holds(own: Any, saved: Any) -> bool:
+    """Whether `own` has what is in `saved`, and where that is an object perhaps more: of a later version of torch."""
+    if type(own) is not type(saved):
+        return False
+    if type(saved) is dict:
+        return all(name in own and _holds(own[name], value) for name, value in saved.items())
+    if type(saved) in (list, tuple):
+        return len(own) == len(saved) and all(map(_holds, own, saved))
+    return repr(own) == repr(saved)

@@ -16,20 +16,17 @@ from typing import Any, final
 
 import torch
 
-from tiered_zero.checkpoint.last_save import QueuedSave
-from tiered_zero.checkpoint.resume import FoundCheckpoint
-from tiered_zero.checkpoint.shares import Share
-from tiered_zero.checkpoint.tag_manifest import TagManifest
+from tiered_zero.checkpoint.index import TagManifest
+from tiered_zero.checkpoint.tag import FoundCheckpoint
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.weights import WeightTensor
 from tiered_zero.errors import ModelError, RankError, StoreError
 from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.ranks.collectives import Collectives
-from tiered_zero.io.engine import IOEngine
 
 logger = logging.getLogger("tiered_zero")
 
-SAVE, _LOAD, _EXPORT = "save_checkpoint", "load_checkpoint", "save_16bit_model"
+SAVE, LOAD, _EXPORT = "save_checkpoint", "load_checkpoint", "save_16bit_model"
 
 
 @final
@@ -65,14 +62,8 @@ def agree_on_save(ranks: Collectives, ask: Callable[[], Wanted], tag_validation:
     return [Wanted(**{**vars(own), "tag": first.tag}) for own in wanted]
 
 
-def begin_tag(
-    ranks: Collectives,
-    save_dir: str | os.PathLike[str],
-    wanted: Sequence[Wanted],
-    engine: IOEngine | None = None,
-) -> TagWriter:
-    """Begin the tag on rank 0, which checks the space for all ranks, and join it on the others. `engine`: see
-    `TagWriter.begin`."""
+def begin_tag(ranks: Collectives, save_dir: str | os.PathLike[str], wanted: Sequence[Wanted]) -> TagWriter:
+    """Begin the tag on rank 0, which checks the space for all ranks, and join it on the others."""
     tag, rank = wanted[0].tag, ranks.rank
     sizes = [own.nbytes for own in wanted]
     begun: list[TagWriter] = []
@@ -80,12 +71,12 @@ def begin_tag(
     def begin() -> str:
         if rank == 0:
             needed, own = sum(sizes), sizes[0]
-            begun.append(TagWriter.begin(save_dir, tag, engine=engine, needed_nbytes=needed, own_nbytes=own))
+            begun.append(TagWriter.begin(save_dir, tag, needed_nbytes=needed, own_nbytes=own))
         return begun[0].name if begun else ""
 
     def join(name: str) -> None:
         if rank > 0:
-            begun.append(TagWriter.join(save_dir, tag, name, engine=engine, rank=rank, needed_nbytes=sizes[rank]))
+            begun.append(TagWriter.join(save_dir, tag, name, rank=rank, needed_nbytes=sizes[rank]))
 
     try:
         name = agree(ranks, f"{SAVE}: its directory", begin)[0]
@@ -97,37 +88,34 @@ def begin_tag(
     return begun[0]
 
 
-def publish_together(
-    ranks: Collectives, save: QueuedSave, write: Callable[[], Share], publish: Callable[[Sequence[Share]], None]
-) -> None:
-    """Return when every rank has written its share, and rank 0 has published them all as one tag."""
-    try:
-        shares = agree(ranks, f"{SAVE}: the files", write, encode=Share.encode, decode=Share.decode)
-        agree(ranks, f"{SAVE}: the manifest", lambda: publish(shares) if ranks.rank == 0 else None)
-    finally:
-        save.discard()  # unless it was published
-
-
 def find_together(
-    ranks: Collectives, directory: str | os.PathLike[str], find: Callable[[], FoundCheckpoint | None]
+    ranks: Collectives,
+    directory: str | os.PathLike[str],
+    find: Callable[[], FoundCheckpoint | None],
+    prepare: Callable[[], None] = lambda: None,
 ) -> FoundCheckpoint | None:
     """Let rank 0 find a checkpoint below `directory`; every rank takes it from its own directory of that name. None:
-    none."""
-    base = Path(os.path.abspath(directory))
+    none. `prepare`: what every rank does first."""
+
+    def act() -> FoundCheckpoint | None:
+        prepare()
+        return find() if ranks.rank == 0 else None
 
     def encode(found: FoundCheckpoint | None) -> list[str | None] | None:
         if found is None:
             return None
-        return [_below(found.path, base), _below(found.swap, base) if found.swap else None, *found.lines]
+        base = Path(os.path.abspath(directory))
+        swap = None if found.swap is None else _below(found.swap, base)
+        return [_below(found.path, base), swap, *found.lines]
 
     def decode(value: list[str | None] | None) -> FoundCheckpoint | None:
         if value is None:
             return None
+        base = Path(os.path.abspath(directory))
         path, swap = (None if part is None else Path(os.path.normpath(base / part)) for part in value[:2])
         return FoundCheckpoint(path=path or base, swap=swap, lines=tuple(map(str, value[2:])))
 
-    found = agree(ranks, _LOAD, lambda: find() if ranks.rank == 0 else None, encode=encode, decode=decode)
-    return found[0]
+    return agree(ranks, LOAD, act, encode=encode, decode=decode)[0]
 
 
 def _below(path: Path, base: Path) -> str:
@@ -140,18 +128,13 @@ def check_together(ranks: Collectives, check: Callable[[], TagManifest]) -> None
     def facts(manifest: TagManifest) -> Any:
         return [manifest.tag, manifest.step, manifest.written_by.created_s]
 
-    found = agree(ranks, f"{_LOAD}: its contents", lambda: facts(check()))
+    found = agree(ranks, f"{LOAD}: its contents", lambda: facts(check()))
     for rank, own in enumerate(found):
         if own != found[0]:
             raise StoreError(
                 f"Every rank was expected to find the same checkpoint; rank {rank} has {own}, rank 0 {found[0]} (tag, "
                 "step, time). Name a directory that all hosts share."
             )
-
-
-def load_together(ranks: Collectives, act: Callable[[], Any]) -> None:
-    """Run one act of a load on every rank."""
-    agree(ranks, f"{_LOAD}: its values", act, encode=lambda _: None)
 
 
 def write_together(

@@ -1,26 +1,57 @@
-"""Write one tag: into a temporary directory, which gets the tag's name when all of it is durable."""
+"""Change a save directory: begin a tag and publish it, and remove old ones, under one lock.
+
+A tag is written into a temporary directory, which gets the tag's name when all of it is durable: N-1 until that rename,
+N after it.
+
+[Note: replacing a tag] rename(2) replaces no directory that has files. If the system can exchange two names (Linux, all
+local file systems), the new directory and the old one exchange theirs: there is no instant without the tag. Else the
+old one is renamed to `.old-TAG-...` first; a reader that finds no TAG takes that one, and the next writer renames it
+back.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
-from tiered_zero.checkpoint.save_directory import SaveDirectory, check_tag
-from tiered_zero.checkpoint.shares import Share, join_shares
-from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, TagManifest, file_name
+from tiered_zero.checkpoint.index import FORMAT, MANIFEST_NAME, Share, TagManifest, file_name, join_shares
+from tiered_zero.checkpoint.tag import (
+    LATEST_NAME,
+    LOCK_NAME,
+    OLD,
+    TEMPORARY,
+    TagInfo,
+    check_tag,
+    hidden_name,
+    hidden_tag,
+    list_tags,
+    read_latest,
+)
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.disk import free_text
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB, format_nbytes
-from tiered_zero.store.descriptors import open_directory
-from tiered_zero.store.durable import write_new_file
-from tiered_zero.store.record_writer import RecordWriter
+from tiered_zero.store.files import (
+    disk_nbytes,
+    error_text,
+    lock_fd,
+    names_in,
+    open_directory,
+    open_file,
+    remove_files,
+    sync_directory,
+    unlock,
+    write_new_file,
+)
+from tiered_zero.store.json_file import encode_file
+from tiered_zero.store.writer import RecordWriter
+from tiered_zero.system.resources import CLOSED, Descriptor
 
 logger = logging.getLogger("tiered_zero")
 
@@ -28,13 +59,211 @@ _SPARE_NBYTES = 4 * MIB
 """Asked for beyond the records of a tag: its manifest and its directory, whose bytes are known only when they are
 written. A manifest has some 45 bytes for each MiB, and 200 for each tensor."""
 
+_RENAME_EXCHANGE = 2
+
+
+# -- the save directory ------------------------------------------------------------------------------------------------
+
+
+@final
+class SaveDirectory:
+    """A save directory that this process, or rank 0 of its run, holds by flock until `release`. One thread at a time.
+    Each change of a name is durable or did not happen."""
+
+    def __init__(self, path: Path, fd: Descriptor, lock: Descriptor) -> None:
+        """Use `open` or `join`."""
+        self.path, self.fd = path, fd
+        self._lock = lock
+
+    @classmethod
+    def open(cls, save_dir: str | os.PathLike[str]) -> SaveDirectory:
+        """Make it with its parents (mode 0700) where it is missing; lock it. Raises StoreError."""
+        path, fd = _opened(save_dir, makes=True)
+        try:
+            return cls(path, fd, _locked(path, fd))
+        except BaseException:
+            fd.close()
+            raise
+
+    @classmethod
+    def join(cls, save_dir: str | os.PathLike[str]) -> SaveDirectory:
+        """Open one that rank 0 holds, or that is only looked at. Raises StoreError."""
+        return cls(*_opened(save_dir, makes=False), CLOSED)
+
+    def release(self) -> None:
+        """End the lock, also where a forked child has inherited it. Idempotent."""
+        unlock(self._lock)
+        self.fd.close()
+
+    def restore(self) -> None:
+        """Finish what a dead writer left: a replaced tag gets its name back, temporary files are removed. Raises
+        OSError."""
+        names = sorted(names_in(self.fd))
+        for name in names:
+            if (tag := hidden_tag(OLD, name)) is not None and tag not in names:
+                os.rename(name, tag, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+                os.fsync(self.fd)
+                logger.warning(
+                    "%s: checkpoint %s was being replaced when its writer ended; it is back.", self.path, tag
+                )
+        tags = {name: hidden_tag(TEMPORARY, name) or hidden_tag(OLD, name) for name in sorted(names_in(self.fd))}
+        hidden = {name: tag for name, tag in tags.items() if tag}
+        if hidden:
+            os.fsync(self.fd)  # of a tag that was replaced the new one may not be durable
+        for name, tag in hidden.items():
+            if hidden_tag(TEMPORARY, name) == LATEST_NAME:
+                os.unlink(name, dir_fd=self.fd)
+            elif (nbytes := self.try_remove(name)) is not None:
+                logger.warning(
+                    "%s: removed %s (%s), which a writer of checkpoint %s left when it ended.",
+                    *(self.path, name, format_nbytes(nbytes), tag),
+                )
+
+    def make_temporary(self, tag: str) -> str:
+        """Make an empty directory, mode 0700; return its name. Raises OSError."""
+        name = hidden_name(TEMPORARY, tag)
+        os.mkdir(name, 0o700, dir_fd=self.fd)
+        return name
+
+    def check_replaceable(self, tag: str) -> None:
+        """Raise StoreError if the name `tag` is taken by anything but a directory of plain files: a directory in it
+        holds files of others, perhaps an export."""
+        try:
+            with open_directory(tag, self.fd) as fd, os.scandir(fd) as entries:
+                foreign = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise StoreError(
+                f"{self.path / tag} is no directory and is not replaced ({error_text(error)}). Name another tag."
+            ) from error
+        if foreign:
+            raise StoreError(
+                f"{self.path / tag} has directories that are no part of a checkpoint, and is neither replaced nor "
+                f"removed: {', '.join(map(ascii, foreign))[:200]}. Move them elsewhere, or name another tag."
+            )
+
+    def rename(self, name: str, tag: str) -> str | None:
+        """Rename the directory `name` to `tag`; return the new name of the tag that it replaced. Durable with `finish`.
+        Raises OSError: then nothing has changed."""
+        try:
+            os.stat(tag, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            os.rename(name, tag, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            return None
+        if exchange(self.fd, name, tag):
+            return name
+        replaced = hidden_name(OLD, tag)
+        os.rename(tag, replaced, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        os.fsync(self.fd)
+        os.rename(name, tag, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        return replaced
+
+    def finish(self, replaced: str | None, latest: str | None = None) -> None:
+        """Make a `rename`, or `latest`, durable, and remove what was replaced. Raises OSError: then that is still
+        there.
+
+        `latest`: a file of `prepare_latest`, which becomes `latest` with the same sync. A crash may leave either of the
+        two new: for tags that all point to one state, which outlives them.
+        """
+        if latest is not None:
+            os.rename(latest, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        os.fsync(self.fd)
+        if replaced is not None:
+            self.try_remove(replaced)
+
+    def prepare_latest(self, tag: str) -> str:
+        """Write what `latest` is to say to a temporary file, durably; return its name. Raises OSError."""
+        name = hidden_name(TEMPORARY, LATEST_NAME)
+        try:
+            write_new_file(name, [tag.encode()], self.fd)
+        except OSError:
+            self.unlink(name)
+            raise
+        return name
+
+    def remove_tag(self, tag: str) -> None:
+        """Hide a tag durably, then remove it file by file. Raises OSError: then it has its name."""
+        name = hidden_name(TEMPORARY, tag)
+        os.rename(tag, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        os.fsync(self.fd)
+        self.try_remove(name)
+
+    def try_remove(self, name: str) -> int | None:
+        """Remove a directory of plain files that no one reads, and return the disk bytes that it had; None, with a
+        warning, if it cannot be removed."""
+        try:
+            with open_directory(name, self.fd) as fd:
+                nbytes = disk_nbytes(fd)
+                remove_files(fd)
+            os.rmdir(name, dir_fd=self.fd)
+            return nbytes
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s. Remove it by hand.", self.path / name, error_text(error))
+            return None
+
+    def unlink(self, name: str) -> None:
+        """Remove a temporary file, if it is there."""
+        with suppress(OSError):
+            os.unlink(name, dir_fd=self.fd)
+
+
+def _opened(save_dir: str | os.PathLike[str], *, makes: bool) -> tuple[Path, Descriptor]:
+    """Open the directory. `makes`: durably make what is missing. Raises StoreError."""
+    try:
+        path = Path(os.path.realpath(save_dir))
+        for place in reversed((path, *path.parents)) if makes else ():
+            if not place.exists():
+                with suppress(FileExistsError):
+                    os.mkdir(place, 0o700)
+                sync_directory(place.parent)
+        return path, open_directory(path)
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        raise StoreError(
+            f"Checkpoints cannot be saved to {os.fspath(save_dir)!r}: {error_text(error)}. Name a directory of your "
+            "own, which all ranks share."
+        ) from error
+
+
+def _locked(path: Path, dir_fd: int) -> Descriptor:
+    """Return the locked lock file. Raises StoreError."""
+    lock = CLOSED
+    try:
+        lock = open_file(LOCK_NAME, dir_fd, uid=os.geteuid(), flags=os.O_RDWR | os.O_CREAT)
+        lock_fd(lock)
+        return lock
+    except BlockingIOError as error:
+        lock.close()
+        raise StoreError(
+            f"Another process is writing a checkpoint in {path}. Wait for it, or give each run its own directory."
+        ) from error
+    except OSError as error:
+        lock.close()
+        raise StoreError(f"{path} cannot be locked: {error_text(error)}. Name another directory.") from error
+
+
+def exchange(dir_fd: int, name: str, other: str) -> bool:
+    """Exchange two names at once; False where the system cannot. Raises OSError."""
+    renameat2: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(dir_fd, os.fsencode(name), dir_fd, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), name)
+
+
+# -- one tag -----------------------------------------------------------------------------------------------------------
+
 
 @final
 class TagWriter:
     """One tag that is being written. `with TagWriter.begin(...) as tag:` discards it unless it was published.
 
-    N-1 until the rename, N after it: whatever fails before leaves all earlier tags, and no new one. With many ranks
-    rank 0 begins and publishes a tag, and the others join it: each writes data files of its own.
+    Whatever fails before the rename leaves all earlier tags, and no new one. With many ranks rank 0 begins and
+    publishes a tag, and the others join it: each writes data files of its own.
     """
 
     def __init__(
@@ -44,7 +273,6 @@ class TagWriter:
         self.writer, self.tag, self.name = writer, tag, name
         self._directory, self._needed_nbytes, self._joins = directory, needed_nbytes, joins
         self._latest: str | None = None
-        self._pointing = threading.Lock()
         self.is_published = False
         """Whether it has its name."""
 
@@ -102,23 +330,16 @@ class TagWriter:
         writer = RecordWriter(directory.path / name / file_name(rank), engine, needed_nbytes=needed_nbytes)
         return cls(directory, tag, name, writer, needed_nbytes, joins=True)
 
+    @property
+    def path(self) -> Path:
+        """The path that the tag will have."""
+        return self._directory.path / self.tag
+
     def __enter__(self) -> TagWriter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Discard what was not published. A failed write, which names the file, is raised as a StoreError."""
-        self._end(error)
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Discard the tag where the block raises; else it is written on, or published, later."""
-        try:
-            yield
-        except BaseException as error:
-            self._end(error)
-            raise
-
-    def _end(self, error: BaseException | None) -> None:
         failure = None
         wrote = isinstance(error, OSError | ConfigError) and (_is_full(error) or self.name in str(error))
         if wrote and isinstance(error, Exception) and not self._directory.fd.closed:
@@ -127,10 +348,14 @@ class TagWriter:
         if failure is not None:
             raise failure from error
 
-    @property
-    def path(self) -> Path:
-        """The path that the tag will have."""
-        return self._directory.path / self.tag
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Discard the tag where the block raises; else it is written on, or published, later."""
+        try:
+            yield
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> TagManifest:
         """Make all durable and give it its name; then `latest`. Raises StoreError: then it is discarded.
@@ -139,20 +364,11 @@ class TagWriter:
         durable beside each other, before the tag has its name.
         """
         assert not self._joins, "rank 0 publishes"
-        no_latest = None
         try:
             stores = tuple(store for share in shares for store in share.stores)
-            joined = {"kind": "full", "stores": stores, **join_shares(shares)}
-            manifest = TagManifest(**{**joined, **fields}, tag=self.tag)
-            self._write_manifest(manifest)
-            try:
-                self._latest = self._directory.prepare_latest(self.tag) if save_latest else None
-            except OSError as error:
-                no_latest = error
+            manifest = self._prepare({"kind": "full", "stores": stores, **join_shares(shares), **fields}, save_latest)
             self.writer.wait_durable()
             self._give_name()
-            if no_latest is not None:
-                raise no_latest
             if self._latest is not None:
                 self._directory.finish(None, self._latest)
                 self._latest = None
@@ -166,11 +382,8 @@ class TagWriter:
 
     def prepare_pointer(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
         """Write a tag without files of its own, as far as it can be made durable before its state is. Any thread,
-        beside the commit that it points to; nothing, once it is discarded. Raises OSError, StoreError."""
-        with self._pointing:
-            if not self._directory.fd.closed:
-                self._write_manifest(TagManifest(**fields, tag=self.tag))
-                self._latest = self._directory.prepare_latest(self.tag) if save_latest else None
+        beside the commit that it points to: it has to end before the tag is discarded. Raises OSError, StoreError."""
+        self._prepare(fields, save_latest)
 
     def publish_pointer(self) -> None:
         """Give the prepared tag its name, and `latest` its value: the state is durable. Raises OSError, StoreError."""
@@ -179,6 +392,16 @@ class TagWriter:
             self._latest = None
         finally:
             self.discard()
+
+    def _prepare(self, fields: Mapping[str, Any], save_latest: bool) -> TagManifest:
+        """Write the manifest and the new `latest` under temporary names, durably. Raises OSError, StoreError."""
+        manifest = TagManifest(**fields, tag=self.tag)
+        data = encode_file(FORMAT, manifest)
+        with open_directory(self.name, self._directory.fd) as fd:
+            write_new_file(MANIFEST_NAME, [data], fd)
+            os.fsync(fd)
+        self._latest = self._directory.prepare_latest(self.tag) if save_latest else None
+        return manifest
 
     def _give_name(self, latest: str | None = None) -> None:
         """`latest`: see `SaveDirectory.finish`. Raises OSError before the tag has its name, and StoreError after that:
@@ -195,33 +418,20 @@ class TagWriter:
             ) from error
 
     def discard(self) -> None:
-        """Remove what was written, unless it was published; end the lock. Idempotent; logs a failure. Waits for a
-        `prepare_pointer`."""
-        with self._pointing:
-            self._discard()
-
-    def _discard(self) -> None:
+        """Remove what was written, unless it was published; end the lock. Idempotent; logs a failure."""
         try:
             self.writer.close()
-            if not self._directory.fd.closed and not self._joins and not self.is_published:
-                with suppress(FileNotFoundError):
-                    self._directory.remove(self.name)
-            if not self._directory.fd.closed and self._latest is not None:
-                with suppress(FileNotFoundError):
-                    os.unlink(self._latest, dir_fd=self._directory.fd)
         except OSError as error:
-            logger.warning("%s cannot be removed: %s", self._directory.path / self.name, error)
+            logger.warning("%s cannot be closed: %s", self._directory.path / self.name, error)
+        if not self._directory.fd.closed:
+            if not self._joins and not self.is_published:
+                self._directory.try_remove(self.name)
+            if self._latest is not None:
+                self._directory.unlink(self._latest)
         self._directory.release()
 
     def _store_error(self, error: Exception) -> StoreError:
         return _store_error(self._directory.path, self.tag, error, self._needed_nbytes)
-
-    def _write_manifest(self, manifest: TagManifest) -> None:
-        """Write it to the temporary directory, and make both durable. Raises OSError, StoreError."""
-        data = manifest.encode()
-        with open_directory(self.name, self._directory.fd) as fd:
-            write_new_file(MANIFEST_NAME, [data], fd)
-            os.fsync(fd)
 
 
 def _check_space(path: Path, tensors_nbytes: int) -> None:
@@ -254,3 +464,49 @@ def _store_error(path: Path, tag: str, error: Exception, needed_nbytes: int) -> 
     return StoreError(
         f"Checkpoint {tag} could not be written to {path}: {kind}{error} What was saved before is untouched."
     )
+
+
+# -- old tags ----------------------------------------------------------------------------------------------------------
+
+
+def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
+    """Remove whole tags but the newest `keep`, and superseded pointers; return those removed, or with `dry_run` those
+    that would be. The swap directories that pointers lead to stay. Raises StoreError.
+
+    What `latest` names is never removed, nor the newest pointer to a commit that has no tag of its own, because the run
+    was killed between the two. A tag that holds other programs' files stays, with a warning.
+    """
+    if keep < 1:
+        raise StoreError(f"Keep at least one checkpoint; found {keep}.")
+    directory = SaveDirectory.join(save_dir) if dry_run else SaveDirectory.open(save_dir)
+    removed = []
+    try:
+        if not dry_run:
+            directory.restore()
+        for info in _prunable(directory.path, keep):
+            try:
+                directory.check_replaceable(info.tag)
+            except StoreError as error:
+                logger.warning("%s", error)
+                continue
+            if not dry_run:
+                directory.remove_tag(info.tag)
+            removed.append(info)
+        return removed
+    except OSError as error:
+        raise StoreError(f"{directory.path} cannot be pruned: {error}.") from error
+    finally:
+        directory.release()
+
+
+def _prunable(path: Path, keep: int) -> list[TagInfo]:
+    """List what is old: whole tags, and superseded pointers."""
+    latest = None
+    with suppress(StoreError):
+        latest = read_latest(path)
+    infos = list_tags(path)
+    kept = {latest, *(info.tag for info in [info for info in infos if info.complete][-keep:])}
+    tagged = {info.run_id for info in infos if info.held_id == info.commit_id}
+    for run_id in {info.run_id for info in infos if info.is_superseded} - tagged:
+        kept.add([info.tag for info in infos if info.run_id == run_id][-1])
+    return [info for info in infos if (info.complete or info.is_superseded) and info.tag not in kept]

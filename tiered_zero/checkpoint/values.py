@@ -1,48 +1,32 @@
 """Python values as JSON and back, of a closed list of types: what a driver's state and a user's `client_state` hold.
 
-No pickle: reading a stranger's checkpoint makes plain values and runs nothing. A value that JSON has is itself; any
-other is an object with one key that begins with "$", its type:
+No pickle: reading a stranger's checkpoint makes plain values and runs nothing. A value that JSON has (nan, infinities
+and integers of any size too) is itself; any other is an object with one key that begins with "$", its type:
 
-    None, bool, str, float, int below 2**63, list, dict with text keys    themselves
-    {"$int": "-8000..."}    a larger int, hexadecimal       {"$float": "7ff8..."}   nan and the infinities, 8 bytes
-    {"$bytes": base64}      {"$tuple": [...]}               {"$dict": [[key, value], ...]}
-    {"$tensor": {"dtype", "shape", "data": base64}}         row-major; strides, device and graph are not kept
-    {"$array": the same}    {"$scalar": the same}           numpy's
+    {"$bytes": base64}    {"$tuple": [...]}    {"$dict": [[key, value], ...]}    keys that are not all plain text
+    {"$array": base64}                a .npy file; one without dimensions comes back as a scalar of numpy
+    {"$tensor": [dtype, base64]}      a .npy file of its bytes, [*shape, itemsize]; not its strides, device and graph
 """
 
 from __future__ import annotations
 
 import base64
-import math
-import re
-import struct
-from collections.abc import Callable
-from typing import Any, Final, final
+import io
+from typing import Any, Final
 
 import numpy
 import torch
+from numpy.lib import format as npy
 
-from tiered_zero.checkpoint.tag_manifest import ITEMSIZES
-from tiered_zero.checkpoint.tensors import torch_dtype
-from tiered_zero.errors import ModelError
-from tiered_zero.sizes import format_nbytes
+from tiered_zero.checkpoint.run_state import dtype_name, torch_dtype
+from tiered_zero.errors import ModelError, StoreError
 
 MAX_DEPTH: Final = 50
-"""Containers inside containers. JSON nests up to three times as deep; Python's own limit is 1000."""
-
-MAX_DATA_NBYTES = 256 << 20
-"""Of all tensors, arrays and bytes of one value: they are held in memory and in one JSON text."""
+"""Containers inside containers. JSON nests up to three times as deep, and its parser refuses more than 200 levels."""
 
 SAVED_TYPES: Final = "None, bool, int, float, str, bytes, list, tuple, dict, tensors, and arrays and scalars of numpy"
 
-_NUMPY_DTYPE = re.compile(
-    r"\|b1|\|[iu]1|[<>](?:[iu][248]|f[248]|c8|c16|[mM]8(?:\[[0-9]{0,9}[a-zA-Z]{1,2}\])?|U[0-9]{1,9})|\|S[0-9]{1,9}"
-)
-"""Every dtype of numpy that may be saved, as `dtype.str`."""
-
-_INT64 = 1 << 63
-_PLAIN = frozenset({type(None), bool, str})
-_AS_THEY_ARE = _PLAIN | {int, float}
+_AS_THEY_ARE = frozenset({type(None), bool, int, float})
 _KEYS = (type(None), bool, int, float, str, bytes, tuple)
 
 _INSTEAD: Final = {
@@ -61,111 +45,117 @@ _INSTEAD: Final = {
 """Type, or its module -> what to save in its place."""
 
 
-# -- to JSON -----------------------------------------------------------------------------------------------------------
-
-
-def encode(value: Any, where: str) -> Any:
+def encode(value: Any, where: str, depth: int = 0) -> Any:
     """Return `value` as JSON has it, with copies of all data. `where`: what the value is, for messages.
 
     Raises ModelError, with the path, for any other type than `SAVED_TYPES` (a subclass is another type), for text that
-    is no Unicode, nesting deeper than `MAX_DEPTH`, and more than `MAX_DATA_NBYTES` of data.
+    is no Unicode, and for nesting deeper than `MAX_DEPTH`.
     """
-    encoder = _Encoder()
-    try:
-        return encoder.encode(value)
-    except _RefusedError as error:
-        raise ModelError(f"{where}{''.join(encoder.path)}: {error}") from None
-
-
-class _RefusedError(Exception):
-    """A value cannot be saved."""
-
-
-@final
-class _Encoder:
-    """`path`: steps from the whole to the value that is being encoded."""
-
-    def __init__(self) -> None:
-        self.path: list[str] = []
-        self._room = MAX_DATA_NBYTES
-
-    def encode(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is str:
-            return value if value.isascii() else _text(value)
-        if kind in _PLAIN:
-            return value
-        if kind is int:
-            return value if -_INT64 <= value < _INT64 else {"$int": f"{value:x}"}
-        if kind is float:
-            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-        if kind is bytes:
-            return {"$bytes": self._data(value)}
-        if kind is torch.Tensor:
-            return {"$tensor": self._tensor(value)}
-        if kind is numpy.ndarray:
-            return {"$array": self._array(value)}
-        if len(self.path) == MAX_DEPTH and kind in (list, tuple, dict):
-            raise _RefusedError(f"values nested deeper than {MAX_DEPTH} cannot be saved; does one contain itself?")
-        if kind is list or kind is tuple:
-            items = self._items(value)
-            return items if kind is list else {"$tuple": items}
-        if kind is dict:
-            return self._dict(value)
-        if isinstance(value, numpy.generic):
-            return {"$scalar": self._array(numpy.asarray(value))}
-        raise _RefusedError(f"{_described(value)} cannot be saved. Saved are {SAVED_TYPES}; {_instead(value)}.")
-
-    def _items(self, values: list[Any] | tuple[Any, ...]) -> list[Any]:
-        if {*map(type, values)} == {int} and min(values) >= -_INT64 and max(values) < _INT64:
-            return [*values]  # the words of a generator, at once
-        found = []
-        for index, value in enumerate(values):
-            self.path.append(f"[{index}]")
-            found.append(self.encode(value))
-            self.path.pop()
-        return found
-
-    def _dict(self, values: dict[Any, Any]) -> dict[str, Any]:
-        is_plain = {*map(type, values)} <= {str} and "$" not in {key[:1] for key in values}
+    kind = type(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if kind is str:
+        return _text(value, where)
+    if kind is bytes:
+        return {"$bytes": _base64(value)}
+    if kind is torch.Tensor:
+        return {"$tensor": _tensor(value, where)}
+    if kind is numpy.ndarray or isinstance(value, numpy.generic):
+        return {"$array": _array(numpy.asarray(value), where)}
+    if kind in (list, tuple, dict) and depth == MAX_DEPTH:
+        raise ModelError(f"{where}: values nested deeper than {MAX_DEPTH} cannot be saved; does one contain itself?")
+    if kind is list or kind is tuple:
+        items = [
+            one if type(one) in _AS_THEY_ARE else encode(one, f"{where}[{at}]", depth + 1)
+            for at, one in enumerate(value)
+        ]
+        return items if kind is list else {"$tuple": items}
+    if kind is dict:
+        is_plain = all(type(key) is str and key.isascii() and not key.startswith("$") for key in value)
         pairs = []
-        for key, value in values.items():
+        for key, own in value.items():
             if not is_plain and not _is_key(key):
-                raise _RefusedError(f"{_described(key)} cannot be saved as a key; use a number or text.")
-            own = key if is_plain and key.isascii() else self.encode(key)
-            self.path.append(f"[{key!r}]")
-            pairs.append([own, self.encode(value)])
-            self.path.pop()
+                raise ModelError(f"{where}: {_described(key)} cannot be saved as a key; use a number or text.")
+            is_itself = type(own) in _AS_THEY_ARE
+            name = key if is_plain else encode(key, where)
+            pairs.append([name, own if is_itself else encode(own, f"{where}[{key!r}]", depth + 1)])
         return dict(pairs) if is_plain else {"$dict": pairs}
+    raise ModelError(f"{where}: {_described(value)} cannot be saved. Saved are {SAVED_TYPES}; {_instead(value)}.")
 
-    def _take_room(self, nbytes: int) -> None:
-        self._room -= nbytes
-        if self._room < 0:
-            raise _RefusedError(
-                f"at most {format_nbytes(MAX_DATA_NBYTES)} of tensors, arrays and bytes can be saved here, in one text "
-                "with the counters. Save more in a file of its own, as with safetensors."
-            )
 
-    def _data(self, data: bytes) -> str:
-        self._take_room(len(data))
-        return base64.b64encode(data).decode("ascii")
+def decode(values: Any) -> Any:
+    """Return the value that `encode` gave as `values`, read from JSON: untrusted. Tensors come on the CPU.
 
-    def _tensor(self, tensor: torch.Tensor) -> dict[str, Any]:
-        name = str(tensor.dtype).removeprefix("torch.")
-        if tensor.layout is not torch.strided or tensor.is_meta or name not in ITEMSIZES:
-            found = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
-            raise _RefusedError(f"a {found} tensor cannot be saved; make it a dense one of a plain dtype")
-        self._take_room(tensor.nbytes)
-        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        data = base64.b64encode(flat.view(torch.uint8).numpy().data if flat.numel() else b"").decode("ascii")
-        return {"dtype": name, "shape": list(tensor.shape), "data": data}
+    Raises ValueError for anything that `encode` does not give. Allocates no more than the text takes.
+    """
+    if type(values) is list:
+        return _items(values)
+    if type(values) is not dict:
+        return values
+    if not any(key.startswith("$") for key in values):
+        return dict(zip(values, _items([*values.values()]), strict=True))
+    if len(values) > 1:
+        raise ValueError(f"an object with the keys {sorted(values)[:4]!a} is no value")
+    [(kind, own)] = values.items()
+    try:
+        if kind == "$tuple" and type(own) is list:
+            return tuple(_items(own))
+        if kind == "$dict":
+            pairs = [(decode(key), decode(value)) for key, value in own]
+            if len(found := dict(pairs)) == len(pairs) and all(map(_is_key, found)):
+                return found
+        if kind == "$bytes":
+            return base64.b64decode(own, validate=True)
+        if kind == "$array":
+            return _read_array(own)[()]
+        if kind == "$tensor":
+            name, data = own
+            raw = _read_array(data)
+            if raw.dtype == numpy.uint8 and raw.ndim and raw.shape[-1] == torch_dtype(name).itemsize:
+                return torch.from_numpy(raw).view(torch_dtype(name))[..., 0]
+    except (TypeError, ValueError, OverflowError, RuntimeError, MemoryError, StoreError) as error:
+        raise ValueError(f"{kind[:20]!a}: {type(error).__name__}: {str(error)[:200]}") from None
+    raise ValueError(f"{kind[:20]!a}: no value of this kind was saved")
 
-    def _array(self, array: numpy.ndarray[Any, Any]) -> dict[str, Any]:
-        if not _NUMPY_DTYPE.fullmatch(array.dtype.str) or array.dtype.itemsize == 0:
-            raise _RefusedError(f"a numpy array of dtype {array.dtype} cannot be saved; convert it to a plain dtype")
-        self._take_room(array.nbytes)
-        data = base64.b64encode(array.tobytes()).decode("ascii")  # row-major
-        return {"dtype": array.dtype.str, "shape": list(array.shape), "data": data}
+
+def _items(values: list[Any]) -> list[Any]:
+    return [*values] if {*map(type, values)} <= _AS_THEY_ARE else [*map(decode, values)]
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _tensor(tensor: torch.Tensor, where: str) -> list[str]:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        found = "meta" if tensor.is_meta else str(tensor.layout)
+        raise ModelError(f"{where}: a {found} tensor cannot be saved; make it a dense one of a plain dtype.")
+    try:
+        name = dtype_name(tensor.dtype)
+    except StoreError as error:
+        raise ModelError(f"{where}: {error}") from None
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return [name, _array(plain.unsqueeze(-1).view(torch.uint8).numpy(), where)]
+
+
+def _array(array: numpy.ndarray[Any, Any], where: str) -> str:
+    if array.dtype.kind not in "biufcmMSU" or array.dtype.char in "gG" or not array.dtype.itemsize:  # g: by host
+        raise ModelError(f"{where}: a numpy array of dtype {array.dtype} cannot be saved; convert it to a plain dtype.")
+    file = io.BytesIO()
+    npy.write_array(file, array, version=(1, 0), allow_pickle=False)
+    return _base64(file.getvalue())
+
+
+def _read_array(text: Any) -> numpy.ndarray[Any, Any]:
+    """Read a .npy file; `numpy.load` would allocate what its header declares."""
+    data = base64.b64decode(text, validate=True)
+    file = io.BytesIO(data)
+    npy.read_magic(file)
+    shape, is_fortran, dtype = npy.read_array_header_1_0(file)
+    if dtype.hasobject:
+        raise ValueError("an array of objects is never saved")
+    array: numpy.ndarray[Any, Any] = numpy.frombuffer(bytearray(data), dtype, offset=file.tell())
+    return array.reshape(shape, order="F" if is_fortran else "C")
 
 
 def _is_key(key: Any) -> bool:
@@ -173,13 +163,13 @@ def _is_key(key: Any) -> bool:
     return type(key) in _KEYS and (type(key) is not tuple or all(map(_is_key, key)))
 
 
-def _text(text: str) -> str:
+def _text(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _RefusedError(
-            f"{text!r:.80} cannot be saved: {text[error.start]!a} is half of a surrogate pair, which no text file "
-            'holds. Decode the bytes that it came from with errors="replace", or save them as bytes.'
+        raise ModelError(
+            f"{where}: {text!r:.80} cannot be saved: {text[error.start]!a} is half of a surrogate pair, which no text "
+            'file holds. Decode the bytes that it came from with errors="replace", or save them as bytes.'
         ) from None
     return text
 
@@ -203,135 +193,3 @@ def _instead(value: Any) -> str:
         if isinstance(value, base):
             return f"save {base.__name__}(value)"
     return _INSTEAD.get(name) or _INSTEAD.get(name.partition(".")[0]) or "convert it, or leave it out"
-
-
-# -- from JSON, which is untrusted -------------------------------------------------------------------------------------
-
-
-def decode(values: Any) -> Any:
-    """Return the value that `encode` gave as `values`, as `json.loads` returns it: untrusted. Tensors come on the CPU.
-
-    Raises ValueError for anything that `encode` does not give. Allocates no more than the text takes.
-    """
-    return _decode(values, 0)
-
-
-def _decode(values: Any, depth: int) -> Any:
-    kind = type(values)
-    # one more than encode: the object of a tag is none of its containers
-    if kind in (dict, list) and depth > MAX_DEPTH:
-        raise ValueError(f"values are nested deeper than {MAX_DEPTH}")
-    if kind is list:
-        return _list(values, depth)
-    if kind is dict:
-        tags = [key for key in values if key.startswith("$")]
-        if not tags:
-            return dict(zip(values, _items([*values.values()], depth), strict=True))
-        decoder = _DECODERS.get(tags[0])
-        if decoder is None or len(values) > 1:
-            raise ValueError(f"an object with the keys {sorted(values)[:4]!a} is no value")
-        try:
-            return decoder(values[tags[0]], depth)
-        except ValueError:
-            raise
-        except (TypeError, OverflowError, RuntimeError, MemoryError) as error:
-            raise ValueError(f"{tags[0]}: {type(error).__name__}: {str(error)[:200]}") from None
-    if kind in _AS_THEY_ARE:
-        return values
-    raise ValueError(f"expected what JSON has; found {kind.__name__}")
-
-
-def _list(values: Any, depth: int) -> list[Any]:
-    return _items(_as(list, values), depth)
-
-
-def _items(values: list[Any], depth: int) -> list[Any]:
-    if {*map(type, values)} <= _AS_THEY_ARE:
-        return [*values]
-    return [value if type(value) in _AS_THEY_ARE else _decode(value, depth + 1) for value in values]
-
-
-def _as(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"expected {kind.__name__}; found {type(value).__name__}")
-    return value
-
-
-def _dict(values: Any, depth: int) -> dict[Any, Any]:
-    pairs = [_list(pair, depth) for pair in _as(list, values)]
-    if any(len(pair) != 2 or not _is_key(pair[0]) for pair in pairs):
-        raise ValueError("a dict was expected as pairs of a key and a value")
-    if len(found := {key: value for key, value in pairs}) != len(pairs):
-        raise ValueError("a dict has a key twice")
-    return found
-
-
-def _float(text: Any) -> float:
-    number: float = struct.unpack(">d", bytes.fromhex(_as(str, text)))[0] if len(text) == 16 else 0.0
-    if math.isfinite(number):
-        raise ValueError("expected nan or an infinity, as 16 hexadecimal digits")
-    return number
-
-
-def _bytes(text: Any) -> bytes:
-    return base64.b64decode(_as(str, text), validate=True)
-
-
-def _data_of(values: Any) -> tuple[str, list[int], bytes]:
-    if _as(dict, values).keys() != {"dtype", "shape", "data"}:
-        raise ValueError(f"an array was expected with dtype, shape and data; found {sorted(values)[:4]!a}")
-    shape: list[int] = _as(list, values["shape"])
-    if len(shape) > 64 or any(not 0 <= _as(int, size) < _INT64 for size in shape):
-        raise ValueError("an array was expected to have a shape of at most 64 dimensions")
-    return _as(str, values["dtype"]), shape, _bytes(values["data"])
-
-
-def _check_data(data: bytes, shape: list[int], itemsize: int, is_bool: bool) -> None:
-    if math.prod(shape) * itemsize != len(data):
-        raise ValueError(f"an array of shape {shape} and {itemsize} bytes an element has {len(data)} bytes")
-    if is_bool and max(data, default=0) > 1:
-        raise ValueError("a bool is neither 0 nor 1")
-
-
-def _tensor(values: Any) -> torch.Tensor:
-    name, shape, data = _data_of(values)
-    if name not in ITEMSIZES:
-        raise ValueError(f"no dtype of torch: {name!a:.80}")
-    dtype = torch_dtype(name)
-    _check_data(data, shape, dtype.itemsize, dtype is torch.bool)
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape).clone()
-
-
-def _array(values: Any) -> numpy.ndarray[Any, Any]:
-    name, shape, data = _data_of(values)
-    if not _NUMPY_DTYPE.fullmatch(name):
-        raise ValueError(f"no dtype of numpy: {name!a:.80}")
-    dtype = numpy.dtype(name)
-    _check_data(data, shape, dtype.itemsize, dtype.kind == "b")
-    if not data:
-        return numpy.empty(shape, dtype)
-    if dtype.kind == "U" and numpy.frombuffer(data, dtype.byteorder + "u4").max() > 0x10FFFF:
-        raise ValueError("text of numpy is no Unicode")
-    array: numpy.ndarray[Any, Any] = numpy.frombuffer(data, dtype).reshape(shape).copy()
-    return array
-
-
-def _scalar(values: Any) -> Any:
-    array = _array(values)
-    if array.ndim:
-        raise ValueError("a scalar was expected without dimensions")
-    return array[()]
-
-
-_DECODERS: dict[str, Callable[[Any, int], Any]] = {
-    "$int": lambda v, d: int(_as(str, v), 16),
-    "$float": lambda v, d: _float(v),
-    "$bytes": lambda v, d: _bytes(v),
-    "$tuple": lambda v, d: tuple(_list(v, d)),
-    "$dict": _dict,
-    "$tensor": lambda v, d: _tensor(v),
-    "$array": lambda v, d: _array(v),
-    "$scalar": lambda v, d: _scalar(v),
-}

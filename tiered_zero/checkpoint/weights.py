@@ -17,19 +17,24 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
 
+from tiered_zero.checkpoint.load import TensorReader
+from tiered_zero.checkpoint.run_state import BUFFER, MASTER, PARAM, VALUE_KINDS, state_tensors, torch_dtype
 from tiered_zero.errors import InternalError, ModelError, StoreError
 from tiered_zero.params.weight_paths import open_safetensors
-from tiered_zero.sizes import align_up, format_nbytes
-from tiered_zero.store.durable import sync_directory, write_new_file
+from tiered_zero.sizes import MIB, align_up, format_nbytes
+from tiered_zero.store.files import sync_directory, write_new_file
 
 WEIGHTS_NAME = "model.safetensors"
 MAX_SHARD_NBYTES = 5 * 10**9
 """Of a file unless a caller says otherwise, as in transformers."""
+
+_CHUNK_NUMEL: Final = 8 * MIB
+"""Elements of a checkpoint that are read at a time."""
 
 _DTYPES = {
     torch.float64: "F64",
@@ -100,16 +105,50 @@ def _read(tensor: torch.Tensor, copy_of: Callable[[nn.Parameter], torch.Tensor])
     yield copy_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().to("cpu")
 
 
-def state_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and persistent buffers under each of their names in `model.state_dict()`."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        prefix = path and f"{path}."
-        for name, param in module._parameters.items():
-            if param is not None:
-                yield prefix + name, param
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield prefix + name, buffer
+def list_weights(
+    reader: TensorReader, dtype: torch.dtype = torch.float32, *, with_frozen: bool = True
+) -> list[WeightTensor]:
+    """List the weights of a checkpoint, tied ones under each name. `with_frozen`: also parameters without a master.
+
+    Floating-point parameters are written as `dtype`, trained ones from their fp32 masters, rounded once. Others, and
+    buffers, keep their dtype. Raises StoreError: no weights; and as they are read, StoreError for a value that `dtype`
+    cannot hold, and CorruptionError.
+    """
+    aliases: dict[str, list[str]] = {}
+    for alias, name in reader.manifest.aliases.items():
+        aliases.setdefault(name, []).append(alias)
+    found: dict[str, WeightTensor] = {}
+    for key, entry in reader.manifest.tensors.items():
+        kind, _, name = key.partition("/")
+        if kind not in VALUE_KINDS or (kind == PARAM and not with_frozen):
+            continue
+        own = torch_dtype(entry.dtype)
+        target = dtype if kind != BUFFER and own.is_floating_point else own
+        read = partial(_read_chunks, reader, key, target)
+        for each in (name, *aliases.get(name, ())):
+            if each in found:
+                raise StoreError(
+                    f"{each} is there twice, as {key} too: this checkpoint is damaged. Export another one."
+                )
+            found[each] = WeightTensor(name=each, dtype=target, shape=entry.shape, read=read)
+    if not any(key.startswith((f"{MASTER}/", f"{PARAM}/")) for key in reader.manifest.tensors):
+        raise StoreError("There are no weights in this checkpoint. Export another one.")
+    return list(found.values())
+
+
+def _read_chunks(reader: TensorReader, key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Read a tensor as `dtype`, row-major, a chunk at a time; whole where it lies in another memory order."""
+    entry = reader.manifest.tensors[key]
+    step = _CHUNK_NUMEL if entry.order is None else max(1, entry.numel)
+    for start in range(0, entry.numel, step):
+        values = reader.read(key, start, min(start + step, entry.numel))
+        result = values.to(dtype)
+        if dtype.itemsize < values.dtype.itemsize and not torch.equal(result.isfinite(), values.isfinite()):
+            raise StoreError(
+                f"{key} has values that {str(dtype).removeprefix('torch.')} cannot hold: the largest is "
+                f"{values[values.isfinite()].abs().max():.4g}. Export it as bf16 or fp32."
+            )
+        yield result
 
 
 def write_model_config(model: nn.Module, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""`tiered-zero bench io DIR`: the best of four aio settings for a disk, and the floor of a step that it gives.
+"""`tiered-zero bench io DIR`: the best of four aio settings for a disk.
 
 Each setting reads, writes and does both mixed through the I/O engine that a run would choose there; its score is the
 geometric mean of the three rates.
@@ -11,27 +11,20 @@ import math
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from tiered_zero.cli.console import STDOUT
-from tiered_zero.cli.drives import read_per_step, written_per_step
-from tiered_zero.cli.options import parse_model
-from tiered_zero.cli.tables import make_table
-from tiered_zero.config import Config, load
+from tiered_zero.cli.console import print_json, print_table
+from tiered_zero.cli.options import JSON_OPTION
 from tiered_zero.errors import PlanError
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.measure import MODES, fill_file, measure_rate
 from tiered_zero.io.preflight import filesystem_type, filesystem_warnings
 from tiered_zero.io.select import select_engine
-from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.sizes import GIB, MIB, format_nbytes
 from tiered_zero.stopping import stop_on_signals
-from tiered_zero.store.swap_dir import SwapDir
-
-if TYPE_CHECKING:
-    from tiered_zero.assembly.run_spec import RunSpec
+from tiered_zero.store.directory import SwapDir
 
 SETTINGS = (
     IOSettings(),
@@ -68,35 +61,25 @@ def bench() -> None:
     show_default=True,
     help="The measurement ends before that.",
 )
-@click.option("--model", callback=parse_model, metavar="gpt:...", help="Also say the floor of its step.")
-@click.option("--config", type=click.Path(exists=True, dir_okay=False), help="What of the model is on NVMe; else all.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
-def io(directory: Path, seconds: float, model: GPTConfig | None, config: str | None, as_json: bool) -> None:
+@JSON_OPTION
+def io(directory: Path, seconds: float, as_json: bool) -> None:
     """Find the best of four aio settings for the disk of DIRECTORY, by its rates of read, write and both mixed.
 
     Writes a file of at most 1 GiB there and removes it.
     """
-    if config and not model:
-        raise click.UsageError("--config goes with --model.")
-    run = None
-    if model is not None:
-        from tiered_zero.cli.planned_run import specify_training  # torch takes seconds
-
-        run = specify_training(load(config, to_train=False) if config else _all_on_nvme(), model)
     begun_s = time.perf_counter()
     click.echo(f"Measuring {directory} for at most {seconds:g} s.", err=True)
     with stop_on_signals(at_boundary=False):  # its file is removed
         report = measure_directory(directory, begun_s + seconds * (1 - _END_SHARE))
     report["seconds"] = time.perf_counter() - begun_s
-    report["floor"] = None if run is None else _floor(str(model), run, report["best"])
     if as_json:
-        click.echo(json.dumps(report))
+        print_json(report)
     else:
         _print(report)
 
 
 def measure_directory(directory: Path, end_s: float) -> dict[str, Any]:
-    """Everything but the floor. `end_s`: by time.perf_counter(). Raises ConfigError, PlanError, StoreError."""
+    """Try every setting until `end_s`, by time.perf_counter(). Raises ConfigError, PlanError, StoreError."""
     fstype = filesystem_type(directory)
     notes = [line.removeprefix("nvme_path ") for line in filesystem_warnings(str(directory), fstype)]
     swap = SwapDir.create([directory], owner_note="bench io")
@@ -158,31 +141,17 @@ def _fill(path: str, directory: Path, free_nbytes: int, seconds: float, notes: l
     return nbytes
 
 
-def _all_on_nvme() -> Config:
-    """16-bit parameters, master weights and Adam's state, all on NVMe."""
-    on_nvme = {"device": "nvme", "nvme_path": "."}
-    zero = {"stage": 3, "offload_param": {**on_nvme, "max_in_cpu": 0}, "offload_optimizer": on_nvme}
-    zero["stage3_param_persistence_threshold"] = 0
-    return load({"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": zero})
-
-
-def _floor(model: str, run: RunSpec, best: dict[str, Any]) -> dict[str, Any]:
-    """The least seconds that this disk takes for one step, whatever else is overlapped with it."""
-    read, written = sum(read_per_step(run)), sum(written_per_step(run))
-    seconds = max(
-        read / best["read_bytes_per_s"],
-        written / best["write_bytes_per_s"],
-        (read + written) / best["mixed_bytes_per_s"],
-    )
-    return {"model": model, "read_nbytes": read, "written_nbytes": written, "seconds_per_step": seconds}
-
-
 def _print(report: dict[str, Any]) -> None:
-    table = make_table("Best first", "engine", *(f">{column}" for column in ("block", "depth", *MODES)))
-    for row in report["tried"]:
-        rates = (f"{format_nbytes(row[f'{mode}_bytes_per_s'])}/s" for mode in MODES)
-        table.add_row(row["io_engine"], format_nbytes(row["block_size"]), str(row["queue_depth"]), *rates)
-    STDOUT.print(table)
+    rows = [
+        (
+            row["io_engine"],
+            format_nbytes(row["block_size"]),
+            str(row["queue_depth"]),
+            *(f"{format_nbytes(row[f'{mode}_bytes_per_s'])}/s" for mode in MODES),
+        )
+        for row in report["tried"]
+    ]
+    print_table(("engine", "block", "depth", *MODES), rows, title="Best first")
     access = f"O_DIRECT at {report['best']['alignment']}" if report["best"]["direct"] else "buffered"
     click.echo(
         f"{report['seconds']:.0f} s on a file of {format_nbytes(report['file_nbytes'])}, "
@@ -191,8 +160,3 @@ def _print(report: dict[str, Any]) -> None:
     for note in report["notes"]:
         click.echo(f"note: {note}")
     click.echo(f"\nFor the config:\n{json.dumps({'aio': report['aio']}, indent=2)}")
-    if floor := report["floor"]:
-        read, written = (format_nbytes(floor[name]) for name in ("read_nbytes", "written_nbytes"))
-        click.echo(
-            f"\nFloor: {floor['seconds_per_step']:.3g} s per step ({floor['model']}; {read} read, {written} written)"
-        )

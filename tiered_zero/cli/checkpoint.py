@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 import click
 from rich.text import Text
 
-from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME
+from tiered_zero.checkpoint.index import MANIFEST_NAME
 from tiered_zero.cli.console import print_json, print_table, printable
 from tiered_zero.cli.options import DIRECTORY, JSON_OPTION, directory_argument, parse_bytes
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.store.verify import verify_run
 
 if TYPE_CHECKING:
-    from tiered_zero.checkpoint.directory import TagInfo
+    from tiered_zero.checkpoint.tag import TagInfo
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Option -> torch's name. torch is imported by the functions that need it, for --help does not."""
@@ -71,7 +70,7 @@ def verify_command(directory: Path, as_json: bool) -> None:
     Passed over, and no failure: a save that is under way or was cut off, an in-place commit whose run has committed a
     later step since, and another program's checkpoint.
     """
-    from tiered_zero.checkpoint.open import find_damage
+    from tiered_zero.checkpoint.tag import find_damage
 
     problems: dict[str, list[str]] = {}
     passed_over: dict[str, str] = {}
@@ -80,7 +79,7 @@ def verify_command(directory: Path, as_json: bool) -> None:
         if info.is_foreign or info.path.name != info.tag or (info.kind == "in_place" and not info.complete):
             passed_over[info.tag] = info.reason
         else:
-            problems[info.tag] = find_damage(info.path) or _problems_in_place(info)
+            problems[info.tag] = find_damage(info.path) if info.complete else [info.reason]
     broken = {tag: found for tag, found in problems.items() if found}
     if as_json:
         print_json({"checked": [*problems], "broken": broken, "passed_over": passed_over})
@@ -105,21 +104,6 @@ def _span(tags: Sequence[str]) -> str:
     return ", ".join(tags) if len(tags) < 7 else f"{tags[0]} to {tags[-1]} ({len(tags)})"
 
 
-def _problems_in_place(info: TagInfo) -> list[str]:
-    """Describe what is wrong with the state that an in-place commit points to, in the stores of all ranks."""
-    from tiered_zero.checkpoint.commit import COMMIT_ID
-    from tiered_zero.checkpoint.committed import Commit
-    from tiered_zero.checkpoint.directory import read_manifest
-
-    swap = read_manifest(info.path).swap
-    if swap is None:
-        return []
-    commit = Commit.read(Path(swap["paths"][0]))
-    state = commit.manifest.step, {COMMIT_ID: commit.commit_id}
-    found = [verify_run([Path(path) for path in store["paths"]], *state) for store in commit.stores]
-    return [str(item) for verified in found for item in (verified.broken if verified is not None else ())]
-
-
 @checkpoint.command("export", short_help="Write the weights as safetensors.")
 @directory_argument
 @click.argument("out", type=DIRECTORY)
@@ -139,9 +123,8 @@ def export(
     """
     import torch
 
-    from tiered_zero.checkpoint.export import list_weights
-    from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
-    from tiered_zero.checkpoint.weights import write_weights
+    from tiered_zero.checkpoint.tag import find_checkpoint, open_reader
+    from tiered_zero.checkpoint.weights import list_weights, write_weights
 
     found = find_checkpoint(directory, tag)
     for line in found.lines:
@@ -170,7 +153,7 @@ def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> N
 
     Swap directories stay, and so does what is damaged: look at it with `ls`.
     """
-    from tiered_zero.checkpoint.prune import prune
+    from tiered_zero.checkpoint.tag_writer import prune
 
     removed = prune(directory, keep, dry_run=dry_run)
     nbytes = sum(info.nbytes for info in removed)
@@ -189,16 +172,14 @@ def _state(info: TagInfo) -> Text:
 
 def _tags(directory: Path) -> list[TagInfo]:
     """List the tags of a directory of checkpoints, or of one checkpoint."""
-    from tiered_zero.checkpoint.directory import list_tags
+    from tiered_zero.checkpoint.tag import list_tags, look_at
 
-    if (directory / MANIFEST_NAME).exists():
-        path = Path(os.path.realpath(directory))
-        return [info for info in list_tags(path.parent) if info.tag == path.name]
-    return list_tags(directory)
+    is_one = (directory / MANIFEST_NAME).exists()
+    return [look_at(Path(os.path.realpath(directory)))[0]] if is_one else list_tags(directory)
 
 
 def _latest(directory: Path) -> str | None:
-    from tiered_zero.checkpoint.directory import read_latest
+    from tiered_zero.checkpoint.tag import read_latest
 
     try:
         return read_latest(directory)

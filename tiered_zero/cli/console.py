@@ -1,39 +1,34 @@
-"""Terminal output: one console each for stderr and stdout, log lines on stderr, and listings on stdout."""
+"""Terminal output: log lines and progress on stderr, results and tables on stdout."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from dataclasses import asdict
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console, ConsoleDimensions
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 STDERR = Console(stderr=True)
 """Progress and log share it, so that a line is printed above the bar. It follows sys.stderr if that is replaced."""
 
-
-class ResultConsole(Console):
-    """Wraps at the width of a terminal, or at COLUMNS. A file and a pipe get whole lines, to be searched."""
-
-    @property
-    def size(self) -> ConsoleDimensions:
-        found = super().size
-        fits = self.is_terminal or "COLUMNS" in os.environ
-        return found if fits else ConsoleDimensions(width=_FILE_WIDTH, height=found.height)
-
-    @size.setter
-    def size(self, new_size: tuple[int, int]) -> None:
-        self._width, self._height = new_size
+_NUMBERS = {
+    *("age", "block", "busy", "bytes", "depth", "mixed", "peak", "planned", "rate while busy", "read", "runs"),
+    *("seconds", "share", "step", "write"),
+}
+"""Columns that are aligned right."""
 
 
-_FILE_WIDTH = 1000
-STDOUT = ResultConsole()
+def stdout() -> Console:
+    """Return a console for results. It wraps at the width of a terminal, or at COLUMNS; a file and a pipe get whole
+    lines, to be searched."""
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 1000)
 
 
 class ConsoleHandler(logging.Handler):
@@ -63,22 +58,24 @@ def printable(text: str) -> str:
 
 def print_json(value: Any) -> None:
     """Print one JSON object; records as objects, paths as text."""
-    click.echo(json.dumps(value, default=lambda one: str(one) if isinstance(one, Path) else asdict(one), indent=2))
+    click.echo(json.dumps(value, default=lambda one: str(one) if isinstance(one, Path) else vars(one), indent=2))
 
 
-def print_table(columns: tuple[str, ...], rows: list[Any], empty: str = "No runs.") -> None:
-    """A table of texts, which may be of a foreign directory; `empty`: instead of one without rows."""
+def print_table(
+    columns: Iterable[str], rows: Sequence[Sequence[str | Text]], empty: str = "No runs.", title: str | None = None
+) -> None:
+    """Print a table of texts, which may be of a foreign directory. `empty`: what is printed if there are no rows."""
     if not rows:
         click.echo(empty)
         return
-    table = Table()
+    table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
         table.add_column(
             column,
             no_wrap=column in ("run", "bytes", "age", "checkpoint", "step"),
             overflow="fold",
-            justify="right" if column in ("bytes", "runs", "age", "step") else "left",
+            justify="right" if column in _NUMBERS else "left",
         )
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
-    STDOUT.print(table)
+    stdout().print(table)

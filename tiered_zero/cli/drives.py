@@ -16,7 +16,7 @@ from tiered_zero.layout.extents import file_nbytes
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes, parse_hardware_nbytes
 
 if TYPE_CHECKING:
-    from tiered_zero.assembly.run_spec import RunSpec
+    from tiered_zero.assembly.spec import RunSpec
 
 _MOVED = ("read_nbytes_per_step", "written_nbytes_per_step")
 
@@ -92,11 +92,10 @@ def read_per_step(run: RunSpec) -> tuple[int, int]:
     return (times if run.trains else 1) * run.plan.nbytes("nvme", "param"), run.plan.nbytes("nvme", "state")
 
 
-def directory_needs(run: RunSpec, *, save_every: int = 1, ranks: int = 1) -> list[dict[str, Any]]:
+def directory_needs(run: RunSpec, ranks: int = 1) -> list[dict[str, Any]]:
     """Return rows of the directories of the stores that the run would open, parameters and state first: what `ranks` of
-    one host need there, and read and write in a step on average, commits included. Stripes are of one size, as on
-    drives of one speed. `save_every`: steps between in-place commits. Gradients and activations are not in what is read
-    and written."""
+    one host need there, and read and write in a step, with an in-place commit after each. Stripes are of one size, as
+    on drives of one speed. Gradients and activations are not in what is read and written."""
     from tiered_zero.tiers.rack import nvme_needs, scratch_needs  # imports torch, which no help text needs
 
     zero = run.config.zero_optimization
@@ -105,7 +104,7 @@ def directory_needs(run: RunSpec, *, save_every: int = 1, ranks: int = 1) -> lis
     for name, sizes in zip(_MOVED, (read_per_step(run), written_per_step(run)), strict=True):
         for paths, nbytes in zip(stores, sizes, strict=True):
             moved[name][paths] += nbytes
-    moved["written_nbytes_per_step"][stores[1]] += align_up(-(-written_per_commit(run) // save_every), PAGE_NBYTES)
+    moved["written_nbytes_per_step"][stores[1]] += align_up(written_per_commit(run), PAGE_NBYTES)
     rows: dict[str, dict[str, Any]] = {}
     for paths, nbytes in (*nvme_needs(run.config, run.plan).items(), *scratch_needs(run.config, run.plan).values()):
         sums = {"nbytes": nbytes, **{name: counts.pop(paths, 0) for name, counts in moved.items()}}
@@ -138,7 +137,9 @@ def fill_drives(needs: Sequence[dict[str, Any]], drives: Sequence[Drive]) -> lis
         row = _drive_row(own, drive.nbytes, shares)
         moved = [(row[name], rate) for name, rate in zip(_MOVED, rates.values(), strict=True)]
         row["least_step_s"] = max((nbytes / rate for nbytes, rate in moved if rate), default=None)
-        rows.append({"disk": drive.text, **row, **rates, **wear(row["written_nbytes_per_step"], drive.rated_nbytes)})
+        if drive.rated_nbytes and row["written_nbytes_per_step"]:
+            row["steps_to_tbw"] = drive.rated_nbytes // row["written_nbytes_per_step"]
+        rows.append({"disk": drive.text, **row, **rates, "rated_nbytes": drive.rated_nbytes})
     return rows
 
 
@@ -161,20 +162,8 @@ def _look(path: str) -> tuple[os.stat_result, bool, int]:
     return os.stat(place), place == wanted, shutil.disk_usage(place).free
 
 
-def wear(written_per_step: int, rated_nbytes: int | None, step_s: float | None = None) -> dict[str, Any]:
-    """Return how long a drive lasts, in steps and days, as far as its rating and a step's time are known."""
-    row: dict[str, Any] = {"rated_nbytes": rated_nbytes}
-    if rated_nbytes and written_per_step:
-        row["steps_to_tbw"] = rated_nbytes // written_per_step
-    if step_s is not None:
-        row["tb_per_day"] = written_per_step * 86400 / step_s / 1e12
-        if "steps_to_tbw" in row:
-            row["days_to_tbw"] = rated_nbytes / row["tb_per_day"] / 1e12
-    return row
-
-
 def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what the swap directories need and have, or, with `--disk`, the drives; and how long each lasts."""
+    """Yield what the swap directories need and have, or, with `--disk`, the drives; and what a step moves."""
     free = {path: drive["free_nbytes"] for drive in drives for path in drive["directories"]}
     given = any("disk" in drive for drive in drives)
     for row in () if given else directories:
@@ -186,22 +175,14 @@ def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mappi
         if given:
             where = f"--disk {drive['disk']} (nvme_path {names})"
             yield f"{where}: {format_nbytes(drive['nbytes'])} of {format_nbytes(drive['free_nbytes'])}"
-            if drive["least_step_s"] is not None:
-                yield (
-                    f"  a step reads about {format_nbytes(drive['read_nbytes_per_step'])} of parameters and state and "
-                    f"writes {format_nbytes(drive['written_nbytes_per_step'])}: {drive['least_step_s']:.3g} s or more "
-                    "by the drive's rates"
-                )
-        which = "" if given or len(drives) == 1 else f" of {names}"
-        days = f" ({drive['days_to_tbw']:,.1f} days)" if "days_to_tbw" in drive else ""
+        read, written = (format_nbytes(drive[name]) for name in _MOVED)
+        which = "" if given or len(drives) == 1 else f"the drive of {names}: "
+        seconds = drive.get("least_step_s")
+        least = "" if seconds is None else f": {seconds:.3g} s or more by the drive's rates"
+        yield f"  {which}a step reads about {read} of parameters and state and writes {written}{least}"
         if "steps_to_tbw" in drive:
-            yield (
-                f"  a step writes {format_nbytes(drive['written_nbytes_per_step'])} of parameters and state: what the "
-                f"drive{which} is rated for ({drive['rated_nbytes'] / 1e12:g} TB) is written after "
-                f"{drive['steps_to_tbw']:,} steps{days}"
-            )
-        if "tb_per_day" in drive:
-            yield f"  {drive['tb_per_day']:.3g} TB per day are written to the drive{which}"
+            rated, steps = drive["rated_nbytes"] / 1e12, drive["steps_to_tbw"]
+            yield f"  what it is rated for ({rated:g} TB) is written after {steps:,} steps"
 
 
 def drive_problems(drives: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -1,15 +1,19 @@
-"""`tiered-zero explain CONFIG`: every key with its value, where it comes from, and what it does."""
+"""Commands that explain a file: `tiered-zero explain` a config, `tiered-zero report` the record of a run."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.text import Text
 
+from tiered_zero.cli.console import print_json, stdout
+from tiered_zero.cli.options import JSON_OPTION
 from tiered_zero.config import KeyReport, load
+from tiered_zero.errors import ConfigError
+from tiered_zero.telemetry.page import render_page
+from tiered_zero.telemetry.runlog import read_run
 
 _STYLES = {"default": "dim", "auto": "yellow", "derived": "yellow", "renamed": "yellow", "file": "bold"}
 
@@ -17,7 +21,7 @@ _STYLES = {"default": "dim", "auto": "yellow", "derived": "yellow", "renamed": "
 @click.command("explain")
 @click.argument("config", type=click.Path(dir_okay=False))
 @click.option("--changed", is_flag=True, help="Only the keys that CONFIG holds.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
+@JSON_OPTION
 @click.option("--world-size", default=1, show_default=True, type=click.IntRange(min=1), help="Data-parallel ranks.")
 def explain(config: str, changed: bool, as_json: bool, world_size: int) -> None:
     """Print each key of CONFIG and each default: its value, its source and its effect."""
@@ -28,9 +32,9 @@ def explain(config: str, changed: bool, as_json: bool, world_size: int) -> None:
         check_sections(loaded)
     rows = [row for row in loaded.explain() if not changed or row.source not in ("default", "derived")]
     if as_json:
-        click.echo(json.dumps({"keys": [asdict(row) for row in rows], "notices": loaded.notices}, indent=2))
+        print_json({"keys": rows, "notices": loaded.notices})
         return
-    console = Console()
+    console = stdout()
     for row in rows:
         console.print(_line(row), soft_wrap=True)  # never cut: a key is searched for, and copied
     for line in loaded.notices:
@@ -41,3 +45,19 @@ def _line(row: KeyReport) -> Text:
     effect = row.effect if row.fate.value == "honoured" else f"{row.fate.value}: {row.effect}"
     text = f"{row.path} = {json.dumps(row.value, default=str)} ({row.source}): {effect}"
     return Text(text, style=_STYLES[row.source])  # no markup: values and paths may hold square brackets
+
+
+@click.command()
+@click.argument("run", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Default: RUN with .html for its suffix.")
+def report(run: Path, out: Path | None) -> None:
+    """Turn RUN, the file that `tiered_zero.report` names, into one HTML page that needs no network."""
+    page = render_page(read_run(run), title=run.name)
+    path = out or run.with_suffix(".html")
+    if path.resolve() == run.resolve():
+        raise click.BadParameter("the page would replace the record", param_hint="--out")
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"The page {path} cannot be written: {error.strerror}. Name another with --out.") from error
+    click.echo(path)

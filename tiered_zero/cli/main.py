@@ -24,8 +24,8 @@ COMMANDS = {
     "train": Command("tiered_zero.cli.train:train", "Train a small GPT across the tiers that a config names."),
     "plan": Command("tiered_zero.cli.plan:plan", "Show the bytes that a run needs on each tier, before it is run."),
     "explain": Command("tiered_zero.cli.explain:explain", "Show each key of a config: value, origin, effect."),
-    "report": Command("tiered_zero.cli.report:report", "Turn the record of a run into one HTML page."),
-    "swap": Command("tiered_zero.cli.swap:swap", "Look at swap directories, plan them, and clean them up."),
+    "report": Command("tiered_zero.cli.explain:report", "Turn the record of a run into one HTML page."),
+    "swap": Command("tiered_zero.cli.swap:swap", "Look at swap directories, and clean them up."),
     "checkpoint": Command(
         "tiered_zero.cli.checkpoint:checkpoint", "List checkpoints, check them, and turn them into weights."
     ),

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tiered_zero.cli.console import STDOUT
-from tiered_zero.cli.drives import Drive, directory_needs, drive_lines, drive_problems, fill_drives, look_at_drives
-from tiered_zero.cli.options import (
-    CONFIG_FILE,
-    DEMO_MODEL,
-    JSON_OPTION,
-    parse_drives,
-    parse_memory,
-    parse_source,
-    size_option,
+from tiered_zero.cli.console import print_json
+from tiered_zero.cli.drives import (
+    Drive,
+    directory_needs,
+    drive_lines,
+    drive_problems,
+    fill_drives,
+    look_at_drives,
+    parse_drive,
 )
-from tiered_zero.cli.tables import plan_table
+from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_size, parse_source, parsed
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.errors import PlanError
 from tiered_zero.plan.gpt_shape import GPTConfig
-from tiered_zero.sizes import format_nbytes
+from tiered_zero.sizes import format_nbytes, parse_hardware_nbytes
 
 if TYPE_CHECKING:
     from tiered_zero.plan.activations import ActivationEstimate
@@ -46,11 +43,17 @@ _NO_ESTIMATE = (
 @click.option(
     "--model",
     "source",
-    callback=parse_source,
+    callback=parsed(parse_source),
     metavar="gpt:...|MODULE:FUNCTION",
     help=f"The built-in GPT (default {DEMO_MODEL}), or a function of yours that returns a model.",
 )
-@size_option
+@click.option(
+    "--params",
+    "sized",
+    callback=parsed(parse_size),
+    metavar="7B",
+    help="A GPT of about that size, with a usual vocabulary.",
+)
 @click.option(
     "--model-config",
     type=click.Path(exists=True, path_type=Path),
@@ -67,14 +70,14 @@ _NO_ESTIMATE = (
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this host.")
 @click.option(
     "--device-memory",
-    callback=parse_memory,
+    callback=parsed(parse_hardware_nbytes),
     metavar="24GiB",
     help="Plan for an accelerator of this size, of which the plan may take seven eighths (default: the device here, "
     "or the config's limit).",
 )
 @click.option(
     "--host-memory",
-    callback=parse_memory,
+    callback=parsed(parse_hardware_nbytes),
     metavar="64GiB",
     help="Plan for a host of this size, of which the plan may take seven eighths (default: what is free here, or the "
     "config's limit).",
@@ -82,7 +85,7 @@ _NO_ESTIMATE = (
 @click.option(
     "--disk",
     "disks",
-    callback=parse_drives,
+    callback=parsed(parse_drive),
     multiple=True,
     metavar="2TB[:7GB/s,5GB/s[:1200TBW]]",
     help="Plan for a drive of this size, with its rates of reads and writes and what it is rated to take (default: "
@@ -141,22 +144,20 @@ def plan(
             "trains": run.trains,
             "ranks": ranks,
             "problem": "\n".join(problems) or None,
-            "update_policy": dataclasses.asdict(run.plan.update_policy),
-            "rows": run.plan.table(),
-            "activations": None if estimate is None else dataclasses.asdict(estimate),
+            "update_policy": run.plan.update_policy,
+            "rows": run.plan.rows,
+            "activations": estimate,
             "directories": directories,
             "drives": drives,
         }
-        click.echo(json.dumps(facts))
+        print_json(facts)
     else:
         if not run.trains:
             click.echo(_EVALUATES)
         click.echo(f"{count_parameters(model):,} parameters: {chosen}")
         if ranks > 1:
             click.echo(f"Rank 0 of {ranks} on one host; the others need the same, or a little less.")
-        STDOUT.print(plan_table(run.plan))
-        policy = run.plan.update_policy.text
-        for line in (*drive_lines(directories, drives), policy, *lines):
+        for line in (str(run.plan), *drive_lines(directories, drives), *lines):
             click.echo(line)
         if disks and not needs:
             click.echo("--disk has no effect: nothing of this plan rests on nvme.")

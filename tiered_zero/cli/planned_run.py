@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tiered_zero.assembly.run_spec import PlannedMachine, RunSpec, specify_run
+from tiered_zero.assembly.spec import PlannedMachine, RunSpec, specify_run
 from tiered_zero.config.json_file import read_json
-from tiered_zero.config.schema import Config, OptimizerSection
+from tiered_zero.config.schema import Config
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.ranks.collectives import Collectives
@@ -69,12 +69,6 @@ def specify_planned(
     finally:
         if collects:
             gc.enable()
-
-
-def specify_training(config: Config, shape: GPTConfig) -> RunSpec:
-    """Specify a run of the built-in GPT on this machine, with AdamW where the config names no optimizer."""
-    optimizer = config.optimizer or OptimizerSection(type="AdamW")
-    return specify_planned(config.model_copy(update={"optimizer": optimizer}), build_gpt(shape))
 
 
 def estimate_of(

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from tiered_zero.checkpoint.directory import list_tags, nothing_to_load
-from tiered_zero.checkpoint.driver_fields import read_client_state
-from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
+from tiered_zero.checkpoint.driver import read_client_state
+from tiered_zero.checkpoint.tag import find_checkpoint, list_tags, nothing_to_load, open_reader
 from tiered_zero.engine.engine import Engine
 from tiered_zero.errors import BudgetError, ConfigError, ModelError, StoreError, TransferError, UntaggedCommitError
 from tiered_zero.sizes import format_nbytes

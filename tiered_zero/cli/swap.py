@@ -1,7 +1,4 @@
-"""`tiered-zero swap`: the runs under a swap directory, what they take, and the removal of dead ones.
-
-`swap capacity`, which asks before there is a run, is in capacity.py.
-"""
+"""`tiered-zero swap`: the runs under a swap directory, what they take, and the removal of dead ones."""
 
 from __future__ import annotations
 
@@ -10,13 +7,13 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from tiered_zero.cli.capacity import capacity
 from tiered_zero.cli.console import print_json, print_table, printable
 from tiered_zero.cli.options import JSON_OPTION, directory_argument
+from tiered_zero.cli.plan import plan
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.sizes import format_nbytes
+from tiered_zero.store.reader import Verified, verify_run
 from tiered_zero.store.runs import collect_garbage, list_runs
-from tiered_zero.store.verify import Verified, verify_run
 
 _STATE_STYLES = {"alive": "green", "dead": "red", "unknown": "yellow"}
 
@@ -26,7 +23,7 @@ def swap() -> None:
     """Look at swap directories (what nvme_path names), and clean them up."""
 
 
-swap.add_command(capacity)
+swap.add_command(plan, "capacity")
 
 
 @swap.command("ls", short_help="List runs: owner, bytes, age, model, step.")

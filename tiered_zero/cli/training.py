@@ -1,10 +1,13 @@
-"""The run of `tiered-zero train`: from its options to the tables at its end."""
+"""The run of `tiered-zero train`: its steps, its progress, what its ranks exchange, and the tables at its end."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import statistics
+import struct
+import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +15,12 @@ from typing import Any, final
 
 import click
 import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import tiered_zero
-from tiered_zero.cli.console import STDOUT
+from tiered_zero.cli.console import STDERR, print_json, print_table
 from tiered_zero.cli.options import DEMO_MODEL
-from tiered_zero.cli.progress import TrainingProgress
-from tiered_zero.cli.rank_steps import RankSteps
 from tiered_zero.cli.saving import MODEL, Resumption, Saver, warn_of_others
-from tiered_zero.cli.tables import run_tables
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
@@ -31,7 +32,8 @@ from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.plan.remedies import open_settings
 from tiered_zero.sizes import TIERS, format_nbytes
 from tiered_zero.stopping import INTERRUPTED, TERMINATED, StopRequest, stop_on_signals
-from tiered_zero.telemetry.report import RunTotals
+from tiered_zero.telemetry.advice import explain_pace
+from tiered_zero.telemetry.report import MAX_STEPS_KEPT, RunReport, RunTotals
 
 logger = logging.getLogger("tiered_zero")
 
@@ -40,6 +42,13 @@ DIVERGED = 1
 
 UNSAVED = 3
 """Exit code where training was done, but its last checkpoint could not be saved."""
+
+SECONDS_BETWEEN_LINES = 10.0
+STEPS_AVERAGED = 20
+"""Tokens/s and time left are those of the last so many steps."""
+
+_MESSAGE = struct.Struct("<ddq")
+"""Loss, own seconds, exit code of a signal or 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +124,7 @@ class Training:
             except (KeyboardInterrupt, SystemExit) as interrupt:
                 code = INTERRUPTED if isinstance(interrupt, KeyboardInterrupt) else TERMINATED
         if self._rank == 0:
-            self._show(engine, totals, ranks, code)
+            self._show(totals, ranks, code)
             self._show_end(code)
         return code
 
@@ -135,7 +144,7 @@ class Training:
                 loss, stop_code = ranks.after_step(own_loss, stop.code)
                 assert engine.step_report is not None
                 totals.add(replace(engine.step_report, loss=loss, tokens=self._step_tokens))
-                progress.advance(loss, self._step_tokens, ranks.pace)
+                progress.advance(loss, self._step_tokens)
                 if not math.isfinite(loss):
                     return DIVERGED
                 if saver is not None:
@@ -145,7 +154,7 @@ class Training:
             is_saved = saver is None or saver.finish()
         return stop_code or stop.code or (0 if is_saved else UNSAVED)
 
-    def _show(self, engine: Engine, totals: RunTotals, ranks: RankSteps, code: int) -> None:
+    def _show(self, totals: RunTotals, ranks: RankSteps, code: int) -> None:
         """Print what the run took, as tables or as JSON."""
         progress, report = self._progress, totals.report()
         num_made = progress.done - progress.first
@@ -165,19 +174,11 @@ class Training:
                 "world_size": self._world_size,
                 "rank_step_s": ranks.own_s,
             }
-            click.echo(json.dumps({**facts, **report.to_json()}))
+            print_json({**facts, **report.to_json()})
         elif num_made:
-            STDOUT.print(run_tables(report, num_parameters(self._model)))
+            print_report(report, num_parameters(self._model))
             if line := ranks.describe():
                 click.echo(line)
-            staging_nbytes = sum(
-                engine.plan.nbytes("host", f"staging_{kind}") for kind in ("param", "state", "gradient")
-            )
-            if engine.plan.nbytes("nvme"):
-                click.echo(
-                    f"Of the host memory {format_nbytes(staging_nbytes)} are buffers for what the disk reads and "
-                    "writes; they do not grow with the number of layers."
-                )
 
     def _show_end(self, code: int) -> None:
         """Say why the run ended early. Raises NonFiniteError."""
@@ -221,3 +222,126 @@ def overlay(settings: Mapping[str, Any], batch: int | None, own: Mapping[str, st
     if given := {name: value for name, value in own.items() if value is not None}:
         result["tiered_zero"] = {**(result.get("tiered_zero") or {}), **given}
     return result
+
+
+def print_report(report: RunReport, num_parameters: int) -> None:
+    """Print bytes by tier, seconds per step by cause, links, and what sets the pace."""
+    sizes = {tier: (report.planned_nbytes.get(tier), report.peak_nbytes.get(tier)) for tier in TIERS}
+    tiers = [(tier, *map(_size, pair)) for tier, pair in sizes.items() if pair != (None, None)]
+    print_table(("tier", "planned", "peak"), tiers, "Nothing was planned.", title="Bytes by tier")
+    causes = [
+        (cause, f"{seconds:.3f}", f"{seconds / report.step_s:.0%}" if report.step_s else "-")
+        for cause, seconds in report.seconds.items()
+    ]
+    causes.append(("wall time", f"{report.step_s:.3f}", ""))
+    print_table(("spent in", "seconds", "share"), causes, title="A typical step")
+    links = list(report.link_rows())
+    print_table(("link", "bytes", "rate while busy", "busy"), links, "Nothing was moved.", title="Links, whole run")
+    first, last = ("?" if loss is None else f"{loss:.3f}" for loss in (report.first_loss, report.last_loss))
+    if report.start_s:
+        click.echo(f"start: {report.start_s:.1f} s, values of {num_parameters:,} parameters")
+    click.echo(
+        f"{report.steps_text} in {report.total_s:.1f} s, {report.tokens_per_s:,.0f} tokens/s, loss {first} -> {last}\n"
+        f"bound by: {report.bound_by}; overlap {report.overlap:.0%}\n{explain_pace(report)}"
+    )
+
+
+def _size(nbytes: int | None) -> str:
+    return "-" if nbytes is None else format_nbytes(nbytes)
+
+
+class TrainingProgress:
+    """Shows loss, tokens/s and time left on stderr: a bar on a terminal, a line now and then elsewhere. One thread."""
+
+    def __init__(self, num_steps: int, is_shown: bool = True) -> None:
+        """`is_shown`: only rank 0's is."""
+        self.done = self.first = 0
+        """Steps that were made; those of them that an earlier process made, which are not measured."""
+        self.loss = float("nan")
+        self._num_steps = num_steps
+        self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=STEPS_AVERAGED + 1)
+        self._last_line_s = time.monotonic()
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=STDERR,
+            disable=not STDERR.is_terminal or not is_shown,
+        )
+        self._task = self._bar.add_task("", total=num_steps, figures="starting")
+
+    def __enter__(self) -> TrainingProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def begin_at(self, step: int) -> None:
+        """Count `step` steps as made."""
+        self.done = self.first = step
+        self._bar.update(self._task, completed=step)
+
+    def advance(self, loss: float, num_tokens: int) -> None:
+        """Show a step that is done."""
+        self.done += 1
+        self.loss = loss
+        now_s = time.monotonic()
+        self._recent.append((now_s, num_tokens))
+        took_s = max(now_s - self._recent[0][0], 1e-9)
+        tokens_per_s = sum(count for _, count in list(self._recent)[1:]) / took_s
+        figures = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s"
+        self._bar.update(self._task, advance=1, figures=figures)
+        if self._bar.disable and now_s - self._last_line_s >= SECONDS_BETWEEN_LINES:
+            self._last_line_s = now_s
+            left_s = (self._num_steps - self.done) * took_s / (len(self._recent) - 1)
+            logger.info("step %d/%d  %s  left %d:%02d", self.done, self._num_steps, figures, *divmod(round(left_s), 60))
+
+
+@final
+class RankSteps:
+    """Exchanges a few numbers after each step, which every rank makes. Main thread.
+
+    A rank's own time is that of a step without what it waited for the others: the slowest rank waits the least.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.world_size = engine.world_size
+        self._own_s: list[deque[float]] = [deque(maxlen=MAX_STEPS_KEPT) for _ in range(self.world_size)]
+        self._began_s, self._waited_s = time.perf_counter(), self._waited()
+
+    def after_step(self, loss: float, code: int | None) -> tuple[float, int | None]:
+        """Exchange this rank's loss and exit code. Return the mean loss, and the code of a signal that any rank has got
+        or None: the same on all ranks. Raises RankError."""
+        if self.world_size == 1:
+            return loss, code
+        own_s = time.perf_counter() - self._began_s - (self._waited() - self._waited_s)
+        found = [_MESSAGE.unpack(each) for each in self._engine.exchange(_MESSAGE.pack(loss, own_s, code or 0))]
+        self._began_s, self._waited_s = time.perf_counter(), self._waited()
+        for each, (_, seconds, _) in zip(self._own_s, found, strict=True):
+            each.append(seconds)
+        codes = [theirs for _, _, theirs in found if theirs]
+        return sum(theirs for theirs, _, _ in found) / len(found), codes[0] if codes else None
+
+    @property
+    def own_s(self) -> list[float]:
+        """The median of each rank's own seconds a step; empty with one rank, and before the first step."""
+        return [statistics.median(each) for each in self._own_s if each] if self.world_size > 1 else []
+
+    def describe(self) -> str:
+        """One line under the tables: who is fast, who is slow, on average; "" with one rank."""
+        if not (own_s := self.own_s):
+            return ""
+        fastest, slowest = min(own_s), max(own_s)
+        return (
+            f"{self.world_size} ranks; a step without waits for the others: {fastest:.3f} s on rank "
+            f"{own_s.index(fastest)}, the fastest, {slowest:.3f} s on rank {own_s.index(slowest)}, the slowest. The "
+            "tables are rank 0's."
+        )
+
+    def _waited(self) -> float:
+        return self._engine.rank_report()["waited_s"] if self._engine.world_size > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Primitives that threads share: one future type, a failure latch, the order of teardown, deferred interrupts.
+"""Primitives that threads share: one future type, a worker, a failure latch, the order of teardown, late interrupts.
 
 Promise: a transfer completes once and carries its own error; the first failure that surfaces raises the original error,
 later calls raise EngineFailedError; a teardown carries out each act once; Ctrl-C is raised at a safe point alone.

@@ -1,16 +1,18 @@
-"""Define the one future of the package, and the memory of a failure: what surfaces the first time, and what every later
-use is refused with."""
+"""The one future of the package, the thread that ends what nobody waits for, and the memory of a failure."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
 from typing import Final, NoReturn, final
 
 from tiered_zero.concurrency.interrupts import wait_for_event
-from tiered_zero.errors import EngineFailedError, TieredZeroError
+from tiered_zero.errors import EngineFailedError, StoreError, TieredZeroError
 
 
 class Transfer(ABC):
@@ -85,6 +87,96 @@ def wait_all(transfers: Iterable[Transfer | None]) -> None:
                 wait_quietly(transfer)  # the error is of the wait
     if first is not None:
         raise first
+
+
+@final
+class Joined(Transfer):
+    """Several transfers as one."""
+
+    def __init__(self, *parts: Transfer) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def wait(self) -> None:
+        wait_all(self._parts)
+
+
+@final
+class SharedWork(Transfer):
+    """Work that the first thread which needs its outcome does; the others wait for that thread.
+
+    As the end of a disk request, which waits for the engine's transfers and verifies what they moved: a `Worker` does
+    it if no other thread is before it, so that a wait is never behind requests that were submitted earlier.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._work: Callable[[], None] | None = work
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        return self._work is None
+
+    def run(self) -> None:
+        """Do the work, unless it is done. Raises nothing."""
+        with self._lock:
+            if self._work is None:
+                return
+            try:
+                self._work()
+            except Exception as error:
+                self._error = error
+            self._work = None  # releases the request's memory
+
+    def wait(self) -> None:
+        self.run()
+        if self._error is not None:
+            raise self._error
+
+
+@final
+class Worker:
+    """A daemon thread that runs callables in order; they must not raise. It ends with the object."""
+
+    def __init__(self, name: str, prepare: Callable[[], object] | None = None) -> None:
+        """`prepare`: is called first, on the thread. Raises StoreError if the thread cannot be started."""
+        self._name = name
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        weakref.finalize(self, self._queue.put, None).atexit = False  # a finalizer of its owner may need it then
+        self.add_thread(prepare)
+
+    def add_thread(self, prepare: Callable[[], object] | None = None) -> None:
+        """Let one more thread take callables from the queue. Raises StoreError."""
+        thread = threading.Thread(target=partial(_run_in_order, self._queue, prepare), name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # ulimit -u or -v
+            raise StoreError(
+                f"The thread {self._name} cannot be started: {error}. Raise the limit of processes (ulimit -u) or of "
+                "address space (ulimit -v)."
+            ) from error
+        self._threads.append(thread)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._queue.put(work)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish what was submitted and stop; wait for each thread at most `timeout_s`. Idempotent."""
+        self._queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+
+def _run_in_order(queue: SimpleQueue[Callable[[], None] | None], prepare: Callable[[], object] | None) -> None:
+    if prepare is not None:
+        prepare()
+    while (work := queue.get()) is not None:
+        work()
+        del work  # keeps no request's memory alive while idle
+    queue.put(None)  # the end of every thread
 
 
 @final

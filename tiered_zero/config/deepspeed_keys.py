@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tiered_zero.config.values import switch
+from tiered_zero.config.section import switch
 
 
 class Fate(str, Enum):
@@ -46,39 +46,6 @@ class Key:
     quiet: bool = False
     allowed: tuple[Any, ...] = (False,)
 
-
-REQUIRED = "required"
-"""Stands for the default of a parameter that has none."""
-
-_WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log", "last_batch_iteration": -1}
-SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
-    "LRRangeTest": {
-        "lr_range_test_min_lr": 1e-3,
-        "lr_range_test_step_size": 2000,
-        "lr_range_test_step_rate": 1.0,
-        "lr_range_test_staircase": False,
-        "last_batch_iteration": -1,
-    },
-    "OneCycle": {
-        "cycle_min_lr": REQUIRED,
-        "cycle_max_lr": REQUIRED,
-        "decay_lr_rate": 0.0,
-        "cycle_first_step_size": 2000,
-        "cycle_second_step_size": None,
-        "cycle_first_stair_count": 0,
-        "cycle_second_stair_count": None,
-        "decay_step_size": 0,
-        "cycle_momentum": True,
-        "cycle_min_mom": 0.8,
-        "cycle_max_mom": 0.9,
-        "decay_mom_rate": 0.0,
-        "last_batch_iteration": -1,
-    },
-    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, **_WARMUP},
-    "WarmupDecayLR": {"total_num_steps": REQUIRED, "warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, **_WARMUP},
-    "WarmupCosineLR": {"total_num_steps": REQUIRED, "warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4, **_WARMUP},
-}
-"""DeepSpeed's own schedules and the defaults of their parameters; any other type is one of torch.optim.lr_scheduler."""
 
 OPTIMIZER_ARGUMENTS = tuple(
     "lr betas eps weight_decay momentum amsgrad nesterov adam_w_mode torch_adam bias_correction".split()

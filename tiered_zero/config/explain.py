@@ -1,4 +1,4 @@
-"""Source and effect of each value: the rows of `tiered-zero explain`, and the JSON schema for editors."""
+"""Source and effect of each value: the rows of `tiered-zero explain`, and the notices at start."""
 
 from __future__ import annotations
 
@@ -74,28 +74,6 @@ def notices(reading: Reading, keys: Mapping[str, Key]) -> tuple[str, ...]:
     return (*lines, *(f"config: {line}" for line in reading.notices))
 
 
-def json_schema(config_type: type[BaseModel]) -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of the whole table, sections inlined; any value may also be "auto"."""
-    schema = config_type.model_json_schema()
-    root: dict[str, Any] = _inline(schema, schema.pop("$defs", {}))
-    root.pop("required", None)
-    for key in table(config_type).values():
-        *sections, name = key.path.split(".")
-        properties = root["properties"]
-        for section in sections:
-            node = properties.setdefault(section, {"type": "object", "additionalProperties": False})
-            node = next((option for option in node.get("anyOf", ()) if option.get("type") == "object"), node)
-            properties = node.setdefault("properties", {})
-        if key.fate is Fate.HONOURED:
-            known = properties[name]
-            text = {word: known.pop(word) for word in ("description", "default", "title") if word in known}
-            properties[name] = {"anyOf": [known, {"const": "auto"}], **text}
-        else:
-            target = f" -> {key.to}" if key.to else ""
-            properties.setdefault(name, {"description": f"{key.fate.value}{target}: {key.why}"})
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root}
-
-
 def _honoured(node: BaseModel, reading: Reading, prefix: str, keys: Mapping[str, Key]) -> Iterator[KeyReport]:
     for name, field_info in type(node).model_fields.items():
         value, path = getattr(node, name), prefix + (field_info.alias or name)
@@ -135,16 +113,3 @@ def _idle(key: Key, value: Any, reading: Reading) -> KeyReport:
 def _row(key: Key, value: Any, source: Source, written_as: str = "") -> KeyReport:
     effect = f"{key.why} (written as {written_as})" if written_as else key.why
     return KeyReport(path=key.path, value=value, source=source, fate=key.fate, effect=effect)
-
-
-def _inline(node: Any, definitions: Mapping[str, Any]) -> Any:
-    if isinstance(node, list):
-        return [_inline(item, definitions) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if len(node.get("allOf", ())) == 1:  # how pydantic before 2.9 adds words to a reference
-        node = {**node["allOf"][0], **{name: value for name, value in node.items() if name != "allOf"}}
-    if "$ref" in node:
-        others = {name: value for name, value in node.items() if name != "$ref"}
-        return _inline({**definitions[node["$ref"].rpartition("/")[2]], **others}, definitions)
-    return {name: _inline(value, definitions) for name, value in node.items()}

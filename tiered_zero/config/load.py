@@ -6,7 +6,7 @@ import difflib
 import json
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import reduce
 from typing import Any
 
@@ -16,9 +16,8 @@ from tiered_zero.config.deepspeed_keys import (
     OPTIMIZER_ARGUMENTS,
     OPTIMIZERS,
     OTHER_WORDS,
+    OTHERS,
     REFUSED_OPTIMIZERS,
-    REQUIRED,
-    SCHEDULERS,
     Fate,
     Key,
     asks_for_something,
@@ -27,9 +26,8 @@ from tiered_zero.config.deepspeed_keys import (
 )
 from tiered_zero.config.explain import Reading
 from tiered_zero.config.json_file import read_json
-from tiered_zero.config.names import idle_key, named_tree
-from tiered_zero.config.schema import Config
-from tiered_zero.config.values import number_or_same, shown, switch, whole
+from tiered_zero.config.schema import SCHEDULES, Config
+from tiered_zero.config.section import number_or_same, shown, switch, whole
 from tiered_zero.errors import ConfigError
 
 _KEYS = table(Config)
@@ -37,7 +35,9 @@ _HONOURED_SECTIONS = {path.rpartition(".")[0] for path, key in _KEYS.items() if 
 _HONOURED_SECTIONS |= {path.rpartition(".")[0] for path in _HONOURED_SECTIONS}
 _SECTIONS = (_HONOURED_SECTIONS | {path.rpartition(".")[0] for path in _KEYS}) - {""}
 _ARGUMENTS = [f"optimizer.params.{name}" for name in OPTIMIZER_ARGUMENTS]
-_ARGUMENTS += [f"scheduler.params.{name}" for kind in SCHEDULERS.values() for name in kind]
+_ARGUMENTS += [f"scheduler.params.{name}" for kind in SCHEDULES.values() for name in kind.model_fields]
+_MAX_DEPTH = 64
+_MAX_BITS = 1024
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -62,7 +62,7 @@ def load(
     if not isinstance(given, Mapping):
         raise ConfigError(f"config: expected a dict or the path of a JSON file; found {type(given).__name__}.")
     reading = Reading()
-    values = _sort(named_tree(given, _KEYS.keys() | _SECTIONS, reading), "", reading)
+    values = _sort(_named_tree(given, _KEYS.keys() | _SECTIONS, reading), "", reading)
     _drop_offload_param(values, reading)
     values.update(_batch(values, world_size, reading, to_train))
     _check_optimizer(values.get("optimizer"))
@@ -73,6 +73,96 @@ def load(
         raise ConfigError(_describe(error)) from None
     _finish(result, reading)
     return result
+
+
+# Names.
+
+
+def _named_tree(given: Mapping[str, Any], known: Container[str], reading: Reading) -> dict[str, Any]:
+    """Copy `given` with the schema's names; `reading` notes what is dropped. `known`: paths of keys and sections.
+    ConfigError."""
+    tree: dict[str, Any] = _plain(given, "", reading)
+    _drop_dotted(tree, known, reading)
+    _rename(tree, reading)
+    return tree
+
+
+def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
+    """A key of the file that does nothing here, though the table may have another fate for its name."""
+    return Key(path=path, fate=Fate.NO_EFFECT, why=why, quiet=quiet)
+
+
+def _plain(node: Any, path: str, reading: Reading, depth: int = 0) -> Any:
+    """Copy plain dicts and lists, which the steps below change at will, without comments.
+
+    Raises ConfigError on what no key takes.
+    """
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"{path[:80]}...: expected at most {_MAX_DEPTH} objects one inside another. Flatten it.")
+    if isinstance(node, Mapping):
+        for name in node:
+            if not isinstance(name, str):
+                raise ConfigError(f"{path}{shown(name)}: expected a string as key; found {type(name).__name__}.")
+        comments = {name: value for name, value in node.items() if name.startswith("_")}
+        for name, value in comments.items():
+            text = value if isinstance(value, str) else shown(value)
+            printable = (path + name).encode(errors="backslashreplace").decode()  # JSON may escape half a character
+            reading.idle.append((_idle_key(printable, "a comment", quiet=True), text))
+        kept = {name: value for name, value in node.items() if name not in comments}
+        return {name: _plain(value, f"{path}{name}.", reading, depth + 1) for name, value in kept.items()}
+    if isinstance(node, int) and node.bit_length() > _MAX_BITS:
+        raise ConfigError(f"{path.rstrip('.')}: expected a number that a float can hold; found {shown(node)}.")
+    return [_plain(item, path, reading, depth + 1) for item in node] if isinstance(node, (list, tuple)) else node
+
+
+def _drop_dotted(tree: dict[str, Any], known: Container[str], reading: Reading) -> None:
+    """Drop "section.key" at the top level, which trainers write and DeepSpeed does not read."""
+    for name in [name for name in tree if "." in name and name in known]:
+        section, _, inner = name.rpartition(".")
+        if name.startswith("tiered_zero."):
+            raise ConfigError(f"{shown(name)}: expected {inner!r} inside of {section}; found a dotted key. Nest it.")
+        why = f"DeepSpeed reads no dotted keys; to set it, write {inner!r} inside of {section}"
+        reading.idle.append((_idle_key(json.dumps(name), why), tree.pop(name)))
+
+
+def _rename(tree: dict[str, Any], reading: Reading) -> None:
+    if isinstance(tree.get("zero_optimization"), bool):
+        stage = int(tree["zero_optimization"])
+        reading.notices.append(f"zero_optimization: {bool(stage)} (deprecated) read as stage {stage}")
+        tree["zero_optimization"] = {"stage": stage}
+    for key in OTHERS:
+        if key.fate is Fate.RENAMED:
+            _rename_one(tree, key, reading)
+
+
+def _rename_one(tree: dict[str, Any], key: Key, reading: Reading) -> None:
+    *sections, name = key.path.split(".")
+    node: Any = tree
+    for section in sections:
+        node = node.get(section) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or name not in node:
+        return
+    value = node.pop(name)
+    if name in ("cpu_offload", "cpu_offload_param"):
+        if not isinstance(value, bool) and value not in (None, "auto"):
+            raise ConfigError(f"{key.path}: expected true or false; found {shown(value)}. Use {key.to} instead.")
+        if value is not True:
+            reading.idle.append((key, value))
+            return
+        value = {"device": "cpu"}
+    *sections, name = key.to.split(".")
+    target = tree
+    for section in sections:
+        if not isinstance(target.get(section), dict):
+            target[section] = {}
+        target = target[section]
+    found = target.get(name)
+    if found is not None and found != value and str(found) != str(value):  # 4 and "4" are one value
+        raise ConfigError(
+            f"{key.path}, {key.to}: expected one value; found {shown(value)} and {shown(found)}. Keep {key.to}."
+        )
+    target[name] = value
+    reading.renamed.setdefault(key.to, key.path)
 
 
 # Fates.
@@ -89,7 +179,7 @@ def _sort(node: dict[str, Any], prefix: str, reading: Reading) -> dict[str, Any]
             if value is not None and not isinstance(value, dict):
                 raise ConfigError(f"{path}: expected an object; found {shown(value)}. Write its keys inside {{}}.")
             if value is None:
-                reading.idle.append((idle_key(path, "null is a section that is left out", quiet=True), None))
+                reading.idle.append((_idle_key(path, "null is a section that is left out", quiet=True), None))
             inner = _sort(value or {}, f"{path}.", reading)
             if path in _HONOURED_SECTIONS and value is not None:
                 values[name] = inner
@@ -117,7 +207,7 @@ def _drop_offload_param(values: dict[str, Any], reading: Reading) -> None:
     if below and (device := section.get("device", "none")) != "none":
         del zero["offload_param"]
         path, why = "zero_optimization.offload_param", "parameters stay on the device below stage 3, as in DeepSpeed"
-        reading.idle += [(idle_key(f"{path}.{name}", why, quiet=True), value) for name, value in section.items()]
+        reading.idle += [(_idle_key(f"{path}.{name}", why, quiet=True), value) for name, value in section.items()]
         reading.notices.append(f"{path}.device {shown(device)} without effect: {why}; stage 3 pages them")
 
 
@@ -228,54 +318,41 @@ def _check_optimizer(section: dict[str, Any] | None) -> None:
 
 
 def _check_scheduler(section: dict[str, Any] | None, reading: Reading, to_train: bool) -> None:
-    """Names and types of the arguments of DeepSpeed's own schedules; torch's check their own when they are built."""
-    known = SCHEDULERS.get(section["type"]) if section and isinstance(section.get("type"), str) else None
-    if section is None or known is None:
+    """Read the arguments of DeepSpeed's own schedules; torch's check their own when they are built."""
+    kind = SCHEDULES.get(section["type"]) if section and isinstance(section.get("type"), str) else None
+    if section is None or kind is None:
         return
-    given = section.get("params", {})
-    params = {name: value for name, value in given.items() if value is not None or known.get(name) is None}
-    section["params"] = params
-    for name, value in params.items():
-        path = f"scheduler.params.{name}"
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1) or list(known)
+    fields = kind.model_fields
+    params = dict(section.get("params", {}))
+    for name in params:
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields, n=1) or list(fields)
             raise ConfigError(
-                f"{path}: expected an argument of {section['type']}; found {shown(name)}. Did you mean {close[0]}?"
+                f"scheduler.params.{name}: expected an argument of {kind.__name__}; found {shown(name)}. Did you mean "
+                f"{close[0]}?"
             )
-        params[name] = _argument(path, value, known[name])
-    for name, default in known.items():
+    params = {name: value for name, value in params.items() if value is not None or fields[name].default is None}
+    unfilled = {}
+    for name, field in fields.items():
         path = f"scheduler.params.{name}"
-        if default == REQUIRED and name not in params:
+        if field.is_required() and name not in params:
             if to_train or path not in reading.auto:
                 raise ConfigError(
-                    f"{path}: expected a number, {section['type']} has no default for it; found "
+                    f"{path}: expected a number, {kind.__name__} has no default for it; found "
                     f"{'auto' if path in reading.auto else 'nothing'}. Write the number."
                 )
+            unfilled[name] = 1
             reading.unfilled.add(path)
         elif path in reading.auto:
-            params[name] = None if name == "warmup_max_lr" else default  # trainers mean the optimizer's rate
-            reading.auto[path] = "the optimizer's lr" if params[name] is None else default
-
-
-def _argument(path: str, value: Any, default: Any) -> Any:
-    counts = path.endswith(("_steps", "_step_size", "_stair_count", "_iteration"))
+            params[name] = None if name == "warmup_max_lr" else field.default  # trainers mean the optimizer's rate
+            reading.auto[path] = "the optimizer's lr" if params[name] is None else field.default
     try:
-        if counts and value is not None:
-            return whole(value)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}; found {shown(value)}.") from None
-    if isinstance(default, bool):
-        fits, words = isinstance(value, bool), "true or false"
-    elif default == "log":
-        fits, words = isinstance(value, str), '"log" or "linear"'
-    else:
-        of_groups = path.endswith(("_lr", "_mom"))
-        words = "a number, or a list with one for each param group" if of_groups else "a number"
-        numbers = value if of_groups and isinstance(value, list) else [] if value is None else [value]
-        fits = all(type(number) in (int, float) for number in numbers)
-    if not fits:
-        raise ConfigError(f"{path}: expected {words}; found {shown(value)}.")
-    return value
+        read = kind.model_validate({**params, **unfilled})
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        path = f"scheduler.params.{problem['loc'][0]}"
+        raise ConfigError(f"{path}: {_expected(problem)}; found {shown(problem['input'])}.") from None
+    section["params"] = {name: getattr(read, name) for name in params}
 
 
 # The end.
@@ -323,7 +400,7 @@ def _describe(error: ValidationError) -> str:
         while len(parts) > 1 and ".".join(parts) not in _KEYS:
             parts.pop()
         path = ".".join(parts) if ".".join(parts) in _KEYS else ".".join(str(part) for part in problem["loc"])
-        expected = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        expected = _expected(problem)
         found = shown(problem["input"])
         rule = problem.get("ctx", {}).get("error")
         if isinstance(rule, ConfigError):  # between keys, which says it all
@@ -336,3 +413,9 @@ def _describe(error: ValidationError) -> str:
         if not any(known.startswith(f"{path}:") for known in lines):
             lines.append(line)
     return "\n".join(lines)
+
+
+def _expected(problem: Mapping[str, Any]) -> str:
+    """Return what was expected, as pydantic or a function of ours says it."""
+    text: str = problem["msg"]
+    return text.removeprefix("Value error, ").replace("Input should be", "expected")

@@ -1,19 +1,30 @@
 """The typed config: one frozen section a JSON object, DeepSpeed's names and defaults, and the rules between keys.
 
-Each description says what the key does and in which unit; `tiered-zero explain` and the JSON schema print it.
+Each description says what the key does and in which unit; `tiered-zero explain` and docs/config.md print it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, StrictBool, ValidationInfo, field_validator, model_validator
 
 from tiered_zero.config import explain as explaining
 from tiered_zero.config.deepspeed_keys import OPTIMIZERS, runs_as_adamw, table
 from tiered_zero.config.runtime_section import ActivationsSection, RuntimeSection, StateLimitsSection
-from tiered_zero.config.section import Device, Elements, Number, OffloadSection, Section, SwitchedSection, Whole
-from tiered_zero.config.values import switch, whole
+from tiered_zero.config.section import (
+    Device,
+    Elements,
+    Number,
+    OffloadSection,
+    Section,
+    SwitchedSection,
+    Whole,
+    WholeOrNone,
+    switch,
+    whole,
+)
 from tiered_zero.errors import ConfigError
 
 
@@ -23,6 +34,17 @@ def _steps_per_print(value: Any) -> int | None:
 
 def _capitalized(value: Any) -> Any:
     return value.capitalize() if isinstance(value, str) else value
+
+
+def _per_group(value: Any) -> Any:
+    numbers = value if isinstance(value, list) else [value]
+    if not all(type(item) in (int, float) for item in numbers):
+        raise ValueError("expected a number, or a list with one for each param group")
+    return value
+
+
+PerGroup = Annotated[float | list[float], BeforeValidator(_per_group)]
+"""Of a learning rate or a momentum."""
 
 
 class _PlacedSection(OffloadSection):
@@ -216,6 +238,61 @@ class SchedulerSection(Section):
     )
 
 
+class Schedule(Section):
+    """Arguments of one of DeepSpeed's schedules, as `scheduler.params` gives them."""
+
+    last_batch_iteration: Whole = -1
+
+
+class LRRangeTest(Schedule):
+    lr_range_test_min_lr: PerGroup = 1e-3
+    lr_range_test_step_size: Whole = Field(2000, ge=1)
+    lr_range_test_step_rate: Number = 1.0
+    lr_range_test_staircase: StrictBool = False
+
+
+class OneCycle(Schedule):
+    cycle_min_lr: PerGroup
+    cycle_max_lr: PerGroup
+    decay_lr_rate: Number = 0.0
+    cycle_first_step_size: Whole = Field(2000, ge=1)
+    cycle_second_step_size: WholeOrNone = Field(None, ge=0)
+    cycle_first_stair_count: Whole = 0
+    cycle_second_stair_count: WholeOrNone = None
+    decay_step_size: Whole = 0
+    cycle_momentum: StrictBool = True
+    cycle_min_mom: PerGroup = 0.8
+    cycle_max_mom: PerGroup = 0.9
+    decay_mom_rate: Number = 0.0
+
+
+class _Warmup(Schedule):
+    warmup_num_steps: Whole = Field(1000, ge=1)
+    warmup_type: Literal["log", "linear"] = "log"
+
+
+class WarmupLR(_Warmup):
+    warmup_min_lr: PerGroup = 0.0
+    warmup_max_lr: PerGroup | None = None
+
+
+class WarmupDecayLR(WarmupLR):
+    total_num_steps: Whole
+    warmup_max_lr: PerGroup | None = 1e-3
+
+
+class WarmupCosineLR(_Warmup):
+    total_num_steps: Whole
+    warmup_min_ratio: Number = 0.0
+    cos_min_ratio: Number = 1e-4
+
+
+SCHEDULES: Mapping[str, type[Schedule]] = {
+    kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+"""DeepSpeed's own schedules; any other type is one of torch.optim.lr_scheduler."""
+
+
 class BatchSizes(NamedTuple):
     """train = micro * accumulation * ranks, in samples."""
 
@@ -322,11 +399,6 @@ class Config(Section):
     def explain(self) -> list[explaining.KeyReport]:
         """Every key of the file and every default: value, origin, fate, effect."""
         return explaining.reports(self, self._reading)
-
-    @classmethod
-    def json_schema(cls) -> dict[str, Any]:
-        """For editors: every key of the table with its type and description."""
-        return explaining.json_schema(cls)
 
 
 def _check_offload(zero: ZeroSection, activations: ActivationsSection) -> None:

@@ -21,8 +21,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from tiered_zero.activations.checkpointing import PartitionedInputs, RandomStates, run_checkpointed, seed_generators
 from tiered_zero.config.json_file import read_json
-from tiered_zero.config.section import Section
-from tiered_zero.config.values import shown, switch
+from tiered_zero.config.section import Section, shown, switch
 from tiered_zero.deepspeed.accelerator import get_accelerator
 from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.ranks.model_parallel import find_model_parallel_ranks

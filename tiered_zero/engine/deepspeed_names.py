@@ -17,7 +17,6 @@ from typing import Any, TypeVar, final
 
 from torch import nn
 
-from tiered_zero.config.schema import OffloadOptimizerSection, OffloadParamSection
 from tiered_zero.engine.calls import EngineParts
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import MissingNameError, ModelError
@@ -37,6 +36,7 @@ _RESTS = (
 )
 _FIXED_BATCH = "the batch sizes are planned when the run starts. Set them in the config."
 _REPORTS = "engine.step_report, engine.memory_report() and tiered_zero.report have the numbers."
+_IN_CONFIG = "engine.config has it, in its sections zero_optimization, optimizer and scheduler."
 _OTHER_WORK = "pipelines, quantization, compression and curricula are not here; train with the three calls."
 MISSING: Mapping[str, str] = {
     **dict.fromkeys(("load_universal_checkpoint", "get_all_ranks_from_group", "checkpoint_engine"), _OTHER_CHECKPOINTS),
@@ -46,6 +46,10 @@ MISSING: Mapping[str, str] = {
     **dict.fromkeys(("monitor", "timers", "flops_profiler", "flops_profiler_enabled"), _REPORTS),
     **dict.fromkeys(("train_batch", "eval_batch", "set_custom_curriculum_learning_schedule"), _OTHER_WORK),
     **dict.fromkeys(("eigenvalue", "quantizer", "progressive_layer_drop", "random_ltd_scheduler"), _OTHER_WORK),
+    **dict.fromkeys(("zero_sub_group_size", "zero_offload_optimizer", "zero_offload_param"), _IN_CONFIG),
+    **dict.fromkeys(("optimizer_name", "optimizer_params", "scheduler_name", "scheduler_params"), _IN_CONFIG),
+    **dict.fromkeys(("amp_enabled", "sparse_gradients_enabled", "wall_clock_breakdown"), "it is always False."),
+    "zero_optimization_partition_weights": "it is whether engine.zero_optimization_stage() is 3.",
     **dict.fromkeys(("is_compiled", "is_deepcompile_enabled"), "compile the model with torch.compile."),
     "deepspeed_io": "build a torch.utils.data.DataLoader, or pass training_data to initialize().",
     "training_dataloader": "initialize(training_data=...) returns the loader as its third value.",
@@ -204,9 +208,6 @@ class DeepSpeedNames(ABC):
     train_micro_batch_size_per_gpu = _reader("train_micro_batch_size_per_gpu", int, "Samples of one forward.")
     gradient_clipping = _reader("gradient_clipping", float)
     zero_optimization_stage = _reader("zero_optimization.stage", int)
-    zero_sub_group_size = _reader("zero_optimization.sub_group_size", int)
-    zero_offload_optimizer = _reader("zero_optimization.offload_optimizer", OffloadOptimizerSection)
-    zero_offload_param = _reader("zero_optimization.offload_param", OffloadParamSection)
     fp16_enabled = _reader("fp16.enabled", bool)
     bfloat16_enabled = _reader("bf16.enabled", bool)
 
@@ -232,19 +233,9 @@ class DeepSpeedNames(ABC):
         """Whether the stage is above 0."""
         return self._run.config.zero_optimization.stage > 0
 
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether the stage is 3, at which each rank keeps its part of the parameters."""
-        return self._run.config.zero_optimization.stage == 3
-
     def zero_cpu_offload(self) -> bool:
         """Whether `offload_optimizer.device` is cpu."""
         return self._run.config.zero_optimization.offload_optimizer.device == "cpu"
-
-    def amp_enabled(self) -> bool:
-        """False: there is no such thing here."""
-        return False
-
-    sparse_gradients_enabled = wall_clock_breakdown = amp_enabled
 
     def steps_per_print(self) -> int | None:
         """Optimizer steps between two log lines; None: no lines."""
@@ -253,22 +244,6 @@ class DeepSpeedNames(ABC):
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows overflows: fp16 without a fixed scale."""
         return self._run.config.fp16.enabled and self._run.config.fp16.loss_scale == 0
-
-    def optimizer_name(self) -> str | None:
-        """As the config has it; None where the script passes the optimizer."""
-        return self._run.config.optimizer.type if self._run.config.optimizer else None
-
-    def optimizer_params(self) -> dict[str, Any] | None:
-        """The optimizer's params in the config; None without one there."""
-        return dict(self._run.config.optimizer.params) if self._run.config.optimizer else None
-
-    def scheduler_name(self) -> str | None:
-        """As the config has it; None without one there."""
-        return self._run.config.scheduler.type if self._run.config.scheduler else None
-
-    def scheduler_params(self) -> dict[str, Any] | None:
-        """The scheduler's params in the config; None without one there."""
-        return dict(self._run.config.scheduler.params) if self._run.config.scheduler else None
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of each param group."""

@@ -12,7 +12,6 @@ import torch
 from tiered_zero.concurrency.interrupts import INTERRUPTS, protected
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.reducer import GradientReducer
-from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.params.driver_thread import BACKWARD, Phase
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.visible_gradients import VisibleGradients
@@ -35,10 +34,9 @@ class OwnBackward:
         arrivals: GradientArrivals,
         visible_gradients: VisibleGradients,
         reducer: GradientReducer | None,
-        ranks: Collectives,
     ) -> None:
         self._pager, self._arrivals, self._visible_gradients = pager, arrivals, visible_gradients
-        self._reducer, self._ranks = reducer, ranks
+        self._reducer = reducer
         self._phase = pager.phase
         self._ending: weakref.ref[Callable[[], None]] | None = None
         """What autograd calls at the end."""
@@ -63,7 +61,7 @@ class OwnBackward:
         INTERRUPTS.install()
         phase.has_own_backward = phase.pass_name == "idle"
         end = partial(self._end)  # a new object, which nothing but autograd keeps
-        self._ending = weakref.ref(end, self._fail)
+        self._ending = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._arrivals.begin_own_backward()
 
@@ -92,9 +90,3 @@ class OwnBackward:
         self._pager.end_pass()
         self._arrivals.end_own_backward()
         self._visible_gradients.show()
-
-    def _fail(self, _ending: object) -> None:
-        """An exception ends the backward. The program may catch it, and never call the engine again: nothing is known
-        here of the error, which comes later. Any thread."""
-        if self.others_wait:
-            self._ranks.fail_unless_known(f"its backward past the engine was ended by {CAUGHT}")

@@ -10,6 +10,8 @@ from torch import nn
 
 from tiered_zero.engine.own_backward import OwnBackward
 from tiered_zero.engine.recovery import Movers, StepRecovery
+from tiered_zero.grads.arrivals import GradientArrivals
+from tiered_zero.layout.flat import Unit
 from tiered_zero.params.driver_thread import Phase
 
 
@@ -19,11 +21,14 @@ class ParamEvents:
     Driver thread, or autograd's while the driver waits in backward.
     """
 
-    def __init__(self, movers: Movers, own_backward: OwnBackward, recovery: StepRecovery) -> None:
+    def __init__(
+        self, movers: Movers, own_backward: OwnBackward, recovery: StepRecovery, arrivals: GradientArrivals
+    ) -> None:
         self.pager = movers.pager
         self.policy = movers.policy
         self._accelerator = movers.runtime.accelerator
-        self._own_backward, self._recovery = own_backward, recovery
+        self._own_backward, self._recovery, self._arrivals = own_backward, recovery, arrivals
+        self._reducer = movers.reducer
 
     def before_weights_read(self) -> None:
         """Wait for every update, and make a delayed one visible. Called by `gathered`, state_dict and copies."""
@@ -54,6 +59,15 @@ class ParamEvents:
     def notice_backward(self) -> None:
         """A backward is about to need a parameter: follow one that the user has started past the engine."""
         self._own_backward.notice()
+
+    def before_use(self, unit: Unit, pass_name: str) -> None:
+        """Reduce what backward has passed before another unit is gathered. See [Note: Places of reductions]."""
+        if self._reducer is None:
+            return
+        if pass_name == "backward":
+            self._arrivals.note_backward(unit)
+        elif self.pager.frames and (self.pager.phase.records or torch.is_grad_enabled()):
+            self._reducer.note_forward(unit.index)
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """Copy a guarded parameter to the CPU while a state_dict is taken; else return None."""

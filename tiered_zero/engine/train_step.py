@@ -51,6 +51,7 @@ class TrainStep:
         self.gradients, self.visible_gradients = movers.gradients, movers.visible_gradients
         self.policy, self.runtime, self._drain_lanes = movers.policy, movers.runtime, movers.drain
         self._reducer = movers.reducer
+        self._marks_uses = movers.reducer is not None and movers.reducer.marks_uses
         self.phase: CallPhase = movers.pager.phase
         self.overflow = overflow
         num_threads = torch.get_num_threads() if self.runtime.accelerator.shares_cores else 0
@@ -62,11 +63,9 @@ class TrainStep:
         self.arrivals = GradientArrivals(
             self.gradients, num_micro_batches, scales_loss, self.unit_grads_complete, self._reducer
         )
-        self.own_backward = OwnBackward(
-            self.pager, self.arrivals, self.visible_gradients, self._reducer, self.runtime.collectives
-        )
+        self.own_backward = OwnBackward(self.pager, self.arrivals, self.visible_gradients, self._reducer)
         self.recovery = StepRecovery(movers, self.counts, overflow, self.arrivals, self.own_backward, self.meter)
-        self.param_events = ParamEvents(movers, self.own_backward, self.recovery)
+        self.param_events = ParamEvents(movers, self.own_backward, self.recovery, self.arrivals)
         self._groups = movers.groups
         self._activations = movers.activations
         self._trains = trains
@@ -74,8 +73,6 @@ class TrainStep:
         self._is_clipping_asked = "gradient_clipping" in config.model_fields_set
         self._optimizer_in_backward = choice.optimizer_in_backward
         self._warned_of_no_gradient = False
-        self._records = True
-        """Whether autograd records the outermost forward; reentrant checkpoints inside of it stop that for a while."""
         self._handled = 0
         """The id of the exception that the program handled as it called a module directly."""
         self.visible_gradients.set_hidden()
@@ -104,11 +101,11 @@ class TrainStep:
             self.scope.begin_direct(module)
             self._handled = id(sys.exc_info()[1])
         if is_direct or is_root:
-            self._records = torch.is_grad_enabled()
+            self.phase.records = torch.is_grad_enabled()
         self.pager.enter_frame(units)
         if (units or is_direct) and torch._C._current_graph_task_id() == -1:  # autograd sets a recomputation's stream
             self.runtime.accelerator.check_compute()
-            if self._reducer is not None and units and (self._records or torch.is_grad_enabled()):
+            if self._marks_uses and units and (self.phase.records or torch.is_grad_enabled()):
                 self.arrivals.note_use(units, (*args, *kwargs.values()))
         if is_direct:
             self.scope.save_direct()

@@ -91,6 +91,12 @@ class GradientArrivals:
         if self._reducer is not None:
             self._reducer.note_use(units, inputs, self._pass_mark)
 
+    def note_backward(self, unit: Unit) -> None:
+        """A backward begins to use a unit that is gathered for it."""
+        if self._reducer is not None and self._reducer.is_open:
+            self._take_waiting()
+            self._reducer.note_backward(unit.index)
+
     def _pass_mark(self, mark: UseMark) -> None:
         """A backward has met a mark, perhaps one that reduces nothing (`torch.autograd.grad`)."""
         if self._reducer is not None and self._reducer.is_open:

@@ -3,7 +3,8 @@ inside step().
 
 The order of collectives is that of `layout.buckets`, and which buckets are reduced is agreed before: in backward those
 of units that some rank has used in forward, in step() those of parameters that some rank has a gradient of. Neither
-depends on when a gradient or a transfer is complete. Numbers: see [Note: Order of sums over ranks].
+depends on when a gradient or a transfer is complete; nor does the place of a reduction among gathers, see [Note: Places
+of reductions]. Numbers: see [Note: Order of sums over ranks].
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tiered_zero.grads.norms import sum_squares
 from tiered_zero.grads.rank_calls import RankCalls
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.grads.unit_uses import UnitUses, UseMark
+from tiered_zero.grads.use_order import UseOrder
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.buckets import Bucket
 from tiered_zero.layout.flat import Unit
@@ -33,9 +35,8 @@ from tiered_zero.layout.flat import Unit
 class Reduction:
     """The reduction of gradients. `buckets`: in their order. `gathers`: every rank gets the whole average, not only
     that of its shards. `before`, `after`: what gradients, and their sums, are divided by. `dtype`: of the sums; None:
-    that of the gradients. `overlaps`: backward goes on while a bucket is reduced. `defers`: backward gathers parameters
-    between buckets, and waits for none while another rank gathers. `in_backward`: where gradients are whole, the last
-    backward of a step reduces them."""
+    that of the gradients. `overlaps`: backward goes on while a bucket is reduced. `shards_params`: backward gathers
+    parameters between buckets. `in_backward`: where gradients are whole, the last backward of a step reduces them."""
 
     buckets: Sequence[Bucket]
     gathers: bool
@@ -43,7 +44,7 @@ class Reduction:
     after: float = 1.0
     dtype: torch.dtype | None = None
     overlaps: bool = True
-    defers: bool = False
+    shards_params: bool = False
     in_backward: bool = False
 
 
@@ -56,11 +57,12 @@ class GradientReducer:
 
     [Note: Gradients of shards]
     Where each rank keeps its shards of gradients only, every backward reduces: a bucket follows the one before once
-    this rank's gradients of its units are complete, so that it is under way while backward goes on. A unit that this
+    this rank's gradients of its units are complete, so that it is under way while backward goes on; where parameters
+    are gathered in backward, once backward has passed its units ([Note: Places of reductions]). A unit that this
     rank's forward has not used is complete at once, with zeros; what is not complete when backward ends goes then, as
     it is. A gradient that comes after its unit's bucket has left (a unit that was not noticed in forward, a parameter
     that had no gradient before) waits for the next backward, which begins by reducing it, or for step().
-    A bucket without memory waits for the oldest; see `BucketMemory`.
+    A bucket without memory waits for the oldest, which every rank has started before.
 
     [Note: Whole gradients in backward]
     With `overlap_comm`, and gradients on the device, the last backward of a step does the same with whole gradients, of
@@ -91,11 +93,9 @@ class GradientReducer:
                 self._own_spans.setdefault(part.unit.index, []).append(part.spans[self._collectives.rank])
         self._names = {entry.param.index: entry.param.name for each in units for entry in each.unit.entries}
         self.is_sharded = any(each.shard is not None for each in units)
-        self.shards_params = reduction.defers
+        self.shards_params = reduction.shards_params
         self._queue: deque[Bucket] = deque()
-        """Buckets that this backward still reduces, while this rank's gradients of them come."""
-        self._complete: deque[Bucket] = deque()
-        """Those before them whose gradients have come, and that have no memory yet."""
+        """Buckets that this backward still reduces."""
         self._receiving: frozenset[int] = frozenset()
         """Units that it reduces."""
         self._adding: frozenset[int] = frozenset()
@@ -104,6 +104,11 @@ class GradientReducer:
         """Unit -> this rank's gradients [numel] that its buckets are filled from, by parameter: what comes after the
         first of them waits, and is of none."""
         self._uses = UnitUses()
+        """Says when a bucket leaves where parameters are whole."""
+        self._order = UseOrder()
+        """Says it where they are gathered in backward."""
+        parts = [part for bucket in reduction.buckets for part in bucket.parts]
+        self._bucket_order = [part.unit.index for part in parts if part.is_first]
         self._wide: frozenset[int] = frozenset()
         """Units that are reduced in fp32, as some rank has gradients of several backwards to add up."""
         self.is_open = False
@@ -122,8 +127,24 @@ class GradientReducer:
     def note_use(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[[UseMark], None]) -> None:
         """The forward of a module that owns `units` begins; autograd records it, or computes it again. `on_met` calls
         `pass_mark`. See [Note: Marks of uses]."""
-        if self.reduces_in_backward:
-            self._uses.note(units, inputs, on_met)
+        self._uses.note(units, inputs, on_met)
+
+    @property
+    def marks_uses(self) -> bool:
+        """Whether `note_use` is to be called."""
+        return self.reduces_in_backward and not self.shards_params
+
+    def note_forward(self, index: int) -> None:
+        """A forward begins to use a unit that is gathered for it; autograd records it, or computes it again."""
+        self._order.note_forward(index)
+
+    def note_backward(self, index: int) -> None:
+        """A backward begins to use a unit that is gathered for it: reduce the buckets that it has passed."""
+        if not self.is_open:
+            return
+        self._order.note_backward(index)
+        while self._queue and not any(map(self._order.is_awaited, self._queue[0].units)):
+            self._reduce(self._queue.popleft())
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -138,10 +159,9 @@ class GradientReducer:
             return
         self.is_open = True
         self._is_last = False
-        self._memory.begin_backward()
         units = self._units.values()
-        self._uses.note_late(units)
-        flags = [self._uses.is_expected(index) for index in self._units]
+        is_expected = self._order.is_expected if self.shards_params else self._uses.is_expected
+        flags = [is_expected(index) for index in self._units]
         flags += [each.is_unreduced or (each.shard is None and each.holds_sums) for each in units]
         either = self._calls.begin_backward(flags, self._num_sums)
         used = [index for index, is_used in zip(self._units, either, strict=False) if is_used]
@@ -152,9 +172,10 @@ class GradientReducer:
         for index in sorted(self._receiving):
             each = self._units[index]
             if each.num_sums or index in self._wide:
-                self._store.homes.promote(each)  # here every rank's earlier buckets end; in mid-backward they may not
+                self._store.homes.promote(each)
         self._is_last = is_last
         self._queue = deque(bucket for bucket in self._reduction.buckets if bucket.units & self._receiving)
+        self._order.begin_backward(index for index in self._bucket_order if index in self._receiving)
 
     def pass_mark(self, mark: UseMark) -> None:
         """The backward has met a mark of `note_use`."""
@@ -163,43 +184,28 @@ class GradientReducer:
 
     def reduce_complete(self) -> None:
         """Reduce the next buckets, as far as this rank's gradients of them are complete. A gradient has come."""
+        if self.shards_params:
+            return
         while self._queue and all(map(self._is_complete, self._queue[0].units & self._receiving)):
-            self._take_next()
-        while self._complete:
-            if self._reduction.defers and not self._memory.wait_available():
-                return
-            self._reduce(self._complete.popleft())
+            self._reduce(self._queue.popleft())
 
     def end_backward(self) -> None:
         """Reduce the buckets that are left, as they are."""
         while self._queue:
-            self._take_next()
-        while self._complete:
-            self._reduce(self._complete.popleft())
+            self._reduce(self._queue.popleft())
         self.is_open = False
         self._uses.end_backward(self._units.values())
 
     def abort(self) -> None:
         """Drop the backward that was open: every rank does."""
         self._queue.clear()
-        self._complete.clear()
         self._sources.clear()
         self._uses.abort()
+        self._order.end_step()
         self.is_open = False
 
     def _is_complete(self, index: int) -> bool:
         return index in self._sources or self._uses.is_complete(self._units[index])  # taken by an earlier bucket
-
-    def _take_next(self) -> None:
-        """Take the gradients of the next bucket's units, however long it waits for memory then: which backward reduces
-        a gradient does not depend on time."""
-        self._complete.append(bucket := self._queue.popleft())
-        self._take(bucket)
-
-    def _take(self, bucket: Bucket) -> None:
-        for index in bucket.units & self._receiving:
-            if self._waits_apart(index) and index not in self._sources:
-                self._sources[index] = self._units[index].take_waiting()
 
     def _waits_apart(self, index: int) -> bool:
         """Whether buckets take what waits of the unit, rather than what its flat holds."""
@@ -231,7 +237,6 @@ class GradientReducer:
         RankError where they differ.
         """
         with self._runtime.recorder.span("compute", "reduce_ranks"):
-            self._uses.note_late(self._units.values())
             self._is_last = True
             self._reduce_all(self._agree_on_presence(micro_steps, global_steps))
             self._memory.finish_all()
@@ -241,6 +246,7 @@ class GradientReducer:
             own, bad = sum_squares(self._units.values(), self._own_spans)
             squares, bad = self._calls.add_squares(own, bad, json.dumps(group_values).encode())
         self._uses.end_step()
+        self._order.end_step()
         self._calls.end_step()
         return check_squares(squares, self._names.get(bad), loss_scale, max_norm)
 
@@ -284,11 +290,13 @@ class GradientReducer:
         self._receive_next(units)
         for bucket in self._reduction.buckets:
             if bucket.units & self._receiving:
-                self._take(bucket)
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
         """Start to reduce a bucket, and to bring its sums to the homes of gradients."""
+        for index in bucket.units & self._receiving:
+            if self._waits_apart(index) and index not in self._sources:
+                self._sources[index] = self._units[index].take_waiting()
         dtype = self._dtype(bucket)
         memory = self._memory.take()
         typed = memory[: bucket.nbytes(dtype.itemsize)].view(dtype)
@@ -303,7 +311,7 @@ class GradientReducer:
             row = bucket.row(self._collectives.rank)
             total = packed[row.start : row.stop]
             done = self._collectives.all_gather(packed, total, what, after=[done], bounds=bounds)
-        self._memory.hold(memory, done, self._receive(bucket, packed, done))
+        self._memory.hold(memory, self._receive(bucket, packed, done))
         if not self._reduction.overlaps:
             self._memory.finish_all()
 

@@ -54,10 +54,6 @@ class UnitUses:
         """Unit -> its uses in graphs that are still there."""
         self._unmarked: set[int] = set()
         """Units that were used, since the last step(), where nothing could be marked."""
-        self._unrecorded: set[int] = set()
-        """Units that were used without a graph, since the last step(): reentrant checkpoints begin so."""
-        self._late: set[int] = set()
-        """Units that have had a gradient that came too late for their bucket, or that no forward was seen to use."""
         self._front = NO_MARK
         """The number of the earliest mark that the backward that runs has met."""
         self._seen: dict[int, set[int]] = {}
@@ -75,21 +71,16 @@ class UnitUses:
             for index in indices:
                 self._marks.setdefault(index, WeakSet()).add(mark)
         else:
-            (self._unmarked if torch.is_grad_enabled() else self._unrecorded).update(indices)
+            self._unmarked.update(indices)
 
     def meet(self, mark: UseMark) -> None:
         """A backward has come to a mark."""
         mark.is_met = True
         self._front = min(self._front, mark.number)
 
-    def note_late(self, units: Iterable[UnitGradients]) -> None:
-        """Remember which of `units` have gradients that no bucket has taken."""
-        self._late.update(each.unit.index for each in units if each.waiting)
-
     def is_expected(self, index: int) -> bool:
         """Whether a backward may bring gradients of the unit."""
-        others = (self._unmarked, self._unrecorded, self._late)
-        return bool(self._marks.get(index)) or any(index in units for units in others)
+        return bool(self._marks.get(index)) or index in self._unmarked
 
     def is_complete(self, each: UnitGradients) -> bool:
         """Whether this rank's gradients of the unit have all come in the backward that runs."""
@@ -97,7 +88,7 @@ class UnitUses:
         if not self.is_expected(index) or len(each.arrived) == len(each.unit.entries):
             return True
         marks = list(self._marks.get(index, ()))  # of graphs that a collection may end at any time
-        if marks and index not in self._late and index not in self._unmarked:
+        if marks and index not in self._unmarked:
             last = max(mark.number for mark in marks)
             return last >= self._front and all(mark.is_met or mark.number > self._front for mark in marks)
         expected = self._seen.get(index)
@@ -111,7 +102,6 @@ class UnitUses:
 
     def end_step(self) -> None:
         self._unmarked.clear()
-        self._unrecorded.clear()
 
     def abort(self) -> None:
         """No backward runs any more, and the step is dropped."""

@@ -26,35 +26,29 @@ def random_states() -> dict[str, Any]:
 
 
 def check_random_states(states: Any) -> None:
-    """Raise ValueError unless `restore_random_states` can restore `states`, which are untrusted: set generators that
-    nothing else uses to them."""
+    """Raise ValueError unless `restore_random_states` can restore `states`, which are untrusted: restore them, and the
+    states of now after that."""
     try:
-        random.Random().setstate(states["python"])
-        torch.Generator().set_state(states["torch"])
-        if _is_twister(states["numpy"]):
-            position = states["numpy"]["state"]["pos"]
-            if type(position) is not int or not 0 <= position <= _NUM_WORDS:  # numpy itself reads where it points
-                raise ValueError(f"numpy's position was expected from 0 to {_NUM_WORDS}; found {position!r}")
-            numpy.random.RandomState().set_state(states["numpy"])
-        for name, state in states["devices"].items():
-            if name in _device_names():
-                torch.Generator(torch.device(name)).set_state(state)
-    except (ValueError, TypeError, LookupError, RuntimeError, OverflowError, AttributeError) as error:
+        with kept_random_states():
+            restore_random_states(states)
+    except (TypeError, ValueError, LookupError, RuntimeError, OverflowError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error!s:.200}") from None
 
 
 def restore_random_states(states: Mapping[str, Any]) -> list[str]:
-    """Set every generator to its state in `states`, which `check_random_states` has let pass. Returns a line for each
-    generator that is in one of the two only."""
+    """Set every generator to its state in `states`. Returns a line for each generator that is in one of the two
+    only."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
-    lines = []
-    if _is_twister(states["numpy"]) and _numpys_generator() == "MT19937":
+    lines, own, saved = [], _numpys_generator(), states["numpy"]["bit_generator"]
+    if own == saved == "MT19937":
+        if not 0 <= states["numpy"]["state"]["pos"] <= _NUM_WORDS:  # numpy itself reads where it points
+            raise ValueError(f"numpy's position was expected from 0 to {_NUM_WORDS}")
         numpy.random.set_state(states["numpy"])
     else:
         lines.append(
-            f"numpy's generator is {_numpys_generator()} here and was {states['numpy']['bit_generator']}; it stays as "
-            "it is, so that what is drawn from numpy differs"
+            f"numpy's generator is {own} here and was {saved}; it stays as it is, so that what is drawn from numpy "
+            "differs"
         )
     here, module = set(_device_names()), _accelerators()
     for name, state in states["devices"].items():
@@ -75,10 +69,6 @@ def kept_random_states() -> Iterator[None]:
         yield
     finally:
         restore_random_states(states)
-
-
-def _is_twister(state: Mapping[str, Any]) -> bool:
-    return bool(state["bit_generator"] == "MT19937")
 
 
 def _numpys_generator() -> str:

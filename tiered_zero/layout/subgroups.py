@@ -154,39 +154,15 @@ def cut_subgroups(
     sub-group alone. `apart`: embeddings share sub-groups with each other and with what lies in the same page; where
     cuts fall between units only, with the rest of their unit.
     """
-    limit = max(CUT_NUMEL, align_up(size_numel, CUT_NUMEL))
-    subgroups: list[SubGroup] = []
-    segments: list[Segment] = []
-    filled = num_pieces = 0
-    kind = False
-
-    def close() -> None:
-        nonlocal filled, num_pieces
-        if segments:
-            subgroups.append(SubGroup(index=len(subgroups), segments=tuple(segments), embedding=kind))
-        segments.clear()
-        filled = num_pieces = 0
-
-    for unit in units:
-        if not unit.trainable or not any(entry.param.name in group_of for entry in unit.entries):
-            continue
-        for start, stop, embedding in _runs(
+    runs = (
+        (unit, *run)
+        for unit in units
+        if unit.trainable and any(entry.param.name in group_of for entry in unit.entries)
+        for run in _runs(
             unit, range(unit.numel) if rank is None else unit.shard(rank), group_of if apart else {}, elementwise
-        ):
-            if embedding != kind or (not elementwise and filled + stop - start > limit):
-                close()
-            kind = embedding
-            while start < stop:
-                numel = min(limit - filled, stop - start) if elementwise else stop - start
-                pieces = _pieces(unit, range(start, start + numel), group_of, filled, num_pieces)
-                segments.append(Segment(unit=unit, unit_start=start, start=filled, numel=numel, pieces=pieces))
-                num_pieces += len(pieces)
-                filled += numel
-                start += numel
-                if filled >= limit:
-                    close()
-    close()
-    return subgroups
+        )
+    )
+    return _cut(runs, group_of, size_numel, elementwise=elementwise)
 
 
 def pack_params(
@@ -198,19 +174,8 @@ def pack_params(
     `params`: with their param groups. Every part begins at a multiple of a block of the sub-group. `first_index`: of
     the sub-groups.
     """
-    limit = max(CUT_NUMEL, align_up(size_numel, CUT_NUMEL))
-    subgroups: list[SubGroup] = []
-    segments: list[Segment] = []
-    filled = 0
-
-    def close() -> None:
-        nonlocal filled
-        if segments:
-            subgroups.append(SubGroup(index=first_index + len(subgroups), segments=tuple(segments)))
-        segments.clear()
-        filled = 0
-
-    for param, group in params:
+    runs = []
+    for param, _ in params:
         unit = Unit(
             index=param.index,
             name=param.name,
@@ -221,17 +186,47 @@ def pack_params(
             entries=(FlatEntry(param, 0),),
             bounds=(0, param.numel),
         )
-        start = 0
-        while start < param.numel:
-            if filled >= limit or (not elementwise and filled + param.numel > limit):
-                close()
-            numel = min(limit - filled, param.numel - start) if elementwise else param.numel
-            piece = ParamPiece(
-                index=len(segments), param=param, group=group, start=filled, param_start=start, numel=numel
-            )
-            segments.append(Segment(unit=unit, unit_start=start, start=filled, numel=numel, pieces=(piece,)))
-            start += numel
+        runs.append((unit, 0, param.numel, False))
+    group_of = {param.name: group for param, group in params}
+    return _cut(runs, group_of, size_numel, elementwise=elementwise, first_index=first_index)
+
+
+def _cut(
+    runs: Iterable[tuple[Unit, int, int, bool]],
+    group_of: Mapping[str, int],
+    size_numel: int,
+    *,
+    elementwise: bool,
+    first_index: int = 0,
+) -> list[SubGroup]:
+    """Lay runs of units (unit, start, stop, holds embeddings) one after another, each at a block, and cut them."""
+    limit = max(CUT_NUMEL, align_up(size_numel, CUT_NUMEL))
+    subgroups: list[SubGroup] = []
+    segments: list[Segment] = []
+    filled = num_pieces = 0
+    kind = False
+
+    def close() -> None:
+        nonlocal filled, num_pieces
+        if segments:
+            index = first_index + len(subgroups)
+            subgroups.append(SubGroup(index=index, segments=tuple(segments), embedding=kind))
+        segments.clear()
+        filled = num_pieces = 0
+
+    for unit, start, stop, embedding in runs:
+        if embedding != kind or (not elementwise and filled + stop - start > limit):
+            close()
+        kind = embedding
+        while start < stop:
+            numel = min(limit - filled, stop - start) if elementwise else stop - start
+            pieces = _pieces(unit, range(start, start + numel), group_of, filled, num_pieces)
+            segments.append(Segment(unit=unit, unit_start=start, start=filled, numel=numel, pieces=pieces))
+            num_pieces += len(pieces)
             filled = align_up(filled + numel, QUANTIZED_BLOCK_NUMEL)
+            start += numel
+            if filled >= limit:
+                close()
     close()
     return subgroups
 

@@ -199,7 +199,7 @@ KERNEL void store(void *base, int64_t i, int type, vf x) {
 }
 
 /* TZ_REMAINDER, for Adam alone: the master is (out << 16) + the signed 16-bit remainder + the mark, 0 or 0x10000. The mark
- * is the sign of the second moment, which is none of its own: see rules/state_formats.py. */
+ * is the sign of the second moment, which is none of its own: see rules/state_layout.py. */
 KERNEL vu load_mark(const struct tz_run *r, int64_t i) {
     if (r->hyper->state_type == TZ_F32) {
         vu bits;

@@ -1,12 +1,15 @@
-"""A torch optimizer whose state rests in host memory or swap files."""
+"""A torch optimizer whose state rests in host memory or swap files, and the update pipeline behind it."""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +17,48 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiered_zero.assembly.disk_space import Ranks
+from tiered_zero.assembly.machine import SHUTDOWN, check_directories, clear_directories, open_machine, open_runtime
 from tiered_zero.concurrency.interrupts import INTERRUPTS, call_open, protected, shielded
+from tiered_zero.concurrency.teardown import Teardown
+from tiered_zero.config.load import load
+from tiered_zero.config.schema import Config
 from tiered_zero.engine.calls import end_unreferenced_run
-from tiered_zero.errors import ModelError
+from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.hardware.device.select import build_accelerator
+from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.ranks.collectives import SingleRank
+from tiered_zero.hardware.ranks.launcher import local_world_size
+from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
-from tiered_zero.optim.pipeline import Pipeline, open_pipeline, read_offload
+from tiered_zero.layout.subgroups import AUTO_SUB_GROUP_NUMEL, SubGroup, pack_params
+from tiered_zero.native.update import num_kernel_threads
 from tiered_zero.optim.state_files import StateFiles, write_state
-from tiered_zero.plan.planner import Plan
+from tiered_zero.optim.user_params import UserParameters
+from tiered_zero.plan.planner import Plan, make_plan
+from tiered_zero.plan.request import SubGroupSize, limit_of, plan_request
+from tiered_zero.plan.slots import list_slots
+from tiered_zero.rules.from_config import make_rule
+from tiered_zero.rules.rule import UpdateRule
+from tiered_zero.rules.state_layout import FollowingMasters, ParamMasters, StateLayout
 from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.report import StepReport, build_step_report
+from tiered_zero.update.handle import ParamGroupWatch
 from tiered_zero.update.optimizer_state import OptimizerState
+from tiered_zero.update.param_shards import ParamShards
+from tiered_zero.update.policy import BarrierPolicy
 from tiered_zero.update.state_access import StateAccess
 from tiered_zero.update.state_calls import TierStateOptimizer, replace_values
-from tiered_zero.update.state_view import ParamState
+from tiered_zero.update.state_view import ParamState, StateView
+from tiered_zero.update.stepper import StreamingStepper
+
+logger = logging.getLogger("tiered_zero")
+
+_IN_PLACE_NUMEL = 1 << 26
+"""Elements of a sub-group where nothing is staged: between two the kernel's threads wait for Python, which finds its
+objects out of the caches. Of 1 << 24, a step took 5% longer."""
+_SECTION = ("device", "nvme_path", "buffer_count", "pin_memory")
+_RUNTIME = ("state_format", "checksums", "host_memory_limit", "io_engine", "io_timeout_s")
 
 
 class OffloadedOptimizer(TierStateOptimizer):
@@ -45,8 +74,6 @@ class OffloadedOptimizer(TierStateOptimizer):
     """
 
     _end: weakref.finalize[Any, Any]
-    _ranks: Ranks = SingleRank()
-    """Those that open tiers at the same time."""
 
     def __init__(
         self,
@@ -65,8 +92,8 @@ class OffloadedOptimizer(TierStateOptimizer):
                 f"{optimizer_class!r}. Its arguments follow by name: OffloadedOptimizer(params, torch.optim.AdamW, "
                 "offload, lr=...)."
             )
-        self._config = read_offload(offload)
-        self._pipeline: Pipeline | None = None
+        self._config = _read_offload(offload)
+        self._pipeline: _Pipeline | None = None
         params = list(params) if not isinstance(params, Tensor) else params
         Optimizer.__init__(self, params, {})
         self._source = _plain(optimizer_class, self.param_groups, defaults)
@@ -190,12 +217,12 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     # -- the pipeline --------------------------------------------------------------------------------------------------
 
-    def _running(self) -> Pipeline:
+    def _running(self) -> _Pipeline:
         if self._pipeline is None:
             raise ModelError("The optimizer is not built: its constructor has raised. Build it anew.")
         return self._pipeline
 
-    def _current(self) -> Pipeline:
+    def _current(self) -> _Pipeline:
         """Return the pipeline of the parameters as they lie now. Raises ModelError once closed, or for groups changed
         by hand."""
         self._process.check()
@@ -214,7 +241,7 @@ class OffloadedOptimizer(TierStateOptimizer):
             former.policy.check()
             former.stepper.cancel_prefetch()
             former.params.check_shapes(former.state.stepped())
-        pipeline = open_pipeline(self._source, self, self._config, self._ranks)
+        pipeline = _open_pipeline(self._source, self, self._config)
         try:
             own = self._source.state if former is None else _MovedState(former.state, self.param_groups)
             pipeline.state.write(own, self.param_groups)
@@ -223,7 +250,7 @@ class OffloadedOptimizer(TierStateOptimizer):
             raise
         self._pipeline = pipeline
         self.state = access = StateAccess(pipeline.state, pipeline.policy, self.param_groups)
-        pipeline.resources.add("state", access.close)
+        pipeline.resources.add("optimizer", access.close)
         if former is not None:
             self._end.detach()
             former.resources.close()
@@ -232,7 +259,7 @@ class OffloadedOptimizer(TierStateOptimizer):
             values.clear()  # the tier has it
 
 
-def _apply_in_order(pipeline: Pipeline, on_written: Callable[[Tensor], None]) -> None:
+def _apply_in_order(pipeline: _Pipeline, on_written: Callable[[Tensor], None]) -> None:
     """Apply a step; call `on_written` for every parameter: those without a gradient, before the next that has one."""
     waiting = deque(pipeline.params.params)
 
@@ -286,3 +313,148 @@ def _plain(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mappin
         return build(on_meta)
     except Exception:  # what is wrong with the arguments themselves is raised again
         return build(lambda param: param)
+
+
+def _read_offload(offload: Mapping[str, Any]) -> Config:
+    """Read `OffloadedOptimizer(offload=...)`: keys of offload_optimizer and tiered_zero. Raises ConfigError."""
+    if not isinstance(offload, Mapping):
+        raise ConfigError(
+            f'offload: expected a mapping such as {{"device": "nvme", "nvme_path": "/path"}}; found {offload!r}.'
+        )
+    if unknown := [name for name in offload if name not in (*_SECTION, *_RUNTIME)]:
+        raise ConfigError(f"offload: expected keys among {[*_SECTION, *_RUNTIME]}; found {unknown[0]!r}. Correct it.")
+    if offload.get("device") not in ("cpu", "nvme"):
+        raise ConfigError(
+            f'offload["device"]: expected "cpu" or "nvme"; found {offload.get("device")!r}. Take the plain optimizer '
+            "to keep state where the parameters are."
+        )
+    if offload["device"] == "nvme" and not offload.get("nvme_path"):
+        raise ConfigError(
+            f'offload["nvme_path"]: expected a directory for device nvme; found {offload.get("nvme_path")!r}. Give the '
+            "path of a directory on a local disk."
+        )
+    config = load(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {
+                    "pin_memory": True,
+                    **{name: offload[name] for name in _SECTION if name in offload},
+                },
+            },
+            "tiered_zero": {"update": "barrier", **{name: offload[name] for name in _RUNTIME if name in offload}},
+        }
+    )
+    if config.tiered_zero.state_format == "bf16_remainder":
+        raise ConfigError(
+            'offload["state_format"]: expected fp32, lossy_bf16_moments or lossy_8bit_moments; found bf16_remainder, '
+            "whose masters are half in the parameters, which a loop may change unseen. Take fp32."
+        )
+    return config
+
+
+class _NoGuard:
+    """Parameters that no pager holds: nothing of them is cached."""
+
+    def invalidate(self) -> None:
+        """There is nothing to drop."""
+
+    def end_update(self) -> None:
+        """The update has written the parameters themselves."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pipeline:
+    """The parts of an offloaded optimizer, from `_open_pipeline`. `resources` closes them."""
+
+    params: UserParameters
+    units: Sequence[Unit]
+    """Of the parameters that have elements, in their order."""
+    plan: Plan
+    runtime: Runtime
+    policy: BarrierPolicy
+    stepper: StreamingStepper
+    state: OptimizerState
+    watch: ParamGroupWatch
+    resources: Teardown
+
+
+def _open_pipeline(source: Optimizer, owner: Optimizer, config: Config) -> _Pipeline:
+    """Plan and allocate the tiers of the state of `owner.param_groups`, which a plain `source` is the rule of.
+
+    Raises ConfigError, ModelError, PlanError, StoreError, with nothing left behind.
+    """
+    groups = owner.param_groups
+    params = UserParameters(groups)
+    threads = num_kernel_threads(shares_cores=params.device.type == "cpu")
+    rule = make_rule(source, config.tiered_zero.state_format, num_threads=threads)
+    layouts = _lay_out(params, rule, groups, config)
+    plan, in_buffers = _plan(params, layouts, config)
+    offload = config.zero_optimization.offload_optimizer
+    keys = {offload.nvme_paths: "offload.nvme_path"} if offload.device == "nvme" else {}
+    for line in (*check_directories(keys), *clear_directories(keys)):
+        logger.warning("%s", line)
+    with Teardown(SHUTDOWN) as resources:
+        INTERRUPTS.keep(resources)
+        resources.add("interrupts", partial(INTERRUPTS.drop, resources))
+        accelerator = build_accelerator(str(params.device))
+        runtime = open_runtime(plan, rule, accelerator, SingleRank(), resources)
+        params.connect(accelerator)
+        slots = list_slots([], in_buffers, plan.tiers, plan.request, delayed=False)
+        name = type(source).__name__
+        machine = open_machine(config, plan, runtime, slots, layouts, resources, model_name=name)
+        view = StateView(layouts, rule, machine.inventory, machine.tiers.state_staging)
+        stepper = StreamingStepper(view, runtime, params)
+        resources.add("prefetch", stepper.cancel_prefetch)
+        by_index = {s.unit.index: s.unit for layout in layouts for s in layout.subgroup.segments}
+        units = [unit for _, unit in sorted(by_index.items())]
+        named = {spec.name: param for param, (spec, _) in zip(params.params, params.specs, strict=True)}
+        shards = ParamShards(SingleRank(), units, frozenset(named), is_sharded=False)
+        return _Pipeline(
+            params=params,
+            units=units,
+            plan=plan,
+            runtime=runtime,
+            policy=BarrierPolicy(stepper, groups, _NoGuard()),
+            stepper=stepper,
+            state=OptimizerState(named, view, shards),  # type: ignore[arg-type]
+            watch=ParamGroupWatch([owner]),
+            resources=resources,
+        )
+
+
+def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config) -> tuple[Plan, list[SubGroupSize]]:
+    """Plan the tiers of state within this process's part of the host's memory. Returns the plan, and the sub-groups
+    with what passes through staging buffers. Raises PlanError."""
+    staged = [params.staged(layout.subgroup.segments) for layout in layouts]
+    in_buffers = [
+        SubGroupSize(state_nbytes=layout.nbytes, parts={segment.unit.index: segment.numel for segment in segments})
+        for layout, segments in zip(layouts, staged, strict=True)
+    ]
+    free = available_host_nbytes() // local_world_size()
+    source = "this process's part of what the machine and its cgroup have free"
+    limits = limit_of("host", free, source, config.tiered_zero.host_memory_limit, prefix="")
+    request = plan_request(config, limits=limits, shares_cores=params.device.type == "cpu")
+    units = {segment.unit.index: segment.unit for segments in staged for segment in segments}
+    plan = make_plan(list(units.values()), in_buffers, request)
+    plan.check()
+    return plan, in_buffers
+
+
+def _lay_out(
+    params: UserParameters, rule: UpdateRule, groups: Sequence[Mapping[str, Any]], config: Config
+) -> list[StateLayout]:
+    """Cut fp32 parameters, which are their own masters, apart from those of 16 bits, whose masters rest on the tier."""
+    streams = config.zero_optimization.offload_optimizer.device == "nvme" or not params.are_in_place
+    size = AUTO_SUB_GROUP_NUMEL if streams else _IN_PLACE_NUMEL
+    layouts: list[StateLayout] = []
+    for masters, is_full in ((ParamMasters(), True), (FollowingMasters(), False)):
+        alike = [(spec, group) for spec, group in params.specs if (spec.dtype == torch.float32) == is_full]
+        subgroups: list[SubGroup] = pack_params(alike, size, elementwise=rule.elementwise, first_index=len(layouts))
+        layouts += [StateLayout(subgroup, rule, groups, masters) for subgroup in subgroups]
+        if alike and not is_full:
+            logger.warning(
+                "%d parameters of 16 bits get fp32 master weights beside their state: 4 bytes a parameter", len(alike)
+            )
+    return layouts

@@ -16,19 +16,26 @@ import torch
 from torch import Tensor, nn
 
 from tiered_zero.checkpoint.weights import WeightTensor, weight_files, write_weights
-from tiered_zero.errors import CorruptionError, StoreError
-from tiered_zero.optim.consolidate import describe, rebuild
+from tiered_zero.errors import CorruptionError, ModelError, StoreError
 from tiered_zero.params.weight_paths import open_safetensors
-from tiered_zero.store.checked_json import check_fields, decode_checked, encode_checked
-from tiered_zero.store.checksums import digest
+from tiered_zero.store.json_file import StrictModel, decode_file, encode_file
+from tiered_zero.store.ranges import digest
 from tiered_zero.update.state_view import ParamState
 
 _STEM = "optimizer"
-_FORMAT, _VERSION = "tiered_zero.optimizer_state", 1
+_FORMAT = "tiered_zero.optimizer_state"
 _INDEX = "index"
 """The tensor that holds, as JSON, the values of param groups, what the state of each parameter is made of, and
 checksums of the tensors."""
-_KINDS = {"groups": list, "sizes": list, "state": list, "digests": dict}
+
+
+class _Index(StrictModel):
+    """`digests`: by tensor, 16 hexadecimal digits."""
+
+    groups: list[Any]
+    sizes: list[int]
+    state: list[Any]
+    digests: dict[str, str]
 
 
 def write_state(
@@ -39,7 +46,7 @@ def write_state(
     values = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     described_groups = describe(values, group_tensors)
     digests: dict[str, str] = {}
-    index = {"groups": described_groups, "sizes": [len(group["params"]) for group in groups], "digests": digests}
+    sizes = [len(group["params"]) for group in groups]
     found = [_hashed(f"groups/{n}", tensor, tensor.detach, digests) for n, tensor in enumerate(group_tensors)]
     described_states = []
     for number, param in enumerate(param for group in groups for param in group["params"]):
@@ -47,10 +54,10 @@ def write_state(
         described_states.append(describe(dict(states[param]), tensors))
         for place, tensor in enumerate(tensors):
             found.append(_hashed(f"{number}/{place}", tensor, partial(_read, states, param, place), digests))
-    index["state"] = described_states
 
     def read_index() -> list[Tensor]:
-        return [torch.frombuffer(bytearray(encode_checked(_FORMAT, _VERSION, index)), dtype=torch.uint8)]
+        index = _Index(groups=described_groups, sizes=sizes, state=described_states, digests=digests)
+        return [torch.frombuffer(bytearray(encode_file(_FORMAT, index)), dtype=torch.uint8)]
 
     shape = tuple(read_index()[0].shape)  # as it will be: every checksum has 16 digits
     found.append(WeightTensor(name=_INDEX, dtype=torch.uint8, shape=shape, read=read_index))  # written last
@@ -113,23 +120,22 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
                     )
                 self._files[name] = path, file
         path, file = self._files[_INDEX]
-        index = decode_checked(bytes(file.get_tensor(_INDEX).numpy()), path, _FORMAT, _VERSION)
-        index = check_fields(index, _KINDS)
+        index = decode_file(bytes(file.get_tensor(_INDEX).numpy()), path, _FORMAT, _Index)
         sizes = [len(group["params"]) for group in groups]
-        if index["sizes"] != sizes:
+        if index.sizes != sizes:
             raise StoreError(
                 f"{directory} was expected to hold state of param groups of {sizes} parameters, as this optimizer has; "
-                f"found {index['sizes']}. Build the optimizer over the same parameters in the same groups."
+                f"found {index.sizes}. Build the optimizer over the same parameters in the same groups."
             )
-        self._digests: dict[str, str] = index["digests"]
+        self._digests = index.digests
         if missing := sorted(self._digests.keys() - self._files.keys()):
             raise StoreError(
                 f"{directory} was expected to hold all files of one optimizer.save_state(); {len(missing)} tensors are "
                 f"in none of {path.name} and those beside it. Copy all of them to one directory."
             )
-        self._states: list[Any] = index["state"]
+        self._states = index.state
         self._number = {id(param): n for n, param in enumerate(p for group in groups for p in group["params"])}
-        values = _rebuild(index["groups"], "groups", self._tensor)
+        values = _rebuild(index.groups, "groups", self._tensor)
         for number, described in enumerate(self._states):
             _rebuild(described, str(number), self._stand_in)
         if len(self._states) != len(self._number) or len(values) != len(groups):
@@ -183,3 +189,32 @@ def _rebuild(described: Any, prefix: str, read: Callable[[str, str, Sequence[int
         return read(f"{prefix}/{num_read - 1}", dtype, shape)
 
     return rebuild(described, read_next)
+
+
+def describe(value: Any, tensors: list[Tensor]) -> list[Any]:
+    """Return a value as JSON; its tensors, in order, are added to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [describe(item, tensors) for item in value]]
+    if isinstance(value, Mapping):
+        return ["dict", [[describe(name, tensors), describe(item, tensors)] for name, item in value.items()]]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["value", value]
+    raise ModelError(
+        f"The state of a parameter was expected to be tensors, numbers, text, and lists and dicts of these; found "
+        f"{type(value).__name__}. Save each rank's own local_state_dict() instead."
+    )
+
+
+def rebuild(described: Sequence[Any], read: Callable[[str, Sequence[int]], Tensor]) -> Any:
+    kind, *rest = described
+    if kind == "tensor":
+        return read(*rest)
+    if kind == "value":
+        return rest[0]
+    if kind == "dict":
+        return {rebuild(name, read): rebuild(item, read) for name, item in rest[0]}
+    items = [rebuild(item, read) for item in rest[0]]
+    return tuple(items) if kind == "tuple" else items

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tiered_zero.errors import ConfigError
+from tiered_zero.errors import ConfigError, RankError
 from tiered_zero.hardware.ranks.shard_group import Joinable, ShardGroup, StepHook, notify_join_context
-from tiered_zero.optim.consolidate import consolidate
 from tiered_zero.optim.offloaded import OffloadedOptimizer
-from tiered_zero.optim.partition import (
-    BucketKind,
-    Message,
-    build_buckets,
-    messages_of,
-    params_of,
-    partition_groups,
-    sync_groups,
-)
+from tiered_zero.optim.state_files import describe, rebuild
 from tiered_zero.update.state_access import creates_state
+
+BucketKind = tuple[torch.device, torch.dtype]
+
+MESSAGE_NUMEL = 1 << 20
+"""Elements of a bucket that are broadcast at once, at least: those behind them are still updated."""
 
 logger = logging.getLogger("tiered_zero")
 
@@ -57,7 +54,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "three updates and takes functional optimizers alone. Leave it out; with offload=... broadcasts "
                 "overlap the update."
             )
-        given = _checked(params)
         if isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer):
             raise ValueError(
                 f"Passing in a functional optimizer {optimizer_class} when `overlap_with_ddp=False`: expected a class "
@@ -65,14 +61,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         process_group = defaults.pop("group", process_group)
         self.initialized = False
-        Optimizer.__init__(self, given, {})
+        Optimizer.__init__(self, params, {})
+        if other := [param.layout for param in params_of(self.param_groups) if param.layout is not torch.strided]:
+            raise ValueError(f"ZeroRedundancyOptimizer: expected dense parameters; found one of layout {other[0]}.")
         Joinable.__init__(self)
         self._ranks = ShardGroup(process_group)
         self.process_group = self._ranks.process_group
         self.rank, self.world_size = self._ranks.rank, self._ranks.world_size
         self.global_rank = self._ranks.global_rank
         self.parameters_as_bucket_view = parameters_as_bucket_view
-        self._parts = partition_groups(self.param_groups, self.world_size)
+        self._parts = _partition_groups(self.param_groups, self.world_size)
         self._trainable = self._trainable_mask()
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self.buckets: dict[BucketKind, list[Tensor]] = {}
@@ -83,9 +81,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if offload is None:
             self.optim = optimizer_class(own, **defaults)
         else:
-            self.optim = _ShardOptimizer(self._ranks, own, optimizer_class, offload, **defaults)
+            self.optim = _open_together(
+                self._ranks, lambda: OffloadedOptimizer(own, optimizer_class, offload, **defaults)
+            )
         self.defaults = self.optim.defaults  # which schedulers read
-        sync_groups(self.optim.param_groups, self.param_groups)
+        _sync_groups(self.optim.param_groups, self.param_groups)
         self.initialized = True
 
     @property
@@ -101,7 +101,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if closure is None and not kwargs and creates_state(self.param_groups, grads):
             # alone: torch.distributed.checkpoint calls it on ranks without state, and a rank without parameters never
             # has any; groups and gradients are those of every rank, and at an lr of 0 weights stay
-            sync_groups(self.param_groups, self.optim.param_groups)
+            _sync_groups(self.param_groups, self.optim.param_groups)
             self.optim.step()
             return None
         notify_join_context(self)
@@ -112,15 +112,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
             self._trainable = trainable
             self._build_buckets()
-        sync_groups(self.param_groups, self.optim.param_groups)
+        _sync_groups(self.param_groups, self.optim.param_groups)
         given = kwargs if closure is None else {"closure": closure, **kwargs}
-        broadcasts = _Broadcasts(self._ranks, [list(messages_of(groups)) for groups in self._parts])
+        broadcasts = _Broadcasts(self._ranks, [list(_messages_of(groups)) for groups in self._parts])
         if isinstance(self.optim, OffloadedOptimizer):
             loss = self.optim.step(**given, on_written=broadcasts.advance)
         else:
             loss = self.optim.step(**given)
         broadcasts.finish()
-        sync_groups(self.optim.param_groups, self.param_groups)
+        _sync_groups(self.optim.param_groups, self.param_groups)
         others = [param for rank, groups in enumerate(self._parts) if rank != self.rank for param in params_of(groups)]
         torch.autograd.graph.increment_version(others)
         return loss
@@ -142,15 +142,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Return the param groups of every rank, as they are now, each with the parameters that the rank steps."""
-        return partition_groups(self.param_groups, self.world_size)
+        return _partition_groups(self.param_groups, self.world_size)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch does; every rank calls it."""
         super().add_param_group(param_group)
         if not self.initialized:
             return
-        sync_groups(self.param_groups[:-1], self.optim.param_groups)  # what a scheduler has set since the last step
-        parts = partition_groups(self.param_groups, self.world_size)
+        _sync_groups(self.param_groups[:-1], self.optim.param_groups)  # what a scheduler has set since the last step
+        parts = _partition_groups(self.param_groups, self.world_size)
         try:
             self.optim.add_param_group(parts[self.rank][-1])
         except BaseException:
@@ -159,11 +159,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._parts = parts
         self._trainable = self._trainable_mask()
         self._build_buckets()
-        sync_groups(self.optim.param_groups, self.param_groups)
+        _sync_groups(self.optim.param_groups, self.param_groups)
 
     def _build_buckets(self) -> None:
         if self.parameters_as_bucket_view:
-            self.buckets = build_buckets(self._parts)
+            self.buckets = _build_buckets(self._parts)
 
     def _trainable_mask(self) -> list[bool]:
         return [param.requires_grad for param in params_of(self.param_groups)]
@@ -184,13 +184,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring all state to rank `to`, in host memory, a tensor at a time; `state_dict()` then has it. Every rank
         calls it."""
-        sync_groups(self.param_groups, self.optim.param_groups)
-        parts, indices = list(map(params_of, self._parts)), self._indices()
-        self._consolidated = consolidate(self._ranks, parts, indices, self._local_state, to)
+        _sync_groups(self.param_groups, self.optim.param_groups)
+        parts = list(map(params_of, self._parts))
+        indices = {id(param): index for index, param in enumerate(params_of(self.param_groups))}
+        self._consolidated = _consolidate(self._ranks, parts, indices, self._local_state, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters in torch's format, as consolidated last; "partition" lists each rank's
-        indices.
+        """Return the state of all parameters in torch's format, as consolidated last.
 
         Without a consolidation the state of one rank is all of it. Raises RuntimeError if this rank has a part of it.
         """
@@ -201,44 +201,31 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "Optimizer state has not been consolidated on this rank. Please call `consolidate_state_dict(to="
                 f"{self.rank})` on all ranks beforehand if you meant to save the global state."
             )
-        whole, indices = super().state_dict(), self._indices()
-        whole["state"] = dict(self._consolidated or {})
-        whole["partition"] = [
-            [[indices[id(param)] for param in group["params"]] for group in groups] for groups in self._parts
-        ]
-        return whole
+        return {**super().state_dict(), "state": dict(self._consolidated or {})}
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return the state dict of this rank's local optimizer."""
-        sync_groups(self.param_groups, self.optim.param_groups)
+        _sync_groups(self.param_groups, self.optim.param_groups)
         return self.optim.state_dict()
-
-    @staticmethod
-    def rank_local_state_dict(rank: int, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `local_state_dict` of a rank from the state dict of all. Also from those whose "partition" is a
-        range of param groups for each rank, and whose "state" is a list by rank."""
-        own = state_dict["partition"][rank]
-        if len(own) == 2 and all(isinstance(bound, int) for bound in own):
-            return {"state": state_dict["state"][rank], "param_groups": state_dict["param_groups"][own[0] : own[1]]}
-        return _local(state_dict, own)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of all parameters, of any such optimizer or a plain one: each rank keeps what is its own.
         Raises ValueError as torch does where groups do not fit."""
         super().load_state_dict({**state_dict, "state": {}})
-        indices = self._indices()
-        own = [[indices[id(param)] for param in group["params"]] for group in self._parts[self.rank]]
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        by_index = dict(enumerate(saved))
-        state = {index: state_dict["state"].get(key) for index, key in by_index.items()}
-        groups = [{**group, "params": []} for group in self.param_groups]
-        self.optim.load_state_dict(_local({"state": state, "param_groups": groups}, own))
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        key_of = {id(param): key for param, key in zip(params_of(self.param_groups), keys, strict=True)}
+        part = self._parts[self.rank]
+        own = params_of(part)
+        places = {id(param): place for place, param in enumerate(own)}
+        state = {place: state_dict["state"].get(key_of[id(param)]) for place, param in enumerate(own)}
+        groups = [
+            {**group, "params": [places[id(param)] for param in those["params"]]}
+            for group, those in zip(self.param_groups, part, strict=True)
+        ]
+        stepped = {place: values for place, values in state.items() if values}
+        self.optim.load_state_dict({"state": stepped, "param_groups": groups})
         self._consolidated = None
-        sync_groups(self.optim.param_groups, self.param_groups)
-
-    def _indices(self) -> dict[int, int]:
-        """Id of a parameter -> its index in a state dict."""
-        return {id(param): index for index, param in enumerate(params_of(self.param_groups))}
+        _sync_groups(self.optim.param_groups, self.param_groups)
 
     def _local_state(self, param: Tensor) -> Mapping[str, Any]:
         if isinstance(self.optim, OffloadedOptimizer):
@@ -260,59 +247,35 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.close()
 
 
-class _OpeningRanks:
-    """The ranks of a group while all of them open tiers; at other times, as when parameters have moved, this one."""
-
-    def __init__(self, group: ShardGroup) -> None:
-        self._group = group
-        self._is_awaited = False
-
-    @property
-    def world_size(self) -> int:
-        return self._group.world_size if self._is_awaited else 1
-
-    def exchange(self, data: bytes, what: str = "") -> list[bytes]:
-        self._is_awaited = False
-        return self._group.exchange(data)
-
-    @contextmanager
-    def opening(self) -> Iterator[None]:
-        """Every rank opens its tiers inside; one that fails before says that it needs nothing."""
-        self._is_awaited = True
-        try:
-            yield
-        finally:
-            if self._is_awaited:
-                self.exchange(b"[]")
-
-
-class _ShardOptimizer(OffloadedOptimizer):
-    """The local optimizer of a rank: what the ranks of a host need of its disks counts together."""
-
-    def __init__(self, group: ShardGroup, *arguments: Any, **defaults: Any) -> None:
-        self._ranks = self._opening = _OpeningRanks(group)
-        with self._opening.opening():
-            super().__init__(*arguments, **defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._pipeline is None:  # torch's constructor calls it
-            super().add_param_group(param_group)
-            return
-        with self._opening.opening():
-            super().add_param_group(param_group)
+def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) -> OffloadedOptimizer:
+    """Make the local optimizer of each rank, or of none: ranks that share a disk may have room for some of them alone,
+    and others would wait for a failed one in `step()`. Raises the rank's own error, and RankError for another's."""
+    made: OffloadedOptimizer | Exception
+    try:
+        made = make()
+    except Exception as error:
+        made = error
+    own = f"{type(made).__name__}: {made}" if isinstance(made, Exception) else ""
+    found = [text.decode() for text in ranks.exchange(own.encode())]
+    if isinstance(made, Exception):
+        raise made
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]:
+        made.close()
+        raise RankError(f"Every rank was expected to open its optimizer; found on {failed[0]} Build all of them anew.")
+    return made
 
 
 class _Broadcasts:
     """The broadcasts of one step, in rounds of one message of every rank: all ranks issue them in the same order."""
 
-    def __init__(self, ranks: ShardGroup, messages: Sequence[Sequence[Message]]) -> None:
+    def __init__(self, ranks: ShardGroup, messages: Sequence[Sequence[_Message]]) -> None:
         self._ranks = ranks
         self._messages = messages
         self._num_written = self._num_rounds = 0
         self._under_way: list[tuple[Any, Tensor, Tensor]] = []
 
     def advance(self, _param: Tensor) -> None:
-        """Start the rounds for which this rank's parameters are written; one more is."""
+        """Count one written parameter; start every broadcast round whose parameters are all written."""
         self._num_written += 1
         own = self._messages[self._ranks.rank]
         while self._num_rounds < len(own) and own[self._num_rounds].num_params <= self._num_written:
@@ -336,44 +299,148 @@ class _Broadcasts:
         self._num_rounds += 1
 
 
-def _local(state_dict: Mapping[str, Any], own: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Cut a rank's state dict out of the whole. `own`: its indices, group by group."""
-    place = {index: place for place, index in enumerate(index for indices in own for index in indices)}
-    state = {place[index]: values for index, values in state_dict["state"].items() if index in place and values}
-    groups = [
-        {**group, "params": [place[index] for index in indices]}
-        for group, indices in zip(state_dict["param_groups"], own, strict=True)
-    ]
-    return {"state": state, "param_groups": groups}
+def _partition_groups(groups: Sequence[Mapping[str, Any]], world_size: int) -> list[list[dict[str, Any]]]:
+    """Split param groups over ranks: each parameter, largest first, goes to the rank with the fewest elements so far.
+
+    Returns each rank's groups, with the values of the given ones. A group that is added changes no earlier one.
+    """
+    sizes = [0] * world_size
+    parts: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
+    for group in groups:
+        of_rank: list[list[Tensor]] = [[] for _ in range(world_size)]
+        for param in sorted(group["params"], key=torch.numel, reverse=True):
+            rank = sizes.index(min(sizes))
+            of_rank[rank].append(param)
+            sizes[rank] += param.numel()
+        for rank, params in enumerate(of_rank):
+            parts[rank].append({**group, "params": params})
+    return parts
 
 
-def _checked(params: Iterable[Any]) -> list[Any]:
-    """List tensors, or param groups of such, as torch's class takes them. Raises TypeError and ValueError."""
-    if isinstance(params, Tensor):
-        raise TypeError(f"`params` argument should be an iterable of Tensors, but got {torch.typename(params)}")
-    try:
-        given = list(params)
-    except TypeError as error:
-        raise TypeError(
-            f"`params` argument should be an iterable of Tensors or dicts, but got {torch.typename(params)}"
-        ) from error
-    if not given:
-        raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
-    tensors = given
-    if all(isinstance(group, dict) for group in given):
-        if any("params" not in group for group in given):
-            raise ValueError(
-                "Each parameter group passed-in via `params` must have a 'params' key mapping to the parameters in the "
-                "group"
-            )
-        given = [{**group, "params": _listed(group["params"])} for group in given]
-        tensors = params_of(given)
-    if not all(isinstance(param, Tensor) for param in tensors):
-        raise TypeError("`params` argument should be an iterable of Tensors or dicts")
-    if other := [str(param.layout) for param in tensors if param.layout is not torch.strided]:
-        raise ValueError(f"ZeroRedundancyOptimizer: expected dense parameters; found one of layout {other[0]}.")
-    return given
+def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    return [param for group in groups for param in group["params"]]
 
 
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
+def _sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Give each group the values of another, also those that are new, and leave it its parameters."""
+    for values, group in zip(source, target, strict=True):
+        group.update({name: value for name, value in values.items() if name not in ("params", "param_names")})
+
+
+def _build_buckets(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[BucketKind, list[Tensor]]:
+    """Make the trainable parameters of each rank, device and dtype views of one tensor, in their order; frozen ones get
+    memory of their own. Returns the tensor of each rank."""
+    buckets: dict[BucketKind, list[Tensor]] = {}
+    for kind in dict.fromkeys((param.device, param.dtype) for groups in parts for param in params_of(groups)):
+        for groups in parts:
+            own = [param for param in params_of(groups) if (param.device, param.dtype) == kind]
+            trainable = [param for param in own if param.requires_grad]
+            for param in own:
+                if not param.requires_grad:
+                    param.data = param.data.clone()
+            device, dtype = kind
+            bucket, start = torch.empty(sum(map(torch.numel, trainable)), dtype=dtype, device=device), 0
+            for param in trainable:
+                part = bucket[start : start + param.numel()].view(param.shape)
+                start += param.numel()
+                param.data = part.copy_(param.data)
+            buckets.setdefault(kind, []).append(bucket)
+    return buckets
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Message:
+    """What a rank broadcasts at once. `num_params`: of its parameters, in order, that have new values before."""
+
+    tensor: Tensor
+    num_params: int
+
+
+def _messages_of(groups: Sequence[Mapping[str, Any]]) -> Iterator[_Message]:
+    """List what the rank of these groups broadcasts: each parameter, or, of a bucket, neighbours together."""
+    run: list[Tensor] = []
+    params = params_of(groups)
+    for index, param in enumerate(params):
+        if not param.numel():
+            continue
+        flat = _flat(param)
+        if run and (sum(map(torch.numel, run)) >= MESSAGE_NUMEL or not _follows(run[-1], flat)):
+            yield _joined(run, index)
+            run = []
+        run.append(flat)
+    if run:
+        yield _joined(run, len(params))
+
+
+def _flat(param: Tensor) -> Tensor:
+    """View the parameter's elements in the order of its memory, which every rank's replica has alike."""
+    if torch.ops.aten.is_non_overlapping_and_dense(param):
+        return param.detach().as_strided((param.numel(),), (1,))
+    return param.detach()
+
+
+def _follows(left: Tensor, right: Tensor) -> bool:
+    """Whether two parts are neighbours in a bucket."""
+    return (
+        left.dim() == right.dim() == 1
+        and left.dtype == right.dtype
+        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        and left.storage_offset() + left.numel() == right.storage_offset()
+    )
+
+
+def _joined(run: Sequence[Tensor], num_params: int) -> _Message:
+    first = run[0]
+    if len(run) == 1:
+        return _Message(tensor=first, num_params=num_params)
+    numel = sum(map(torch.numel, run))
+    return _Message(tensor=first.as_strided((numel,), (1,)), num_params=num_params)
+
+
+def _consolidate(
+    group: ShardGroup,
+    parts: Sequence[Sequence[Tensor]],
+    indices: Mapping[int, int],
+    read: Callable[[Tensor], Mapping[str, Any]],
+    to: int,
+) -> dict[int, dict[str, Any]] | None:
+    """Return, on rank `to`, the state of every parameter that has any, by its index: copies on the CPU. None on others.
+
+    `parts`: the parameters of each rank. `indices`: id of a parameter -> its index. Collective.
+    """
+    if group.rank != to:
+        for param in parts[group.rank]:
+            _send(group, read(param), to)
+        return None
+    found: dict[int, dict[str, Any]] = {}
+    for rank, params in enumerate(parts):
+        for param in params:
+            state = _copied(read(param)) if rank == group.rank else _receive(group, rank)
+            if state:
+                found[indices[id(param)]] = state
+    return dict(sorted(found.items()))
+
+
+def _send(group: ShardGroup, state: Mapping[str, Any], to: int) -> None:
+    tensors: list[Tensor] = []
+    group.send(json.dumps(describe(dict(state), tensors)).encode(), to)
+    for tensor in tensors:
+        group.send_tensor(tensor.detach(), to)
+
+
+def _receive(group: ShardGroup, source: int) -> dict[str, Any]:
+    def read(dtype: str, shape: Sequence[int]) -> Tensor:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        group.receive_tensor(tensor, source)
+        return tensor
+
+    state: dict[str, Any] = rebuild(json.loads(group.receive(source)), read)
+    return state
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    tensors: list[Tensor] = []
+    described = describe(dict(state), tensors)
+    left: Iterable[Tensor] = iter(tensors)
+    copied: dict[str, Any] = rebuild(described, lambda *_: next(left).detach().to("cpu", copy=True))  # type: ignore[call-overload]
+    return copied

@@ -35,7 +35,8 @@ class Phase(Enum):
 class CallPhase:
     """The phase of the engine's call, and whether autograd runs a backward that the user started past the engine.
 
-    `TrainStep` sets `now`, and `step_follows`: whether the backward that runs is of a micro-batch that ends its step.
+    `TrainStep` sets `now`, `step_follows`: whether the backward that runs is of a micro-batch that ends its step, and
+    `records`: whether autograd records the outermost forward, inside which reentrant checkpoints stop that for a while.
     `OwnBackward` sets `has_own_backward`, and `task`: autograd's number of the backward that was admitted last. Driver
     thread, or autograd's while the driver waits in backward.
     """
@@ -44,6 +45,7 @@ class CallPhase:
         self.now = Phase.IDLE
         self.has_own_backward = False
         self.step_follows = False
+        self.records = True
         self.task: int | None = None
 
     @property

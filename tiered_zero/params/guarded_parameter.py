@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tiered_zero.errors import ParameterOffloadedError
+from tiered_zero.layout.flat import Unit
 from tiered_zero.params import dispatch_key
 from tiered_zero.params.dispatch_key import without_key
 from tiered_zero.params.param_handlers import (
@@ -63,6 +64,9 @@ class ClosedEngine:
 
     def notice_backward(self) -> None:
         """`fault_in` refuses what it needs."""
+
+    def before_use(self, unit: Unit, pass_name: str) -> None:
+        """`fault_in` refuses it."""
 
     def watch(self, param: nn.Parameter) -> None:
         """Nothing comes of a change."""

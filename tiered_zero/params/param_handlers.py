@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tiered_zero.layout.flat import Unit
+
 
 class FaultHandler(Protocol):
     """The handler that a guarded parameter asks for its bytes: the ParamEvents of its engine."""
@@ -25,6 +27,9 @@ class FaultHandler(Protocol):
 
     def notice_backward(self) -> None:
         """A backward is about to need the parameter: one that the user has started past the engine begins by that."""
+
+    def before_use(self, unit: Unit, pass_name: str) -> None:
+        """A pass begins to use another unit than before, and gathers it where ranks have parts of it."""
 
     def watch(self, param: nn.Parameter) -> None:
         """User code is about to get the memory of a parameter in use. See [Note: Writes through .data]."""

@@ -82,6 +82,10 @@ class Schedule:
         between = self._distances.get(use)
         return None if between is None else max(0, between - (self._position - position))
 
+    @property
+    def last_use(self) -> Use | None:
+        return self._last[1]
+
     # -- ahead -----------------------------------------------------------------------------------------------------
 
     def expect_next(self, current: int, until: str = "") -> Iterator[int]:

@@ -58,6 +58,8 @@ class UnitCache:
 
     def note_use(self, paged: PagedUnit, pass_name: str) -> None:
         """Note that `paged`, which is no resident unit, is about to be used."""
+        if self._shares_order and self.schedule.last_use != (pass_name, paged.unit.index):
+            paged.handler.before_use(paged.unit, pass_name)
         if not self.schedule.observe(pass_name, paged.unit.index, paged.unit.numel):
             self._end_expected()
         if paged.storage.is_full:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -12,8 +13,7 @@ from safetensors import safe_open
 
 from tiered_zero.errors import ModelError
 from tiered_zero.sizes import MIB, format_nbytes
-from tiered_zero.store.checked_json import decode_json
-from tiered_zero.store.descriptors import kind_text
+from tiered_zero.store.files import kind_text
 
 WHOLE = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -72,12 +72,12 @@ def _of_index(path: Path) -> Iterator[Path]:
     try:
         if _nbytes(path) > _MOST_INDEX_NBYTES:
             raise ValueError(f"it has {format_nbytes(_nbytes(path))}, more than {format_nbytes(_MOST_INDEX_NBYTES)}")
-        files = decode_json(path.read_bytes())["weight_map"].values()
+        files = json.loads(path.read_bytes())["weight_map"].values()
         names = dict.fromkeys(Path(name) for name in files)
         if outside := [str(name) for name in names if name.is_absolute() or ".." in name.parts]:
             raise ValueError(f"{outside[0]} is not in its directory")
         missing = [name for name in names if not (path.parent / name).is_file()]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(
             f'tiered_zero.weights: expected {{"weight_map": {{tensor: file}}}} in {path}; {type(error).__name__}: '
             f"{error}. Name the files themselves."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from tiered_zero.errors import PlanError
 from tiered_zero.layout.buckets import cut_buckets
@@ -128,10 +128,6 @@ class Plan:
     def rows_of(self, tier: str) -> list[PlanRow]:
         """List what counts against the tier's limit."""
         return [row for row in self.rows if row.tier in self.request.counted_tiers(tier)]
-
-    def table(self) -> list[dict[str, object]]:
-        """Rows as plain values: tier, kind, nbytes, what."""
-        return [asdict(row) for row in self.rows]
 
     @property
     def text(self) -> str:
@@ -285,24 +281,29 @@ def _rows(
     for unit in units:
         if unit.trainable:
             gradient_nbytes[tiers.gradients[unit.index]] += gradients.total_nbytes(unit)
+    charged = Counter[tuple[str, str]]()
+    for slot in slots:
+        for kind, nbytes in slot.charges:
+            charged[slot.tier, kind] += nbytes
+
+    def rows_of(kind: str, what: str, tiers: Sequence[str] = TIERS) -> list[_Row]:
+        return [(tier, kind, charged[tier, kind], what) for tier in tiers]
+
     return [
         ("device", "param", on_device, part if tiers.sharded else "parameters that stay on the device"),
-        *_slot_rows("param", slots, ("host", "nvme"), part if tiers.sharded else "parameters"),
-        *_slot_rows("param_back", slots, TIERS, "parameters of the delayed update"),
+        *rows_of("param", part if tiers.sharded else "parameters", ("host", "nvme")),
+        *rows_of("param_back", "parameters of the delayed update"),
         *((tier, "gradient", gradient_nbytes[tier], of_step) for tier in TIERS),
-        *_slot_rows("state", slots, TIERS, f"master weights and optimizer state ({state_format})"),
-        *_commit_rows(slots),
+        *rows_of("state", f"master weights and optimizer state ({state_format})"),
+        *rows_of("commit_param", "parameters, second slot for commits", ("nvme",)),
+        *rows_of("commit", "master weights and optimizer state, second slot for commits", ("nvme",)),
+        *rows_of("commit_copy", "parameters in memory, and buffers, copies for commits", ("nvme",)),
         ("host", "staging_param", staging.params.total_nbytes, "parameter staging buffers"),
         ("host", "staging_state", staging.state.total_nbytes, "optimizer staging buffers"),
         ("host", "staging_gradient", staging.gradients.total_nbytes, "gradient staging buffer"),
         ("host", "gradient_window", staging.gradient_windows.total_nbytes, "gradients on their way to and from nvme"),
         (staging.bucket_tier, "bucket", staging.buckets.total_nbytes, "buckets of gradients that ranks reduce"),
     ]
-
-
-def _slot_rows(kind: str, slots: Iterable[PlannedSlot], tiers: Iterable[str], what: str) -> list[_Row]:
-    of_kind = [slot for slot in slots if slot.kind == kind]
-    return [(tier, kind, sum(slot.nbytes for slot in of_kind if slot.tier == tier), what) for tier in tiers]
 
 
 def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room_nbytes: int) -> int:
@@ -351,19 +352,6 @@ def _returned_nbytes(
         ),
         default=0,
     )
-
-
-def _commit_rows(slots: Iterable[PlannedSlot]) -> list[_Row]:
-    """Return the rows of what in-place commits take on nvme besides one place of everything that rests there."""
-    charges = [charge for slot in slots if slot.num_durable for charge in slot.charges]
-    return [
-        ("nvme", kind, sum(nbytes for own, nbytes in charges if own == kind), what)
-        for kind, what in (
-            ("commit_param", "parameters, second slot for commits"),
-            ("commit", "master weights and optimizer state, second slot for commits"),
-            ("commit_copy", "parameters in memory, and buffers, copies for commits"),
-        )
-    ]
 
 
 def _pager_limits(paged: Sequence[Unit], plan_request: PlanRequest, room_nbytes: int, tier: str) -> PagerLimits:

@@ -19,17 +19,15 @@ from torch.optim import Optimizer
 
 from tiered_zero.config.deepspeed_keys import OTHER_WORDS, runs_as_adamw
 from tiered_zero.config.schema import Config, OptimizerSection
-from tiered_zero.config.values import switch
+from tiered_zero.config.section import switch
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.layout.flat import ParamSpec
-from tiered_zero.native.update import UpdateKernel
-from tiered_zero.rules.kernel_rule import open_kernel
+from tiered_zero.rules.kernel_rule import NativeRule, open_kernel
 from tiered_zero.rules.lr import build_scheduler
 from tiered_zero.rules.native_rules import BIAS_CORRECTION, AdagradRule, AdamRule, Lion, LionRule, SgdRule
 from tiered_zero.rules.quantized import QuantizedAdam
 from tiered_zero.rules.rule import UpdateRule
-from tiered_zero.rules.torch_classes import REFUSED
-from tiered_zero.rules.torch_rule import TorchRule
+from tiered_zero.rules.torch_rule import REFUSED, TorchRule
 
 logger = logging.getLogger("tiered_zero")
 
@@ -44,6 +42,8 @@ _FLAG_OR_NULL = (".foreach", ".fused")
 _TORCH_CODE = ("fused", "foreach", "capturable", "differentiable")
 """Options for which torch's own code takes the step."""
 _REFUSED_OPTIONS = {"capturable", "differentiable"}
+_NATIVE: dict[type, type[NativeRule]] = {torch.optim.SGD: SgdRule, torch.optim.Adagrad: AdagradRule, Lion: LionRule}
+"""Classes that the native kernel steps, besides Adam and AdamW."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,13 +141,6 @@ def make_rule(
     a rule that cannot keep its state in the format.
     """
     is_own = steps_parts or state_format != "fp32"
-    natives: dict[type, Callable[[UpdateKernel | None], UpdateRule]] = {
-        torch.optim.AdamW: lambda kernel: AdamRule(decoupled=True, kernel=kernel),
-        torch.optim.Adam: lambda kernel: AdamRule(decoupled=False, kernel=kernel),
-        torch.optim.SGD: SgdRule,
-        torch.optim.Adagrad: AdagradRule,
-        Lion: LionRule,
-    }
     given = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]
     special = [option for option in given if not (is_own and option in ("fused", "foreach"))]
     if special and _is_uncorrected(source):
@@ -155,23 +148,22 @@ def make_rule(
             f"optimizer.params.{BIAS_CORRECTION}: expected true with {special[0]}, for which torch's own code takes "
             "the step, and always corrects; found false. Leave one of the two out."
         )
-    make = None if special else natives.get(type(source))
-    rule = TorchRule.from_optimizer(source) if make is None else make(open_kernel(num_threads=num_threads))
-    return _with_format(state_format, rule)
-
-
-def _with_format(name: str, rule: UpdateRule) -> UpdateRule:
-    if name == "fp32":
-        return rule
-    if not isinstance(rule, AdamRule):
+    kind = type(source)
+    is_adam = kind in (torch.optim.Adam, torch.optim.AdamW) and not special
+    if state_format != "fp32" and not is_adam:
         raise ConfigError(
-            f"tiered_zero.state_format: expected fp32 with {rule.name} as it is given; found {name!r}. The others are "
-            "made of the moments of Adam and AdamW, stepped by the project's own rule: without capturable and "
-            "differentiable. Write fp32, or change the optimizer."
+            f"tiered_zero.state_format: expected fp32 with {kind.__name__} as it is given; found {state_format!r}. The "
+            "others are made of the moments of Adam and AdamW, stepped by the project's own rule: without capturable "
+            "and differentiable. Write fp32, or change the optimizer."
         )
-    if name == "lossy_bf16_moments":
-        return rule.with_state(torch.bfloat16)
-    return QuantizedAdam(rule) if name == "lossy_8bit_moments" else rule
+    if is_adam:
+        dtype = torch.bfloat16 if state_format == "lossy_bf16_moments" else torch.float32
+        kernel, decoupled = open_kernel(num_threads=num_threads), kind is torch.optim.AdamW
+        adam = AdamRule(decoupled=decoupled, kernel=kernel, state_dtype=dtype)
+        return QuantizedAdam(adam) if state_format == "lossy_8bit_moments" else adam
+    if special or kind not in _NATIVE:
+        return TorchRule.from_optimizer(source)
+    return _NATIVE[kind](open_kernel(num_threads=num_threads))
 
 
 def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOptimizer:

@@ -1,29 +1,44 @@
-"""Update rules whose arithmetic is the native kernel's, with torch's own code where there is no kernel."""
+"""Update rules whose arithmetic is the native kernel's, with torch's own code where there is no kernel.
+
+[Note: bits of torch] On fp32 gradients the kernel gives, element by element, the bits of the torch optimizer's
+for-loop and foreach forms: the same operations in the same order, with fused multiply-add exactly where ATen's AVX2
+and AVX-512 code has it. All of them are IEEE operations but one: where torch was built with MKL, its fp32 square root
+is MKL's, which differs from the exact root by one unit in the last place, in 0 to 20% of all values, depending on the
+processor. So for fp32 gradients the kernel takes the first of three that has torch's bits: the exact root; Newton's
+from the processor's estimate, unfused, which is what MKL's generic code gives (on AMD); or the same MKL function
+(VMSSQRT_, exported by libtorch_cpu), six times as long as the exact one and half of the update's time. With 16-bit
+gradients the kernel takes the exact root; torch's bits are not promised there, only equality between placements.
+
+Two questions are left to the machine, and each is answered before a rule uses the kernel for fp32 gradients. Does the
+candidate root equal torch's? All mantissas of two binades are compared, since an exponent that is larger by two only
+doubles a root, and the ends and samples of every binade, where code for special values would begin. Are multiplications
+and additions fused where the kernel fuses them? NativeRule compares one step of each variant of its rule. Where either
+answer is no (ATen without FMA, another MKL), fp32 gradients take torch's own code, and the log says so.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 import logging
-import time
+import os
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import reduce
 from operator import attrgetter, or_
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch.optim import Optimizer
 
-from tiered_zero.errors import ModelError
+from tiered_zero.errors import InternalError, ModelError
 from tiered_zero.native import find_library, why_missing
-from tiered_zero.native.update import ADDRESSES_PER_RUN, Dtype, Flag, Hyper, UpdateKernel
-from tiered_zero.rules.packed_runs import batches, packed
-from tiered_zero.rules.rule import Run, StateField, UpdateRule
-from tiered_zero.rules.state_formats import join_master, round_randomly, split_master
-from tiered_zero.rules.torch_bits import choose_root, find_torch_root
+from tiered_zero.native.update import ADDRESSES_PER_RUN, Dtype, Flag, Hyper, MklRoot, UpdateKernel
+from tiered_zero.rules.rule import Run, StateField, UpdateRule, batches, packed
+from tiered_zero.rules.state_layout import join_master, round_randomly, split_master
 from tiered_zero.rules.torch_rule import TorchRule
 
 _LOG = logging.getLogger("tiered_zero")
@@ -32,11 +47,7 @@ _MASTER_DTYPES = {torch.float32: Dtype.FLOAT32, torch.int16: Dtype.REMAINDER}
 _MOST_STEPS = 2.0**53
 """What a float counts one by one."""
 
-_PROBE_NUMEL = 1 << 21
 _TRIAL_NUMELS = (*range(1, 33), 1031)
-_NBYTES_PER_ELEMENT = 28
-_SLOW_FRACTION = 0.25
-_RATES: dict[Hashable, float] = {}  # an engine of a small model would spend half its start on measuring again
 _UNFUSED = {"fused": None}
 _DTYPE = attrgetter("dtype")
 _IS_CPU = attrgetter("is_cpu")
@@ -44,6 +55,22 @@ _MASTER, _GRAD = attrgetter("master"), attrgetter("grad")
 _torch_bits: dict[Hashable, bool] = {}
 """Whether a rule on a kernel has torch's bits: found once per process."""
 
+_ROOTS = Flag(0), Flag.NEWTON_ROOT, Flag.TORCH_ROOT
+"""Square roots of the kernel, the quickest first."""
+
+_roots: dict[tuple[Path, str, MklRoot | None], Flag | None] = {}
+_ONE = 0x3F800000
+_MANTISSAS = 1 << 23
+_ROOT_CHUNK_NUMEL = 1 << 18
+_BINADE_SAMPLES = 1 << 9
+_END_SAMPLES = 1 << 6
+_LAST = 1 << 13
+_SPECIAL = (0.0, -0.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-45, 3.4028235e38)
+
+_MISFIT = (
+    "A run was expected to be contiguous arrays of one length in host memory: master float32 (or int16 with a bfloat16 "
+    "out), grad and out float32, bfloat16 or float16, and state as `state_fields` says."
+)
 _ROUNDS_OTHERWISE = (
     "The native kernel rounds otherwise than this torch does on this processor, so fp32 gradients take torch's own "
     "operations, which are several times slower."
@@ -99,11 +126,12 @@ class NativeRule(UpdateRule):
         """Compute one step's factors, in double as torch does. The caller fills in dtypes and scale."""
 
     def _phase(self, scalars: Mapping[str, Any]) -> float:
-        """Return what a run's next step depends on of its scalars: the steps taken, for all rules that count them."""
-        return float(scalars.get("step", 0))
+        """Return what a run's next step depends on of its scalars: the steps taken; of a rule that does not count them,
+        whether there was one that filled its state."""
+        return float(scalars.get("step", 0)) if self._counts_steps else float("initialized" in scalars)
 
     def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        return {"step": self._phase(scalars) + 1}
+        return {"step": self._phase(scalars) + 1} if self._counts_steps else {"initialized": True}
 
     def _torch_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
         """Convert scalars to those of TorchRule."""
@@ -148,7 +176,7 @@ class NativeRule(UpdateRule):
         return self._own_scalars(self._reference.import_state(values, state, self._completed(hyper)))
 
     def update(self, runs: Sequence[Run]) -> None:
-        """Take one step on every run. Raises ModelError, with nothing written, for a run that breaks the contract."""
+        """Take one step on every run. Raises InternalError, with nothing written, where a run breaks the contract."""
         alike: dict[Hashable, list[Run]] = {}
         for run in runs:
             alike.setdefault(self.kind_of(run), []).append(run)
@@ -168,57 +196,16 @@ class NativeRule(UpdateRule):
         dtypes = run.master.dtype, run.grad.dtype, None if run.out is None else run.out.dtype
         return id(run.hyper), self._phase(run.scalars), run.grad_scale, run.master.is_cpu, run.grad.is_cpu, dtypes
 
-    def report(self) -> dict[str, Any]:
-        """Report what runs the update: backend, isa, threads, elements a second (with bf16 gradients), whether the
-        kernel has torch's bits on fp32 gradients, and why it is not used, for all gradients or for those.
-        """
-        kernel = self.kernel
-        return {
-            "algorithm": self.name,
-            "backend": "native" if kernel else "torch",
-            "isa": kernel.level if kernel else torch.backends.cpu.get_cpu_capability().lower(),
-            "threads": kernel.num_threads if kernel else torch.get_num_threads(),
-            "params_per_s": self.measure_rate(),
-            "torch_bits": self.torch_bits,
-            "reason": missing_kernel() if not kernel else None if self.torch_bits else _ROUNDS_OTHERWISE,
-        }
-
     def announce(self) -> None:
-        """Log what runs the update; a warning if that is a fallback, or slow."""
-        report = self.report()
-        where = f"{report['isa']}, {report['threads']} threads, {report['params_per_s'] / 1e9:.3g} G parameters/s"
+        """Log what runs the update; a warning if that is a fallback."""
         if not self.kernel:
-            _LOG.warning("%s runs on torch's own operations (%s). %s", self.name, where, missing_kernel())
+            _LOG.warning("%s runs on torch's own operations. %s", self.name, missing_kernel())
             return
-        _LOG.info("%s runs on the native kernel (%s).", self.name, where)
+        _LOG.info(
+            "%s runs on the native kernel (%s, %d threads).", self.name, self.kernel.level, self.kernel.num_threads
+        )
         if not self.torch_bits:
             _LOG.warning("%s: %s", self.name, _ROUNDS_OTHERWISE)
-        if report["params_per_s"] * _NBYTES_PER_ELEMENT < _SLOW_FRACTION * measure_copy_rate():
-            _LOG.warning(
-                "%s reaches less than a quarter of this machine's memory rate (%s). See that no low level is forced "
-                "(TIERED_ZERO_UPDATE_LEVEL), that the process may use more cores, and that no other keeps them busy.",
-                self.name,
-                where,
-            )
-
-    def measure_rate(self) -> float:
-        """Measure elements a second with bf16 gradients and parameters, once in a process for all rules alike."""
-        kernel = self.kernel
-        threads = kernel.num_threads if kernel else torch.get_num_threads()
-        key = self.name, self.state_dtype, kernel and kernel.level, threads
-        if key not in _RATES:
-            values = torch.arange(1, _PROBE_NUMEL + 1, dtype=torch.float32).mul_(0.618034).frac_()
-            grad = values.flip(0).sub_(0.5).to(torch.bfloat16)
-            state = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in self.state_fields((_PROBE_NUMEL,), {})}
-            run = Run(
-                master=values, grad=grad, state=state, scalars={}, hyper=self._defaults, out=torch.zeros_like(grad)
-            )
-            self.init_state(state, self._defaults)
-            self.update([run])
-            start_s = time.perf_counter()
-            self.update([run])
-            _RATES[key] = _PROBE_NUMEL / (time.perf_counter() - start_s)
-        return _RATES[key]
 
     def close(self) -> None:
         """End the kernel's threads."""
@@ -239,7 +226,7 @@ class NativeRule(UpdateRule):
             hyper.grad_type, hyper.master_type = _DTYPES[first.grad.dtype], _MASTER_DTYPES[first.master.dtype]
             hyper.out_type = Dtype.FLOAT32 if first.out is None else _DTYPES[first.out.dtype]
         except KeyError:
-            raise _misfit(runs) from None
+            raise InternalError(_MISFIT) from None
         names = self._array_names(values)
         self._reference.refuse_unplanned(set(names) - first.state.keys(), first.state)
         states = [[run.state[name] for run in runs] for name in names]
@@ -259,7 +246,7 @@ class NativeRule(UpdateRule):
             or (hyper.master_type == Dtype.REMAINDER and not (outs and hyper.out_type == Dtype.BFLOAT16))
             or (hyper.master_type == Dtype.REMAINDER and self.unsigned_field is None)
         ):
-            raise _misfit(runs)
+            raise InternalError(_MISFIT)
 
         table = numpy.zeros((len(runs), ADDRESSES_PER_RUN), numpy.uint64)
         for index, column in enumerate(columns):
@@ -372,29 +359,46 @@ def flags_of(**chosen: Any) -> Flag:
     return reduce(or_, (Flag[name] for name, is_set in chosen.items() if is_set), Flag(0))
 
 
-@cache
-def measure_copy_rate(nbytes: int = 1 << 25) -> float:
-    """Measure the bytes that one large copy on the CPU reads and writes a second, once in a process."""
-    source, target = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
-    start_s = time.perf_counter()
-    target.copy_(source)
-    return 2 * nbytes / (time.perf_counter() - start_s)
+def find_torch_root() -> MklRoot | None:
+    """The MKL function that torch's fp32 square root is, where this torch has it."""
+    torch.ones(1, dtype=torch.float32, device="cpu").sqrt()  # MKL's first call must not be raced (pytorch#188792)
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        functions = library.VMSSQRT_, library.MKL_Set_Num_Threads_Local
+    except (OSError, AttributeError):
+        return None
+    square_root, set_threads = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+    return MklRoot(square_root, set_threads)
 
 
-def _misfit(runs: Sequence[Run]) -> ModelError:
-    """Show the first run whose parts differ in length or layout, else the first of all: then a dtype is at fault."""
+def choose_root(kernel: UpdateKernel) -> Flag | None:
+    """Find the quickest of the kernel's square roots that has torch's bits; None if none has. Compared once per
+    process and kernel level, in about 30 ms."""
+    key = kernel.path, kernel.level, kernel.root
+    if key not in _roots:
+        candidates = (flag for flag in _ROOTS if kernel.root or flag is not Flag.TORCH_ROOT)
+        _roots[key] = next((flag for flag in candidates if _has_torch_bits(kernel, flag)), None)
+    return _roots[key]
 
-    def parts(run: Run) -> dict[str, torch.Tensor]:
-        return {"master": run.master, "grad": run.grad, **run.state, **({} if run.out is None else {"out": run.out})}
 
-    def uneven(run: Run) -> bool:
-        return any(t.shape != run.master.shape or not t.is_contiguous() or not t.is_cpu for t in parts(run).values())
+def _has_torch_bits(kernel: UpdateKernel, flag: Flag) -> bool:
+    for values in _root_arguments():
+        ours = numpy.empty_like(values)
+        kernel.square_roots(values.ctypes.data, ours.ctypes.data, values.size, flag)
+        theirs = torch.from_numpy(values).sqrt().numpy()
+        if not numpy.array_equal(ours, theirs) and not numpy.array_equal(ours, theirs, equal_nan=True):
+            return False
+    return True
 
-    found = ", ".join(
-        f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
-        for name, tensor in parts(next(filter(uneven, runs), runs[0])).items()
-    )
-    return ModelError(
-        "A run was expected to be contiguous arrays of one length in host memory: master float32 (or int16 with a "
-        f"bfloat16 out), grad and out float32, bfloat16 or float16, and state as `state_fields` says; found {found}."
-    )
+
+def _root_arguments() -> Iterator[numpy.ndarray[Any, Any]]:
+    """Yield special values, samples and ends of every binade, the last values, and all from 1 to 4. In numpy, here."""
+    yield numpy.array(_SPECIAL * 2, numpy.float32)
+    step = _MANTISSAS // _BINADE_SAMPLES
+    yield numpy.arange(step // 2 + 1, 255 * _MANTISSAS, step, dtype=numpy.int32).view(numpy.float32)
+    ends = numpy.arange(1, 255)[:, None] * _MANTISSAS + numpy.arange(-_END_SAMPLES, _END_SAMPLES)
+    yield ends.ravel().astype(numpy.int32).view(numpy.float32)
+    yield numpy.arange(255 * _MANTISSAS - _LAST, 255 * _MANTISSAS, dtype=numpy.int32).view(numpy.float32)
+    for start in range(_ONE, _ONE + 2 * _MANTISSAS, _ROOT_CHUNK_NUMEL):
+        yield numpy.arange(start, start + _ROOT_CHUNK_NUMEL, dtype=numpy.int32).view(numpy.float32)

@@ -20,55 +20,42 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from tiered_zero.config import SchedulerSection
-from tiered_zero.config.deepspeed_keys import REQUIRED, SCHEDULERS
+from tiered_zero.config.schema import SCHEDULES
 from tiered_zero.errors import ConfigError
 from tiered_zero.rules.optimizer_copy import copied_group
 
 _log = logging.getLogger(__name__)
 
 
-_LEAST_STEPS = {
-    "lr_range_test_step_size": 1,
-    "warmup_num_steps": 1,
-    "cycle_first_step_size": 1,
-    "cycle_second_step_size": 0,  # the rate falls at once
-}
-
-
 class Schedule(ABC):
     """The surface of torch's LRScheduler, over `param_groups` only: it neither wraps nor patches the optimizer."""
 
     def __init__(self, optimizer: Optimizer, **params: Any) -> None:
-        """`params`: as `config.load` has checked them; the others have the defaults of SCHEDULERS.
+        """`params`: of the class of this name in `config.schema`, where their types and defaults stand.
 
-        Raises TypeError for unknown or missing ones, and ConfigError for values that do not fit the param groups or the
-        schedule.
+        Raises ValueError for those that it does not take, and ConfigError for values that do not fit the param groups.
         """
         self.optimizer = optimizer
         self._own_lrs = self.get_last_lr()
-        defaults = SCHEDULERS[type(self).__name__]
-        values = {**defaults, **params}
-        if wrong := [name for name, value in values.items() if name not in defaults or value is REQUIRED]:
-            raise TypeError(f"{', '.join(wrong)} missing or unknown")
-        self._params = {name: self._checked(name, value) for name, value in values.items()}
+        values = SCHEDULES[type(self).__name__].model_validate(params)
+        self._params = {name: self._for_groups(name, value) for name, value in values}
         self.last_batch_iteration: int = self._params["last_batch_iteration"]
         if self.last_batch_iteration == -1:
             self._apply()
 
-    def _checked(self, name: str, value: Any) -> Any:
+    def _for_groups(self, name: str, value: Any) -> Any:
         """Return the value of a parameter: of a rate or momentum, one for each group in a list. Raises ConfigError."""
-        path, count = f"scheduler.params.{name}: expected", len(self._own_lrs)
-        if name.endswith(("_lr", "_mom")):
-            values = self._own_lrs if value is None else value if isinstance(value, list) else [value] * count
-            if len(values) != count:
-                raise ConfigError(f"{path} one value or {count}, one a param group; found {len(values)}.")
-            return [float(item) for item in values]
-        if name in _LEAST_STEPS and value is not None and value < _LEAST_STEPS[name]:
-            since = ", as in DeepSpeed since 0.19.6" if name == "warmup_num_steps" else ""
-            raise ConfigError(f"{path} at least {_LEAST_STEPS[name]} step{since}; found {value}.")
-        if name == "warmup_type" and value not in ("log", "linear"):
-            raise ConfigError(f"{path} log or linear; found {value!r}.")
-        return max(2, value) if name == "warmup_num_steps" else value
+        if name == "warmup_num_steps":
+            return max(2, value)
+        if not name.endswith(("_lr", "_mom")):
+            return value
+        count = len(self._own_lrs)
+        values = self._own_lrs if value is None else value if isinstance(value, list) else [value] * count
+        if len(values) != count:
+            raise ConfigError(
+                f"scheduler.params.{name}: expected one value or {count}, one a param group; found {len(values)}."
+            )
+        return [float(item) for item in values]
 
     @abstractmethod
     def get_lr(self) -> list[float]:

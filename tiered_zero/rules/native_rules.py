@@ -11,11 +11,9 @@ from torch.optim import Optimizer
 
 from tiered_zero.native.update import Hyper, Rule, UpdateKernel
 from tiered_zero.rules.kernel_rule import NativeRule, flags_of
-from tiered_zero.rules.torch_classes import ELEMENTWISE
+from tiered_zero.rules.torch_rule import ELEMENTWISE
 
 BIAS_CORRECTION = "bias_correction"
-_STARTED = {"initialized": True}
-_WITHOUT_BUFFER = {"momentum_buffer": "absent"}
 
 
 @final
@@ -38,13 +36,8 @@ class AdamRule(NativeRule):
     def __init__(
         self, *, decoupled: bool, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32
     ) -> None:
-        self.decoupled = decoupled
         self._class = torch.optim.AdamW if decoupled else torch.optim.Adam
         super().__init__(kernel, state_dtype)
-
-    def with_state(self, state_dtype: torch.dtype) -> AdamRule:
-        """Make the same rule on the same kernel, with its moments in `state_dtype`."""
-        return AdamRule(decoupled=self.decoupled, kernel=self.kernel, state_dtype=state_dtype)
 
     @staticmethod
     def seed_of(step: float) -> int:
@@ -93,11 +86,9 @@ class SgdRule(NativeRule):
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if hyper["momentum"] else ()
 
-    def _phase(self, scalars: Mapping[str, Any]) -> float:
-        return float("initialized" in scalars)
-
     def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(_STARTED if hyper["momentum"] or "initialized" in scalars else _WITHOUT_BUFFER)
+        has_buffer = hyper["momentum"] or self._phase(scalars)
+        return super()._next_scalars(hyper, scalars) if has_buffer else {"momentum_buffer": "absent"}
 
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
         flags = {name.upper(): hyper[name] for name in ("maximize", "momentum", "nesterov")}
@@ -209,12 +200,6 @@ class LionRule(NativeRule):
 
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)
-
-    def _phase(self, scalars: Mapping[str, Any]) -> float:
-        return 0.0
-
-    def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(_STARTED)
 
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
         lr = float(hyper["lr"])

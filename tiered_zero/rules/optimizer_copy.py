@@ -60,33 +60,24 @@ def copied_group(group: Mapping[str, Any]) -> Group:
 
 
 def advance(
-    optimizer: Optimizer, leaf: torch.Tensor, group: Mapping[str, Any], state: State, tracks_group: bool = False
-) -> tuple[State, Group]:
-    """Step `optimizer` as if `leaf` were its only parameter. Returns the parameter's state after it, and what the step
+    optimizer: Optimizer,
+    leaves: Sequence[torch.Tensor],
+    group: Mapping[str, Any],
+    states: Sequence[State],
+    tracks_group: bool = False,
+) -> tuple[list[State], Group]:
+    """Step `optimizer` as if `leaves` were its only parameters. Returns the state of each after it, and what the step
     has changed of the param group, which itself stays as it is.
 
     `tracks_group`: False where the class is known to change nothing of its group, which saves the comparison.
     """
     own = copied_group(group) if tracks_group else group
-    [after], changed = _step(optimizer, [leaf], own, [state])
-    return after, changes(group, changed) if tracks_group else {}
-
-
-def advance_all(
-    optimizer: Optimizer, leaves: Sequence[torch.Tensor], group: Mapping[str, Any], states: Sequence[State]
-) -> list[State]:
-    """Step `optimizer`, which changes nothing of its group, over `leaves` alone; return the state of each after it."""
-    return _step(optimizer, leaves, group, states)[0]
-
-
-def _step(
-    optimizer: Optimizer, leaves: Sequence[torch.Tensor], group: Mapping[str, Any], states: Sequence[State]
-) -> tuple[list[State], Group]:
-    optimizer.param_groups = [{**group, "params": list(leaves)}]
+    optimizer.param_groups = [{**own, "params": list(leaves)}]
     optimizer.state = defaultdict(dict, zip(leaves, states, strict=True))
     try:
         optimizer.step()
-        return [dict(optimizer.state[leaf]) for leaf in leaves], optimizer.param_groups[0]
+        after = optimizer.param_groups[0]
+        return [dict(optimizer.state[leaf]) for leaf in leaves], changes(group, after) if tracks_group else {}
     finally:
         optimizer.param_groups = []
         optimizer.state = defaultdict(dict)

@@ -13,9 +13,8 @@ import torch
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL
 from tiered_zero.native.update import Moments, UpdateKernel
 from tiered_zero.rules.native_rules import AdamRule
-from tiered_zero.rules.packed_runs import batches, packed
-from tiered_zero.rules.rule import Run, StateField, UpdateRule
-from tiered_zero.rules.state_formats import hash_noise
+from tiered_zero.rules.rule import Run, StateField, UpdateRule, batches, packed
+from tiered_zero.rules.state_layout import hash_noise
 
 _CPU_CHUNK_NUMEL = 1 << 19
 _SCALE = "_scale"

@@ -1,18 +1,220 @@
-"""Layout of master weights and optimizer state inside a sub-group's slot."""
+"""How master weights and optimizer state rest in a sub-group's slot: in which format, and where.
+
+tiered_zero.state_format:
+
+| format | bytes per parameter, the 16-bit parameter included | numbers |
+|---|---|---|
+| fp32 | 12 + 2 | |
+| bf16_remainder | 10 + 2 | the same bits as fp32 |
+| lossy_bf16_moments | 8 + 2 | lossy: both moments in bf16, stochastically rounded |
+| lossy_8bit_moments | 6.25 + 2 | lossy: both moments in 8 bits, one fp32 scale for 32 of them |
+
+[Note: bf16 and remainder] A fp32 master as its bf16 parameter and 16 more bits, 4 bytes for both instead of 6:
+
+    master = (bits of the parameter << 16) + remainder + (mark << 16)
+
+The parameter is the master rounded to nearest, ties to even, as in every other format, and the master loses nothing.
+The remainder is a signed 16-bit number: the low half of the master. One bit is missing, for an even parameter stands
+for 65,537 masters, both neighbouring ties included. The mark is that bit: set where a tie lies above (in magnitude) the
+even parameter that it was rounded to. It rests in the sign of Adam's second moment, which is never negative.
+Infinities stay; every NaN becomes the same one.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 
+from tiered_zero.errors import ConfigError
 from tiered_zero.layout.subgroups import ParamPiece, Segment, SubGroup
 from tiered_zero.rules.rule import StateField, UpdateRule
-from tiered_zero.rules.state_formats import FullMasters, MasterFormat
 from tiered_zero.sizes import PAGE_NBYTES, align_up
+
+_STEP_NUMEL = 1 << 16
+"""Masters that are split at once: temporaries stay small."""
+
+_NAN = 0x7FC00000
+_WORD = 0xFFFFFFFF
+_OFF_THE_DEVICE = "set offload_param.device to cpu or nvme, or offload_optimizer.device to none"
+
+
+def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """fp32 -> (bf16 parameter, int16 remainder, bool mark), each of the same shape."""
+    bits = torch.where(master.isnan(), _NAN, master.view(torch.int32))
+    return bits.view(torch.float32).to(torch.bfloat16), bits.to(torch.int16), (bits & 0x1FFFF) == 0x8000
+
+
+def join_master(parameter: torch.Tensor, remainder: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
+    """The fp32 master, bit for bit."""
+    high = (parameter.view(torch.int16).to(torch.int32) + mark) << 16
+    return (high + remainder.to(torch.int32)).view(torch.float32)
+
+
+def hash_noise(values: torch.Tensor, seed: int) -> torch.Tensor:
+    """16 random bits for each fp32 value, int32, as in the native kernel: a hash of the value and the seed, not of a
+    position, so that no cut changes it. The seed differs from step to step and from array to array."""
+    noise = values.view(torch.int32) ^ _signed(seed)
+    noise = (noise ^ ((noise >> 16) & 0xFFFF)) * _signed(0x85EBCA6B)
+    noise = (noise ^ ((noise >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35)
+    return (noise ^ (noise >> 16)) & 0xFFFF
+
+
+def round_randomly(values: torch.Tensor, seed: int) -> torch.Tensor:
+    """fp32 -> bf16 by stochastic rounding."""
+    rounded = ((values.view(torch.int32) + hash_noise(values, seed)) >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(values.isfinite(), rounded, values.to(torch.bfloat16))
+
+
+def _signed(word: int) -> int:
+    """The int32 of 32 bits."""
+    return ((word & _WORD) ^ 0x80000000) - 0x80000000
+
+
+Parts = Sequence[torch.Tensor]
+"""What a run of masters is kept in, one array a `MasterFormat.dtypes`, each [n]."""
+
+
+class MasterFormat(ABC):
+    """`dtypes`: of the arrays. The first is a rule's `Run.master`; the second, if any, is the rule's unsigned field.
+
+    `needs_params`: whether the update needs the old parameters besides what is in the slot. `follows_params`: whether
+    each update takes over the parameters that were changed since the last, so that nothing has to watch them; the first
+    makes the masters, and a slot holds none before it.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    needs_params: bool
+    follows_params: bool = False
+
+    def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        """Return the masters [n] that an update steps. `params`: [n], where it writes the parameters; where masters
+        follow them, their present values."""
+        return master
+
+    @abstractmethod
+    def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
+        """The masters, fp32 [n]."""
+
+    @abstractmethod
+    def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
+        """Set the masters that rest as `parts`, in place, to `master`, fp32 [n]; and `params` to what those round to,
+        where they are given."""
+
+    @abstractmethod
+    def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
+        """Parameters were set to `new` [n] by hand: masters of those that changed take that value. None: nothing did.
+
+        `old`: the parameters before, where they are needed.
+        """
+
+    @abstractmethod
+    def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
+        """Write the parameters of masters that are not stepped to `outs`, as long: they are what their masters say."""
+
+
+class FullMasters(MasterFormat):
+    """fp32 masters."""
+
+    dtypes = (torch.float32,)
+    needs_params = False
+
+    def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
+        return parts[0]
+
+    def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
+        parts[0].copy_(master)
+        if params is not None:
+            params.copy_(master)
+
+    def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
+        (master,) = parts
+        changed = master.to(new.dtype) != new  # a NaN differs from everything, and is taken over
+        return (torch.where(changed, new.to(torch.float32), master),) if changed.any() else None
+
+    def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
+        torch._foreach_copy_(list(outs), list(masters))
+
+
+@final
+class FollowingMasters(FullMasters):
+    """fp32 masters of 16-bit parameters that their user changes at any time between updates."""
+
+    follows_params = True
+
+    def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        (followed,) = self.follow((master,), params, None) or (master,)
+        return master if followed is master else master.copy_(followed)
+
+    def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
+        """Nothing: `outs` hold the parameters, which the masters follow."""
+
+
+@final
+class ParamMasters(MasterFormat):
+    """fp32 parameters that are their own masters: the update steps them where they are, and no tier holds them."""
+
+    dtypes = ()
+    needs_params = False
+    follows_params = True
+
+    def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        return params
+
+    def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
+        assert params is not None, "the parameters are the masters"
+        return params
+
+    def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
+        assert params is not None, "the parameters are the masters"
+        params.copy_(master)
+
+    def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
+        return None
+
+    def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
+        """Nothing: they are the same memory."""
+
+
+@final
+class RemainderMasters(MasterFormat):
+    """[Note: bf16 and remainder] int16 remainders, and the fp32 second moments with the marks in their signs."""
+
+    dtypes = (torch.int16, torch.float32)
+    needs_params = True
+
+    def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
+        assert params is not None, "remainders come with their parameters"
+        return join_master(params, parts[0], parts[1].signbit())
+
+    def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
+        """The second moments keep their values."""
+        for start in range(0, master.numel(), _STEP_NUMEL):
+            own = slice(start, start + _STEP_NUMEL)
+            rounded, remainder, mark = split_master(master[own])
+            parts[0][own] = remainder
+            parts[1][own] = torch.where(mark, -parts[1][own].abs(), parts[1][own].abs())
+            if params is not None:
+                params[own] = rounded
+
+    def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
+        remainder, square = parts
+        assert old is not None, "changes by hand come with what was before"
+        changed = old.view(torch.int16) != new.view(torch.int16)
+        if not changed.any():
+            return None
+        return torch.where(changed, 0, remainder), torch.where(changed, square.abs(), square)
+
+    def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
+        """Nothing: `outs` hold the parameters as they were read."""
+
+
+def master_format(name: str) -> MasterFormat:
+    return RemainderMasters() if name == "bf16_remainder" else FullMasters()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,3 +399,28 @@ def _part(field: StateField, start: int, stop: int) -> slice:
 def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:
     """[n] of the field's dtype."""
     return raw[array.offset : array.offset + array.field.nbytes].view(array.field.dtype)
+
+
+def check_params(
+    masters: MasterFormat, subgroups: Iterable[SubGroup], param_tiers: Mapping[int, str], state_tiers: Sequence[str]
+) -> None:
+    """Raises ConfigError for parameters of which no master can be made where the update runs."""
+    held = ((segment.unit, state_tiers[subgroup.index]) for subgroup in subgroups for segment in subgroup.segments)
+    for unit, state_tier in held if masters.needs_params else ():
+        if unit.dtype != torch.bfloat16:
+            raise ConfigError(
+                "tiered_zero.state_format bf16_remainder: expected bfloat16 parameters, half of each fp32 master; "
+                f"found {str(unit.dtype).removeprefix('torch.')} ({unit.entries[0].param.name}). Set "
+                "bf16.enabled, or write fp32."
+            )
+        if (param_tiers[unit.index] == "device") != (state_tier == "device"):
+            place, cure = (
+                ("on the device and its optimizer does not", _OFF_THE_DEVICE)
+                if param_tiers[unit.index] == "device"
+                else ("off the device and its optimizer on it", "set offload_optimizer.device to cpu or nvme")
+            )
+            raise ConfigError(
+                "tiered_zero.state_format bf16_remainder: expected parameters where the update can read them, as they "
+                f"are half of the master; {unit.entries[0].param.name} rests {place}, so it would cross the link "
+                f"once more in each step. In zero_optimization, {cure}; or write fp32."
+            )

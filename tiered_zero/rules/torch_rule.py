@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -17,7 +17,6 @@ from tiered_zero.rules.optimizer_copy import (
     DEVICE_CHUNK_NUMEL,
     State,
     advance,
-    advance_all,
     bare_copy,
     changes,
     cloned,
@@ -33,7 +32,34 @@ from tiered_zero.rules.optimizer_copy import (
     pieces_of,
 )
 from tiered_zero.rules.rule import Run, StateField, UpdateRule
-from tiered_zero.rules.torch_classes import ELEMENTWISE, TEMPORARIES, refuse_class
+
+ELEMENTWISE: set[type[Optimizer]] = {
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+}
+"""Known to give the same bits wherever a cut falls, unless fused. Exact classes: a subclass may do anything. Lion
+enters itself."""
+
+TEMPORARIES: dict[type[Optimizer], int] = {
+    **dict.fromkeys((torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RAdam), 1),
+    **dict.fromkeys((torch.optim.ASGD, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RMSprop), 2),
+    torch.optim.Adadelta: 3,
+}
+"""`UpdateRule.temporaries` where torch steps many parameters by one launch (foreach), as it does on an accelerator."""
+
+REFUSED: dict[type[Optimizer], str] = {
+    torch.optim.LBFGS: "it evaluates the model several times within a step and couples all parameters",
+    torch.optim.SparseAdam: "it needs sparse gradients, and gradients are dense here",
+}
 
 PROBE_STEPS = 8
 """RAdam and its kin change their formula after five."""
@@ -122,14 +148,8 @@ class TorchRule(UpdateRule):
         for run in runs:
             self._refuse_options(run.hyper, run.master.device)
         with torch.no_grad():
-            if type(self._optimizer) in ELEMENTWISE:
-                on_device = [run for run in runs if not run.master.is_cpu]
-                self._step_on_device(on_device)
-                runs = [run for run in runs if run.master.is_cpu] if on_device else runs
-            for run in runs:
-                for piece in pieces_of(run) if self.elementwise else (run,):
-                    self._step(piece)
-                run.scalars = piece.scalars
+            for batch in self._batches(runs):
+                self._step(batch)
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> State:
         """Return the state that the constructor creates, as Adagrad's does; nothing for all others."""
@@ -183,60 +203,52 @@ class TorchRule(UpdateRule):
         leaf = example_leaf(torch.zeros(1))
         try:
             with dry_steps():
-                advance(bare_copy(self._optimizer), leaf, hyper, cloned(state))
+                advance(bare_copy(self._optimizer), [leaf], hyper, [cloned(state)])
         except Exception as error:
             raise ModelError(
                 f"{self.name} cannot go on from state with {sorted(state) or 'nothing'} alone; it raised "
                 f"{type(error).__name__}: {error}. Load the whole state of such an optimizer."
             ) from error
 
-    def _step_on_device(self, runs: Sequence[Run]) -> None:
-        """Step runs of a known class on a device: those of one param group in one call, in which torch takes the code
-        of the group's flags (foreach, fused) or its default, and launches each operation for many."""
+    def _batches(self, runs: Sequence[Run]) -> Iterator[list[tuple[Run, Run]]]:
+        """Yield what torch steps in one call: pieces, each with its run. One alone; of a known class on a device those
+        of one param group together, where torch takes the code of the group's flags (foreach, fused) or its default,
+        and launches each operation for many."""
+        is_known = type(self._optimizer) in ELEMENTWISE
         waiting: dict[tuple[int, float], list[tuple[Run, Run]]] = {}
         for run in runs:
             for piece in pieces_of(run) if self.elementwise else (run,):
+                if run.master.is_cpu or not is_known:
+                    yield [(piece, run)]
+                    continue
                 batch = waiting.setdefault((id(run.hyper), run.grad_scale), [])
-                if sum(each.master.numel() for each, _ in batch) + piece.master.numel() > DEVICE_CHUNK_NUMEL:
-                    self._step_batch(batch)
+                if batch and sum(each.master.numel() for each, _ in batch) + piece.master.numel() > DEVICE_CHUNK_NUMEL:
+                    yield batch
                     batch.clear()
                 batch.append((piece, run))
-        for batch in waiting.values():
-            self._step_batch(batch)
+        yield from waiting.values()
 
-    def _step_batch(self, batch: Sequence[tuple[Run, Run]]) -> None:
-        """Step pieces of runs of one param group; each takes its scalars to its run."""
-        if not batch:
-            return
+    def _step(self, batch: Sequence[tuple[Run, Run]]) -> None:
+        """Step pieces of runs of one param group by torch's own code; each takes its scalars to its run."""
         pieces = [piece for piece, _ in batch]
-        leaves = leaves_of(pieces)
+        leaves, group = leaves_of(pieces), pieces[0].hyper
         states = [
-            self._state_of(piece.state, scalars) if scalars else self._first_state(leaf, piece.hyper)
-            for piece, leaf, scalars in zip(
-                pieces, leaves, cloned_all([piece.scalars for piece in pieces]), strict=True
-            )
+            self._state_of(piece.state, scalars) if scalars else self._first_state(leaf, group)
+            for piece, leaf, scalars in zip(pieces, leaves, cloned_all([each.scalars for each in pieces]), strict=True)
         ]
-        afters = advance_all(self._optimizer, leaves, pieces[0].hyper, states)
+        tracks_group = type(self._optimizer) not in ELEMENTWISE
+        afters, changed = advance(self._optimizer, leaves, group, states, tracks_group)
+        self._check_group(group, changed)
         for (piece, run), leaf, after in zip(batch, leaves, afters, strict=True):
             self._store(piece, leaf, after)
             run.scalars = piece.scalars
         if outs := [piece.out for piece in pieces if piece.out is not None]:
             torch._foreach_copy_(outs, [piece.master for piece in pieces if piece.out is not None])
 
-    def _step(self, run: Run) -> None:
-        """Step one piece by torch's own code."""
-        [leaf] = leaves_of([run])
-        state = self._state_of(run.state, cloned(run.scalars)) if run.scalars else self._first_state(leaf, run.hyper)
-        after, changed = advance(self._optimizer, leaf, run.hyper, state, tracks_group=not self.elementwise)
-        self._check_group(run.hyper, changed)
-        self._store(run, leaf, after)
-        run.scalars = cloned(run.scalars)  # a class may keep its own
-        if run.out is not None:
-            run.out.copy_(run.master)
-
     def _store(self, run: Run, leaf: torch.Tensor, after: State) -> None:
         """Bring what torch left to where the run's values are, besides `Run.out`."""
-        arrays, run.scalars = self._split(after)
+        arrays, scalars = self._split(after)
+        run.scalars = scalars if type(self._optimizer) in ELEMENTWISE else cloned(scalars)  # others may keep their own
         for name, home in run.state.items():
             if name in arrays:
                 self._write_back(name, arrays.pop(name), home)
@@ -295,8 +307,10 @@ class TorchRule(UpdateRule):
         leaf = example_leaf(torch.ones(shape, device=device))
         try:
             with dry_steps():
-                state, changed = advance(optimizer, leaf, hyper, self._first_state(leaf, hyper), not self.elementwise)
-                arrays, _ = self._split(advance(optimizer, leaf, {**hyper, **changed}, state)[0])
+                first, tracks_group = self._first_state(leaf, hyper), not self.elementwise
+                states, changed = advance(optimizer, [leaf], hyper, [first], tracks_group)
+                [after], _ = advance(optimizer, [leaf], {**hyper, **changed}, states)
+                arrays, _ = self._split(after)
         except ModelError:
             raise
         except Exception as error:
@@ -325,7 +339,7 @@ class TorchRule(UpdateRule):
             leaf = example_leaf(torch.ones(shape))
             with dry_steps():
                 first = self._first_state(leaf, values)
-                _, changed = advance(bare_copy(self._optimizer), leaf, values, first, tracks_group=True)
+                _, changed = advance(bare_copy(self._optimizer), [leaf], values, [first], tracks_group=True)
             group.update(copied(changed))
             self._expected.append((values, changed))
 
@@ -416,3 +430,23 @@ def _stride(array: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | No
 
 def _example_params() -> list[torch.Tensor]:
     return [torch.zeros(1, 1, requires_grad=True)]
+
+
+def refuse_class(kind: type[Optimizer]) -> None:
+    """Raise ModelError for a class that cannot be stepped piece by piece."""
+    if isinstance(inspect.getattr_static(kind, "param_groups", None), property):
+        raise ModelError(
+            f"{kind.__name__} cannot train across tiers: it wraps another optimizer, which has its param groups and "
+            "state. Pass the inner optimizer."
+        )
+    if any("ScheduleFree" in base.__name__ for base in kind.__mro__):
+        raise ModelError(
+            f"{kind.__name__} cannot train across tiers: its eval() and train() exchange weights for averages in its "
+            "state, which is not at hand between steps. Choose an optimizer with a schedule, such as AdamW."
+        )
+    for refused, reason in REFUSED.items():
+        if issubclass(kind, refused):
+            raise ModelError(
+                f"{kind.__name__} cannot train across tiers: {reason}. Choose an optimizer that steps each parameter "
+                "by itself, such as AdamW."
+            )

@@ -5,7 +5,7 @@ Promise.  Bytes read are the bytes last written, or an error that names record, 
     power loss: an extent that the durable manifest names is not written until the next manifest is durable.
 
 Owner.  One process owns a `SwapDir` (flock on its owner file). One thread drives a `SwapStore`; transfers may be
-    waited on anywhere; two small threads of the store compute checksums and finalize finished requests.
+    waited on anywhere; two small threads of the store compute checksums and finish what nobody waits for.
 
 Never.  No torch, no pickle, no file outside the run's own sub-directories, no retry of a failed write or fsync.
 
@@ -21,10 +21,10 @@ counts these bytes; read in the borders in which you wrote and it stays 0.
 A range that was never written cannot be read at all.
 """
 
+from tiered_zero.store.directory import SwapDir
 from tiered_zero.store.manifest import Record
 from tiered_zero.store.runs import RunInfo, collect_garbage, list_runs
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.store.store import SwapStore
 
 __all__ = [
     "Record",

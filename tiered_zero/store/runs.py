@@ -1,13 +1,12 @@
 """The runs under a swap path: their owners, whether that process lives, and the removal of dead ones.
 
 A directory that is not as a run leaves it, or that belongs to another user, is listed with the reason and never stops
-the look at the others. Nothing of another user is read but the owner file, and nothing of theirs is removed.
+the look at the others. Nothing of another user is read or removed.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import stat
 import time
 from collections.abc import Container, Iterable
@@ -20,24 +19,21 @@ from tiered_zero.errors import StoreError
 from tiered_zero.io.preflight import filesystem_type, is_local
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store import manifest
-from tiered_zero.store.descriptors import (
+from tiered_zero.store.directory import OWNER_NAME, PREFIX, Owner, read_owner_at
+from tiered_zero.store.files import (
     disk_nbytes,
     error_text,
+    is_locked,
     kind_text,
+    lock_fd,
     names_in,
     open_directory,
     open_file,
-    remove_directory,
     remove_files,
-    unlink_missing_ok,
 )
 from tiered_zero.store.manifest import MANIFEST_NAME, NEXT_NAME
-from tiered_zero.store.owner import OWNER_NAME, PREFIX, Owner, boot_id, is_locked, lock_fd, read_owner_at, start_ticks
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.system.resources import CLOSED, Descriptor
-
-_UNOWNED_GRACE_S = 3600.0
-"""A directory without a readable owner file is being made right now, or is this old and dead."""
 
 _RUN_FILES = (OWNER_NAME, MANIFEST_NAME, NEXT_NAME, DATA_NAME)
 _PROBE_PREFIX = ".tiered-zero-probe-"
@@ -152,65 +148,54 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
         return Collected(run=run, removed=False, reason=refusal)
     parent, name = run.path.parent.resolve(), run.path.name
     with open_directory(parent) as parent_fd, open_directory(name, parent_fd) as fd:
-        status = os.fstat(fd)
-        if status.st_uid != os.geteuid():
-            return Collected(run=run, removed=False, reason=f"belongs to user id {status.st_uid}")
-        if not run.pid and (strange := _strange_names(fd)):
-            return Collected(
-                run=run, removed=False, reason=f"holds {strange[0]!a}, which no run makes; remove it by hand"
-            )
+        strange = sorted(each for each in names_in(fd) if each not in _RUN_FILES and not each.startswith(_PROBE_PREFIX))
+        if not run.pid and strange:
+            reason = f"holds {strange[0]!a}, which no run makes; remove it by hand"
+            return Collected(run=run, removed=False, reason=reason)
         if dry_run:
             return Collected(run=run, removed=True, reason=run.reason)
-        lock = _take_lock(fd, status.st_uid, unknown)
+        lock = _take_lock(fd, unknown)
         try:
             again = _inspect(run.path, name, parent_fd, locked=False)
             if (refusal := _refusal(again, committed, unknown)) is not None:
                 return Collected(run=run, removed=False, reason=refusal)
             remove_files(fd, keep=OWNER_NAME)
-            unlink_missing_ok(OWNER_NAME, fd)
-        except BlockingIOError:
-            return Collected(run=run, removed=False, reason="another process took it over")
+            with suppress(FileNotFoundError):
+                os.unlink(OWNER_NAME, dir_fd=fd)
         finally:
-            lock.close()  # NFS and FUSE keep an open file in its directory under another name
-        remove_directory(name, parent_fd)
+            lock.close()  # NFS keeps an open file in its directory under another name
+        os.rmdir(name, dir_fd=parent_fd)
     return Collected(run=run, removed=True, reason=run.reason)
 
 
-def _take_lock(dir_fd: int, uid: int, unknown: bool) -> Descriptor:
-    """The descriptor of the locked owner file, held to the end: no other process can take the run over. -1: there is no
-    such file, or (with `unknown`) none that can be locked. Raises OSError, StoreError."""
+def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
+    """Lock the owner file, so that no other process takes the run over. `CLOSED`: there is no such file, or (with
+    `unknown`) none that can be locked. Raises OSError, StoreError."""
     try:
-        fd = open_file(OWNER_NAME, dir_fd, uid=uid, flags=os.O_RDWR)
+        fd = open_file(OWNER_NAME, dir_fd, uid=os.geteuid(), flags=os.O_RDWR)
+        try:
+            lock_fd(fd)
+        except BaseException:
+            fd.close()
+            raise
+        return fd
     except FileNotFoundError:
         return CLOSED
+    except BlockingIOError:
+        raise StoreError("another process took it over") from None
     except (OSError, StoreError):
         if unknown:
             return CLOSED
         raise
-    try:
-        lock_fd(fd)
-    except Exception as error:
-        fd.close()
-        if isinstance(error, BlockingIOError):
-            raise StoreError("another process took it over") from None
-        if isinstance(error, OSError) and unknown:
-            return CLOSED
-        raise
-    return fd
 
 
 def _refusal(run: RunInfo, committed: bool, unknown: bool) -> str | None:
     """Return why a run is kept; None if it may be removed."""
-    if run.state == "alive" or (run.state == "unknown" and not unknown):
+    if not run.own or run.state == "alive" or (run.state == "unknown" and not unknown):
         return run.reason
     if run.resumable and not committed:
         return "may be resumed from its committed state (--committed removes it)"
     return None
-
-
-def _strange_names(dir_fd: int) -> list[str]:
-    """Names that no run makes: a directory with one and without an owner file is not ours to remove."""
-    return sorted(name for name in names_in(dir_fd) if name not in _RUN_FILES and not name.startswith(_PROBE_PREFIX))
 
 
 def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) -> RunInfo:
@@ -220,85 +205,63 @@ def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) 
         run_id=name.removeprefix(PREFIX),
         path=path,
         state="unknown",
-        reason=f"is {kind_text(status.st_mode)}, not a run's directory",
+        reason=f"belongs to user id {status.st_uid}",
         age_s=max(0.0, time.time() - status.st_mtime),
         paths=(str(path),),
     )
     if not stat.S_ISDIR(status.st_mode):
+        return replace(run, reason=f"is {kind_text(status.st_mode)}, not a run's directory")
+    if status.st_uid != os.geteuid():
         return run
     try:
         with open_directory(name, parent_fd) as fd:
-            return _inspect_open(run, fd, os.fstat(fd).st_uid, locked)
-    except PermissionError:
-        return replace(run, reason=f"belongs to user id {status.st_uid}")
+            return _inspect_open(replace(run, nbytes=disk_nbytes(fd), own=True), fd, locked)
     except (OSError, StoreError) as error:
         return replace(run, reason=f"cannot be read: {error_text(error)}")
 
 
-def _inspect_open(run: RunInfo, fd: int, uid: int, locked: bool | None) -> RunInfo:
+def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
     """Read the state of the run directory that is open at `fd`. Raises OSError, StoreError."""
-    run = replace(run, nbytes=disk_nbytes(fd))
     owner, unreadable = None, "there is none"
     try:
-        owner = read_owner_at(fd, uid)
+        owner = read_owner_at(fd, os.geteuid())
     except FileNotFoundError:
         pass
-    except PermissionError:
-        raise
     except (OSError, StoreError) as error:
         unreadable = error_text(error)
     if owner is not None:
-        run = replace(
-            run, age_s=max(0.0, time.time() - owner.created_s), pid=owner.pid, host=owner.host, model=owner.model,
-            note=owner.note, paths=owner.paths,
-        )  # fmt: skip
-    state, reason = _liveness(run, fd, uid, owner, locked, unreadable)
-    if uid != os.geteuid():
-        state, reason = ("alive", reason) if state == "alive" else ("unknown", f"belongs to user id {uid}")
-        return replace(run, state=state, reason=reason)
-    step, resumable = _committed_state(run, fd, uid)
-    return replace(run, state=state, reason=reason, step=step, resumable=resumable, own=True)
+        age_s = max(0.0, time.time() - owner.created_s)
+        run = replace(run, age_s=age_s, **owner.model_dump(include={"pid", "host", "model", "note", "paths"}))
+    state, reason = _liveness(run, fd, owner, locked, unreadable)
+    step, resumable = _committed_state(run, fd)
+    return replace(run, state=state, reason=reason, step=step, resumable=resumable)
 
 
-def _committed_state(run: RunInfo, fd: int, uid: int) -> tuple[int | None, bool]:
-    """The last committed step, and whether anything may be resumed; in doubt (damage, an unmounted path) it may."""
+def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
+    """Return the last committed step, and whether anything may be resumed; in doubt (damage, an unmounted path) it
+    may."""
     first = Path(run.paths[0])
     try:
-        if first == run.path:
-            committed, prepared = manifest.load_at(fd, first, uid)
-        else:
-            with open_directory(first) as first_fd:
-                committed, prepared = manifest.load_at(first_fd, first, uid)
+        committed, prepared = manifest.load_at(fd, first, os.geteuid()) if first == run.path else manifest.load(first)
     except (StoreError, OSError):
         return None, True
-    return committed.step if committed else None, (committed or prepared) is not None
+    has_gone = first != run.path and not os.path.lexists(first)
+    return committed.step if committed else None, has_gone or (committed or prepared) is not None
 
 
-def _liveness(
-    run: RunInfo, fd: int, uid: int, owner: Owner | None, locked: bool | None, unreadable: str
-) -> tuple[str, str]:
+def _liveness(run: RunInfo, fd: int, owner: Owner | None, locked: bool | None, unreadable: str) -> tuple[str, str]:
     """State and reason. On a local file system the lock decides; elsewhere another machine's may not be seen.
-
-    A pid counts only together with its start time, on the same boot. `unreadable`: why there is no `owner`.
-    """
+    `unreadable`: why there is no `owner`."""
     try:
-        if is_locked(fd, uid) if locked is None else locked:
+        if is_locked(OWNER_NAME, fd, os.geteuid()) if locked is None else locked:
             return "alive", f"process {owner.pid} on {owner.host} holds its lock" if owner else "its lock is held"
     except (OSError, StoreError) as error:
         return "unknown", f"its lock cannot be looked at: {error_text(error)}"
-    fstype = filesystem_type(run.path)
-    if not is_local(fstype):
-        whose = f"owned by process {owner.pid} on {owner.host}" if owner else f"no owner file ({unreadable})"
-        return "unknown", (
-            f"{whose}; lies on {fstype or 'an unknown file system'}, where a lock of another machine may not be seen "
-            "(--unknown removes it)"
-        )
     if owner is None:
-        if run.age_s > _UNOWNED_GRACE_S:
-            return "dead", f"no readable owner file ({unreadable}), and not new"
-        return "unknown", f"no readable owner file yet ({unreadable})"
-    if not owner.boot_id or owner.boot_id != boot_id():
-        return "dead", f"process {owner.pid} ended with an earlier boot"
-    if owner.host == socket.gethostname() and start_ticks(owner.pid) == owner.start_ticks:
-        return "unknown", f"process {owner.pid} lives but does not hold the lock"
-    return "dead", f"process {owner.pid} has ended"
+        return "unknown", f"no readable owner file ({unreadable}); perhaps it is being made (--unknown removes it)"
+    if not is_local(fstype := filesystem_type(run.path)):
+        return "unknown", (
+            f"owned by process {owner.pid} on {owner.host}; lies on {fstype or 'an unknown file system'}, where a lock "
+            "of another machine may not be seen (--unknown removes it)"
+        )
+    return "dead", f"process {owner.pid} has ended, or has left it to be resumed"

@@ -14,8 +14,7 @@ from tiered_zero.io.disk import errno_advice, errno_text, free_text
 from tiered_zero.io.engine import File, IOEngine, IOTransfer
 from tiered_zero.layout.extents import STRIPE_NBYTES, file_nbytes, stripe_cycle
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.store.descriptors import error_text, open_of_owner
-from tiered_zero.store.durable import sync_directory
+from tiered_zero.store.files import error_text, open_of_owner, sync_directory
 
 DATA_NAME = "data.bin"
 
@@ -60,6 +59,11 @@ class Stripes:
             yield StripePiece(index, (turn * self._counts[index] + self._ranks[place]) * STRIPE_NBYTES + within, length)
             offset += length
 
+    def locate(self, paths: Sequence[str | Path], offset: int) -> tuple[str, int]:
+        """Path and file offset of an address, for error texts."""
+        piece = next(self.pieces(offset, 1))
+        return str(paths[piece.file_index]), piece.file_offset
+
     def file_nbytes(self, capacity_nbytes: int) -> list[int]:
         """Bytes of each file; they sum to the capacity exactly."""
         return file_nbytes(capacity_nbytes, self.weights)
@@ -78,8 +82,7 @@ class StripedFiles:
     def create(cls, engine: IOEngine, paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> StripedFiles:
         """Create and preallocate. Raises StoreError, and leaves no file behind, when the disk is too small."""
         made = cls(engine, (), stripes)
-        names = [path / DATA_NAME for path in paths]
-        for name, nbytes in zip(names, stripes.file_nbytes(capacity_nbytes), strict=True):
+        for name, nbytes in zip(paths, stripes.file_nbytes(capacity_nbytes), strict=True):
             try:
                 file = engine.open(str(name), create=True)
                 made._files += (file,)
@@ -88,7 +91,7 @@ class StripedFiles:
                 sync_directory(name.parent)
             except (TieredZeroError, OSError) as error:
                 made.close()
-                for left in names:
+                for left in paths:
                     left.unlink(missing_ok=True)
                 code = error.errno if isinstance(error, OSError) else None
                 remedy = (
@@ -103,13 +106,12 @@ class StripedFiles:
         return made
 
     @classmethod
-    def open(cls, engine: IOEngine, paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> StripedFiles:
-        """Open existing files. Raises StoreError when one is missing or shorter than the store."""
-        check_data_files(paths, stripes, capacity_nbytes)
+    def open(cls, engine: IOEngine, paths: Sequence[Path], stripes: Stripes, *, writable: bool = True) -> StripedFiles:
+        """Open existing files. Raises TransferError."""
         opened = cls(engine, (), stripes)
         try:
             for path in paths:
-                opened._files += (engine.open(str(path / DATA_NAME)),)
+                opened._files += (engine.open(str(path), writable=writable),)
         except Exception:
             opened.close()
             raise
@@ -129,8 +131,7 @@ class StripedFiles:
 
     def locate(self, offset: int) -> tuple[str, int]:
         """Path and file offset of an address, for error texts."""
-        piece = next(self.stripes.pieces(offset, 1))
-        return self._files[piece.file_index].path, piece.file_offset
+        return self.stripes.locate([file.path for file in self._files], offset)
 
     def submit(self, request: PieceRequest, offset: int, memory: memoryview, transfers: list[IOTransfer]) -> None:
         """Make a request of the engine for each piece. `transfers`: takes theirs, also before one that is refused."""

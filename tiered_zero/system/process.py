@@ -67,3 +67,8 @@ def read_text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def boot_id() -> str:
+    """Return the boot id of the running kernel; empty if there is no /proc."""
+    return read_text(Path("/proc/sys/kernel/random/boot_id"))

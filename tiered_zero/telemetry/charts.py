@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise, zip_longest
@@ -155,28 +155,6 @@ def timeline_chart(title: str, x_label: str, rows: Sequence[str], bars: Sequence
             width = min(width, plot.x(following.start) - x)
         if len(bar.label) * CHAR_WIDTH + 6 <= width:
             plot.text(x + 4, y + 13, bar.label, "inside")
-    plot.x_axis(x_label)
-    return plot.svg(title)
-
-
-def paired_bars(title: str, x_label: str, pairs: Mapping[str, Sequence[tuple[float, str, str]]]) -> str:
-    """For each name some bars beneath each other: value, style, and the text at its end."""
-    if not pairs:
-        return NOT_RECORDED
-    thickness, gap, left = 18.0, 12.0, 24 + CHAR_WIDTH * max(len(name) for name in pairs)
-    height = TOP + sum(len(bars) * thickness + gap for bars in pairs.values()) + BOTTOM
-    text_width = CHAR_WIDTH * max(len(text) for bars in pairs.values() for _, _, text in bars) + 12
-    highest = max(value for bars in pairs.values() for value, _, _ in bars)
-    share = 1 - text_width / (WIDTH - RIGHT - left)
-    plot = Plot((WIDTH, height), (0.0, highest / share), (0.0, 1.0), left)
-    y = TOP + gap / 2
-    for name, bars in pairs.items():
-        plot.text(left - 8, y + len(bars) * thickness / 2 + 4, name, "tick end")
-        for value, style, text in bars:
-            plot.draw(_rect(left, y + 1, max(0.4, plot.x(value) - left), thickness - 2, style, f"{name}: {text}"))
-            plot.text(plot.x(value) + 6, y + thickness / 2 + 4, text, "tick")
-            y += thickness
-        y += gap
     plot.x_axis(x_label)
     return plot.svg(title)
 

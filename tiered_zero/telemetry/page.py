@@ -15,15 +15,13 @@ from tiered_zero.telemetry.charts import (
     Series,
     legend,
     line_chart,
-    paired_bars,
     stacked_chart,
     timeline_chart,
 )
 from tiered_zero.telemetry.page_style import PAGE, STYLE, style_of
 from tiered_zero.telemetry.report import CAUSES, RunReport, StepReport, known_first
-from tiered_zero.telemetry.runlog import RunRecord, Timeline
+from tiered_zero.telemetry.runlog import RowLayout, RunRecord, Timeline, by_start
 from tiered_zero.telemetry.spans import DRIVER_LANE, LANES, Span, is_wait
-from tiered_zero.telemetry.trace import RowLayout, by_start
 
 CUT_AT = 4.0
 """Times the median step's time: longer steps, as the first, are cut off, so that the others can be read."""
@@ -64,9 +62,8 @@ def _about(run: RunRecord) -> str:
     facts = {"model": header.model, "parameters": f"{header.num_parameters:,}", "started": started, **header.facts}
     if run.steps and (num_before := run.steps[0].step - 1):
         facts["resumed after step"] = f"{num_before:,}"
-    ended = "" if run.footer else ' <strong class="warn">The run was interrupted.</strong>'
-    if run.is_cut:
-        ended = ' <strong class="warn">The record could not be written to its end.</strong>'
+    cut = "The record has no end: the run was interrupted, or its disk was full."
+    ended = "" if run.footer else f' <strong class="warn">{cut}</strong>'
     words = " · ".join(f"{escape(name)} <b>{escape(str(text))}</b>" for name, text in facts.items())
     return f"<p>{words}{ended}</p>"
 
@@ -207,32 +204,21 @@ def _meanings() -> str:
 
 
 def _plan(run: RunRecord) -> str:
-    planned, peak = run.report.planned_nbytes, run.report.peak_nbytes
-    tiers = known_first(TIERS, (*planned, *peak))
-    scale, unit = _bytes_unit(max((*planned.values(), *peak.values()), default=0))
-    pairs = {
-        tier: [
-            (source.get(tier, 0) / scale, style, f"{name} {format_nbytes(source.get(tier, 0))}")
-            for name, source, style in (("planned", planned, "planned"), ("peak", peak, style_of(tier)))
-        ]
-        for tier in tiers
-    }
-    chart = paired_bars("Planned and peak bytes by tier", unit, pairs)
-    return _figure("Planned and measured", f'<div class="bars">{chart}</div>{_kinds_table(run)}')
-
-
-def _kinds_table(run: RunRecord) -> str:
-    planned, most = run.header.planned_nbytes, run.steps[-1].kind_nbytes if run.steps else {}
+    """A row for each kind on each tier, then the tier's sum, whose peak may be less than that of its kinds."""
+    planned, peak = run.header.planned_nbytes, run.steps[-1].kind_nbytes if run.steps else {}
+    sums = run.header.planned_by_tier, run.report.peak_nbytes
     rows = []
-    for tier in known_first(TIERS, (*planned, *most)):
-        for kind in known_first((), (*planned.get(tier, {}), *most.get(tier, {}))):
-            cells = (source.get(tier, {}).get(kind) for source in (planned, most))
-            numbers = "".join(f"<td>{'-' if cell is None else format_nbytes(cell)}</td>" for cell in cells)
+    for tier in known_first(TIERS, (*planned, *peak, *sums[1])):
+        of_kind = planned.get(tier, {}), peak.get(tier, {})
+        cells = [
+            (kind, [source.get(kind) for source in of_kind]) for kind in known_first((), (*of_kind[0], *of_kind[1]))
+        ]
+        for kind, pair in [*cells, ("in all", [source.get(tier) for source in sums])]:
+            numbers = "".join(f"<td>{'-' if nbytes is None else format_nbytes(nbytes)}</td>" for nbytes in pair)
             rows.append(f"<tr><th>{escape(tier)}</th><th>{escape(kind)}</th>{numbers}</tr>")
-    if not rows:
-        return ""
     head = "<tr><th>tier</th><th>kind</th><td>planned</td><td>peak</td></tr>"
-    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+    table = f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+    return _figure("Planned and measured", table if rows else NOT_RECORDED)
 
 
 def _seconds_unit(largest_s: float) -> tuple[float, str]:

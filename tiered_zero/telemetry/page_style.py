@@ -27,7 +27,6 @@ COLOURS = {
     "device": ("#2f6fb5", "#6aa5e0"),
     "host": ("#1f8a70", "#4fc0a2"),
     "nvme": ("#d9822b", "#f0a35a"),
-    "planned": ("#b4bdc4", "#66727b"),
 }
 """(light, dark) of causes, lanes and tiers. A cause has the colour of its lane where they share a name."""
 
@@ -103,7 +102,7 @@ tbody th, tbody td { white-space: nowrap } td { text-align: right } thead { colo
 .meanings th, .meanings td { vertical-align: top } .meanings td { text-align: left; white-space: normal }
 @media (max-width: 640px) { body { padding: 12px } figure { padding: 10px 12px; overflow-x: auto }
   svg, .label { font-size: 19px } .label[transform] { display: none } .wide svg { font-size: 13px }
-  .bars svg { font-size: 13px; min-width: 560px } th, td { padding-right: 10px } table { font-size: 13px } }
+  th, td { padding-right: 10px } table { font-size: 13px } }
 @media print { body { max-width: none; padding: 0; print-color-adjust: exact; -webkit-print-color-adjust: exact }
   .wide { overflow: visible } .wide svg { min-width: 0 } figure { break-inside: avoid } }
 """

@@ -1,14 +1,20 @@
-"""The run's record on disk: one JSON object per line; a header, a line per step, one step's timeline, a footer.
+"""Files that a run writes, a step at a time: its record (`tiered_zero.report`) and its trace (`tiered_zero.trace`).
 
-The header comes first; any other line may be missing, and a last line that is cut off (the run was killed) is left out.
+A record has one JSON object per line: a header, a line per step, one step's timeline, a footer. The header comes first;
+any other line may be missing, and a last line that is cut off (the run was killed) is left out.
+
+A trace is Chrome's, for Perfetto (ui.perfetto.dev) or chrome://tracing, in the array form, whose closing bracket may be
+missing: a killed run leaves a file that opens.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from itertools import count
@@ -18,11 +24,14 @@ from typing import Any
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.system.resources import opened
 from tiered_zero.telemetry.report import JsonRecord, RunReport, RunTotals, StepReport
-from tiered_zero.telemetry.spans import Span
+from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Recorder, Span, is_wait
 
 logger = logging.getLogger("tiered_zero")
 
 FORMAT_VERSION = 1
+
+TIMELINE_STEP = 3
+"""The step of a process whose spans go into the record: by then the order of the units is known and fetched ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +72,12 @@ class Timeline:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """A record read back. `footer` is None if the run did not end by itself."""
+    """A record read back. `footer` is None if the run did not end by itself, or its disk was full."""
 
     header: RunHeader
     steps: list[StepReport] = field(default_factory=list)
     timeline: Timeline | None = None
     footer: RunReport | None = None
-    is_cut: bool = False
-    """It could not be written to its end (a full disk), though the run went on."""
 
     @property
     def report(self) -> RunReport:
@@ -90,10 +97,9 @@ class PrivateFile:
     training goes on.
     """
 
-    def __init__(self, path: str | os.PathLike[str], setting: str, cut_mark: str) -> None:
-        """A new file (0600). `setting`: its name in the config. `cut_mark`: the last text of a file that is
-        cut; it may be missing where not even that can be written. Raises ConfigError."""
-        self._name, self._setting, self._cut_mark = os.fspath(path), setting, cut_mark.encode()
+    def __init__(self, path: str | os.PathLike[str], setting: str) -> None:
+        """Make the file. `setting`: its name in the config. Raises ConfigError."""
+        self._name, self._setting = os.fspath(path), setting
         self._nbytes = 0
         try:
             self._keep_former()
@@ -132,8 +138,7 @@ class PrivateFile:
                 self._setting, self._name, error.strerror or error,
             )  # fmt: skip
             with suppress(OSError):
-                os.ftruncate(self._fd, self._nbytes)  # a part of an entry goes, and leaves room for the mark
-                os.pwrite(self._fd, self._cut_mark, self._nbytes)
+                os.ftruncate(self._fd, self._nbytes)  # a part of an entry goes
             self.close()
 
     def close(self) -> None:
@@ -145,14 +150,14 @@ class PrivateFile:
 
 
 class RunLog:
-    """Adds a run up, and writes it where a path is given. One thread.
+    """Write a run's record, and add the run up for its footer. One thread.
 
     Raises ConfigError if the file cannot be made.
     """
 
-    def __init__(self, header: RunHeader, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, header: RunHeader, path: str | os.PathLike[str]) -> None:
         self._totals = RunTotals(header.planned_by_tier, header.open_settings)
-        self._file = PrivateFile(path, "tiered_zero.report", '{"record":"cut"}\n') if path is not None else None
+        self._file = PrivateFile(path, "tiered_zero.report")
         self._write("header", header.to_json())
 
     def add(self, report: StepReport) -> None:
@@ -162,20 +167,13 @@ class RunLog:
     def add_timeline(self, timeline: Timeline) -> None:
         self._write("timeline", timeline.to_json())
 
-    def report(self) -> RunReport:
-        """Return the report of the steps added so far."""
-        return self._totals.report()
-
     def close(self) -> None:
         """Write the footer. Idempotent."""
-        self._write("footer", self.report().to_json())
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._write("footer", self._totals.report().to_json())
+        self._file.close()
 
     def _write(self, record: str, values: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"record": record, **values}, separators=(",", ":"), allow_nan=False) + "\n")
+        self._file.write(json.dumps({"record": record, **values}, separators=(",", ":"), allow_nan=False) + "\n")
 
 
 def read_run(path: str | os.PathLike[str]) -> RunRecord:
@@ -199,8 +197,6 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
                 run.timeline = Timeline.from_json(values)
             elif record == "footer":
                 run.footer = RunReport.from_json(values)
-            elif record == "cut":
-                run.is_cut = True
         except (ValueError, KeyError, TypeError, AttributeError, StoreError) as error:
             raise StoreError(
                 f"{path}, line {number}: expected a line of a run's record (tiered_zero.report); {error}. "
@@ -211,3 +207,167 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
             f"{path} holds no run: expected a header in its first line. Name the file of tiered_zero.report."
         )
     return run
+
+
+_PROCESS = 1
+_ROWS_A_LANE = 1000
+"""Thread ids of one lane's rows; more requests than that are not in flight at once."""
+
+
+class RowLayout:
+    """Places spans on rows: one for each lane and named wait, more where spans overlap without being nested."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[_Row]] = {name: [] for name in (*LANES, *WAIT_CAUSES)}
+
+    def place(self, span: Span) -> tuple[str, int]:
+        """The lane's or wait's name and the index of the row. Give spans of a batch by start, the longer one first."""
+        name = span.kind if is_wait(span.kind) else span.lane
+        rows = self._rows.setdefault(name, [])
+        for index, row in enumerate(rows):
+            if row.take(span):
+                return name, index
+        rows.append(_Row())
+        rows[-1].take(span)
+        return name, len(rows) - 1
+
+    def order(self, name: str) -> int:
+        """Return the place of the lane or wait among all that are known."""
+        return list(self._rows).index(name)
+
+
+class _Row:
+    """Spans in the order of their start, each after or inside those before it."""
+
+    def __init__(self) -> None:
+        self._last_start_s = -math.inf
+        self._ends: list[float] = []
+
+    def take(self, span: Span) -> bool:
+        """Whether the span fits; if so it is part of the row."""
+        if span.start_s < self._last_start_s:
+            return False
+        while self._ends and self._ends[-1] <= span.start_s:
+            self._ends.pop()
+        if self._ends and span.end_s > self._ends[-1]:
+            return False
+        self._last_start_s = span.start_s
+        self._ends.append(span.end_s)
+        return True
+
+
+def by_start(spans: Iterable[Span]) -> list[Span]:
+    """Outer spans before those inside them."""
+    return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
+
+
+class TraceWriter:
+    """Appends spans as they are taken from the recorder. One thread.
+
+    Raises ConfigError if the file cannot be made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
+        self._file = PrivateFile(path, "tiered_zero.trace")
+        self._layout = RowLayout()
+        self._threads: set[int] = set()
+        self._file.write("[\n")
+        labels = ", ".join(f"{name} {text}" for name, text in (metadata or {}).items())
+        self._write([_about("process_name", 0, name="tiered_zero"), _about("process_labels", 0, labels=labels)])
+
+    def write(self, spans: Iterable[Span]) -> None:
+        """Flushed when it returns, so that these spans survive a kill. Nothing once it is closed."""
+        if self._file.closed:
+            return
+        events: list[dict[str, Any]] = []
+        for span in by_start(spans):
+            name, row = self._layout.place(span)
+            thread = (1 + self._layout.order(name)) * _ROWS_A_LANE + row
+            if thread not in self._threads:
+                self._threads.add(thread)
+                events.append(_about("thread_name", thread, name=name if row == 0 else f"{name} ({row + 1})"))
+                events.append(_about("thread_sort_index", thread, sort_index=thread))
+            args = {"lane": span.lane, "bytes": span.nbytes} if span.nbytes else {"lane": span.lane}
+            events.append(
+                {"ph": "X", "pid": _PROCESS, "tid": thread, "name": span.name, "cat": span.kind or span.lane}
+                | {"ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6, "args": args}
+            )
+        self._write(events)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._file.closed:
+            self._write([_about("process_sort_index", 0, sort_index=0)], end="\n]\n")
+            self._file.close()
+
+    def _write(self, events: Iterable[dict[str, Any]], end: str = ",\n") -> None:
+        text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+        if text:
+            self._file.write(text + end)
+
+
+def _about(what: str, thread: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": _PROCESS, "tid": thread, "name": what, "args": args}
+
+
+class StepLog:
+    """Says a line of every `every`-th step; None: of none. `groups`: the live param groups.
+
+    The line is asked for by name (steps_per_print), so it is printed where no handler of the logger would show it.
+    """
+
+    def __init__(self, every: int | None, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._every = every
+        self._groups = groups
+
+    def __call__(self, report: StepReport) -> None:
+        if self._every is not None and report.step % self._every == 0:
+            loss = "unknown" if report.loss is None else f"{report.loss:.6g}"
+            rates = ", ".join(f"{float(group['lr']):.6g}" for group in self._groups) or "none"
+            line = f"step {report.step}: loss {loss}, loss scale {report.loss_scale:g}, learning rate {rates}"
+            if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+                logger.info("%s", line)
+            else:
+                print(line, flush=True)
+
+
+class RunObserver:
+    """Call it with each step's report, on the thread that steps. Turns the recorder's spans on when they are wanted.
+
+    `report_path`, `trace_path`: None for none. Raises ConfigError if a file cannot be made.
+    """
+
+    def __init__(self, recorder: Recorder, header: RunHeader, report_path: str | None, trace_path: str | None) -> None:
+        self._recorder = recorder
+        self._log = RunLog(header, report_path) if report_path is not None else None
+        self._num_steps = 0
+        try:
+            facts = {"model": header.model, **header.facts}
+            self._trace = TraceWriter(trace_path, facts) if trace_path is not None else None
+        except Exception:
+            if self._log is not None:
+                self._log.close()
+            raise
+        self._keep_spans_for(1)
+
+    def __call__(self, report: StepReport) -> None:
+        spans = self._recorder.take_spans()
+        self._num_steps += 1
+        if self._trace is not None:
+            self._trace.write(spans)
+        if self._log is not None:
+            self._log.add(report)
+            if self._num_steps == TIMELINE_STEP:
+                self._log.add_timeline(Timeline(step=report.step, spans=spans))
+        self._keep_spans_for(self._num_steps + 1)
+
+    def close(self) -> None:
+        """Write what is left and the footer. Idempotent."""
+        if self._trace is not None:
+            self._trace.write(self._recorder.take_spans())
+            self._trace.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _keep_spans_for(self, step: int) -> None:
+        self._recorder.keep_spans = self._trace is not None or (self._log is not None and step == TIMELINE_STEP)

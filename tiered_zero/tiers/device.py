@@ -27,10 +27,6 @@ class DeviceTier(Tier):
         self._slots[name] = slot, torch.zeros(nbytes, dtype=torch.uint8, device=self._accelerator.device)
         return slot
 
-    def release(self, slot: Slot) -> None:
-        del self._slots[slot.name]
-        self._ledger.discharge(self.name, slot.kind, slot.nbytes)
-
     def view(self, slot: Slot) -> torch.Tensor:
         return self._slots[slot.name][1]
 
@@ -48,8 +44,9 @@ class DeviceTier(Tier):
         return self._copy("fetch", target, source, self._accelerator.record_compute(), *written)
 
     def close(self) -> None:
-        for slot, _ in list(self._slots.values()):
-            self.release(slot)
+        for slot, _ in self._slots.values():
+            self._ledger.discharge(self.name, slot.kind, slot.nbytes)
+        self._slots.clear()
 
     def _copy(self, lane: str, target: torch.Tensor, source: torch.Tensor, *after: Transfer) -> Transfer:
         accelerator = self._accelerator

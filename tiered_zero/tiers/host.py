@@ -27,10 +27,6 @@ class HostTier(Tier):
             self._slots[name] = self._arena.take(nbytes, kind)
         return Slot(name=name, nbytes=nbytes, kind=kind)
 
-    def release(self, slot: Slot) -> None:
-        if slot.nbytes:
-            self._slots.pop(slot.name).release()
-
     def view(self, slot: Slot) -> torch.Tensor:
         return self._slots[slot.name].tensor if slot.nbytes else torch.empty(0, dtype=torch.uint8)
 

@@ -17,7 +17,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.plan.slots import COMMIT_KINDS
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.store.manifest import Record
-from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.store.store import SwapStore
 from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
 from tiered_zero.tiers.unit_update import StartCopy, UnitUpdate
 
@@ -91,12 +91,6 @@ class NvmeTier(Tier):
         if num_durable == 1:
             self._once.add(name)
         return slot
-
-    def release(self, slot: Slot) -> None:
-        charged = self._charged.pop(slot.name)
-        self.store.release(self._records.pop(slot.name))
-        for kind, nbytes in charged:
-            self._ledger.discharge(self.name, kind, nbytes)
 
     def view(self, slot: Slot) -> None:
         return None

@@ -27,10 +27,9 @@ from typing import final
 import torch
 
 from tiered_zero.concurrency.interrupts import INTERRUPTS, POLL_S
-from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_quietly
+from tiered_zero.concurrency.transfer import COMPLETED, Joined, Transfer, wait_quietly
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
-from tiered_zero.store.transfers import Joined
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.tier import BufferView

@@ -59,9 +59,6 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def release(self, slot: Slot) -> None: ...
-
-    @abstractmethod
     def view(self, slot: Slot) -> torch.Tensor | None:
         """The slot's own bytes, [nbytes] uint8, to be used in place; None where they cannot be addressed (nvme)."""
 

@@ -211,10 +211,10 @@ class DelayedPolicy(UpdatePolicy):
     def begin_backward(self) -> None:
         """Leave reading ahead to the update that runs."""
 
-    def at_cut(self, job: Callable[[], None], cut: Completion | None = None) -> Transfer:
+    def at_cut(self, job: Callable[[], None]) -> Transfer:
         """Publish the delayed update first: what is saved is the state of one step."""
         self._finish()
-        return super().at_cut(job, cut)
+        return super().at_cut(job)
 
     def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
         self._exact.run_behind(act, after)

@@ -151,16 +151,16 @@ class UpdatePolicy(ABC):
         training."""
         return
 
-    def at_cut(self, job: Callable[[], None], cut: Completion | None = None) -> Transfer:
-        """Run `job` between two updates: behind every write of the last, before the next begins. A save runs there.
+    def at_cut(self, job: Callable[[], None]) -> Transfer:
+        """Run `job` between two updates: behind every write of the last, before the next begins. An asynchronous save
+        begins there.
 
-        On the update lane where updates run on it, else at once. `finish` waits for it; the transfer, which is `cut`
-        where one is given, carries its error. Raises ModelError while an update is open in backward,
-        EngineFailedError after a failure.
+        On the update lane where updates run on it, else at once. `finish` waits for it; the transfer carries its error.
+        Raises ModelError while an update is open in backward, EngineFailedError after a failure.
         """
         self.check_untouched("State is to be saved")
         self.check()
-        cut = cut or Completion()
+        cut = Completion()
         self.run_behind(partial(self._run_cut, job, cut))
         return cut
 

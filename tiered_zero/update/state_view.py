@@ -14,8 +14,7 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment
 from tiered_zero.rules.optimizer_copy import flattened, nested, same
 from tiered_zero.rules.rule import UpdateRule
-from tiered_zero.rules.state_formats import Parts
-from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.rules.state_layout import Parts, StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import leased_slot, read_slot, write_slot
 

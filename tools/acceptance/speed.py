@@ -248,7 +248,7 @@ def _take_two_steps(site: Site, size: Size, placement: str, runtime: dict[str, A
 
 def most_layers(site: Site, size: Size, placement: str, runtime: dict[str, Any]) -> int:
     """Bisect the number of layers by the plan; nothing is allocated."""
-    from tiered_zero.assembly.run_spec import specify_run
+    from tiered_zero.assembly.spec import specify_run
     from tiered_zero.config.load import load
     from tiered_zero.errors import PlanError
 

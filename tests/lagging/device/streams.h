@@ -43,6 +43,7 @@ struct Settings {
   std::atomic<double> comm_bytes_per_s{0};  // of what a rank sends in a collective
   std::atomic<double> capacity_nbytes{8.0 * (1 << 30)};  // of each device
   std::atomic<double> splits_blocks{0};  // 1: free blocks are given out in parts, too
+  std::atomic<double> one_queue{0};  // 1: all streams of a device share one queue, in the order of their launches
 
   std::atomic<double>* find(const std::string& name) {
     if (name == "delay_seed") return &delay_seed;
@@ -53,6 +54,7 @@ struct Settings {
     if (name == "comm_bytes_per_s") return &comm_bytes_per_s;
     if (name == "capacity_nbytes") return &capacity_nbytes;
     if (name == "splits_blocks") return &splits_blocks;
+    if (name == "one_queue") return &one_queue;
     return nullptr;
   }
 };
@@ -222,6 +224,7 @@ class Streams {
  public:
   Stream& at(int device, int64_t id) {
     std::lock_guard<std::mutex> guard(lock_);
+    if (settings.one_queue.load() > 0) id = 0;
     auto& found = streams_[{device, id}];
     if (!found) found = std::make_unique<Stream>(device, id);
     return *found;

@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tiered_zero.checkpoint.export import list_weights
-from tiered_zero.checkpoint.reader import TensorReader
-from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
-from tiered_zero.checkpoint.weights import WeightTensor, write_weights
+from tiered_zero.checkpoint.load import TensorReader
+from tiered_zero.checkpoint.tag import find_checkpoint, open_reader
+from tiered_zero.checkpoint.weights import WeightTensor, list_weights, write_weights
 from tiered_zero.errors import BudgetError, ConfigError
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.sizes import format_nbytes, parse_nbytes

@@ -17,9 +17,6 @@ from tiered_zero.telemetry.spans import Recorder
 POLL_S = 0.5
 """A blocked wait looks in the store this often for the message of a rank that failed."""
 
-QUERY_S = 0.5e-3
-"""The pause between two questions whether a device is done, where the host has to know."""
-
 
 @dataclass(kw_only=True)
 class RankTraffic:
@@ -45,28 +42,26 @@ class WaitContext:
         has_failed: Callable[[], bool],
         what: str,
         call: CollectiveCall,
-        gives_up: Callable[[], bool] | None,
-    ) -> bool:
-        """Wait for `is_over(seconds)`, or until `gives_up`, asked twice a second; return whether it is over. Raises
-        RankError where another rank has failed."""
-        start_s, failures, has_given_up = time.perf_counter(), self.failures, False
+    ) -> None:
+        """Wait for `is_over(seconds)`. Raises RankError where another rank has failed."""
+        start_s, failures = time.perf_counter(), self.failures
         if not is_over(POLL_S):
-            blocks_driver = gives_up is None and not runs_on_lane()
-            failures.post_wait(what, call if blocks_driver else None)
+            blocks_driver = not runs_on_lane()
+            if blocks_driver:
+                failures.post_wait(what, call)
             try:
-                while not is_over(POLL_S) and not (has_given_up := gives_up is not None and gives_up()):
+                while not is_over(POLL_S):
                     failures.check()
                     INTERRUPTS.check()
                     if blocks_driver:
                         failures.check_blocked()
             finally:
-                if not has_failed():
+                if blocks_driver and not has_failed():
                     failures.end_wait()
         if not runs_on_lane():
             end_s = time.perf_counter()
             self.traffic.waited_s += end_s - start_s
             self.recorder.add("compute", "wait_ranks", what, start_s, end_s)
-        return not has_given_up
 
 
 @final
@@ -88,23 +83,10 @@ class CollectiveTransfer(Transfer):
     def done(self) -> bool:
         return self._event.is_set()
 
-    def wait_at_most(self, seconds: float) -> bool:
-        """Block until it is complete, well or badly, or the time is over; return whether it is."""
-        return self._event.wait(seconds)
-
     def wait(self) -> None:
-        self._wait(None)
-
-    def wait_unless_gathering(self) -> bool:
-        """Wait; return False, before it is complete, where another rank waits in a gather."""
-        return self._wait(self._waits.failures.others_gather)
-
-    def _wait(self, gives_up: Callable[[], bool] | None) -> bool:
-        """Wait until it is complete, or `gives_up`, asked twice a second; return whether it is."""
-        is_over = self._waits.wait(self._event.wait, lambda: self.error is not None, self.what, self._call, gives_up)
+        self._waits.wait(self._event.wait, lambda: self.error is not None, self.what, self._call)
         if self.error is not None:
             raise self._waits.failures.explain(self.error, self.what)
-        return is_over
 
 
 @final
@@ -123,19 +105,5 @@ class DeviceCollective(LaneTransfer):
         if self._waits.failures.found is not None:  # its groups were ended, and its memory has any content
             raise self._waits.failures.found
 
-    def wait_unless_gathering(self) -> bool:
-        """Wait; return False, before it is complete, where another rank waits in a gather."""
-        return self._wait(self._is_complete_within, self._waits.failures.others_gather)
-
     def _await_launch(self) -> None:
-        self._wait(self._launched.wait)
-
-    def _wait(self, is_over: Callable[[float], bool], gives_up: Callable[[], bool] | None = None) -> bool:
-        return self._waits.wait(is_over, lambda: self.failure is not None, self.what, self._call, gives_up)
-
-    def _is_complete_within(self, seconds: float) -> bool:
-        """Ask the device for so long: an event cannot be waited for with a limit."""
-        until_s = time.perf_counter() + seconds
-        while not self.done() and time.perf_counter() < until_s:
-            time.sleep(QUERY_S)
-        return self.done()
+        self._waits.wait(self._launched.wait, lambda: self.failure is not None, self.what, self._call)

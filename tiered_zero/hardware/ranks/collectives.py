@@ -79,10 +79,6 @@ class Collectives(Protocol):
         `room`, 1-D: [W - 1] at least, to receive others' parts in; (W - 1) n are received at once. Both are this call's
         until the transfer is done. `after`, `bounds`: as of `all_gather`."""
 
-    def wait_reduced(self, reduction: Transfer) -> bool:
-        """Block until what `reduce_scatter` has returned is complete. Return False, before, where another rank waits in
-        a gather: this rank may have to join that one first."""
-
     def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
         """Fill `tensor` with that of rank `source`. Blocks."""
 
@@ -92,10 +88,6 @@ class Collectives(Protocol):
 
     def fail(self, message: str) -> None:
         """End the run on every rank: the others raise RankError with `message`. Idempotent; raises nothing."""
-
-    def fail_unless_known(self, message: str) -> None:
-        """End the run on every rank as `fail` does, some seconds later, unless the program ends or calls by then: its
-        own message is better than `message`. For what may never call again. Any thread; raises nothing."""
 
     def open(self) -> None:
         """Connect to the other ranks. Once, before any other call; every rank calls it at the same time. `close` ends
@@ -248,9 +240,6 @@ class SingleRank:
         wait_all(after)
         return COMPLETED
 
-    def wait_reduced(self, reduction: Transfer) -> bool:
-        return True
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "") -> None:
         """There is no other rank."""
 
@@ -258,9 +247,6 @@ class SingleRank:
         return [data]
 
     def fail(self, message: str) -> None:
-        """There is no other rank."""
-
-    def fail_unless_known(self, message: str) -> None:
         """There is no other rank."""
 
     def connect_device(self, accelerator: Accelerator) -> None:

@@ -16,24 +16,23 @@ from tiered_zero.errors import RankError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.ranks.backends import all_gather_single, device_backend
 from tiered_zero.hardware.ranks.collective_transfer import DeviceCollective, WaitContext
-from tiered_zero.hardware.ranks.device_watch import DeviceWatch
 from tiered_zero.hardware.ranks.rank_failures import CollectiveCall
 from tiered_zero.hardware.ranks.rank_order import add_in_order, split_rows
 
 logger = logging.getLogger("tiered_zero")
 
-BACKSTOP_S = 60.0
-"""A backend that watches its collectives itself, and may end the process, does so that much later than the watch."""
+LANE = "collectives"
+"""Carries gathers and reductions."""
 
 
 @final
 class DeviceCollectives:
     """The device's side of `ProcessGroups`. Driver thread, but for the lanes inside.
 
-    [Note: Collectives of a device] Each kind has a group and a lane, whose stream waits for the events of what comes
-    before and is waited for by an event: the host launches, and waits for no device. Within a group calls are in one
-    order on all ranks; which call of the other group lies between them may differ, so there are two. A gather moves
-    bytes. A reduction is an exchange of parts and a sum in rank order here, as on the host ([Note: Collectives by
+    [Note: Collectives of a device] Gathers and reductions have one group and one lane, whose stream waits for the
+    events of what comes before and is waited for by an event: the host launches, and waits for no device. Calls are in
+    one order on all ranks. Two groups would need that too: kernels of both wait in the queues of one device. A gather
+    moves bytes. A reduction is an exchange of parts and a sum in rank order here, as on the host ([Note: Collectives by
     owner]), and not the backend's own, whose order depends on the number of ranks and of bytes.
 
     [Note: Comparisons before gathers] Whether ranks gather the same is compared over the host's backend before each
@@ -50,22 +49,18 @@ class DeviceCollectives:
         self._span = accelerator.timer(waits.recorder)
         self._rank, self._world_size = rank, world_size
         self._timeout_s = timeout_s
-        self._groups: dict[str, Any] = {}
-        self._last: dict[str, Transfer] = {}
-        """The last collective of each group. [Note: Gathers that meet]"""
-        self._watch: DeviceWatch | None = None
+        self._group: Any = None
+        self.last: Transfer | None = None
+        """The last collective. [Note: Gathers that meet]"""
 
-    def open(self, call: Callable[[str], CollectiveCall]) -> None:
-        """Connect the devices, and try both kinds of collectives. `call`: counts one of a group. Raises ConfigError and
-        RankError."""
+    def open(self, call: Callable[[str, str], CollectiveCall]) -> None:
+        """Connect the devices, and try both kinds of collectives. `call`: counts one of a group and kind. Raises
+        ConfigError and RankError."""
         device = self._accelerator.device
         backend = device_backend(device)
-        later = timedelta(seconds=self._timeout_s + BACKSTOP_S)
         try:
-            for name in ("all_gather", "reduce_scatter"):
-                self._groups[name] = dist.new_group(backend=backend, timeout=later)
-                self._accelerator.lane(name)  # a thread that cannot be started fails here
-            self._watch = DeviceWatch(device, self._waits.failures, self._timeout_s, self.abort)
+            self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=self._timeout_s))
+            self._accelerator.lane(LANE)  # a thread that cannot be started fails here
             self._try(call)
         except (RuntimeError, ValueError) as error:
             raise RankError(
@@ -73,13 +68,13 @@ class DeviceCollectives:
                 f"{backend}: {error}"
             ) from error
 
-    def _try(self, call: Callable[[str], CollectiveCall]) -> None:
+    def _try(self, call: Callable[[str, str], CollectiveCall]) -> None:
         """Many backends connect at the first collective: better here than under the first step."""
         ranks = torch.arange(self._world_size, device=self._accelerator.device)
         rows, others = split_rows(ranks, None, self._world_size), torch.empty_like(ranks)[1:]
         own, after = rows[self._rank], [self._accelerator.record_compute()]
-        self.all_gather(ranks, rows, own, "the first gather", call("all_gather"), after).wait()
-        self.reduce_scatter(ranks, rows, others, "the first reduction", call("reduce_scatter"), ()).wait()
+        self.all_gather(ranks, rows, own, "the first gather", call(LANE, "all_gather"), after).wait()
+        self.reduce_scatter(ranks, rows, others, "the first reduction", call(LANE, "reduce_scatter"), ()).wait()
         if int(own) != (expected := self._rank * self._world_size):
             raise RuntimeError(f"the sum of all ranks was expected to be {expected}; found {int(own)}")
 
@@ -93,10 +88,9 @@ class DeviceCollectives:
         after: Sequence[Transfer],
     ) -> Transfer:
         """Gather `rows` of `flat`, of which `shard` is this rank's."""
-        groups, own = self._groups, rows[self._rank]
+        group, own = self._group, rows[self._rank]
 
         def gather() -> None:
-            group = groups["all_gather"]
             with self._span("all_gather", "all_gather", what, flat.nbytes):
                 if own.data_ptr() != shard.data_ptr():
                     self._accelerator.copy(own, shard)
@@ -120,7 +114,7 @@ class DeviceCollectives:
         after: Sequence[Transfer],
     ) -> Transfer:
         """Sum this rank's row of `bucket` over all ranks, in rank order."""
-        groups, rank = self._groups, self._rank
+        group, rank = self._group, self._rank
         part_numel = room.numel() // (self._world_size - 1)
 
         def reduce() -> None:
@@ -131,7 +125,7 @@ class DeviceCollectives:
                     received = [room[i * part_numel :][: own.numel()] for i in range(self._world_size - 1)]
                     received.insert(rank, own[:0])
                     sent = [own[:0] if other == rank else part for other, part in enumerate(parts)]
-                    dist.all_to_all(received, sent, group=groups["reduce_scatter"])
+                    dist.all_to_all(received, sent, group=group)
                     received[rank] = own
                     add_in_order(received, own)
 
@@ -153,27 +147,23 @@ class DeviceCollectives:
             except Exception as error:
                 raise self._waits.failures.explain(error, what) from error
 
-        assert self._watch is not None, "it is open"
-        if call.group in self._last:
-            after = [*after, self._last[call.group]]
-        self._last[call.group] = transfer
-        self._accelerator.lane(call.group).submit(run, after=after, holds=holds, transfer=transfer)
-        self._watch.add(call.group, transfer, after)
+        if self.last is not None:
+            after = [*after, self.last]
+        self.last = transfer
+        self._accelerator.lane(LANE).submit(run, after=after, holds=holds, transfer=transfer)
         return transfer
 
     def abort(self) -> None:
-        """Free whatever hangs in the groups, on this rank. No collective is begun any more. Any thread; idempotent."""
-        for name, group in tuple(self._groups.items()):
+        """Free whatever hangs in the group, on this rank. No collective is begun any more. Any thread; idempotent."""
+        if (group := self._group) is not None:
             try:
                 group.abort()
             except Exception:
-                logger.exception("ending the group of %s failed: what hangs in it may go on", name)
+                logger.exception("ending the group of devices failed: what hangs in it may go on")
 
     def close(self) -> None:
-        """End the watch and the groups. Idempotent."""
-        if self._watch is not None:
-            self._watch.close()
-        groups, self._groups = self._groups, {}
-        for group in groups.values():
+        """End the group. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
             with suppress(Exception):
                 dist.destroy_process_group(group)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import struct
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -26,7 +25,6 @@ from tiered_zero.hardware.ranks import host_collectives
 from tiered_zero.hardware.ranks.backends import HOST_BACKEND, all_gather_single
 from tiered_zero.hardware.ranks.collective_transfer import (
     CollectiveTransfer,
-    DeviceCollective,
     RankTraffic,
     WaitContext,
 )
@@ -38,26 +36,18 @@ from tiered_zero.telemetry.spans import Recorder
 
 logger = logging.getLogger("tiered_zero")
 
-GROUPS = ("all_gather", "reduce_scatter", "control")
-"""One process group and one lane each: collectives of one group run in the order of their calls, those of two groups
-at the same time."""
+GROUPS = ("collectives", "control")
+"""One process group and one lane each: gathers and reductions run in the order of their calls, which is the same on
+every rank; control, which the driver waits for, runs beside them."""
 
-CAUGHT_S = 3.0
-"""What ends the program posts its message within so long; else the program has caught it."""
-
-LINGER_S = 5.0
-"""A rank that closes its engine waits so long for the others to do the same: what they still receive then arrives."""
+FREED_S = 5.0
+"""As an engine closes, collectives that are under way have so long to end, as on the other ranks."""
 
 INLINE_NBYTES = 248
 """An exchange of at most so many bytes is one collective of 256 bytes a rank; a longer one takes a second."""
 
 _HEAD = struct.Struct("<II")
 """Before the data of an exchange: how many bytes it has, and the number of its kind of call."""
-
-_SAME_STEPS = "every rank makes the same number of steps; drop the last, or pad"
-
-_CLOSED = 0
-"""The kind of what a rank that closes its engine answers to an exchange of the others."""
 
 
 class _Phase(Enum):
@@ -105,7 +95,6 @@ class ProcessGroups:
         """The last collective of each lane. [Note: Gathers that meet]"""
         self._phase = _Phase.NEW
         self._why_closed = "its engine was closed"
-        self._caught: threading.Timer | None = None
         self._notices = _SharedNotices(self.rank)
         logger.addFilter(self._notices)
 
@@ -154,13 +143,15 @@ class ProcessGroups:
         rows = split_rows(flat, bounds, self.world_size)
         assert rows[self.rank].numel() == shard.numel(), "the part is this rank's"
         self.traffic.gathered_nbytes += flat.nbytes
+        call = self._count("collectives", "all_gather")
+        if order is not None:
+            order = f"{order}, as collective {call.number}"
         if not flat.is_cpu:
-            call = self._count("all_gather")
             if order is not None:
                 compare = partial(compare_order, order, self._groups.get("order"), self.world_size)
-                after = [*after, self._submit("order", what, compare)]
+                after = [*after, self._submit(self._count("order", "order"), what, compare)]
             return self._on_device.all_gather(flat, rows, shard, what, call, after)
-        group = self._groups.get("all_gather")
+        group = self._groups.get("collectives")
         part_numel = max(1, self._gather_numel // self.world_size)
 
         def gather() -> None:
@@ -168,7 +159,7 @@ class ProcessGroups:
                 compare_order(order, group, self.world_size)
             host_collectives.gather(rows, shard, self.rank, part_numel, group)
 
-        return self._submit("all_gather", what, gather, flat.nbytes, after)
+        return self._submit(call, what, gather, flat.nbytes, after)
 
     def reduce_scatter(
         self,
@@ -184,16 +175,13 @@ class ProcessGroups:
         self.traffic.reduced_nbytes += bucket.nbytes
         part_numel = room.numel() // (self.world_size - 1)
         assert part_numel, "there is room for an element of each other rank"
+        call = self._count("collectives", "reduce_scatter")
         if not bucket.is_cpu:
-            return self._on_device.reduce_scatter(bucket, rows, room, what, self._count("reduce_scatter"), after)
-        group = self._groups.get("reduce_scatter")
+            return self._on_device.reduce_scatter(bucket, rows, room, what, call, after)
+        group = self._groups.get("collectives")
 
         job = partial(host_collectives.reduce, rows, room, self.rank, part_numel, group)
-        return self._submit("reduce_scatter", what, job, bucket.nbytes, after)
-
-    def wait_reduced(self, reduction: Transfer) -> bool:
-        assert isinstance(reduction, (CollectiveTransfer, DeviceCollective)), "reduce_scatter has returned it"
-        return reduction.wait_unless_gathering()
+        return self._submit(call, what, job, bucket.nbytes, after)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "values") -> None:
         if not tensor.numel():
@@ -201,21 +189,14 @@ class ProcessGroups:
         group = self._groups.get("control")
         values = tensor.detach().cpu().contiguous()
         memory = values.view(-1).view(torch.uint8)  # gloo takes few dtypes
-        self._submit(
-            "control", what, lambda: dist.broadcast(memory, group_src=source, group=group), kind="broadcast"
-        ).wait()
+        call = self._count("control", "broadcast")
+        self._submit(call, what, lambda: dist.broadcast(memory, group_src=source, group=group)).wait()
         if not tensor.is_cpu or values.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(values)
 
     def exchange(self, data: bytes, what: str = "messages", *, kind: str = "") -> list[bytes]:
-        own = crc32((kind or what).encode()) | 1  # never _CLOSED
-        found = self._gather_bytes(_packed(own, data), what)
+        found = self._gather_bytes(_packed(crc32((kind or what).encode()), data), what)
         sizes, kinds = zip(*(_HEAD.unpack_from(message) for message in found), strict=True)
-        if _CLOSED in kinds:
-            raise RankError(
-                f"Rank {kinds.index(_CLOSED)} has closed its engine, or ended, while this rank goes on with {what}. "
-                f"Its own output says why; {_SAME_STEPS}."
-            )
         if len(set(kinds)) > 1:
             names = [each.decode(errors="replace").strip() for each in self._gather_bytes(_name_of(what), what)]
             texts = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
@@ -226,36 +207,31 @@ class ProcessGroups:
         return [message[:size] for message, size in zip(found, sizes, strict=True)]
 
     def _gather_bytes(self, data: bytes, what: str) -> list[bytes]:
-        transfer, out = self._start_gather_bytes(data, what)
-        transfer.wait()
-        return [part.numpy().tobytes() for part in out.view(self.world_size, -1)]
-
-    def _start_gather_bytes(self, data: bytes, what: str) -> tuple[CollectiveTransfer, torch.Tensor]:
         group = self._groups.get("control")
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         out = torch.empty(self.world_size * own.numel(), dtype=torch.uint8)
-        return self._submit("control", what, lambda: all_gather_single(out, own, group=group)), out
+        call = self._count("control", "control")
+        self._submit(call, what, lambda: all_gather_single(out, own, group=group)).wait()
+        return [part.numpy().tobytes() for part in out.view(self.world_size, -1)]
 
     def _submit(
         self,
-        name: str,
+        call: CollectiveCall,
         what: str,
         job: Callable[[], object],
         nbytes: int = 0,
         after: Sequence[Transfer] = (),
-        kind: str = "",
     ) -> CollectiveTransfer:
-        """`nbytes`: that this rank hands over. `after`: what comes before, on which no time is counted. `kind`: where a
-        group has collectives that do not meet.
+        """`nbytes`: that this rank hands over. `after`: what comes before, on which no time is counted.
 
         [Note: Gathers that meet] The n-th gather of a rank meets the n-th of the others, and takes its bytes: a gather
-        whose order is not compared has no name. So where one fails on a rank, as a fetch before it does, none after it
-        is made there: it would meet the one that failed. The same holds of reductions, on the host and on a device. The
-        others wait until this rank posts its error.
+        whose order is not compared has no name. So where one fails on a rank, as a fetch before it does, neither a
+        gather nor a reduction after it is made there: it would meet the one that failed. The same holds on a device.
+        The others wait until this rank posts its error.
         """
-        call = self._count(name, kind)
-        transfer = CollectiveTransfer(self._waits, call, f"{name} of {what}")
-        timed = self.recorder.span(name, name, what, nbytes) if nbytes else nullcontext()
+        name, kind = call.group, call.kind
+        transfer = CollectiveTransfer(self._waits, call, f"{kind} of {what}")
+        timed = self.recorder.span(kind, kind, what, nbytes) if nbytes else nullcontext()
         if name != "control" and name in self._last:
             after = [*after, self._last[name]]
 
@@ -273,7 +249,7 @@ class ProcessGroups:
         self._lanes[name].submit(run)
         return transfer
 
-    def _count(self, name: str, kind: str = "") -> CollectiveCall:
+    def _count(self, name: str, kind: str) -> CollectiveCall:
         """Count a collective of a group that begins now."""
         self._check_open()
         self.failures.num_calls[name] += 1
@@ -297,13 +273,6 @@ class ProcessGroups:
         if self._device is not None:
             self._device.abort()
 
-    def fail_unless_known(self, message: str) -> None:
-        if self._caught is None and self._phase is _Phase.OPEN:
-            self._caught = threading.Timer(CAUGHT_S, self.failures.post, [message])
-            self._caught.daemon = True
-            with suppress(RuntimeError):  # the program ends, and posts its own message
-                self._caught.start()
-
     def _check_open(self) -> None:
         if self.failures.found is not None:
             raise self.failures.found
@@ -313,7 +282,8 @@ class ProcessGroups:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the lanes and the groups. Idempotent; waits for the other ranks for some seconds at most.
+        """Close the groups and the lanes. Idempotent; waits for other ranks where a collective is under way, for some
+        seconds at most.
 
         At the end of a program that an error ends, the others raise that error.
         """
@@ -321,24 +291,30 @@ class ProcessGroups:
             return
         if (uncaught := getattr(sys, "last_value", None)) is not None:
             self.fail(f"{type(uncaught).__name__}: {uncaught}")
-        if self._phase is _Phase.FAILED and self.failures.found is None:
-            self.failures.wait_known(LINGER_S)
-        others_close = False
-        if self._phase is _Phase.OPEN and self.failures.found is None:
-            with suppress(Exception):
-                transfer, _ = self._start_gather_bytes(_packed(_CLOSED, b""), "the end of the run")
-                if not (others_close := transfer.wait_at_most(LINGER_S)):  # for those that wait in a gather
-                    self.failures.post(f"it has closed its engine, or ended, while others go on; {_SAME_STEPS}")
+        if self._phase is _Phase.OPEN and not self._ends_in_time():
+            self.fail("it has closed its engine, or ended, in the midst of a collective")
+        elif self._phase is _Phase.OPEN:
+            self.failures.post_closed()
         self._close_groups()
         if self._device is not None:
-            if not others_close:
-                self._device.abort()  # what hangs there would be waited for
             self._device.close()
         self._close_lanes()
         self._phase = _Phase.CLOSED
         logger.removeFilter(self._notices)
-        if self._caught is not None:
-            self._caught.cancel()
+
+    def _ends_in_time(self) -> bool:
+        """Whether every collective ends by itself, or as the other ranks close their groups."""
+        under_way: list[Transfer] = [*self._last.values()]
+        if self._device is not None and self._device.last is not None:
+            under_way.append(self._device.last)
+        deadline_s = time.monotonic() + FREED_S
+        with suppress(Exception):  # of a device that has failed
+            while not all(transfer.done() for transfer in under_way):
+                if time.monotonic() > deadline_s:
+                    return False
+                time.sleep(0.01)
+            return True
+        return False
 
     def _close_groups(self) -> None:
         """Close the groups, which frees a peer that is blocked in one of them at once."""
@@ -350,12 +326,10 @@ class ProcessGroups:
     def _close_lanes(self) -> None:
         """End the threads of lanes. One that is blocked is freed as the others close, seconds later at most: it would
         end the process, if it came back from C++ while Python ends. That of a stopped peer stays."""
-        deadline_s = time.monotonic() + LINGER_S
-        for name, transfer in self._last.items():
-            if transfer.wait_at_most(max(0.0, deadline_s - time.monotonic())):
-                self._lanes.pop(name).close()
-        for name in self._lanes.keys() - self._last.keys():
-            self._lanes[name].close()
+        self._ends_in_time()
+        for name, lane in self._lanes.items():
+            if name not in self._last or self._last[name].done():
+                lane.close()
 
 
 _num_runs = 0

@@ -18,10 +18,6 @@ from tiered_zero.system.process import read_text
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables by which indices of devices mean other ones."""
 
-LAUNCH_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-"""Two groups of NCCL run at once, and not in one order on all ranks: NCCL orders their kernels on each device, and more
-streams than the 8 queues by default get one of their own, so that none waits behind another's collective."""
-
 
 def choose_device(ranks: Collectives, name: str) -> None:
     """Make this rank's device the current one of the calling thread: the one that `name`, `tiered_zero.device`, has an
@@ -33,8 +29,6 @@ def choose_device(ranks: Collectives, name: str) -> None:
     """
     if ranks.world_size == 1 or name == "cpu":
         return
-    for variable, value in LAUNCH_ORDER.items():
-        os.environ.setdefault(variable, value)  # before CUDA starts, which `find_device` may do
     if (device := find_device(name)).type == "cpu":
         return
     own: list[str] = []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,18 +11,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from tiered_zero.errors import RankError, TieredZeroError
-from tiered_zero.hardware.device.lanes import runs_on_lane
 
 GRACE_S = 3.0
-"""A rank whose connection broke waits so long for the message of the rank that broke it."""
+"""A rank whose connection broke waits so long for another's message, and for the launcher to see which rank ended."""
 
-_FAILED, _KNOWN, _WAITS = "failed", "known", "wait"
-"""Keys of the store: the first failure, and for each rank one where it knows of it and one of where it waits."""
+_FAILED, _CLOSED, _WAITS = "failed", "closed", "wait"
+"""Keys of the store: the first failure, and for each rank one where it has closed its engine and one of where it
+waits."""
 
 _ALL = "all"
 """In place of a rank before a message that every rank raises as it is."""
-
-_CONNECT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +35,10 @@ class CollectiveCall:
 
 @dataclass(frozen=True, kw_only=True)
 class RankWaits:
-    """The waits of one rank's threads. `call`: the collective that its driver waits for, whatever it takes; None: it
-    does not. `num_calls`: how many of each group it has made."""
+    """The wait of one rank, "" without one. `call`: the collective that its driver waits for, whatever it takes; None:
+    it does not. `num_calls`: how many of each group it has made."""
 
-    texts: Sequence[str] = ()
+    text: str = ""
     call: CollectiveCall | None = None
     num_calls: Mapping[str, int]
 
@@ -85,25 +81,20 @@ class RankFailures:
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
-        self._own_waits: dict[tuple[bool, int], str] = {}
-        """Of this rank's threads, the driver's first: the collective that each waits in."""
-        self._call: CollectiveCall | None = None
-        """What the driver waits for."""
+        self._driver_waits = False
         self.num_calls: Counter[str] = Counter()
         """Collectives that this rank has made, by group. Driver thread."""
-        self._lock = threading.Lock()
         self._is_store_lost = False
         self.found: RankError | None = None
         """What another rank has posted, or what ended a collective here: every call after it raises this."""
         with suppress(Exception):
-            self._post_waits(None)
+            self._post_wait("", None)
 
     def post(self, message: str) -> None:
         """Post that this rank has failed, unless another has. Raises nothing."""
         with suppress(Exception):
-            if self.found is None and self._reach_store():
+            if self.found is None:
                 self._store.compare_set(_FAILED, "", f"{self._rank} {message}")
-                self._acknowledge()
 
     def check(self) -> None:
         """Raise RankError where another rank has posted that it failed."""
@@ -137,57 +128,58 @@ class RankFailures:
             self.found = self._find_cause(error, what)
         return self.found
 
-    def post_wait(self, what: str, call: CollectiveCall | None = None) -> None:
-        """Post that this thread waits in the collective `what`, for the error of a rank that waits in vain. `call`: the
-        driver waits for it, and for nothing else."""
-        self._post_waits(what, call)
+    def post_wait(self, what: str, call: CollectiveCall) -> None:
+        """Post that the driver waits in the collective `what`, and for nothing else, for the error of a rank that waits
+        in vain. Driver thread."""
+        self._driver_waits = True
+        self._post_wait(what, call)
 
     def end_wait(self) -> None:
-        """Post that this thread no longer waits."""
-        self._post_waits(None)
+        """Post that the driver no longer waits. Driver thread."""
+        self._driver_waits = False
+        self._post_wait("", None)
 
-    def _post_waits(self, what: str | None, call: CollectiveCall | None = None) -> None:
-        """Every thread posts the waits of all: none hides another's, as that of a lane the driver's."""
-        thread = (runs_on_lane(), threading.get_ident())
-        with self._lock, suppress(Exception):
-            self._own_waits.pop(thread, None)
-            if what is not None:
-                self._own_waits[thread] = what
-            if not runs_on_lane():
-                self._call = call
+    def _post_wait(self, what: str, call: CollectiveCall | None) -> None:
+        with suppress(Exception):
             if not self._is_store_lost:
-                texts = [self._own_waits[each] for each in sorted(self._own_waits)]
-                posted = RankWaits(texts=texts, call=self._call, num_calls=dict(self.num_calls))
+                posted = RankWaits(text=what, call=call, num_calls=dict(self.num_calls))
                 self._store.set(f"{_WAITS}/{self._rank}", json.dumps(asdict(posted)))
 
-    def wait_known(self, seconds: float) -> None:
-        """Wait, so long at most, until all ranks know why this one failed: its end has the launcher end them."""
-        deadline_s = time.monotonic() + seconds
-        keys = [f"{_KNOWN}/{rank}" for rank in range(self._world_size)]
+    def post_closed(self) -> None:
+        """Post that this rank closes its groups and has not failed. Raises nothing."""
         with suppress(Exception):
-            while self._reach_store() and not self._store.check(keys) and time.monotonic() < deadline_s:
-                time.sleep(0.05)
+            self._store.set(f"{_CLOSED}/{self._rank}", "")
 
     def _find_cause(self, error: BaseException, what: str) -> RankError:
-        if self._reach_store():
-            self.post_wait(what)
-        deadline = time.monotonic() + GRACE_S
-        lost = RankError(
-            f"{what}: the connection to another rank was lost, which has posted no error: its process was killed, as "
-            "by the kernel for want of memory, or its host is gone. Look at that rank's output and the kernel's log."
-        )
-        lost.__cause__ = error
+        """A rank posts what it has to say before it closes its groups. One that was killed posts nothing: this one ends
+        some seconds later, so that the launcher finds, and names, the one that was killed."""
+        if not self._driver_waits:
+            self._post_wait(what, None)
+        deadline_s = time.monotonic() + GRACE_S
         with suppress(Exception):
-            while time.monotonic() < deadline and self._reach_store():
-                if self._store.check([_FAILED]):
-                    return self._read_posted()
-                time.sleep(0.05)
+            if self._store.check([_FAILED]):
+                return self._read_posted()
             if "imed out" in str(error):
                 return self._agree_on(
                     f"Ranks wait for each other: no answer of another rank within {self._timeout_s:g} s "
                     f"(tiered_zero.comm_timeout_s). {self._waits()}. Every rank must make the same calls in the same "
                     "order; a rank that is stopped, or much slower, needs a longer timeout."
                 )
+            for rank in range(self._world_size):
+                if self._store.check([f"{_CLOSED}/{rank}"]):
+                    return self._agree_on(
+                        f"Rank {rank} has closed its engine, or ended, while others go on with {what}. Its own output "
+                        "says why; every rank makes the same number of steps; drop the last, or pad."
+                    )
+            while time.monotonic() < deadline_s:
+                time.sleep(0.05)
+                if self._store.check([_FAILED]):
+                    return self._read_posted()
+        lost = RankError(
+            f"{what}: the connection to another rank was lost, which has posted no error: its process was killed, as "
+            "by the kernel for want of memory, or its host is gone. Look at that rank's output and the kernel's log."
+        )
+        lost.__cause__ = error
         return lost
 
     def _agree_on(self, message: str) -> RankError:
@@ -200,39 +192,14 @@ class RankFailures:
 
     def _read_posted(self) -> RankError:
         rank, _, message = self._store.get(_FAILED).decode(errors="replace").partition(" ")
-        self._acknowledge()
         if rank == _ALL:
             return RankError(message)
         return RankError(f"Rank {rank} failed, which ends the run on all {self._world_size} ranks: {message}")
 
-    def _acknowledge(self) -> None:
-        """Post that this rank knows of the failure. Idempotent: the driver and the lanes find it each for itself."""
-        self._store.set(f"{_KNOWN}/{self._rank}", "")
-
-    def _reach_store(self) -> bool:
-        """Return whether the store is there. torch prints a C++ backtrace where it is not, so a failing rank, which
-        may be the last, looks before it asks: rank 0 may hold the store, and have ended."""
-        base = self._store
-        while (inner := getattr(base, "underlying_store", None)) is not None:
-            base = inner
-        if not self._is_store_lost and hasattr(base, "port"):
-            try:
-                socket.create_connection((base.host, base.port), timeout=_CONNECT_S).close()
-            except OSError:
-                self._is_store_lost = True
-        return not self._is_store_lost
-
-    def others_gather(self) -> bool:
-        """Whether another rank has posted that it waits in a gather. Asks the store."""
-        with suppress(Exception):
-            others = [waits for rank, waits in enumerate(self._read_waits()) if rank != self._rank]
-            return any(text.startswith("all_gather") for waits in others for text in waits.texts)
-        return False
-
     def _waits(self) -> str:
-        """Name the collectives that each rank waits in now."""
-        found = (" and ".join(waits.texts) or "no call that waits" for waits in self._read_waits())
-        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found))
+        """Name the collective that each rank waits in now."""
+        found = enumerate(self._read_waits())
+        return "; ".join(f"rank {rank}: {waits.text or 'no call that waits'}" for rank, waits in found)
 
     def _read_waits(self) -> list[RankWaits]:
         """Read what each rank has posted. Raises where the store, or a rank's post, is not there."""
@@ -243,5 +210,5 @@ class RankFailures:
         found = []
         for posted in map(json.loads, read(keys)):
             call = CollectiveCall(**posted["call"]) if posted["call"] else None
-            found.append(RankWaits(texts=posted["texts"], call=call, num_calls=posted["num_calls"]))
+            found.append(RankWaits(text=posted["text"], call=call, num_calls=posted["num_calls"]))
         return found

@@ -34,7 +34,7 @@ def add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def compare_order(order: str, group: Any, world_size: int) -> None:
-    """Raise RankError where another rank gathers something else now. On the lane of gathers; `group` is of the host."""
+    """Raise RankError where another rank gathers something else now. On a lane; `group` is of the host."""
     message = sha256(order.encode()).digest() + order.encode()
     own = torch.frombuffer(bytearray(message[:ORDER_NBYTES].ljust(ORDER_NBYTES)), dtype=torch.uint8)
     out = torch.empty(world_size * ORDER_NBYTES, dtype=torch.uint8, device="cpu")

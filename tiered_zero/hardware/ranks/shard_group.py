@@ -55,7 +55,7 @@ class ShardGroup:
             return done
         return dist.broadcast(tensor, self._global(source), group=self.process_group, async_op=True)
 
-    def exchange(self, data: bytes, what: str = "") -> list[bytes]:
+    def exchange(self, data: bytes) -> list[bytes]:
         """Return every rank's `data`, of any length, in rank order. Collective."""
         if self.world_size == 1:
             return [data]
@@ -63,6 +63,9 @@ class ShardGroup:
         for source in range(self.world_size):
             length = torch.tensor([len(data)], device=self._device)
             self.broadcast(length, source).wait()
+            if not int(length):
+                found.append(b"")
+                continue
             message = torch.zeros(int(length), dtype=torch.uint8)
             if source == self.rank:
                 message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -1,0 +1,568 @@
+"""Build an engine from a run on paper: open the machine, make the movers, join the engine, then place the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from tiered_zero.activations.extents import HostPlace, NvmePlace, Place
+from tiered_zero.activations.mover import ActivationMover, MoverSettings
+from tiered_zero.assembly.machine import SHUTDOWN, Machine, Source, find_source, open_machine, open_runtime
+from tiered_zero.assembly.spec import RunSpec, planning_notices
+from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async
+from tiered_zero.checkpoint.driver import DriverState
+from tiered_zero.checkpoint.in_place import AdoptedValues, Commits, DurableCopies, run_fingerprint
+from tiered_zero.checkpoint.run_state import RunState
+from tiered_zero.checkpoint.save import written_by
+from tiered_zero.concurrency.interrupts import INTERRUPTS
+from tiered_zero.concurrency.teardown import Teardown, once
+from tiered_zero.config.schema import Config
+from tiered_zero.data import TrainingLoader
+from tiered_zero.engine.calls import EngineParts
+from tiered_zero.engine.engine import Engine
+from tiered_zero.engine.full_values import FullValues
+from tiered_zero.engine.recovery import Movers
+from tiered_zero.engine.train_step import TrainStep
+from tiered_zero.errors import PlanError, add_note
+from tiered_zero.grads.accumulator import GradientStore
+from tiered_zero.grads.in_flight import InFlightGradients
+from tiered_zero.grads.norms import GradNorm
+from tiered_zero.grads.overflow import OverflowGuard
+from tiered_zero.grads.reducer import GradientReducer, Reduction
+from tiered_zero.grads.unit_gradients import UnitGradients
+from tiered_zero.hardware.device.select import build_accelerator
+from tiered_zero.hardware.memory.host_memory import trim_malloc
+from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.layout.buckets import Bucket, cut_buckets
+from tiered_zero.layout.flat import Unit
+from tiered_zero.native.update import num_kernel_threads
+from tiered_zero.params.driver_thread import CallPhase
+from tiered_zero.params.hooks import ModuleHooks
+from tiered_zero.params.materialize import Materializer, UnitPlacer, materialize_model
+from tiered_zero.params.offloaded_params import OffloadedParams
+from tiered_zero.params.pager import Pager
+from tiered_zero.params.pass_scope import PassScope
+from tiered_zero.params.update_guard import ShardGather, UpdateGuard
+from tiered_zero.params.visible_gradients import VisibleGradients
+from tiered_zero.plan.planner import Plan
+from tiered_zero.plan.remedies import open_settings
+from tiered_zero.plan.request import RankRequest
+from tiered_zero.plan.slots import BUFFERS
+from tiered_zero.rules.kernel_rule import open_kernel
+from tiered_zero.telemetry.report import StepReport
+from tiered_zero.telemetry.runlog import RunHeader, RunObserver, StepLog
+from tiered_zero.tiers.inventory import Home
+from tiered_zero.tiers.nvme import NvmeTier
+from tiered_zero.tiers.paged_flat import FlatWindows
+from tiered_zero.tiers.rack import TierRack
+from tiered_zero.update.eager import EagerUpdate
+from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer, make_scheduler, restored_on_error
+from tiered_zero.update.optimizer_state import OptimizerState
+from tiered_zero.update.overlapped import DelayedPolicy, OverlappedPolicy
+from tiered_zero.update.param_shards import ParamShards
+from tiered_zero.update.places import UnitParameters
+from tiered_zero.update.policy import BarrierPolicy, GatheringPolicy, UpdatePolicy
+from tiered_zero.update.state_view import StateView
+from tiered_zero.update.stepper import StreamingStepper
+
+logger = logging.getLogger("tiered_zero")
+
+_BUILD_ANEW = "initialize() had begun to move the model's parameters or to load them: build the model anew."
+
+
+def build(
+    run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loader: TrainingLoader | None = None
+) -> Engine:
+    """Allocate what the plan says, join the parts, and give every parameter its home. On failure nothing is left
+    behind; the model is as it was, unless the error has a note. `loader`: the one whose position checkpoints hold.
+    """
+    _check_plan(run_spec.plan, collectives)
+    check_async(run_spec.config, run_spec.plan)
+    source = find_source(run_spec, collectives)
+    for line in source.found.lines if source.found is not None else ():
+        logger.warning("%s", line)
+    with restored_on_error(run_spec.source.param_groups), Teardown(SHUTDOWN) as resources:
+        INTERRUPTS.keep(resources)
+        resources.add("interrupts", partial(INTERRUPTS.drop, resources))
+        handle = TieredOptimizer(run_spec.source) if run_spec.trains else None
+        scheduler = make_scheduler(lr_scheduler, run_spec.config.scheduler, handle)
+        runtime = _open_runtime(run_spec, collectives, resources)
+        _announce(run_spec, source.warnings, collectives)
+        observers = _make_observers(run_spec, runtime, resources)  # a file that cannot be made costs no model
+        machine = open_machine(
+            run_spec.config,
+            run_spec.plan,
+            runtime,
+            run_spec.slots,
+            run_spec.layouts,
+            resources,
+            model_name=type(run_spec.model).__name__,
+            units=run_spec.units,
+            adopted=source.directories,
+        )
+        parts = _make_parts(run_spec, machine, source, handle, resources)
+        own_state = run_spec.source.state  # the handle hides it once it is connected
+        engine, begin = _join(run_spec, machine, parts, scheduler, loader, observers, resources)
+        has_begun = False
+
+        def place() -> None:
+            nonlocal has_begun
+            INTERRUPTS.check()
+            has_begun = True
+            _place_model(run_spec, machine, parts, own_state, resources)
+
+        try:
+            begin(place)
+            machine.runtime.recorder.take_spans()  # of the start of the run, which no trace shows
+            trim_malloc()
+            parts.step.meter.begin()
+            INTERRUPTS.check()  # what comes now is undone no more
+        except BaseException as error:
+            if has_begun:
+                add_note(error, _BUILD_ANEW)
+            raise
+        if handle is not None:
+            own_state.clear()  # the optimizer has it again when the engine ends
+    return engine
+
+
+def _check_plan(plan: Plan, ranks: Collectives) -> None:
+    """Raise PlanError where a tier of any rank is too small: on every rank the table of the first such rank."""
+    if ranks.world_size == 1:
+        plan.check()
+        return
+    own = ""
+    try:
+        plan.check()
+    except PlanError as error:
+        own = str(error)
+    for rank, text in enumerate(ranks.exchange(own.encode(), "the limits of the plan")):
+        if text:
+            raise PlanError(f"Rank {rank}: {text.decode()}")
+
+
+def _announce(run_spec: RunSpec, warnings: Sequence[str], collectives: Collectives) -> None:
+    """Say on rank 0 what a user should know before the run starts, a line each."""
+    if collectives.rank == 0:
+        for line in (*run_spec.config.notices, *warnings, *planning_notices(run_spec)):
+            logger.warning("%s", line)
+        if run_spec.trains:
+            run_spec.rule.announce()
+    if not run_spec.trains:
+        logger.warning("There is no optimizer: this engine evaluates, and does not train.")
+    if collectives.rank == 0:
+        logger.info("%s", run_spec.plan.update_policy.text)
+
+
+def _open_runtime(run_spec: RunSpec, collectives: Collectives, resources: Teardown) -> Runtime:
+    """Open the device and start the threads of its lanes."""
+    settings, plan = run_spec.config.tiered_zero, run_spec.plan
+    accelerator = build_accelerator(settings.device, settings.debug_poison, settings.debug_delay_seed)
+    runtime = open_runtime(plan, run_spec.rule, accelerator, collectives, resources)
+    for lane in ("fetch", "reduce", "update", *(["activations"] if plan.activations is not None else [])):
+        accelerator.lane(lane)  # a thread that cannot be started fails here, not in mid-run
+    return runtime
+
+
+def _join(
+    run_spec: RunSpec,
+    machine: Machine,
+    parts: _Parts,
+    scheduler: Any,
+    loader: TrainingLoader | None,
+    observers: Sequence[Callable[[StepReport], None]],
+    resources: Teardown,
+) -> tuple[Engine, Callable[[Callable[[], None]], None]]:
+    """Make the engine of what was built. Also returns what begins the run by placing the model: it first checks the
+    checkpoint that was found, and then resumes it."""
+    config, step, handle, source = run_spec.config, parts.step, parts.handle, parts.source
+    values = FullValues(
+        events=step.param_events, view=parts.run_state.view, state=parts.state, groups=run_spec.source.param_groups
+    )
+    resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
+    values.register()
+    driver = DriverState(
+        counts=step.counts,
+        overflow=step.overflow,
+        policy=step.policy,
+        optimizer=handle,
+        lr_scheduler=scheduler,
+        loader=loader,
+        module=run_spec.model,
+    )
+    checkpoints = Checkpoints(
+        parts.run_state,
+        step.policy,
+        parts.whole,
+        driver,
+        written_by(run_spec.rule, config, machine.runtime),
+        config=config,
+        commits=_make_commits(run_spec, machine.tiers, parts.run_state, parts.copies),
+    )
+    resources.add("saves", once(checkpoints.async_save.wait))
+    run = EngineParts(
+        module=run_spec.model,
+        config=config,
+        plan=run_spec.plan,
+        optimizer=handle,
+        lr_scheduler=scheduler,
+        observers=observers,
+        checkpoints=checkpoints,
+    )
+    engine = Engine(run, step, resources)
+    if handle is not None:
+        handle.connect(engine, parts.state, step.policy, partial(resources.add, "optimizer"))
+    if source.adoption is not None and parts.adopted is not None:
+        return engine, partial(checkpoints.adopt, source.adoption, parts.adopted)
+    if source.found is not None:
+        return engine, partial(checkpoints.resume, source.found)
+    return engine, lambda place: place()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Parts:
+    """What moves a model's parameters. `source`: of their values. `handle`: the optimizer that the user gets; None
+    where the run evaluates. `copies`: durable ones, for commits in place; None without such commits. `adopted`: see
+    `Source.adoption`."""
+
+    source: Source
+    handle: TieredOptimizer | None
+    step: TrainStep
+    whole: _WholeWeights
+    run_state: RunState
+    state: OptimizerState
+    copies: DurableCopies | None
+    adopted: AdoptedValues | None
+
+
+def _make_parts(
+    run_spec: RunSpec, machine: Machine, source: Source, handle: TieredOptimizer | None, resources: Teardown
+) -> _Parts:
+    """Build the movers, and check the optimizer's state. The model stays as it is."""
+    runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
+    view = StateView(run_spec.layouts, run_spec.rule, inventory, tiers.state_staging)
+    step, pager, stepper, whole = _make_step(run_spec, machine, view, handle, resources)
+    run_state = RunState(
+        module=run_spec.model,
+        specs=list(run_spec.specs.values()),
+        units=run_spec.units,
+        view=view,
+        trained=run_spec.trained,
+        is_sharded=run_spec.plan.request.ranks.shards_state,
+        stepper=stepper,
+        inventory=inventory,
+        runtime=runtime,
+        param_staging=tiers.param_staging,
+        param_flat=_flats(pager),
+    )
+    copies = _make_copies(run_spec, machine.copy_homes, run_state)
+    adopted = None
+    if source.adoption is not None and copies is not None:
+        adopted = AdoptedValues(state=run_state, copies=copies)
+    shards = ParamShards(runtime.collectives, run_spec.units, run_spec.trained, is_sharded=run_state.is_sharded)
+    state = OptimizerState({spec.name: param for param, spec in run_spec.specs.items()}, view, shards)
+    if source.adoption is None:
+        state.check(run_spec.source.state, run_spec.source.param_groups)
+    return _Parts(
+        source=source,
+        handle=handle,
+        step=step,
+        whole=whole,
+        run_state=run_state,
+        state=state,
+        copies=copies,
+        adopted=adopted,
+    )
+
+
+def _place_model(
+    run_spec: RunSpec, machine: Machine, parts: _Parts, own_state: Mapping[Any, Any], resources: Teardown
+) -> None:
+    """Give every parameter its home and its first value, and hook the modules. `own_state`: of the optimizer. Where
+    this raises, the model is to be built anew."""
+    collectives, step = machine.runtime.collectives, parts.step
+    materializer = Materializer(run_spec.model, parts.source.weights, run_spec.specs)
+    placer = UnitPlacer(
+        pager=step.pager,
+        handler=step.param_events,
+        store_masters=parts.run_state.view.store_masters,
+        ranks=collectives,
+        resumed=None if parts.adopted is None else parts.adopted.flat,
+    )
+    materialize_model(materializer, run_spec.units, run_spec.params_of, placer)
+    materializer.move_buffers(machine.runtime.accelerator.device, collectives)
+    trainable = [unit for unit in run_spec.units if unit.trainable]
+    step.visible_gradients.open([param for unit in trainable for param in run_spec.params_of(unit)])
+    hooks = ModuleHooks(run_spec.model, run_spec.units, step)
+    resources.add("hooks", hooks.remove)
+    hooks.install()
+    if parts.source.adoption is None:
+        parts.state.write(own_state, run_spec.source.param_groups)
+    elif any(own_state.values()):
+        logger.warning("the optimizer's own state is left out: the run goes on with what was committed")
+
+
+def _make_step(
+    run_spec: RunSpec, machine: Machine, view: StateView, handle: TieredOptimizer | None, resources: Teardown
+) -> tuple[TrainStep, Pager, StreamingStepper, _WholeWeights]:
+    """Build the movers, and the object that orders them."""
+    config, plan = run_spec.config, run_spec.plan
+    runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
+    cuts = view.cuts if view.need_params else None
+    offloaded_params = OffloadedParams(inventory, tiers.param_staging, view.follow, cuts, runtime.collectives)
+    activations = _make_activations(run_spec, machine, resources)
+    pager = Pager(runtime, inventory, offloaded_params, plan.pager_limits, CallPhase(), activations)
+    resources.add("pager", pager.close)
+    overflow = OverflowGuard.from_config(config)
+    gradients, reducer = _make_gradients(run_spec, machine, overflow)
+    resources.add("gradients", gradients.close)
+    if reducer is not None:
+        resources.add("gradients", reducer.close)
+    visible_gradients = VisibleGradients(gradients.param_grads, runtime.collectives.world_size)
+    resources.add("param.grad", visible_gradients.close)
+    params = UnitParameters(inventory, runtime, _flats(pager))
+    stepper = StreamingStepper(view, runtime, params, _paged_gradients(run_spec))
+    whole = _make_whole(run_spec, runtime, pager)
+    policy = _make_policy(run_spec, machine, stepper, whole, gradients)
+    resources.add("prefetch", stepper.cancel_prefetch)
+
+    def drain() -> None:
+        runtime.accelerator.synchronize()
+        stepper.wait_held()  # a save beside training leases buffers
+        tiers.drain()
+
+    step = TrainStep(
+        Movers(
+            pager=pager,
+            scope=PassScope(run_spec.model, pager, run_spec.trains),
+            gradients=gradients,
+            visible_gradients=visible_gradients,
+            reducer=reducer,
+            policy=policy,
+            groups=ParamGroupWatch([handle, run_spec.source] if handle is not None else []),
+            activations=activations,
+            runtime=runtime,
+            drain=drain,
+        ),
+        config,
+        plan.update_policy,
+        trains=run_spec.trains,
+        overflow=overflow,
+    )
+    resources.add("last update", once(step.finish_update))
+    resources.add("last update", stepper.end)  # before it
+    resources.add("open update", step.end_eager_update)
+    return step, pager, stepper, whole
+
+
+def _flats(pager: Pager) -> Callable[[Unit], torch.Tensor]:
+    return lambda unit: pager.storage(unit).flat
+
+
+def _make_activations(run_spec: RunSpec, machine: Machine, resources: Teardown) -> ActivationMover | None:
+    """None where saved activations stay on the device."""
+    tiers, runtime = machine.tiers, machine.runtime
+    plan, asked = run_spec.plan.activations, run_spec.config.activation_checkpointing
+    if plan is None or not plan.nbytes:
+        return None
+    place: Place
+    if tiers.activation_nvme is not None and tiers.activation_staging is not None:
+        place = NvmePlace(tiers.activation_nvme, plan.nbytes, plan.in_flight_nbytes, tiers.activation_staging, runtime)
+    else:
+        place = HostPlace(tiers.host, plan.nbytes, runtime)
+    settings = MoverSettings(
+        in_flight_nbytes=plan.in_flight_nbytes,
+        min_nbytes=plan.min_nbytes,
+        synchronize=asked.synchronize_checkpoint_boundary,
+        profile=asked.profile,
+    )
+    mover = ActivationMover(place, plan.nbytes, settings, runtime)
+    resources.add("activations", mover.close)
+    return mover
+
+
+def _make_gradients(
+    run_spec: RunSpec, machine: Machine, overflow: OverflowGuard
+) -> tuple[GradientStore, GradientReducer | None]:
+    """Give every gradient its home; with many ranks also make the reducer of their averages."""
+    plan, tiers, runtime = run_spec.plan, machine.tiers, machine.runtime
+    trainable = [unit for unit in run_spec.units if unit.trainable]
+    on_device = {index for index, tier in plan.tiers.gradients.items() if tier == "device"}
+    windows = None
+    if tiers.gradient_windows is not None:
+        in_backward = plan.update_policy.optimizer_in_backward
+        windows = FlatWindows(tiers.gradient_windows, runtime.recorder, writes_ahead=not in_backward)
+    cuts: dict[int, list[int]] = {}
+    for layout in run_spec.layouts:
+        for segment in layout.subgroup.segments:
+            cuts.setdefault(segment.unit.index, []).append(segment.unit_start)
+    units = [
+        UnitGradients.reserve(
+            unit,
+            tiers.for_gradients(plan.tiers.gradients[unit.index]),
+            nbytes=plan.gradients.nbytes(unit),
+            dtype=torch.float32 if plan.gradients.sums else unit.dtype,
+            has_spare=plan.delayed,
+            shard=None if plan.gradients.rank is None else unit.shard(plan.gradients.rank),
+            windows=windows,
+            cuts=cuts.get(unit.index, ()),
+        )
+        for unit in trainable
+    ]
+    entries = {
+        param: (unit, entry)
+        for unit in trainable
+        for param, entry in zip(run_spec.params_of(unit), unit.entries, strict=True)
+    }
+    threads = num_kernel_threads(shares_cores=plan.request.update.shares_cores)
+    norms = GradNorm(run_spec.rule.kernel or open_kernel(num_threads=threads))
+    in_flight = InFlightGradients(runtime, plan.gradients.in_flight_nbytes, tiers.gradient_staging, norms)
+    store = GradientStore(entries, units, machine.inventory, runtime, in_flight, norms, overflow)
+    if runtime.collectives.world_size == 1:
+        return store, None
+    size, ranks = plan.staging.buckets, plan.request.ranks
+    tier = tiers.device if plan.staging.bucket_tier == "device" else tiers.host
+    slots = [tier.reserve(f"bucket/{index}", size.nbytes, "bucket") for index in range(size.count)]
+    memory = [tier.view(slot)[: size.nbytes] for slot in slots]
+    buckets = cut_buckets(trainable, ranks.world_size, ranks.bucket_numel)
+    reduction = _make_reduction(run_spec.config, ranks, buckets, on_device=len(on_device) == len(trainable))
+    return store, GradientReducer(store, units, runtime, memory, reduction)
+
+
+def _paged_gradients(run_spec: RunSpec) -> dict[int, torch.dtype]:
+    """Unit -> the dtype of its gradients, of those that rest on NVMe."""
+    plan = run_spec.plan
+    return {
+        unit.index: torch.float32 if plan.gradients.sums else unit.dtype
+        for unit in run_spec.units
+        if plan.tiers.gradients.get(unit.index) == "nvme"
+    }
+
+
+def _make_reduction(config: Config, ranks: RankRequest, buckets: Sequence[Bucket], *, on_device: bool) -> Reduction:
+    """Read from `config` how gradients are scaled and summed, as DeepSpeed does: by default they are divided by the
+    number of ranks, then summed; where the sum is divided, gradients are divided by a factor before. `on_device`: where
+    all of them rest."""
+    factor, first = config.gradient_predivide_factor, config.prescale_gradients
+    if first is None:
+        first = factor == 1.0
+    divisor = ranks.world_size if config.gradient_allreduce_op == "mean" else 1
+    before, after = (divisor, 1.0) if first else (factor, divisor / factor)
+    name = config.communication_data_type
+    dtype = None if name is None else {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
+    return Reduction(
+        buckets=buckets,
+        gathers=not ranks.shards_state,
+        before=before,
+        after=after,
+        dtype=dtype,
+        overlaps=ranks.shards_params or config.zero_optimization.overlap_comm is not False,
+        shards_params=ranks.shards_params,
+        in_backward=config.zero_optimization.overlap_comm is True and on_device and not ranks.shards_gradients,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _WholeWeights:
+    """Makes the parameters of every unit whole once this rank has written its shards of them, and guards them while
+    they change. `gather`: None where the shards are all, or are gathered for each use."""
+
+    guard: UpdateGuard
+    gather: ShardGather | None
+
+    def invalidate_all(self) -> None:
+        """Drop what the device holds of every unit."""
+        self.guard.invalidate_all()
+
+    def end_update(self) -> None:
+        """Gather the other ranks' shards, and take the values of resident units as new."""
+        if self.gather is not None:
+            self.gather.gather()
+        self.guard.end_update()
+
+
+def _make_whole(run_spec: RunSpec, runtime: Runtime, pager: Pager) -> _WholeWeights:
+    units = [unit for unit in run_spec.units if any(entry.param.name in run_spec.trained for entry in unit.entries)]
+    ranks = run_spec.plan.request.ranks
+    is_sharded = ranks.shards_state and not ranks.shards_params
+    gather = ShardGather(runtime, units, _flats(pager)) if is_sharded else None
+    return _WholeWeights(guard=pager.updates, gather=gather)
+
+
+def _make_policy(
+    run_spec: RunSpec, machine: Machine, stepper: StreamingStepper, whole: _WholeWeights, gradients: GradientStore
+) -> UpdatePolicy:
+    """Make the policy that the plan has chosen. See [Note: State on several tiers]."""
+    groups, runtime, choice = run_spec.source.param_groups, machine.runtime, run_spec.plan.update_policy
+    if choice.policy == "barrier":
+        if whole.gather is None:
+            return BarrierPolicy(stepper, groups, whole.guard)
+        return GatheringPolicy(stepper, groups, whole.guard, runtime, whole.gather)
+    units = list({s.unit.index: s.unit for layout in run_spec.layouts for s in layout.subgroup.segments}.values())
+    eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze, gradients.keep)
+    in_backward = eagerly if choice.optimizer_in_backward else None
+    overlapped = OverlappedPolicy(stepper, groups, machine.inventory, units, runtime, whole.guard, in_backward)
+    if choice.policy == "overlapped":
+        return overlapped
+    return DelayedPolicy(overlapped, run_spec.config.tiered_zero.delay_start_step)
+
+
+def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> list[Callable[[StepReport], None]]:
+    """Make what is called with the report of each optimizer step: a log line every `steps_per_print`, the run's record
+    and trace."""
+    settings = run_spec.config.tiered_zero
+    if runtime.collectives.rank > 0:
+        return []
+    log = StepLog(run_spec.config.steps_per_print, run_spec.source.param_groups)
+    if settings.report is None and settings.trace is None:
+        return [log]
+    planned: dict[str, dict[str, int]] = {}
+    for row in run_spec.plan.rows:
+        planned.setdefault(row.tier, {})[row.kind] = row.nbytes
+    num_parameters = sum(spec.numel for spec in run_spec.specs.values())
+    facts = {
+        "update": run_spec.plan.update_policy.policy,
+        "device": str(runtime.accelerator.device),
+        "rule": run_spec.rule.name,
+    }
+    header = RunHeader(
+        model=type(run_spec.model).__name__,
+        num_parameters=num_parameters,
+        planned_nbytes=planned,
+        facts=facts,
+        open_settings=open_settings(run_spec.plan),
+    )
+    observer = RunObserver(runtime.recorder, header, settings.report, settings.trace)
+    resources.add("observers", observer.close)
+    return [log, observer]
+
+
+def _make_copies(run_spec: RunSpec, homes: dict[int, Home], state: RunState) -> DurableCopies | None:
+    """Copy to `homes` what no committed slot holds; None without in-place commits."""
+    if run_spec.plan.request.commits is None:
+        return None
+
+    def flat(unit: Unit) -> torch.Tensor:
+        home = state.inventory.find(unit, "param")
+        view = state.param_flat(unit) if home is None else home.tier.view(home.slot)
+        assert view is not None, "copied units rest in memory"
+        return view
+
+    units = {unit.index: (unit, homes[unit.index]) for unit in run_spec.units if unit.index in homes}
+    return DurableCopies(units, state.updated_units, flat, homes.get(BUFFERS))
+
+
+def _make_commits(run_spec: RunSpec, tiers: TierRack, state: RunState, copies: DurableCopies | None) -> Commits | None:
+    config, plan = run_spec.config, run_spec.plan
+    if copies is None:
+        return None
+    found = [tiers.for_state("nvme")] if plan.nbytes("nvme", "state") else []
+    found += [tiers.for_params("nvme")] if plan.nbytes("nvme", "commit_param") else []
+    stores = [tier for tier in dict.fromkeys(found) if isinstance(tier, NvmeTier)]
+    return Commits(state, stores, copies, run_fingerprint(config, plan, run_spec.slots, run_spec.layouts))

@@ -1,0 +1,478 @@
+"""Specify a run: units, sub-groups, rule and plan, from a config and a model, before a byte is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tiered_zero.config.schema import Config
+from tiered_zero.errors import ModelError
+from tiered_zero.hardware.device.select import find_device, shares_cores
+from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
+from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
+from tiered_zero.hardware.ranks.launcher import local_world_size
+from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
+from tiered_zero.layout.subgroups import MAX_SUB_GROUP_NUMEL, MAX_SUB_GROUPS, cut_subgroups, sub_group_numel
+from tiered_zero.layout.units import find_units
+from tiered_zero.native.update import num_kernel_threads
+from tiered_zero.params.aliases import check_memory
+from tiered_zero.params.guarded_parameter import ClosedEngine
+from tiered_zero.params.model_spec import list_params, module_tree, packed_nbytes, persistent_buffers
+from tiered_zero.params.param_handlers import handler_of
+from tiered_zero.plan.host_device import describe_resolved_tiers, resolve_host_tiers
+from tiered_zero.plan.planner import Plan, make_plan
+from tiered_zero.plan.rank_facts import compare_facts
+from tiered_zero.plan.request import (
+    Limits,
+    PlanRequest,
+    RankRequest,
+    SubGroupSize,
+    limit_of,
+    plan_request,
+    splits_masters_off_device,
+    unit_rules,
+)
+from tiered_zero.plan.slots import PlannedSlot, list_slots
+from tiered_zero.rules.from_config import group_params, make_optimizer, make_rule
+from tiered_zero.rules.rule import UpdateRule
+from tiered_zero.rules.state_layout import StateLayout, check_params, master_format
+from tiered_zero.sizes import TIERS, align_up, format_nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMachine:
+    """A machine that is planned for in place of this one: its memory, which goes before the config's limits, or None
+    for what this one has free. Its device is an accelerator. `ranks`: processes that share the host."""
+
+    device_nbytes: int | None = None
+    host_nbytes: int | None = None
+    ranks: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """Everything that can be known before a byte is allocated."""
+
+    config: Config
+    effective_config: Config
+    """`config` with parameters and optimizer state where they rest in this run."""
+    model: nn.Module
+    specs: dict[nn.Parameter, ParamSpec]
+    units: list[Unit]
+    source: Optimizer
+    group_of: dict[str, int]
+    """Name of a parameter that the optimizer holds -> the index of its param group."""
+    rule: UpdateRule
+    layouts: list[StateLayout]
+    plan: Plan
+    sub_group_numel: int
+    """Elements at which sub-groups are cut."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer; without one the run evaluates."""
+        return bool(self.group_of)
+
+    @cached_property
+    def slots(self) -> list[PlannedSlot]:
+        """Of units, sub-groups and durable copies."""
+        plan = self.plan
+        return list_slots(self.units, _sizes(self.layouts), plan.tiers, plan.request, delayed=plan.delayed)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that an update changes, on whatever rank."""
+        params = (entry.param for unit in self.units if unit.trainable for entry in unit.entries)
+        return frozenset(param.name for param in params if param.numel and param.name in self.group_of)
+
+    def params_of(self, unit: Unit) -> list[nn.Parameter]:
+        """List the parameters of a unit in the order of its entries."""
+        return [self._param_by_index[entry.param.index] for entry in unit.entries]
+
+    @cached_property
+    def _param_by_index(self) -> dict[int, nn.Parameter]:
+        return {spec.index: param for param, spec in self.specs.items()}
+
+
+def specify_run(
+    config: Config,
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    machine: PlannedMachine | None = None,
+    collectives: Collectives | None = None,
+) -> RunSpec:
+    """Lay the model out and plan its bytes. Reads no parameter's bytes; raises ConfigError and ModelError.
+
+    Without an optimizer, given or in the config, the run evaluates: every parameter is frozen to it. `collectives`:
+    with the other ranks, which call this at the same time; the plans must agree (RankError).
+    """
+    ranks = collectives or SingleRank()
+    _check_delayed(config, ranks.world_size)
+    trains = optimizer is not None or config.optimizer is not None
+    specs = list_params(model, partial(compute_dtype, config), trains)
+    _check_params(specs, trains)
+    _check_embeddings(model)
+    check_memory(model, specs)
+    source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
+    machine = machine or PlannedMachine()
+    effective, request = _request(config, model, machine, ranks)
+    rule, masters = _make_rule(source, request), master_format(request.state.format)
+    if machine.device_nbytes is not None or find_device(config.tiered_zero.device).type != "cpu":
+        request = replace(request, update=replace(request.update, temporaries=rule.temporaries))
+    rules = unit_rules(effective, ranks.world_size, whole_params=not rule.elementwise)
+    units = find_units(module_tree(model, specs), list(specs.values()), rules)
+    group_of = group_params(source, specs) if trains else {}
+    rank = ranks.rank if request.ranks.shards_state else None
+
+    def lay_out(numel: int) -> list[StateLayout]:
+        subgroups = cut_subgroups(
+            units, group_of, numel, elementwise=rule.elementwise, apart=request.state.is_split, rank=rank
+        )
+        layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
+        _check_group_state(rule, config, request.ranks)  # the rule knows of such state from its first layout on
+        return layouts
+
+    size = sub_group_numel(
+        config.zero_optimization.sub_group_size,
+        units,
+        in_memory=request.state.tier != "nvme" and not request.state.is_split,
+        shares_cores=request.update.shares_cores,
+    )
+    layouts, plan, size = _plan_to_fit(lay_out, units, rule, size, request)
+    check_params(masters, [layout.subgroup for layout in layouts], plan.tiers.params, plan.tiers.state)
+    run_spec = RunSpec(
+        config=config,
+        effective_config=effective,
+        model=model,
+        specs=specs,
+        units=units,
+        source=source,
+        group_of=group_of,
+        rule=rule,
+        layouts=layouts,
+        plan=plan,
+        sub_group_numel=size,
+    )
+    if ranks.world_size > 1:  # before anything is allocated
+        compare_facts(_facts(run_spec), ranks.exchange)
+    return replace(run_spec, plan=_with_common_window(plan, ranks))
+
+
+def _check_delayed(config: Config, world_size: int) -> None:
+    """Raise ModelError where a delayed update would gather inside step()."""
+    stage = config.zero_optimization.stage
+    if world_size > 1 and config.tiered_zero.update == "delayed" and stage in (1, 2):
+        raise ModelError(
+            f"tiered_zero.update: expected auto or barrier at stage {stage} with {world_size} ranks, which gather "
+            "each other's new parameters inside step(); found 'delayed'. Leave it out, or set zero_optimization.stage "
+            "to 0 or 3."
+        )
+
+
+def _request(
+    config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives
+) -> tuple[Config, PlanRequest]:
+    """Return the config with parameters and state where they rest in this run, and what the planner must know."""
+    limits, settings = _limits(config, model, machine, ranks), config.tiered_zero
+    on_cpu = machine.device_nbytes is None and shares_cores(settings.device, settings.debug_delay_seed)
+    effective = resolve_host_tiers(config, limits, shares_cores=on_cpu, world_size=ranks.world_size)
+    request = plan_request(
+        effective,
+        limits=limits,
+        shares_cores=on_cpu,
+        device_is_host=on_cpu,
+        segments=machine.device_nbytes is not None or find_device(settings.device).type == "cuda",
+        buffers_nbytes=packed_nbytes(persistent_buffers(model).values()),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    return effective, request
+
+
+def _make_rule(source: Optimizer, request: PlanRequest) -> UpdateRule:
+    """Make the rule that steps the state in its format. Raises ModelError for one that cannot step parts."""
+    ranks, threads = request.ranks, num_kernel_threads(shares_cores=request.update.shares_cores)
+    rule = make_rule(source, request.state.format, steps_parts=ranks.shards_params, num_threads=threads)
+    if ranks.shards_params and not rule.elementwise:
+        raise ModelError(
+            f"{rule.name} steps whole parameters, and at stage 3 each of {ranks.world_size} ranks has a part of them. "
+            "Set zero_optimization.stage to 2, where each rank steps parameters of its own, or take Adam, AdamW, SGD, "
+            "Adagrad or Lion."
+        )
+    return rule
+
+
+def _check_group_state(rule: UpdateRule, config: Config, ranks: RankRequest) -> None:
+    """Raise ModelError where ranks step parts of a param group whose state is of the whole."""
+    if rule.keeps_group_state and ranks.shards_state:
+        raise ModelError(
+            f"{rule.name} keeps state of whole param groups, and at stage {config.zero_optimization.stage} each of "
+            f"{ranks.world_size} ranks steps a part of them. Set zero_optimization.stage to 0."
+        )
+
+
+def _facts(run_spec: RunSpec) -> dict[str, Any]:
+    """Return what must be the same on all ranks: of the config (by key, those of a section as `section.key`; devices,
+    paths and files may differ), of the model, and of the plan."""
+    config, plan, units = run_spec.config, run_spec.plan, run_spec.units
+    path: dict[str, Any] = {"nvme_path": True}
+    zero = {"offload_param": path, "offload_optimizer": path}
+    own: dict[str, Any] = {"tiered_zero": True, "aio": True, "zero_optimization": zero}
+    facts: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json", exclude=own).items():
+        facts |= {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
+    parameters = {
+        spec.name: {
+            "place": spec.index,
+            "shape": spec.shape,
+            "dtype": str(spec.dtype),
+            "requires_grad": spec.trainable,
+            "tied names": spec.aliases,
+            "stride": spec.stride,
+            "use as an embedding": spec.embedding,
+        }
+        for spec in run_spec.specs.values()
+    }
+    buffers = {
+        name: {"shape": tuple(buffer.shape), "dtype": str(buffer.dtype)}
+        for name, buffer in run_spec.model.named_buffers()
+    }
+    settings = config.tiered_zero
+    return {
+        **facts,
+        "optimizer": run_spec.rule.name if run_spec.trains else None,
+        "parameters": parameters,
+        "buffers": buffers,
+        "modules around parameters": {unit.name: [entry.param.name for entry in unit.entries] for unit in units},
+        "param groups": run_spec.group_of,
+        "update policy": plan.update_policy.policy,
+        "tiered_zero.delay_start_step": settings.delay_start_step if plan.delayed else None,
+        "tiered_zero.state_format": plan.request.state.format,
+        "tiered_zero.checkpoint.in_place": settings.checkpoint.in_place,
+        "tiered_zero.checkpoint.resume, a directory that all hosts share, or null": (
+            None if settings.checkpoint.resume is None else "a directory"
+        ),
+        "tiers of parameters": {units[index].name: tier for index, tier in plan.tiers.params.items()},
+    }
+
+
+def _with_common_window(plan: Plan, ranks: Collectives) -> Plan:
+    """Take the least room for paged parameters that any rank has: the order of gathers depends on it."""
+    if not plan.request.ranks.shards_params:
+        return plan
+    own = plan.pager_limits
+    found = ranks.exchange(f"{own.live_nbytes} {own.most_live_nbytes}".encode(), "room for parameters")
+    live, most_live = (min(map(int, values)) for values in zip(*(each.split() for each in found), strict=True))
+    return replace(plan, pager_limits=replace(own, live_nbytes=live, most_live_nbytes=most_live))
+
+
+def _check_embeddings(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ModelError(
+                f"{type(module).__name__} {name!r} has max_norm={module.max_norm:g}: its forward changes rows of its "
+                "weight, and the next update, which starts from the values on the tiers, would undo that. Build it "
+                "without max_norm; rows can be limited after step(), inside `with tiered_zero.gathered(weight, "
+                "modify=True):`."
+            )
+
+
+def _check_params(specs: Mapping[nn.Parameter, ParamSpec], trains: bool) -> None:
+    for param, spec in specs.items():
+        handler = handler_of(param)
+        if isinstance(handler, ClosedEngine):
+            raise ModelError(
+                f"Parameter {spec.name} has no value: it rested on a tier of an engine that is closed. Take "
+                "engine.module.state_dict() before engine.close(), and call model.load_state_dict() with it before "
+                "tiered_zero.initialize()."
+            )
+        if handler is not None:
+            raise ModelError(
+                f"Parameter {spec.name} belongs to an engine already, which is open. Use that engine, or close it "
+                "first."
+            )
+        if spec.trainable and spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(
+                f"Parameter {spec.name} is {spec.dtype}; trainable ones are float32, bfloat16 or float16. Convert it "
+                "(model.float()), or set requires_grad=False for it."
+            )
+    if not trains:
+        return
+    if not any(spec.trainable for spec in specs.values()):
+        raise ModelError(
+            "No parameter of the model requires a gradient; there is nothing to train. Set requires_grad=True."
+        )
+    if not any(spec.trainable and spec.numel for spec in specs.values()):
+        raise ModelError("Every parameter of the model that requires a gradient is empty; there is nothing to train.")
+
+
+def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a `dtype` tensor on the device: 16 bit if the config says so and it is a float."""
+    wanted: torch.dtype = getattr(torch, config.param_dtype_name)
+    return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
+
+
+def _plan_to_fit(
+    lay_out: Callable[[int], list[StateLayout]], units: list[Unit], rule: UpdateRule, numel: int, request: PlanRequest
+) -> tuple[list[StateLayout], Plan, int]:
+    """Plan with sub-groups of `numel` elements, and of half as many as long as their staging needs more host memory
+    than is allowed and there are not too many: a size is a limit, not a demand. Returns the layouts, the plan, and the
+    elements at which sub-groups are cut."""
+    least = sub_group_numel(1, units)
+    while True:
+        layouts = lay_out(numel)
+        if rule.keeps_group_state:  # such state changes when a step is taken, and not before
+            request = replace(request, update=replace(request.update, in_backward=False))
+        plan = make_plan(units, _sizes(layouts), request)
+        half = max(align_up(numel // 2, CUT_NUMEL), least)
+        if half >= numel or plan.missing_nbytes("host") <= 0 or not plan.staging.state.count:
+            return layouts, plan, numel
+        numel = half
+
+
+def _sizes(layouts: Iterable[StateLayout]) -> list[SubGroupSize]:
+    return [
+        SubGroupSize(state_nbytes=layout.nbytes, parts=layout.subgroup.parts, embedding=layout.subgroup.embedding)
+        for layout in layouts
+    ]
+
+
+def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives) -> Limits:
+    """Bytes that this rank may use on each tier: the config's limits, or what is free, less a share that is reserved.
+
+    A model that is on the device leaves it, unit by unit, for its place in the plan. Ranks of one host share its
+    memory, and every rank plans with the least that any has.
+    """
+    settings = config.tiered_zero
+    nbytes, source, given_nbytes = machine.device_nbytes, "--device-memory", None
+    if nbytes is None:
+        nbytes = available_device_nbytes(find_device(settings.device), model.parameters())
+        source, given_nbytes = "what the device has free", settings.device_memory_limit
+    limits = limit_of("device", nbytes, source, given_nbytes)
+    nbytes, source, given_nbytes = machine.host_nbytes, "--host-memory", None
+    if nbytes is None:
+        nbytes, source = available_host_nbytes(), "what this machine and its cgroup have free"
+        given_nbytes = settings.host_memory_limit
+    if machine.ranks > 1:
+        nbytes, source = nbytes // machine.ranks, f"{source} for {machine.ranks} ranks"
+    elif ranks.world_size > 1:
+        shares = ranks.exchange(str(nbytes // local_world_size()).encode(), "free host memory")
+        nbytes, source = min(map(int, shares)), "each rank's part of what its machine and cgroup have free"
+    return limits | limit_of("host", nbytes, source, given_nbytes)
+
+
+def planning_notices(run_spec: RunSpec) -> list[str]:
+    """Return a line for each setting that the plan could not follow to the letter."""
+    return [
+        *_params_notices(run_spec),
+        *_update_notices(run_spec),
+        *_memory_notices(run_spec),
+        *_size_notices(run_spec),
+        *_state_notices(run_spec),
+    ]
+
+
+def _params_notices(run_spec: RunSpec) -> Iterator[str]:
+    zero = run_spec.config.zero_optimization
+    if (moved := describe_resolved_tiers(run_spec.config, run_spec.effective_config)) is not None:
+        yield moved
+    if "stage3_param_persistence_threshold" in zero.model_fields_set and zero.stage3_param_persistence_threshold:
+        key = "zero_optimization.stage3_param_persistence_threshold"
+        if run_spec.plan.tiers.sharded:
+            yield f"{key}: no parameter stays whole with many ranks; small ones are gathered with their block"
+        elif splits_masters_off_device(run_spec.effective_config):
+            yield f"{key}: no parameter stays on the device with bf16_remainder, as each is half of its master"
+
+
+def _update_notices(run_spec: RunSpec) -> Iterator[str]:
+    config, plan, rule = run_spec.config, run_spec.plan, run_spec.rule
+    ranks = plan.request.ranks
+    if rule.elementwise and any(group.get("fused") for group in run_spec.source.param_groups):
+        kept = f"state is kept as {plan.request.state.format}"
+        cause = "each rank has parts of parameters" if ranks.shards_params else kept
+        yield f"{rule.name} with fused=True is stepped as with fused=False, which rounds otherwise, for {cause}"
+    keys = ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor", "communication_data_type")
+    defaults = type(config).model_fields
+    idle = [key for key in keys if getattr(config, key) not in (defaults[key].default, False)]
+    if idle and ranks.world_size == 1:
+        yield f"one rank has no gradients to sum with others': without effect are {', '.join(idle)}"
+    if plan.request.update.policy == "overlapped" and ranks.shards_state and not ranks.shards_params:
+        yield f"tiered_zero.update: overlapped was asked for; {plan.update_policy.text}"
+
+
+def _memory_notices(run_spec: RunSpec) -> Iterator[str]:
+    plan, (_, limit_source) = run_spec.plan, run_spec.plan.limits["host"]
+    if run_spec.config.activations_device == "cpu" and plan.activations is None:
+        yield (
+            "activation_checkpointing.cpu_checkpointing, tiered_zero.activations.device cpu: without effect where the "
+            "CPU computes, for activations rest in host memory there; tiered_zero.activations.device nvme frees it"
+        )
+    if plan.request.gradients == "auto" and (nbytes := plan.nbytes("nvme", "gradient")):
+        in_memory = plan.nbytes("host", "gradient") + plan.nbytes("device", "gradient")
+        kept = plan.nbytes("host", "param") if plan.request.params.tier == "nvme" else 0
+        also = f", where offload_param.max_in_cpu keeps {format_nbytes(kept)} of parameters" if kept else ""
+        yield (
+            f"tiered_zero.gradients: {format_nbytes(nbytes)} rest on nvme and {format_nbytes(in_memory)} in memory, "
+            f"which has no room for more ({limit_source}){also}"
+        )
+    if plan.activations is not None and not plan.activations.nbytes:
+        yield (
+            f"tiered_zero.activations: the plan leaves no host memory for them ({limit_source}), so they "
+            "stay on the device. Set tiered_zero.activations.limit, or offload more to nvme."
+        )
+
+
+def _size_notices(run_spec: RunSpec) -> Iterator[str]:
+    zero, plan, numel = run_spec.config.zero_optimization, run_spec.plan, run_spec.sub_group_numel
+    given, ranks = zero.sub_group_size, plan.request.ranks
+    if numel < given < 1_000_000_000:  # DeepSpeed's default asks for nothing, here and below
+        yield (
+            f"zero_optimization.sub_group_size: {given} is a limit; sub-groups are cut at {numel} elements, the "
+            f"automatic size (up to {MAX_SUB_GROUP_NUMEL} the value itself)"
+        )
+    elif numel > max(given, CUT_NUMEL):
+        yield (
+            f"zero_optimization.sub_group_size: {given} would cut this model into more than {MAX_SUB_GROUPS} pieces; "
+            f"sub-groups are cut at {numel} elements"
+        )
+    if ranks.world_size > 1 and ranks.bucket_numel < zero.reduce_bucket_size != 500_000_000:
+        yield (
+            f"zero_optimization.reduce_bucket_size: {zero.reduce_bucket_size} is a limit; buckets have "
+            f"{ranks.bucket_numel} elements"
+        )
+    paged = [unit for unit in run_spec.units if not plan.tiers.is_resident(unit)]
+    if not paged and run_spec.effective_config.zero_optimization.offload_param.device != "none":
+        yield (
+            "zero_optimization.offload_param has nothing to move: no parameter has more than "
+            f"{zero.stage3_param_persistence_threshold} elements, and all stay on the device. Set "
+            "zero_optimization.stage3_param_persistence_threshold to 0 to offload them."
+        )
+    allowed = zero.stage3_max_live_parameters
+    needed = plan.pager_limits.live_nbytes // max((unit.itemsize for unit in paged), default=1)
+    if paged and 0 < allowed < needed:  # 0 asks for just what is in use
+        yield (
+            f"zero_optimization.stage3_max_live_parameters: {allowed} is less than the {needed} elements that are in "
+            "use at once; those are kept on the device. Lower tiered_zero.unit_size_cap to need fewer."
+        )
+
+
+def _state_notices(run_spec: RunSpec) -> Iterator[str]:
+    plan = run_spec.plan
+    asked = {f"tiered_zero.state_limits.{tier}": tier for tier in plan.request.state.limits}
+    if run_spec.config.zero_optimization.offload_optimizer.ratio < 1:
+        asked["zero_optimization.offload_optimizer.ratio"] = "device"
+    slowest = max(map(TIERS.index, plan.tiers.state), default=0)
+    smallest = format_nbytes(min((layout.nbytes for layout in run_spec.layouts), default=0))
+    for name, tier in asked.items():
+        if tier not in plan.tiers.state and TIERS.index(tier) < slowest:
+            yield (
+                f"{name}: no sub-group rests on tier {tier}, for the smallest needs {smallest}. Lower "
+                "zero_optimization.sub_group_size, or give more room."
+            )

@@ -1,0 +1,471 @@
+"""In-place commits: state that rests on nvme becomes durable where it is, and the next steps write beside it.
+
+[Note: In-place commits] A commit is a manifest of the store (store/__init__.py) whose metadata is the manifest of a
+checkpoint, with the records of the run's stores. The truth is the newest manifest of the state's store; a tag in a save
+directory is a pointer to it, written after it. A commit of step N, after one of an earlier step M:
+
+    1  updates have written only slots that manifest M does not name; nor may they write now
+    2  sync the data files, write and sync `manifest.next`; beside that write and sync the tag under a temporary name
+    3  rename `manifest.next` to `manifest`, sync the swap directory
+    4  updates may write the slots that manifest N does not name
+    5  rename the tag and `latest`, sync the save directory, remove a tag that was replaced
+
+A crash, with any part of what was not synced on the disk, in any order of its pages:
+
+    in 1, 2     `manifest` is M's, and nothing of what it names was written: M is loaded. A `manifest.next`, whole or
+                torn, is dropped by the next run, and temporary names by the next save
+    in 3        `manifest` is M's, as above; or N's, whose bytes and data were synced before the rename: N is loaded. A
+                tag of M is superseded, of the same step or not: it has the run's id, which leads to N
+    in 4, 5     manifest N is durable, and nothing of what it names is written. Of tag and `latest` either may be lost:
+                `latest` names M's tag, which leads to N; or N's, which is not there, and the newest pointer leads to N
+    the first   there is no M: nothing is loaded until 3; N from then on, which the save directory leads to from 5 on
+
+Where a commit is of several stores, because there are many ranks, or parameters that are half of their masters rest in
+a store of their own, 2 ends with all names durable (`prepare`), 3 is done for the store of rank 0's state, which
+decides, and then for the others: of those the manifest with the id of the commit that was decided is taken, be it
+`manifest` or `manifest.next`, for two commits may be of one step. The metadata of rank 0's has what all ranks have
+committed; that of the others says which store decides.
+
+A run that adopts a commit takes over the swap directory of the run before, and copies nothing.
+Where its layout is another one the commit is loaded into the homes of the new run, as by `load_checkpoint`, and its
+files stay as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import xxhash
+
+from tiered_zero.checkpoint.committed import (
+    COMMIT_ID,
+    DECIDED_BY,
+    Commit,
+    read_metadata,
+)
+from tiered_zero.checkpoint.driver import join_states, own_state
+from tiered_zero.checkpoint.index import RankPart, Share, StoreLocation, TagManifest, join_shares
+from tiered_zero.checkpoint.ranks import SAVE
+from tiered_zero.checkpoint.run_state import RunState, committed_places, list_tensors, pack
+from tiered_zero.checkpoint.tag import FoundCheckpoint, open_stores
+from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.checkpoint.values import encode
+from tiered_zero.concurrency.interrupts import shielded
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all, wait_quietly
+from tiered_zero.config.schema import Config
+from tiered_zero.errors import ModelError, StoreError, UntaggedCommitError
+from tiered_zero.hardware.ranks.agreement import agree
+from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.layout.flat import Unit
+from tiered_zero.plan.planner import Plan
+from tiered_zero.plan.slots import PlannedSlot
+from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
+from tiered_zero.store.store import SwapStore
+from tiered_zero.system.resources import map_memory
+from tiered_zero.tiers.inventory import Home
+from tiered_zero.tiers.nvme import NvmeTier
+from tiered_zero.tiers.rack import AdoptedStore, nvme_needs
+from tiered_zero.tiers.slots import read_slot
+from tiered_zero.tiers.tier import BufferView, as_bytes
+
+logger = logging.getLogger("tiered_zero")
+
+_CHUNK_NBYTES = MIB
+"""What is compared and written of a copy at once: a checksum of the store covers as much."""
+
+
+@final
+class Commits:
+    """Commits the state of this rank. `tiers`: of the state, then of the parameters where they have a store of their
+    own that takes part. `layout`: of `run_fingerprint`. Driver thread."""
+
+    def __init__(self, state: RunState, tiers: Sequence[NvmeTier], copies: DurableCopies, layout: str) -> None:
+        self._state = state
+        self._stores: list[SwapStore] = [tier.store for tier in tiers]
+        self._copies = copies
+        self._layout = layout
+        self._places = committed_places(state, tiers, copies.homes, copies.buffers)
+        self._ranks = state.runtime.collectives
+        own = [store.run_id for store in self._stores]
+        of_ranks = agree(self._ranks, "initialize: in-place commits", lambda: own)
+        if not all(of_ranks):
+            raise ModelError(
+                "tiered_zero.checkpoint.in_place: expected optimizer state on every rank; found none on rank "
+                f"{of_ranks.index([])}, for the model has too few parameters. Use fewer ranks, or leave it out."
+            )
+        self.run_ids = frozenset(run_id for each in of_ranks for run_id in each)
+        """Of the stores of all ranks."""
+
+    def revert(self) -> None:
+        """Return to the last commit whatever was written since. While nothing is read or written."""
+        for store in self._stores:
+            store.revert()
+
+    def save(self, tag: TagWriter, fields: Mapping[str, Any], *, save_latest: bool) -> None:
+        """Commit the state between two updates, on every rank, and publish the tag that points to it. `fields`: of
+        TagManifest, with this rank's driver state, as `DriverState.capture` gives it. Where this raises, the caller
+        discards the tag. Raises UntaggedCommitError, StoreError and others."""
+        location = _location(self._stores[0]).model_dump()
+        fields = {**fields, "kind": "in_place", "swap": {**location, COMMIT_ID: secrets.token_hex(16)}}
+        driver: dict[str, Any] = fields["driver"]
+        pointer: Transfer = COMPLETED
+        try:
+            if self._ranks.rank == 0:  # beside the commit, so that the two wait for the disks at once
+                prepare = partial(tag.prepare_pointer, {**fields, "driver": {}}, save_latest=save_latest)
+                pointer = self._state.runtime.accelerator.lane("save").submit(prepare)
+            share = partial(self.share, own_state(driver), fields["swap"][COMMIT_ID])
+            shares = agree(self._ranks, f"{SAVE}: what it commits", share, encode=Share.encode, decode=Share.decode)
+            driver = join_states(driver, [share.driver for share in shares])
+            self._commit(TagManifest(**{**fields, "driver": driver}, tag=tag.tag), shares, tag, pointer)
+        finally:
+            wait_quietly(pointer)
+
+    def share(self, driver: Mapping[str, Any], commit_id: str) -> Share:
+        """Write the copies, and list what this rank commits. `driver`: its own part. `commit_id`: that of rank 0 is
+        taken. Raises StoreError, TransferError."""
+        state, scalars = self._state, self._state.view.scalars
+        with torch.no_grad():
+            self._copies.write(state.named_buffers())
+        buffers = state.named_buffers() if self._ranks.rank == 0 else ()
+        tensors, records = list_tensors(state, self._places, scalars, buffers)
+        return Share(
+            tensors=tensors,
+            records=records,
+            scalars={name: encode(own, f"scalars of {name}") for name, own in scalars.by_name().items()},
+            driver=driver,
+            rank=RankPart(
+                stores=[_location(store) for store in self._stores],
+                layout=self._layout,
+                initialized=scalars.subgroups,
+            ),
+            commit_id=commit_id,
+        )
+
+    @shielded
+    def _commit(self, manifest: TagManifest, shares: Sequence[Share], tag: TagWriter, pointer: Transfer) -> None:
+        """Make the state durable on every rank, decide that it is the commit, and follow: updates may write, and the
+        tag gets its name. Raises StoreError: the last commit stays, or which of the two it is is not known, as the
+        error says; UntaggedCommitError: the new one is the commit."""
+        is_first = self._ranks.rank == 0
+        if len(self.run_ids) == 1:  # fewer syncs: no other store needs to find what is prepared
+            self._stores[0].commit(manifest.step, _metadata(manifest, shares))
+        else:
+            self._prepare_together(manifest, shares)
+            agree(self._ranks, f"{SAVE}: its decision", lambda: self.decide() if is_first else None)
+
+        def follow() -> None:
+            self.confirm()
+            if is_first:
+                self._publish(tag, pointer, manifest.step)
+
+        try:
+            agree(self._ranks, f"{SAVE}: its tag", follow)
+        except UntaggedCommitError as error:
+            raise UntaggedCommitError(str(error), manifest.step) from error
+
+    def _prepare_together(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
+        """Raises StoreError and others, on every rank, once all know that nothing is decided and have dropped what they
+        have prepared; what the exchange raises leaves it, for rank 0 may have decided."""
+        failed: list[Exception] = []
+
+        def attempt() -> str | None:
+            try:
+                self.prepare(manifest, shares)
+            except Exception as error:
+                failed.append(error)
+                return str(error)
+            return None
+
+        texts = agree(self._ranks, f"{SAVE}: the commit", attempt)
+        wrong = [f"Rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+        if wrong:
+            self.cancel()
+            raise failed[0] if failed else StoreError(wrong[0])
+
+    def prepare(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
+        """Make the state durable beside the last commit, and block writes. Raises StoreError; `cancel` is next then."""
+        first = _parts(shares)[0].stores[0]
+        followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: first.model_dump()}
+        for store in reversed(self._stores):
+            decides = store.run_id == first.run_id
+            store.prepare(manifest.step, _metadata(manifest, shares) if decides else followed)
+
+    def cancel(self) -> None:
+        """Drop what is prepared, where it is known that it is not decided. Raises StoreError."""
+        for store in self._stores:
+            store.cancel_prepared()
+
+    def decide(self) -> None:
+        """Make what all ranks have prepared the commit, on rank 0. Raises StoreError: which of the two it is is not
+        known."""
+        self._stores[0].confirm()
+
+    def confirm(self) -> None:
+        """Follow what was decided: the places of the commit before may be written. Raises StoreError."""
+        for store in self._stores[self._ranks.rank == 0 :]:
+            store.confirm()
+
+    def _publish(self, tag: TagWriter, pointer: Transfer, step: int) -> None:
+        """Raises UntaggedCommitError."""
+        try:
+            pointer.wait()
+            tag.publish_pointer()
+        except Exception as error:
+            swap = self._stores[0].paths[0]
+            raise UntaggedCommitError(
+                f"Step {step} is committed in {swap}, but its tag {tag.path} was not made durable: {error} "
+                "Earlier tags of this run lead to the commit, and so does tiered_zero.checkpoint.resume = "
+                f"{swap!r}. Free space there, or save elsewhere: the next save writes a tag.",
+                step,
+            ) from error
+
+
+def _location(store: SwapStore) -> StoreLocation:
+    return StoreLocation(run_id=store.run_id, paths=list(store.paths))
+
+
+def _metadata(manifest: TagManifest, shares: Sequence[Share]) -> dict[str, Any]:
+    """Return the fields of CommitMetadata: the manifest of all ranks, and their parts. Raises StoreError if a part
+    lacks."""
+    whole = manifest.model_copy(update=join_shares(shares))
+    ranks = [part.model_dump() for part in _parts(shares)]
+    return {COMMIT_ID: shares[0].commit_id, "checkpoint": whole.body(), "ranks": ranks}
+
+
+def _parts(shares: Sequence[Share]) -> list[RankPart]:
+    return [share.rank for share in shares if share.rank is not None]
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+@final
+class DurableCopies:
+    """Copies what rests in memory, and is not made of the state, to `homes` in the store of the state.
+
+    Frozen parameters and buffers are written if they have changed. Parameters that are half of their masters change in
+    each update: they are written from where they rest, 2 of the 10 bytes of their state.
+    `units`: whose parameters are copied, with where to. `updated`: indices of those that updates write. `flat(unit)`:
+    [P], where the unit rests. `buffers`: where to; None for a model without any.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[int, tuple[Unit, Home]],
+        updated: Container[int],
+        flat: Callable[[Unit], torch.Tensor],
+        buffers: Home | None,
+    ) -> None:
+        self.homes = {index: home for index, (_, home) in units.items()}
+        self.buffers = buffers
+        self._kept = [(unit, home) for unit, home in units.values() if unit.index not in updated]
+        self._updated = [(unit, home) for unit, home in units.values() if unit.index in updated]
+        self._flat = flat
+        self._digests: dict[tuple[str, int], int] = {}
+        """(slot, first byte) -> of what was written there."""
+
+    def write(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write all that has changed: it becomes durable with the next commit. Driver thread, between two updates.
+        `buffers`: by name. Raises StoreError, TransferError."""
+        writes: list[Transfer] = []
+        try:
+            for unit, home in self._updated:
+                raw = as_bytes(self._flat(unit))
+                writes.append(home.tier.write(home.slot, BufferView(raw, raw.numpy().data)))
+            window = torch.frombuffer(map_memory(_CHUNK_NBYTES), dtype=torch.uint8)
+            for unit, home in self._kept:
+                self._write_changed(home, as_bytes(self._flat(unit)), window)
+            if self.buffers is not None:
+                self._write_changed(self.buffers, _packed(buffers, self.buffers.slot.nbytes), window)
+        finally:
+            wait_all(writes)
+
+    def _write_changed(self, home: Home, raw: torch.Tensor, window: torch.Tensor) -> None:
+        """Write the chunks that have changed. `raw`: the slot's bytes, anywhere. `window`: a chunk of whole pages."""
+        for start in range(0, raw.numel(), _CHUNK_NBYTES):
+            part = raw[start : start + _CHUNK_NBYTES]
+            chunk = window[: align_up(part.numel(), PAGE_NBYTES)]
+            chunk.zero_()
+            chunk[: part.numel()].copy_(part)
+            view = chunk.numpy().data
+            digest = xxhash.xxh3_64_intdigest(view)
+            if self._digests.get((home.slot.name, start)) != digest:
+                home.tier.write(home.slot, BufferView(chunk, view), start).wait()
+                self._digests[home.slot.name, start] = digest
+
+
+def _packed(buffers: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> torch.Tensor:
+    """Return the bytes of a model's buffers as they rest in their slot. Raises StoreError."""
+    raw = torch.zeros(nbytes, dtype=torch.uint8)
+    for name, buffer, offset in pack(buffers):
+        data = as_bytes(buffer.detach().contiguous()).cpu()
+        if offset + data.numel() > nbytes:
+            raise StoreError(
+                f"Buffer {name} has grown: commits were planned for {format_nbytes(nbytes)} of buffers. Start again "
+                "with buffers of their final shapes, or set tiered_zero.checkpoint.in_place to false."
+            )
+        raw[offset : offset + data.numel()] = data
+    return raw
+
+
+# -- adoption ----------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Adoption:
+    """A commit from which a run resumes. `directories`: swap paths of the config -> this rank's store there. `paths`:
+    swap directories of all ranks. `initialized`: this rank's sub-groups that have state."""
+
+    found: FoundCheckpoint
+    directories: Mapping[tuple[str, ...], AdoptedStore]
+    paths: frozenset[Path]
+    manifest: TagManifest
+    initialized: frozenset[int]
+
+
+def adopt(
+    found: FoundCheckpoint,
+    ranks: Collectives,
+    config: Config,
+    plan: Plan,
+    slots: Sequence[PlannedSlot],
+    layouts: list[StateLayout],
+) -> Adoption | None:
+    """Adopt an in-place commit if every rank lays everything out as the rank that committed its part; None, with the
+    reason in the log, if it has to be loaded. Collective. Raises StoreError: damaged, or its owner lives."""
+    if found.swap is None:
+        return None
+    swap = found.swap
+
+    def read() -> tuple[str, Any] | None:
+        if ranks.rank > 0:
+            return None
+        path, metadata = read_metadata(swap)
+        return str(path), metadata
+
+    path, metadata = agree(ranks, "resume: the commit", read)[0] or ("", None)
+    commit = Commit.decode(Path(path), metadata)
+
+    def look() -> str:
+        """Open this rank's part, and say why it cannot be adopted."""
+        if plan.request.commits is None:
+            return "tiered_zero.checkpoint.in_place is off"
+        if len(commit.ranks) != ranks.world_size:
+            return f"{len(commit.ranks)} ranks have committed it, and this run has {ranks.world_size}"
+        own = commit.ranks[ranks.rank]
+        with ExitStack() as opened:
+            open_stores(own.stores, commit, opened)
+        if any(record.name.startswith("param_back/") for record in commit.manifest.records):
+            return "the delayed update had left parameters in their second home"
+        if own.layout != run_fingerprint(config, plan, slots, layouts):
+            return "this run lays its state out in another way (placement, sub_group_size, state_format or nvme_path)"
+        return ""
+
+    reason = next(filter(None, agree(ranks, "resume: each rank's part", look)), "")
+    if reason:
+        logger.warning(
+            "%s is loaded, not adopted: %s. Its files stay as they are, and this run takes %s more on nvme; "
+            "`tiered-zero swap gc --committed` removes them.",
+            swap,
+            reason,
+            format_nbytes(plan.nbytes("nvme")),
+        )
+        return None
+    own, paths = commit.ranks[ranks.rank], committing_paths(config, plan)
+    return Adoption(
+        found=found,
+        directories={
+            each: AdoptedStore(
+                directory=store.first,
+                step=commit.manifest.step,
+                metadata={COMMIT_ID: commit.commit_id},
+            )
+            for each, store in zip(paths, own.stores, strict=True)
+        },
+        paths=frozenset(Path(path).resolve() for store in commit.stores for path in store.paths),
+        manifest=commit.manifest,
+        initialized=frozenset(own.initialized),
+    )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AdoptedValues:
+    """First values of parameters and buffers of a run that was adopted. Driver thread, before the first step."""
+
+    state: RunState
+    copies: DurableCopies
+
+    def flat(self, unit: Unit) -> torch.Tensor:
+        """[P] of the unit's dtype, on the CPU: its masters rounded, or its durable copy; zeros where another rank has
+        them."""
+        if unit.index in self.state.updated_units and not self.state.view.need_params:
+            return self.state.view.read_masters(unit).to(unit.dtype)
+        home = self.copies.homes.get(unit.index) or self.state.inventory.home(unit, "param")
+        flat, own = torch.zeros(unit.numel, dtype=unit.dtype), home.elements(unit)
+        part = flat[own]
+        part.copy_(read_slot(home, 0, as_bytes(part).numel(), self.state.view.staging).view(unit.dtype))
+        return flat
+
+    def restore_buffers(self) -> None:
+        """Copy the buffers' values into the model."""
+        home = self.copies.buffers
+        if home is None:
+            return
+        raw = read_slot(home, 0, home.slot.nbytes, self.state.view.staging)
+        with torch.no_grad():
+            for _, buffer, offset in pack(self.state.named_buffers()):
+                nbytes = buffer.numel() * buffer.dtype.itemsize
+                buffer.copy_(raw[offset : offset + nbytes].clone().view(buffer.dtype).view(buffer.shape))
+
+
+def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], layouts: Sequence[StateLayout]) -> str:
+    """Hash everything that says where which bytes lie in the records of a run with in-place commits."""
+    subgroups = [
+        {
+            "masters": [str(dtype) for dtype in layout.masters.dtypes],
+            "segments": [
+                [segment.unit.index, segment.unit_start, segment.start, segment.numel, str(segment.unit.dtype)]
+                for segment in layout.subgroup.segments
+            ],
+            "pieces": [
+                [param.name, param.shape, param.stride, piece.start, piece.param_start, piece.numel]
+                + [field.name for field in layout.fields(piece)]
+                for piece in layout.subgroup.pieces
+                for param in [piece.param]
+            ],
+            "arrays": [
+                [array.field.name, list(array.field.shape), str(array.field.dtype), array.piece, array.offset]
+                for array in layout.arrays
+            ],
+        }
+        for layout in layouts
+    ]
+    places = [[slot.name, slot.nbytes, slot.num_durable] for slot in slots if slot.num_durable]
+    needs = nvme_needs(config, plan)
+    own = committing_paths(config, plan)
+    stores = sorted([[os.path.abspath(path) for path in paths], needs.get(paths, 0)] for paths in own)
+    text = json.dumps([subgroups, places, stores], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def committing_paths(config: Config, plan: Plan) -> list[tuple[str, ...]]:
+    """List the swap paths of the stores that have a part in a commit: that of the state first."""
+    zero = config.zero_optimization
+    paths = [zero.offload_optimizer.nvme_paths]
+    if plan.nbytes("nvme", "commit_param"):
+        paths.append(zero.offload_param.nvme_paths)
+    return list(dict.fromkeys(paths))

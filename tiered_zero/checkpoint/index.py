@@ -1,0 +1,343 @@
+"""The index of a checkpoint: which bytes of which records are which elements of which tensor.
+
+`manifest.json` of a tag, and the metadata of an in-place commit, are a `TagManifest` (store/json_file.py has the form).
+A full save holds its records in data files of its own, one for each rank: `stores`. A commit leaves them where the run
+uses them, in its swap directories, whose manifests say where they rest. Elements are counted in memory order: row-major
+in the shape that `order` permutes, which is null for a row-major tensor. The forms of a tensor:
+
+    plain       one source: the elements themselves
+    joined      masters that rest as remainders: sources are remainder (int16), parameter (bfloat16), and the second
+                moment (fp32) whose sign is the mark
+    magnitude   one source: that second moment, without its sign
+    rounded     one source: fp32 masters of a parameter that no param group holds, which is what they round to
+
+Each rank makes a `Share`; `join_shares` puts them together. What is read may be hostile: types, ranges and sums are
+checked here, the files by `directory.read_manifest`, places in records as these are opened, and nothing is allocated
+from a declared size before all three.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple, final
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import to_json
+from typing_extensions import TypedDict
+
+from tiered_zero.errors import InternalError, StoreError
+from tiered_zero.store.json_file import Count, StrictModel
+from tiered_zero.store.manifest import Contents
+
+MANIFEST_NAME: Final = "manifest.json"
+FORMAT: Final = "tiered_zero.checkpoint"
+
+Form = Literal["plain", "joined", "magnitude", "rounded"]
+
+SOURCE_ITEMSIZES: Final[Mapping[Form, tuple[int, ...]]] = {
+    "plain": (0,),
+    "joined": (2, 2, 4),
+    "magnitude": (0,),
+    "rounded": (4,),
+}
+"""Form -> bytes of an element in each source; 0: those of the tensor's own dtype."""
+
+ITEMSIZES: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    "complex128": 16,
+}
+"""The dtypes that a checkpoint can hold, by PyTorch's names, and the bytes of an element."""
+
+_MOST_DIMENSIONS = 64
+_MOST_NUMEL = 2**48
+
+Text = Annotated[str, Field(min_length=1, max_length=4096)]
+"""A key, a name or a path: pydantic refuses half of a surrogate pair."""
+
+
+def _plain_path(path: str) -> str:
+    if not path.startswith("/") or "\0" in path or os.path.normpath(path) != path:
+        raise ValueError("expected a plain absolute path")
+    return path
+
+
+PlainPaths = Annotated[list[Annotated[Text, AfterValidator(_plain_path)]], Field(min_length=1)]
+
+
+class Swap(TypedDict):
+    """The run and the directories of the store that has decided an in-place commit, and the id of the commit."""
+
+    run_id: str
+    paths: PlainPaths
+    commit_id: Text
+
+
+@final
+class StoreLocation(StrictModel):
+    """A store of a run: the run's id, and the directories that it stripes."""
+
+    run_id: str
+    paths: PlainPaths
+
+    @property
+    def first(self) -> Path:
+        """The directory of its manifest."""
+        return Path(self.paths[0])
+
+
+class Source(NamedTuple):
+    """Byte `offset` of the record number `record`."""
+
+    record: Count
+    offset: Count
+
+
+class Part(NamedTuple):
+    """Elements [start, stop) of a tensor, in memory order, one source for each that the form has."""
+
+    start: Count
+    stop: Count
+    sources: tuple[Source, ...]
+
+
+class RecordName(NamedTuple):
+    """A record `name` of the store number `store`: of the stores of all ranks, one rank behind the other; of a commit
+    each has that of the state first, and then that of parameters where it is another."""
+
+    store: Count
+    name: str
+
+
+@final
+class TensorEntry(StrictModel):
+    """One tensor. `order`: its dimensions from the slowest to the fastest in memory; None: row-major.
+
+    `parts`: in a manifest in order, disjoint, and covering the tensor; in a share those of one rank.
+    """
+
+    dtype: str
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, le=_MOST_NUMEL)], ...], Field(max_length=_MOST_DIMENSIONS)]
+    order: tuple[int, ...] | None = None
+    form: Form = "plain"
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        """The shape in which the parts are row-major."""
+        return self.shape if self.order is None else tuple(self.shape[dimension] for dimension in self.order)
+
+    def with_parts(self, parts: Sequence[Part]) -> TensorEntry:
+        return self.model_copy(update={"parts": tuple(parts)})
+
+
+def _check_tensors(tensors: Mapping[str, TensorEntry]) -> None:
+    """Raise ValueError for a tensor that cannot be, or whose parts are not in order, disjoint and covering."""
+    for key, entry in tensors.items():
+        dtype, shape, order, form = entry.dtype, entry.shape, entry.order, entry.form
+        numel, stop, found = math.prod(shape), 0, ""
+        if dtype not in ITEMSIZES or (form == "joined" and dtype != "float32"):
+            found = f"a {form} one of dtype {dtype[:80]!a}"
+        elif math.prod(filter(None, shape)) > _MOST_NUMEL:
+            found = f"more than {_MOST_NUMEL} elements"
+        elif order is not None and sorted(order) != list(range(len(shape))):
+            found = f"not each dimension once in its order {order}"
+        for start, end, sources in entry.parts:
+            if start != stop or end <= start or len(sources) != len(SOURCE_ITEMSIZES[form]):
+                found = f"elements {start} to {end} with {len(sources)} sources behind element {stop}"
+                break
+            stop = end
+        else:
+            found = found or ("" if stop == numel else f"{stop} elements, of {numel}")
+        if found:
+            raise ValueError(f"tensor {key[:200]!a}: expected a whole one; found {found}")
+
+
+def check_places(tensors: Mapping[str, TensorEntry], extents: Sequence[int]) -> None:
+    """Raise ValueError unless all parts lie inside of their records. `extents`: bytes of each record."""
+    for key, entry in tensors.items():
+        itemsizes, own_itemsize = SOURCE_ITEMSIZES[entry.form], ITEMSIZES[entry.dtype]
+        for start, stop, sources in entry.parts:
+            for (record, offset), itemsize in zip(sources, itemsizes, strict=True):
+                nbytes = itemsize or own_itemsize
+                if record >= len(extents) or offset % nbytes or offset + (stop - start) * nbytes > extents[record]:
+                    raise ValueError(f"tensor {key[:200]!a} lies outside of its records")
+
+
+@final
+class WrittenBy(StrictModel):
+    """The writer of a tag: versions, kernel level, update rule, state format, number of ranks, threads of a forward on
+    the CPU (0: it runs on another device), seconds since the epoch."""
+
+    tiered_zero: str
+    torch: str
+    kernel: str
+    rule: str
+    state_format: str
+    world_size: int
+    num_threads: int
+    created_s: Annotated[float, Field(allow_inf_nan=False)]
+
+
+@final
+class TagManifest(StrictModel):
+    """All that a checkpoint says of itself. `scalars`, `driver`: as values.py gives them; checked where they are
+    decoded. `stores`: of a full save, in the order of its files. `aliases`: a further name of a parameter or buffer in
+    the model's state_dict -> the name under which it is here. `swap`: of a tag that points to an in-place commit.
+    """
+
+    kind: Literal["full", "in_place"]
+    tag: Text
+    step: Count
+    written_by: WrittenBy
+    tensors: dict[Text, TensorEntry] = Field(default_factory=dict)
+    records: tuple[RecordName, ...] = ()
+    stores: tuple[Contents, ...] = ()
+    scalars: dict[Text, Any] = Field(default_factory=dict)
+    driver: dict[str, Any] = Field(default_factory=dict)
+    aliases: dict[Text, Text] = Field(default_factory=dict)
+    swap: Swap | None = None
+
+    @property
+    def files(self) -> dict[str, int]:
+        """The data files of a full save, and their bytes."""
+        return {
+            file_name(rank): store.capacity_nbytes for rank, store in enumerate(self.stores) if store.capacity_nbytes
+        }
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of all data files."""
+        return sum(self.files.values())
+
+    @model_validator(mode="after")
+    def _check(self) -> TagManifest:
+        in_place = self.kind == "in_place"
+        if in_place == (self.swap is None):
+            raise ValueError("swap: expected with kind in_place, and only there")
+        if any(len(store.weights) != 1 for store in self.stores) or (in_place and self.stores):
+            raise ValueError("stores: expected one file of each, and none of an in-place commit")
+        known = set[RecordName]()
+        for rank, store in enumerate(self.stores):
+            for record in store.records:
+                known.add(RecordName(rank, record.name))
+                if sum(end - start for start, end, *_ in store.ranges[record.name]) != record.extent_nbytes:
+                    raise ValueError(f"stores: expected checksums of all bytes of record {record.name[:80]!a}")
+        if not in_place and (unknown := [record.name for record in self.records if record not in known]):
+            raise ValueError(f"records: there is none of the name {unknown[0][:80]!a}")
+        _check_tensors(self.tensors)
+        return self
+
+    def body(self) -> dict[str, Any]:
+        """As JSON values."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def from_body(cls, body: Any) -> TagManifest:
+        """Build from JSON values that may be hostile. Raises ValueError."""
+        return cls.model_validate_json(to_json(body))
+
+
+def file_name(rank: int) -> str:
+    """The data file that a rank writes of a full save."""
+    return f"data-{rank:05d}.bin"
+
+
+# -- shares of ranks ---------------------------------------------------------------------------------------------------
+
+
+@final
+class RankPart(StrictModel):
+    """One rank's entry in a commit. `stores`: that of the state first. `layout`: of commit_layout; `initialized`: its
+    sub-groups that have state."""
+
+    stores: Annotated[list[StoreLocation], Field(min_length=1, max_length=2)]
+    layout: str
+    initialized: list[Count]
+
+
+@final
+class Share(StrictModel):
+    """One rank's part of a save. `tensors`: with the parts that it has; `records`: their numbers count. `scalars`: of
+    its parameters, as in the manifest. `driver`: the rank's own part of what `DriverState.capture` gives.
+
+    `stores`: of a full save, what it has written. `rank`, `commit_id`: of an in-place commit; the id is rank 0's.
+    """
+
+    tensors: dict[str, TensorEntry]
+    records: list[RecordName]
+    scalars: dict[str, Any]
+    driver: Mapping[str, Any]
+    stores: list[Contents] = Field(default_factory=list)
+    rank: RankPart | None = None
+    commit_id: str = ""
+
+    @property
+    def num_stores(self) -> int:
+        return len(self.stores) if self.rank is None else len(self.rank.stores)
+
+    def encode(self) -> str:
+        """As JSON text."""
+        return self.model_dump_json()
+
+    @classmethod
+    def decode(cls, text: str) -> Share:
+        """Decode what `encode` gave on another rank."""
+        return cls.model_validate_json(text)
+
+
+def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
+    """Those of all ranks as fields of TagManifest: tensors, records, scalars. Raises StoreError if the ranks do not
+    agree about a tensor, or do not have each of its elements once."""
+    entries: dict[str, TensorEntry] = {}
+    facts: dict[str, tuple[Any, ...]] = {}
+    parts: dict[str, list[Part]] = {}
+    records: list[RecordName] = []
+    scalars: dict[str, Any] = {}
+    first_store = 0
+    for rank, share in enumerate(shares):
+        first = len(records)
+        records += [RecordName(first_store + record.store, record.name) for record in share.records]
+        first_store += share.num_stores
+        for key, entry in share.tensors.items():
+            own_facts = entry.dtype, entry.shape, entry.order, entry.form
+            if facts.setdefault(key, own_facts) != own_facts:
+                raise StoreError(f"{key} is saved as two different tensors: {facts[key]} and {own_facts}.")
+            entries[key] = entry
+            parts.setdefault(key, []).extend(_moved(entry.parts, first) if first else entry.parts)
+        for name, own in share.scalars.items():
+            if scalars.setdefault(name, own) != own:
+                raise InternalError(
+                    f"Every rank was expected to have made the same steps of parameter {name}; rank {rank} has {own}, "
+                    f"another {scalars[name]}. This state cannot be saved; go on from an earlier checkpoint."
+                )
+    tensors = {key: entry.with_parts(sorted(parts[key])) for key, entry in entries.items()}
+    try:
+        _check_tensors(tensors)
+    except ValueError as error:
+        raise StoreError(f"The ranks do not have each element once: {error}.") from error
+    return {"tensors": tensors, "records": tuple(records), "scalars": scalars}
+
+
+def _moved(parts: Sequence[Part], first: int) -> list[Part]:
+    """The parts in records that are counted from `first` on."""
+    return [part._replace(sources=tuple(Source(first + at.record, at.offset) for at in part.sources)) for part in parts]

@@ -1,0 +1,611 @@
+"""Load a checkpoint: match it to a run, read its tensors, write them to the run's homes.
+
+Both sides are ranges of elements in memory order, so that what a run needs meets what was saved by a bisect, whatever
+the cuts, tiers and formats of the run that wrote it. All is matched and checked before a byte of the run changes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, final
+
+import torch
+
+from tiered_zero.checkpoint.index import SOURCE_ITEMSIZES, TagManifest, TensorEntry, check_places
+from tiered_zero.checkpoint.run_state import (
+    MASTER,
+    PARAM,
+    VALUE_KINDS,
+    RunState,
+    buffer_key,
+    describe_field,
+    run_ahead,
+    torch_dtype,
+)
+from tiered_zero.checkpoint.values import decode as decode_values
+from tiered_zero.errors import ConfigError, ModelError, StoreError
+from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
+from tiered_zero.rules.optimizer_copy import same
+from tiered_zero.rules.quantized import decode, encode
+from tiered_zero.rules.state_layout import StateLayout, gaps
+from tiered_zero.store.json_file import MOST_INTEGER
+from tiered_zero.store.reader import Broken, RecordReader, Wanted
+from tiered_zero.tiers.inventory import Home
+from tiered_zero.update.state_view import StateView
+from tiered_zero.update.subgroup_io import SubGroupWork
+
+logger = logging.getLogger("tiered_zero")
+
+_BLOCK = QUANTIZED_BLOCK_NUMEL
+_NUM_NAMED = 5
+_CONVERTED_AHEAD = 2
+"""Sub-groups that take memory besides their state while they are read."""
+
+_STEP_NUMEL = 1 << 15
+"""The most elements that `copy_` converts on the calling thread alone (at::internal::GRAIN_SIZE)."""
+
+_FACTS = {
+    "tiered_zero": "tiered_zero",
+    "torch": "torch",
+    "kernel": "the update kernel's level",
+    "rule": "the update rule",
+    "world_size": "a number of ranks of",
+    "num_threads": "a number of CPU threads of",
+}
+"""What of WrittenBy may change bits, but for `state_format`."""
+
+
+# -- matching ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """`strict`: every parameter and buffer is expected, and no other. `with_state`: take over optimizer state, else it
+    starts anew. `convert`: state may be rounded to the run's state format."""
+
+    strict: bool = True
+    with_state: bool = True
+    convert: bool = False
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Matched:
+    """`params`: parameter name -> the key of its value; without those that keep theirs. `states`: name of a parameter
+    whose state is taken over -> its scalars; neighbours with the same ones share an object. `buffers`: name -> key."""
+
+    params: dict[str, str] = field(default_factory=dict)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+
+    def scalars(self, layout: StateLayout) -> dict[int, dict[str, Any]]:
+        """Return those of a sub-group's pieces whose state is taken over."""
+        names = {piece.index: piece.param.name for piece in layout.subgroup.pieces}
+        return {index: self.states[name] for index, name in names.items() if name in self.states}
+
+
+def match(state: RunState, manifest: TagManifest, options: LoadOptions) -> Matched:
+    """Raises ModelError if the checkpoint is of another model, StoreError for values that cannot be read, and
+    ConfigError where state would be rounded and `convert` does not allow it."""
+    tensors, params, missing = manifest.tensors, dict[str, str](), list[str]()
+    for spec in state.specs:
+        names = (spec.name, *spec.aliases)  # a tied parameter may have another of its names
+        keys = (f"{kind}/{name}" for kind in (MASTER, PARAM) for name in names)
+        if spec.numel and (key := next((key for key in keys if key in tensors), None)) is not None:
+            params[spec.name] = key
+        elif spec.numel:
+            missing.append(spec.name)
+    own_buffers = dict(state.named_buffers())
+    buffers = {name: buffer_key(name) for name in own_buffers if buffer_key(name) in tensors}
+    missing += [name for name, buffer in own_buffers.items() if buffer.numel() and name not in buffers]
+    _check_names(manifest, missing, {*params.values(), *buffers.values()}, strict=options.strict)
+    for spec in state.specs:
+        if (key := params.get(spec.name)) is not None:
+            _check_value(key, tensors[key], spec.shape, spec.dtype)
+    for name, key in buffers.items():
+        _check_value(key, tensors[key], tuple(own_buffers[name].shape), own_buffers[name].dtype)
+    states: dict[str, dict[str, Any]] = {}
+    if options.with_state and state.view.layouts:
+        states = _match_states(state.view, manifest, params, options.convert)
+    return Matched(params=params, states=states, buffers=buffers)
+
+
+def differences(written_by: Mapping[str, Any], now: Mapping[str, Any]) -> Sequence[str]:
+    """Compare the facts of the run that wrote a checkpoint with those of this run. Returns a line for each difference
+    from which bits may differ; `state_format` is the loader's matter."""
+    lines = []
+    for name, what in _FACTS.items():
+        then, here = written_by.get(name), now.get(name)
+        if then != here:
+            lines.append(f"the checkpoint was written with {what} {then}; this run has {here}: later steps may differ")
+    return lines
+
+
+def _check_names(manifest: TagManifest, missing: Sequence[str], used: set[str], strict: bool) -> None:
+    values = {key for key, entry in manifest.tensors.items() if key.partition("/")[0] in VALUE_KINDS and entry.numel}
+    unexpected = sorted(key.partition("/")[2] for key in values - used)
+    if not missing and not unexpected:
+        return
+    lines = [f"missing: {_some(missing)}"] if missing else []
+    lines += [f"not in the model: {_some(unexpected)}"] if unexpected else []
+    text = "; ".join(lines)
+    if strict:
+        raise ModelError(
+            f"The checkpoint {manifest.tag} was expected to hold every parameter and buffer of the model, and no other "
+            f"({text}). Load one of this model, or pass load_module_strict=False to keep the values of what is missing "
+            "(as with checkpoints saved with exclude_frozen_parameters)."
+        )
+    logger.warning("checkpoint %s: %s", manifest.tag, text)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return ", ".join(names[:_NUM_NAMED]) + more
+
+
+def _check_shape(key: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:
+    if entry.shape != shape:
+        raise ModelError(
+            f"{key} was expected to have shape {shape}, as in the model; the checkpoint has {entry.shape}. Load one of "
+            "a model of this configuration."
+        )
+
+
+def _check_value(key: str, entry: TensorEntry, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    _check_shape(key, entry, shape)
+    found = torch_dtype(entry.dtype)
+    if found.is_floating_point != dtype.is_floating_point or (not dtype.is_floating_point and found != dtype):
+        raise ModelError(
+            f"{key} was expected to be {dtype}, as in the model; the checkpoint has {found}. Load one of a model of "
+            "this configuration."
+        )
+
+
+def _match_states(
+    view: StateView, manifest: TagManifest, params: Mapping[str, str], convert: bool
+) -> dict[str, dict[str, Any]]:
+    """Match the optimizer's state, parameter by parameter. Returns what `Matched.states` is."""
+    tag, written_by = manifest.tag, manifest.written_by
+    if manifest.scalars and written_by.rule != view.rule.name:
+        raise ModelError(
+            f"The checkpoint {tag} was expected to hold optimizer state of {view.rule.name}; it is that of "
+            f"{written_by.rule}. Choose that optimizer, or pass load_optimizer_states=False to start its state anew."
+        )
+    kinds = {key.partition("/")[0] for key in manifest.tensors} - {*VALUE_KINDS}
+    placed: dict[str, tuple[StateLayout, ParamPiece, str]] = {}
+    for layout in view.layouts:
+        for piece in layout.subgroup.pieces:
+            name = params.get(piece.param.name, "").partition("/")[2]
+            if name in manifest.scalars:
+                placed.setdefault(piece.param.name, (layout, piece, name))
+    found: dict[str, dict[str, Any]] = {}
+    last: dict[str, Any] = {}
+    for own_name, (_, _, name) in placed.items():
+        try:
+            own = view.rule.load_scalars(decode_values(manifest.scalars[name]))
+        except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
+            raise StoreError(
+                f"The step count of {name} in checkpoint {tag} cannot be read ({error}). Load another checkpoint."
+            ) from error
+        found[own_name] = last = last if same(last, own) else own
+    num_rounded = sum(_check_arrays(view, manifest, *own, kinds) for own in placed.values())
+    if num_rounded and not convert:
+        raise ConfigError(
+            f"tiered_zero.state_format: expected that of the checkpoint {tag}, {written_by.state_format}, or fp32, "
+            f"which it becomes without loss; found one that would round {num_rounded} state arrays. Set it so, or "
+            'allow that with "tiered_zero": {"checkpoint": {"convert": true}}.'
+        )
+    if num_rounded:
+        logger.warning(
+            "optimizer state is rounded from %s to tiered_zero.state_format as it is loaded (%d arrays)",
+            written_by.state_format, num_rounded,
+        )  # fmt: skip
+    return found
+
+
+def _check_arrays(
+    view: StateView, manifest: TagManifest, layout: StateLayout, piece: ParamPiece, name: str, kinds: Iterable[str]
+) -> int:
+    """Return how many arrays of a piece are rounded. `name`: of its parameter in the checkpoint, which has arrays of
+    `kinds`. Raises ModelError if the rule needs others, or of other shapes."""
+    tensors, tag, rule = manifest.tensors, manifest.tag, view.rule
+    fields = {own.name: own for own in layout.fields(piece)}
+    saved = _arrays({kind for kind in kinds if f"{kind}/{name}" in tensors})
+    planned = _arrays(fields.keys())
+    if saved.keys() != planned.keys():
+        raise ModelError(
+            f"{rule.name} was planned with the state arrays {sorted(planned)} of {piece.param.name}; the checkpoint "
+            f"{tag} has {sorted(saved)}. Give the optimizer the options that it was saved with (momentum, amsgrad ...)."
+        )
+    num_rounded = 0
+    for kind in sorted(planned):
+        entry, is_coded = tensors[f"{kind}/{name}"], saved[kind]
+        spec = describe_field(piece.param, fields[kind], rule.elementwise)
+        _check_shape(f"{kind}/{name}", entry, spec.shape)
+        if is_coded and entry.order != spec.order:
+            raise ModelError(
+                f"{kind} of {piece.param.name} in checkpoint {tag} has 8 bits, with scales for blocks in another "
+                "memory order than this model's. Save it with state_format fp32, and load that."
+            )
+        if is_coded:
+            scale = f"{kind}_scale/{name}"
+            _check_shape(scale, tensors[scale], (-(-piece.param.numel // _BLOCK),))
+        if entry.dtype == spec.dtype and is_coded == planned[kind]:
+            continue
+        codes = "int8" if kind == "exp_avg" else "uint8"
+        known = entry.dtype == codes if is_coded else entry.dtype in ("float32", "bfloat16")
+        if not rule.elementwise or not known:
+            raise ModelError(
+                f"{kind} of {piece.param.name} was expected to be {spec.dtype}; the checkpoint {tag} has "
+                f"{entry.dtype}. Load one that this optimizer has written."
+            )
+        num_rounded += spec.dtype != "float32"
+    return num_rounded
+
+
+def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
+    """Kinds without those of scales -> whether it is codes, which have scales."""
+    own = dict.fromkeys(kinds).keys()  # in order
+    return {kind: f"{kind}_scale" in own for kind in own if kind.removesuffix("_scale") not in own - {kind}}
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """Where elements of the tensor `key` go, from `start` on, in memory order: `values`, 1-D, of any dtype and on any
+    device. `order`: the dimensions from the slowest to the fastest in memory; None: row-major."""
+
+    key: str
+    start: int
+    values: torch.Tensor
+    order: tuple[int, ...] | None = None
+
+
+@final
+class TensorReader:
+    """Reads a tag, or an in-place commit. One thread drives it; `close` ends it, as does the end of a `with` block."""
+
+    def __init__(self, manifest: TagManifest, records: RecordReader, resources: ExitStack | None = None) -> None:
+        """`resources`: are closed with it. Raises ValueError if a tensor lies outside of its records."""
+        check_places(manifest.tensors, [records.extent_nbytes(*name) for name in manifest.records])
+        self.manifest = manifest
+        self._records = records
+        self._resources = resources or ExitStack()
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._records.close()
+        self._resources.close()
+
+    def submit(self, targets: Iterable[Target]) -> Callable[[], None]:
+        """Begin to read; what is returned waits until the targets are filled. Raises TransferError, StoreError; that
+        raises CorruptionError, TransferError."""
+        wanted: list[Wanted] = []
+        copies: list[Callable[[], None]] = []
+        for target in targets:
+            entry, values, start = self.manifest.tensors[target.key], target.values, target.start
+            if entry.order != target.order:  # read whole, and permuted, alone
+                values, start = torch.empty(entry.numel, dtype=torch_dtype(entry.dtype)), 0
+                copies.append(partial(_permute, values, entry, target))
+            elif entry.form == "joined" and values.dtype != torch.float32:
+                values = torch.empty(values.numel())
+                copies.append(partial(copy_values, target.values, values))
+            wanted += self._wanted(entry, start, values)
+        reading = self._records.submit(wanted)
+
+        def wait() -> None:
+            self._records.wait(reading)
+            for copy in copies:
+                copy()
+
+        return wait
+
+    def fill(self, targets: Iterable[Target]) -> None:
+        """Read, and wait. Raises as `submit`."""
+        self.submit(targets)()
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Read the row-major elements [start, stop) of a tensor, 1-D on the CPU. Raises as `submit`."""
+        entry = self.manifest.tensors[key]
+        stop = entry.numel if stop is None else stop
+        values = torch.empty(stop - start, dtype=torch_dtype(entry.dtype))
+        self.fill([Target(key, start, values)])
+        return values
+
+    def damage(self) -> list[Broken]:
+        """Read every byte; return the ranges that are not as written."""
+        return self._records.damage()
+
+    def _wanted(self, entry: TensorEntry, start: int, values: torch.Tensor) -> list[Wanted]:
+        """List what is wanted of each source of each part of a tensor, for its elements from `start` on."""
+        found, stop, dtype = [], start + values.numel(), torch_dtype(entry.dtype)
+        if entry.form == "joined":
+            values.zero_()
+        first = max(0, bisect_right(entry.parts, (start, MOST_INTEGER)) - 1)
+        for part in islice(entry.parts, first, None):
+            if part.start >= stop:
+                break
+            low, high = max(start, part.start), min(stop, part.stop)
+            own = values[low - start : high - start]
+            for number, (source, itemsize) in enumerate(zip(part.sources, SOURCE_ITEMSIZES[entry.form], strict=True)):
+                store, name = self.manifest.records[source.record]
+                nbytes = itemsize or dtype.itemsize
+                at = source.offset + (low - part.start) * nbytes
+                if entry.form == "joined":
+                    take = partial(_add, own.view(torch.int32), *_SUMMANDS[number])
+                else:
+                    take = partial(_take, own, torch.float32 if entry.form == "rounded" else dtype, dtype, entry.form)
+                found.append(Wanted(store, name, at, at + (high - low) * nbytes, take))
+        return found
+
+
+def _take(
+    into: torch.Tensor, read_dtype: torch.dtype, dtype: torch.dtype, form: str, at: int, memory: memoryview
+) -> None:
+    """Copy elements that were read, rounded to `dtype`; of the form "magnitude" without their signs."""
+    values = torch.frombuffer(memory, dtype=read_dtype).to(dtype)
+    own = into[at // read_dtype.itemsize :][: values.numel()]
+    copy_values(own, values)
+    if form == "magnitude":
+        own.abs_()
+
+
+_SUMMANDS = ((torch.int16, 0), (torch.int16, 16), (torch.float32, 16))
+"""[Note: bf16 and remainder] The bits of a master are a sum of remainder, parameter and mark, the sign of a float: the
+dtype of each, and the bits by which it is shifted."""
+
+
+def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: memoryview) -> None:
+    """Add what was read of a summand to `bits`, a few at a time: temporaries stay small, and on the calling thread."""
+    read = torch.frombuffer(memory, dtype=dtype)
+    values, first = read.signbit() if dtype.is_floating_point else read, at // dtype.itemsize
+    for start in range(0, values.numel(), _STEP_NUMEL):
+        own = values[start : start + _STEP_NUMEL].to(bits.device, torch.int32)
+        bits[first + start : first + start + own.numel()].add_(own << shift)
+
+
+def _permute(whole: torch.Tensor, entry: TensorEntry, target: Target) -> None:
+    """Fill a target from all elements of its tensor, which `whole` has in the entry's order."""
+    dims = range(len(entry.shape))
+    values = whole.view(entry.memory_shape)
+    if entry.order is not None:
+        values = values.permute([entry.order.index(dim) for dim in dims])
+    values = values.permute([*(target.order or dims)]).reshape(-1)
+    copy_values(target.values, values[target.start : target.start + target.values.numel()])
+
+
+def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
+    """`values`: of the same shape. Contiguous CPU memory is copied on this thread alone: `copy_` shares 2 MiB among all
+    of PyTorch's threads, and waits for them, which on busy processors took 2.5 times as long, and for 4 MiB up to 10.
+    """
+    plain = into.is_contiguous() and values.is_contiguous() and into.is_cpu and values.is_cpu
+    if plain and into.dtype == values.dtype:
+        ctypes.memmove(into.data_ptr(), values.data_ptr(), values.nbytes)
+    elif plain:
+        for start in range(0, into.numel(), _STEP_NUMEL):
+            own = slice(start, start + _STEP_NUMEL)
+            into.view(-1)[own].copy_(values.view(-1)[own])
+    else:
+        into.copy_(values)
+
+
+# -- writing to the run ------------------------------------------------------------------------------------------------
+
+
+@final
+class StateLoader:
+    """Writes what `matched` says of a checkpoint to a run, sub-group by sub-group. `groups`: the live param groups.
+
+    The next sub-groups are read while one is made from what was read. Masters and state are read to where they rest, or
+    to a staging buffer; parameters become their masters, rounded. Driver thread, while no update runs and nothing is
+    read ahead.
+    """
+
+    def __init__(
+        self, state: RunState, reader: TensorReader, matched: Matched, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._state = state
+        self._view = state.view
+        self._io = state.stepper.io
+        self._reader = reader
+        self._matched = matched
+        self._groups = groups
+        self._num_converted = 0
+        """Sub-groups that are begun and take memory besides their state."""
+        self._joined: list[torch.Tensor] = []
+        """Memory for masters that rest as remainders, which is free."""
+
+    def load(self) -> None:
+        """Where this raises some values are new and some old. Raises CorruptionError, StoreError, TransferError."""
+        run_ahead(self._io, self._view.layouts, self._begin)
+        for unit in self._state.units:
+            if unit.index not in self._state.updated_units:
+                self._load_unit(unit)
+        for name, buffer in self._state.named_buffers():
+            if buffer.numel() and (key := self._matched.buffers.get(name)) is not None:
+                value = torch.empty(buffer.shape, dtype=buffer.dtype)
+                self._reader.fill([Target(key, 0, value.view(-1))])
+                buffer.copy_(value)
+
+    def _keeps_values(self, units: Iterable[Unit]) -> bool:
+        """Whether a parameter of a unit is not in the checkpoint."""
+        return any(
+            entry.param.numel and entry.param.name not in self._matched.params
+            for unit in units
+            for entry in unit.entries
+        )
+
+    # -- masters and state ---------------------------------------------------------------------------------------------
+
+    def _begin(self, layout: StateLayout) -> tuple[SubGroupWork, Callable[[], None]] | None:
+        """Begin to read a sub-group's values; None while no staging buffer is free, or too many take memory besides."""
+        if self._num_converted == _CONVERTED_AHEAD:
+            return None
+        io, has_state = self._io, self._view.scalars.has_state(layout)
+        keeps = self._keeps_values({own.unit.index: own.unit for own in layout.subgroup.segments}.values())
+        if (work := io.open_nowait(layout, "param", initialized=has_state, reads=keeps)) is None:
+            return None
+        try:
+            for read in work.reads:
+                io.wait(read, work)
+            io.bind_outputs(work)
+            placed = _params_of(layout)
+            masters = self._masters(layout, work, keeps, [elements for _, _, elements in placed])
+            stepped = [piece for piece in layout.subgroup.pieces if piece.param.name in self._matched.states]
+            layout.clear(work.raw, stepped)
+            targets, conversions = self._state_targets(layout, work.raw, stepped)
+            for param, start, (first, last) in placed:  # also those in no param group: their masters follow them
+                if (key := self._matched.params.get(param.name)) is not None:
+                    targets.append(Target(key, start, masters[first:last], param.order))
+            wait = self._reader.submit(targets)
+        except BaseException:
+            io.cancel([work])
+            raise
+        is_converted = bool(conversions) or layout.masters.needs_params
+        self._num_converted += is_converted
+
+        def end() -> None:
+            wait()
+            for convert in conversions:
+                convert()
+            self._end(work, masters, stepped)
+            self._num_converted -= is_converted
+
+        return work, end
+
+    def _end(self, work: SubGroupWork, masters: torch.Tensor, stepped: Sequence[ParamPiece]) -> None:
+        """Make the rest of a sub-group from what was read, and begin to write it."""
+        layout = work.layout
+        for segment, out in zip(layout.subgroup.segments, work.outs, strict=True):
+            own = masters[segment.start : segment.stop]
+            if layout.masters.needs_params:
+                layout.masters.replace(layout.master_parts(work.raw, segment), own, out)
+            else:
+                copy_values(out, own)
+        if stepped:
+            others = [piece for piece in layout.subgroup.pieces if piece.param.name not in self._matched.states]
+            self._view.initialize(layout, work.raw, others, self._groups)
+            self._view.scalars.replace(layout, self._matched.scalars(layout))
+        else:
+            self._view.scalars.drop(layout)
+        if layout.masters.needs_params:
+            self._joined.append(masters)
+        after = self._state.runtime.accelerator.record_compute()
+        self._io.write(work, {}, after, masters_alone=not stepped)
+
+    def _masters(
+        self, layout: StateLayout, work: SubGroupWork, keeps: bool, filled: Sequence[tuple[int, int]]
+    ) -> torch.Tensor:
+        """[numel] fp32 to be filled: the masters, or a copy of remainders, joined. Zeros but for `filled`, or, where
+        some stay, what they are."""
+        numel, device = layout.subgroup.numel, work.raw.device
+        if not layout.masters.needs_params:
+            masters = layout.master(work.raw)
+            for start, stop in gaps(filled, 0, numel):
+                masters[start:stop].zero_()
+            return masters
+        whole = self._joined.pop() if self._joined else torch.empty(numel, device=device)
+        if whole.numel() < numel or whole.device != device:
+            whole = torch.empty(numel, device=device)
+        joined = whole[:numel].zero_()
+        for segment, params in zip(layout.subgroup.segments, work.outs, strict=True) if keeps else ():
+            joined[segment.start : segment.stop] = layout.masters.join(layout.master_parts(work.raw, segment), params)
+        return joined
+
+    def _state_targets(
+        self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]
+    ) -> tuple[list[Target], list[Callable[[], object]]]:
+        """List targets for the state of pieces, and what converts it, once they are filled, from another format."""
+        elementwise, tensors = self._view.rule.elementwise, self._reader.manifest.tensors
+        targets: list[Target] = []
+        conversions: list[Callable[[], object]] = []
+        for piece in stepped:
+            name = self._matched.params[piece.param.name].partition("/")[2]
+            start = piece.param_start if elementwise else 0
+            views = layout.state(raw, piece, piece.start, piece.stop)
+            for kind, is_coded in _arrays(views).items():
+                key, scale_key, shaped = f"{kind}/{name}", f"{kind}_scale/{name}", views[kind]
+                view = shaped.as_strided((shaped.numel(),), (1,), shaped.storage_offset())  # in memory order
+                order = piece.param.order if elementwise or shaped.shape == piece.param.shape else None
+                was_coded, saved_dtype = scale_key in tensors, torch_dtype(tensors[key].dtype)
+                values, scales = view, views.get(f"{kind}_scale")
+                if (was_coded, saved_dtype) != (is_coded, view.dtype):
+                    floats = torch.empty(view.numel(), device=raw.device)
+                    values, scales = floats, None
+                    if was_coded:
+                        values = torch.empty(view.numel(), dtype=saved_dtype, device=raw.device)
+                        scales = torch.empty(-(-view.numel() // _BLOCK), device=raw.device)
+                        conversions.append(partial(decode, values, scales, floats, None))
+                    if is_coded:
+                        conversions.append(partial(encode, view, views[f"{kind}_scale"], floats, None, None))
+                    else:
+                        conversions.append(partial(view.copy_, floats))
+                targets.append(Target(key, start, values, order))
+                if scales is not None:
+                    targets.append(Target(scale_key, start // _BLOCK, scales))
+        return targets, conversions
+
+    # -- parameters without a master -----------------------------------------------------------------------------------
+
+    def _load_unit(self, unit: Unit) -> None:
+        """Write the parameters of a unit that no update steps, to every home that it has."""
+        inventory = self._state.inventory
+        homes = [home for kind in ("param", "param_back") if (home := inventory.find(unit, kind)) is not None]
+        if inventory.find(unit, "param") is None:
+            self._fill_unit(unit, self._state.param_flat(unit), 0)
+        for home in homes:
+            view = home.tier.view(home.slot)
+            if view is not None:
+                self._fill_unit(unit, view[: home.slot.nbytes].view(unit.dtype), home.start)
+            else:
+                self._load_windows(unit, home)
+
+    def _load_windows(self, unit: Unit, home: Home) -> None:
+        """Read and write a unit on nvme in the parts in which it was written first, so that they are verified."""
+        staging = self._state.param_staging
+        assert staging is not None, "a tier without views is planned with staging buffers"
+        keeps = self._keeps_values([unit])
+        for start in range(0, home.slot.nbytes, staging.buffer_nbytes):
+            with staging.lease(min(staging.buffer_nbytes, home.slot.nbytes - start), home.slot.name) as lease:
+                if keeps:
+                    home.tier.read(home.slot, lease, start).wait()
+                else:
+                    lease.tensor.zero_()
+                self._fill_unit(unit, lease.tensor.view(unit.dtype), home.start + start // unit.itemsize)
+                home.tier.write(home.slot, lease, start).wait()
+
+    def _fill_unit(self, unit: Unit, flat: torch.Tensor, first: int) -> None:
+        """`flat`: the elements of the unit from `first` on."""
+        targets = []
+        for entry in unit.entries:
+            low, high = max(entry.start, first), min(entry.stop, first + flat.numel())
+            key = self._matched.params.get(entry.param.name)
+            if low < high and key is not None:
+                own = flat[low - first : high - first]
+                targets.append(Target(key, low - entry.start, own, entry.param.order))
+        self._reader.fill(targets)
+
+
+def _params_of(layout: StateLayout) -> list[tuple[ParamSpec, int, tuple[int, int]]]:
+    """List the parameters with elements in a sub-group: from which of its elements on, in which of the sub-group."""
+    found = []
+    for segment in layout.subgroup.segments:
+        before = segment.start - segment.unit_start
+        for entry, low, high in segment.entries():
+            found.append((entry.param, low - entry.start, (before + low, before + high)))
+    return found

@@ -1,0 +1,382 @@
+"""State of a run in the portable form: keys, shapes, where each rests, and which part of it this rank saves.
+
+[Note: Portable form] Everything is keyed by parameter name and by elements of the parameter in the order of its memory,
+so that no cut, tier or unit is part of it. A key is `<kind>/<parameter name>`:
+
+    master   the fp32 master, also where it rests as bf16 parameter, remainder and mark
+    <field>  a state array of the rule under its own name, such as exp_avg; only of parameters that were stepped
+    param    a parameter without a master: frozen, or in no param group
+    buffer   a persistent buffer
+
+An elementwise state array has the parameter's shape; the scales of 8-bit moments are 1-D, one for each block of the
+parameter; an array of any other rule keeps its own shape. Parameters with a master are not saved besides: they are
+their masters, rounded. Bytes are saved as they rest: a key's form (index.py) says how it is made of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import chain
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from tiered_zero.checkpoint.index import ITEMSIZES, Form, Part, RecordName, Source, TensorEntry
+from tiered_zero.errors import InternalError, StoreError
+from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, ParamSpec, Unit
+from tiered_zero.layout.subgroups import ParamPiece, Segment
+from tiered_zero.rules.rule import StateField
+from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.sizes import align_up
+from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.update.state_view import Scalars, StateView
+from tiered_zero.update.stepper import StreamingStepper
+from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
+
+MASTER, PARAM, BUFFER = "master", "param", "buffer"
+VALUE_KINDS = (MASTER, PARAM, BUFFER)
+"""The kinds of keys that hold a model's values; all others are optimizer state."""
+
+_READ_AHEAD = 4
+_MOST_WRITTEN = 32
+"""Sub-groups whose writes are in flight. Those in host memory need no buffer, which would bound them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Everything of a run that a checkpoint reads and writes, with what moves it. `trained`: names of the parameters
+    that have a master, on whatever rank. `view`: of this rank's state; where not `is_sharded` every rank has all.
+    `param_flat(unit)`: the flat of a unit that lives on the device."""
+
+    module: nn.Module
+    specs: Sequence[ParamSpec]
+    units: Sequence[Unit]
+    view: StateView
+    trained: frozenset[str]
+    is_sharded: bool
+    stepper: StreamingStepper
+    inventory: Inventory
+    runtime: Runtime
+    param_staging: StagingPool | None
+    param_flat: Callable[[Unit], torch.Tensor]
+
+    @cached_property
+    def updated_units(self) -> frozenset[int]:
+        """Indices of the units with elements in a sub-group of any rank, whose parameters an update writes."""
+        return frozenset(
+            unit.index for unit in self.units if any(entry.param.name in self.trained for entry in unit.entries)
+        )
+
+    @cached_property
+    def own_layouts(self) -> Sequence[StateLayout]:
+        """The sub-groups that this rank saves: its own, or its part of what every rank has."""
+        layouts = self.view.layouts
+        return layouts if self.is_sharded else [own for own in layouts if self._is_own(own.subgroup.index)]
+
+    @cached_property
+    def own_units(self) -> Sequence[Unit]:
+        """The units whose parameters without a master this rank saves: its shards, or its part of whole ones."""
+        return [unit for unit in self.units if self._is_own(unit.index) or self.is_part(unit)]
+
+    def is_part(self, unit: Unit) -> bool:
+        """Whether only this rank's shard of the unit's parameters is here."""
+        home = self.inventory.find(unit, "param")
+        return home is not None and home.slot.nbytes < unit.nbytes
+
+    def saved_units(self, with_frozen: bool = True) -> list[Unit]:
+        """List the units that this rank saves as they are: no update writes their parameters."""
+        return [
+            unit for unit in self.own_units if unit.index not in self.updated_units and (with_frozen or unit.trainable)
+        ]
+
+    def _is_own(self, index: int) -> bool:
+        ranks = self.runtime.collectives
+        return index % ranks.world_size == ranks.rank
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the persistent buffers, each once, under its first name."""
+        for path, module in self.module.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{path}.{name}".lstrip("."), buffer
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Every further name of a parameter or buffer in `state_dict()` -> the one under which it is saved."""
+        saved = {spec.name for spec in self.specs} | {name for name, _ in self.named_buffers()}
+        names: dict[int, list[str]] = {}
+        for name, tensor in state_tensors(self.module):
+            names.setdefault(id(tensor), []).append(name)
+        found = {}
+        for own in names.values():
+            first = next((name for name in own if name in saved), None)
+            found.update({name: first for name in own if first is not None and name not in saved})
+        return found
+
+
+def state_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and persistent buffers under each of their names in `model.state_dict()`."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = path and f"{path}."
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield prefix + name, param
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer
+
+
+def run_ahead(
+    io: SubGroupIO,
+    layouts: Sequence[StateLayout],
+    begin: Callable[[StateLayout], tuple[SubGroupWork, Callable[[], None]] | None],
+    retire: Callable[[SubGroupWork], None] = lambda written: None,
+) -> None:
+    """Begin, work on and retire each sub-group once, in order; several are begun before the first is worked on.
+
+    `begin`: starts its reads; None while no buffer is free. What it returns waits for them, and adds what it writes to
+    the work's `writes`. `retire`: called when these are done. Raises what they raise, once nothing uses a buffer any
+    more. The way of a save and of a load: the update's own loop (`StreamingStepper`) takes sub-groups as their
+    gradients come, skips some, and reads ahead from step to step: none of that is here.
+    """
+    waiting, begun, written = deque(layouts), deque[tuple[SubGroupWork, Callable[[], None]]](), deque[SubGroupWork]()
+
+    def finish() -> None:
+        io.finish(written[0])
+        retire(written.popleft())
+
+    try:
+        while waiting or begun:
+            while waiting and len(begun) < _READ_AHEAD and (opened := begin(waiting[0])) is not None:
+                begun.append(opened)
+                waiting.popleft()
+            if begun:
+                begun[0][1]()
+                written.append(begun.popleft()[0])
+            elif written:
+                finish()
+            else:
+                raise InternalError("A staging buffer was expected to be free for a checkpoint; all are in use.")
+            while written and (len(written) > _MOST_WRITTEN or written[0].is_written()):
+                finish()
+        while written:
+            finish()
+    except BaseException:
+        io.cancel([*written, *(work for work, _ in begun)])
+        raise
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def param_key(spec: ParamSpec) -> str:
+    return f"{PARAM}/{spec.name}"
+
+
+def master_key(spec: ParamSpec) -> str:
+    return f"{MASTER}/{spec.name}"
+
+
+def buffer_key(name: str) -> str:
+    return f"{BUFFER}/{name}"
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 -> "float32". Raises StoreError for a dtype that a checkpoint cannot hold."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEMSIZES:
+        raise StoreError(f"A checkpoint cannot hold a tensor of {dtype}; it can hold {', '.join(sorted(ITEMSIZES))}.")
+    return name
+
+
+@cache
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a checked manifest's entry. Raises StoreError if this PyTorch has none of that name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise StoreError(f"PyTorch {torch.__version__} has no dtype {name}, which this checkpoint needs.")
+    return dtype
+
+
+@cache
+def describe(
+    dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] | None = None, form: Form = "plain"
+) -> TensorEntry:
+    """A tensor as a manifest has it, without parts. Raises StoreError for a dtype that a checkpoint cannot hold."""
+    return TensorEntry(dtype=dtype_name(dtype), shape=tuple(shape), order=order, form=form)
+
+
+def describe_field(param: ParamSpec, field: StateField, elementwise: bool, form: Form = "plain") -> TensorEntry:
+    """Describe a whole parameter's state array."""
+    if elementwise and field.block_numel > 1:
+        return describe(field.dtype, (-(-param.numel // field.block_numel),), None, form)
+    shape = param.shape if elementwise else field.shape
+    return describe(field.dtype, shape, param.order if shape == param.shape else None, form)
+
+
+def _field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tuple[int, int]:
+    """Locate a piece's part of its parameter's state array: elements [start, stop)."""
+    if not elementwise:
+        return 0, prod(field.shape)
+    return piece.param_start // field.block_numel, -(-(piece.param_start + piece.numel) // field.block_numel)
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+Place = tuple[RecordName, int]
+"""A record, and the first byte in it."""
+
+
+class RecordPlaces(NamedTuple):
+    """How a save names its records. `state`: of a sub-group's slot. `params`: where the parameters of a segment are,
+    which are half of its masters. `unit`: of this rank's elements of a unit that no update writes. `buffers`: of all
+    buffers, as `pack` lays them; None where this rank saves none."""
+
+    state: Callable[[StateLayout], RecordName]
+    params: Callable[[StateLayout, Segment], Place]
+    unit: Callable[[Unit], RecordName]
+    buffers: RecordName | None
+
+
+def copied_places(scalars: Scalars) -> RecordPlaces:
+    """Name the records of a full save: of a sub-group its slot and, where they are half of masters, its parameters
+    behind."""
+
+    def state(layout: StateLayout) -> RecordName:
+        return RecordName(0, f"state/{layout.subgroup.index}")
+
+    def params(layout: StateLayout, segment: Segment) -> Place:
+        before = sum(own.nbytes for own in layout.subgroup.segments if own.start < segment.start)
+        return state(layout), state_nbytes(layout, scalars) + before
+
+    return RecordPlaces(state, params, lambda unit: RecordName(0, f"param/{unit.index}"), RecordName(0, "buffers"))
+
+
+def committed_places(
+    state: RunState, tiers: Sequence[object], copies: Mapping[int, Home], buffers: Home | None
+) -> RecordPlaces:
+    """Name the records of the stores that the run uses. `tiers`: those of this rank's stores, in order. `copies`: unit
+    index -> home of its durable copy; `buffers`: that of buffers."""
+
+    def name(home: Home) -> RecordName:
+        return RecordName(tiers.index(home.tier), home.slot.name)
+
+    def home_of(unit: Unit) -> Home:
+        return copies.get(unit.index) or state.inventory.home(unit, "param")
+
+    def params(_: StateLayout, segment: Segment) -> Place:
+        home = home_of(segment.unit)
+        return name(home), home.offset_of(segment)
+
+    return RecordPlaces(
+        lambda layout: name(state.inventory.home(layout.subgroup, "state")),
+        params,
+        lambda unit: name(home_of(unit)),
+        None if buffers is None else name(buffers),
+    )
+
+
+def state_nbytes(layout: StateLayout, scalars: Scalars) -> int:
+    """Bytes of a sub-group's slot that there are."""
+    return layout.nbytes if scalars.has_state(layout) else layout.master_nbytes
+
+
+def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """Lay buffers one after another in their record: each with its first byte."""
+    position = 0
+    for name, buffer in buffers:
+        if not buffer.numel():
+            continue
+        yield name, buffer, position
+        position = align_up(position + buffer.numel() * buffer.dtype.itemsize, PACKED_ALIGNMENT_NBYTES)
+
+
+_Row = tuple[str, TensorEntry, int, int, Sequence[Place]]
+"""Elements [start, stop) of the tensor of a key, one place for each source of its form."""
+
+
+def list_tensors(
+    state: RunState,
+    places: RecordPlaces,
+    scalars: Scalars,
+    buffers: Iterable[tuple[str, torch.Tensor]],
+    *,
+    with_frozen: bool = True,
+) -> tuple[dict[str, TensorEntry], list[RecordName]]:
+    """List the tensors that this rank saves of a run, with its parts of them, and the records in which these lie.
+    `buffers`: by name, if this rank saves them. Any thread."""
+    numbers: dict[RecordName, int] = {}
+    found: dict[str, tuple[TensorEntry, list[Part]]] = {}
+    rows = chain(
+        chain.from_iterable(_list_subgroup(state, places, scalars, layout) for layout in state.own_layouts),
+        _list_units(state, places, with_frozen),
+        _list_buffers(places, list(buffers)),
+    )
+    for key, entry, start, stop, own in rows:
+        sources = tuple([Source(numbers.setdefault(name, len(numbers)), offset) for name, offset in own])
+        parts = found.setdefault(key, (entry, []))[1]
+        if start < stop:
+            parts.append(Part(start, stop, sources))
+    return {key: entry.with_parts(sorted(parts)) for key, (entry, parts) in found.items()}, list(numbers)
+
+
+def _list_subgroup(state: RunState, places: RecordPlaces, scalars: Scalars, layout: StateLayout) -> Iterator[_Row]:
+    record, joined = places.state(layout), layout.masters.needs_params
+    for segment in layout.subgroup.segments:
+        for entry, low, high in segment.entries():
+            start, stop, spec = low - entry.start, high - entry.start, entry.param
+            before = low - segment.unit_start
+            masters = [(record, first + before * dtype.itemsize) for first, _, dtype in layout.master_spans(segment)]
+            if joined:
+                params, first = places.params(layout, segment)
+                masters.insert(1, (params, first + before * segment.unit.itemsize))
+            if spec.name in state.trained:
+                described = describe(torch.float32, spec.shape, spec.order, "joined" if joined else "plain")
+                yield master_key(spec), described, start, stop, masters
+            else:
+                described = describe(segment.unit.dtype, spec.shape, spec.order, "plain" if joined else "rounded")
+                yield param_key(spec), described, start, stop, [masters[1 if joined else 0]]
+    rule = state.view.rule
+    for piece in scalars.stepped(layout):
+        for array in layout.arrays_for(piece):
+            field = array.field
+            form: Form = "magnitude" if joined and field.name == rule.unsigned_field else "plain"
+            start, stop = _field_range(piece, field, rule.elementwise)
+            first = piece.start // field.block_numel if array.piece is None else 0
+            place = record, array.offset + first * field.dtype.itemsize
+            described = describe_field(piece.param, field, rule.elementwise, form)
+            yield f"{field.name}/{piece.param.name}", described, start, stop, [place]
+
+
+def _list_units(state: RunState, places: RecordPlaces, with_frozen: bool) -> Iterator[_Row]:
+    """List parameters that no update writes; on rank 0 also those without elements, which are in no unit."""
+    for unit in state.saved_units(with_frozen):
+        home, record = state.inventory.find(unit, "param"), places.unit(unit)
+        here = slice(0, unit.numel) if home is None else home.elements(unit)
+        for entry in unit.entries:
+            low, high, spec = max(entry.start, here.start), min(entry.stop, here.stop), entry.param
+            if low < high:
+                place = record, (low - here.start) * unit.itemsize
+                described = describe(unit.dtype, spec.shape, spec.order)
+                yield param_key(spec), described, low - entry.start, high - entry.start, [place]
+    for spec in state.specs if state.runtime.collectives.rank == 0 else ():
+        if not spec.numel and (with_frozen or spec.trainable):
+            yield param_key(spec), describe(spec.dtype, spec.shape), 0, 0, ()
+
+
+def _list_buffers(places: RecordPlaces, buffers: Sequence[tuple[str, torch.Tensor]]) -> Iterator[_Row]:
+    for name, buffer, offset in pack(buffers):
+        assert places.buffers is not None, "buffers are planned with a record"
+        described, place = describe(buffer.dtype, tuple(buffer.shape)), (places.buffers, offset)
+        yield buffer_key(name), described, 0, buffer.numel(), [place]
+    for name, buffer in buffers:
+        if not buffer.numel():
+            yield buffer_key(name), describe(buffer.dtype, tuple(buffer.shape)), 0, 0, ()

@@ -1,0 +1,212 @@
+"""Save one rank's part of a run to a tag: capture it, write it, publish the tag.
+
+`Capture.take` copies what a script may change, `Capture.write` writes a share between two updates, `Capture.publish`
+joins the shares of all ranks and gives the tag its name. `AsyncSave` does the last two beside training.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from tiered_zero.checkpoint.driver import join_states, own_state
+from tiered_zero.checkpoint.index import Share, WrittenBy
+from tiered_zero.checkpoint.run_state import RunState, copied_places, list_tensors
+from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.checkpoint.values import encode
+from tiered_zero.checkpoint.write import StateSaver, needed_nbytes
+from tiered_zero.concurrency.transfer import COMPLETED, Completion, Transfer
+from tiered_zero.config.schema import Config
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.rules.rule import UpdateRule
+from tiered_zero.sizes import MIB
+from tiered_zero.store.writer import RecordWriter
+from tiered_zero.update.policy import UpdatePolicy
+from tiered_zero.update.state_view import Scalars
+from tiered_zero.version import __version__
+
+logger = logging.getLogger("tiered_zero")
+
+_MOST_COPIED_NBYTES = 64 * MIB
+"""Of units on the device that no update writes, and a script can change: a save of more returns when it is written."""
+
+
+def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, Any]:
+    """List what WrittenBy says of a run, but for the time."""
+    return {
+        "tiered_zero": __version__,
+        "torch": str(torch.__version__),
+        "kernel": rule.kernel.level if rule.kernel is not None else "torch",
+        "rule": rule.name,
+        "state_format": config.tiered_zero.state_format,
+        "world_size": runtime.collectives.world_size,
+        "num_threads": torch.get_num_threads() if runtime.accelerator.shares_cores else 0,
+    }
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """Copies of what a script may change while a save is written. Taken by the driver; written on any thread.
+
+    `params`: unit index -> a copy of a unit on the device. `may_return`: whether all that a script may change is
+    copied. `fields`: of the manifest; `needed_nbytes`: of the data.
+    """
+
+    fields: Mapping[str, Any]
+    needed_nbytes: int
+    buffers: Mapping[str, torch.Tensor]
+    params: Mapping[int, torch.Tensor]
+    may_return: bool
+    with_frozen: bool
+    save_latest: bool
+
+    @classmethod
+    def take(
+        cls, state: RunState, fields: Mapping[str, Any], *, has_files: bool, with_frozen: bool, save_latest: bool
+    ) -> Capture:
+        """`fields`: of the manifest, without the time. `has_files`: False where the save commits stores and writes no
+        data."""
+        named = list(state.named_buffers()) if has_files and state.runtime.collectives.rank == 0 else []
+        buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named}
+        units = state.saved_units(with_frozen) if has_files else []
+        on_device = [unit for unit in units if state.inventory.find(unit, "param") is None]
+        may_copy = sum(unit.nbytes for unit in on_device) <= _MOST_COPIED_NBYTES
+        return cls(
+            fields={**fields, "written_by": WrittenBy(**fields["written_by"], created_s=time.time())},
+            needed_nbytes=needed_nbytes(state, buffers.values(), with_frozen) if has_files else 0,
+            buffers=buffers,
+            params={unit.index: state.param_flat(unit).to("cpu", copy=True) for unit in on_device if may_copy},
+            may_return=may_copy,
+            with_frozen=with_frozen,
+            save_latest=save_latest,
+        )
+
+    def write(
+        self,
+        state: RunState,
+        tag: TagWriter,
+        ready: Transfer,
+        scalars: Scalars,
+        free: Callable[[int], None] = lambda subgroup: None,
+    ) -> Share:
+        """Write what this rank saves, and begin to make it durable. `ready`: what compute writes of device memory.
+        `free`: called with each sub-group that has been read."""
+        ready.wait()
+        tensors, records = list_tensors(
+            state, copied_places(scalars), scalars, self.buffers.items(), with_frozen=self.with_frozen
+        )
+        with torch.no_grad():
+            StateSaver(state, scalars, tag.writer, free).save(self.buffers, self.params, self.with_frozen)
+        return Share(
+            tensors=tensors,
+            records=records,
+            scalars={name: encode(own, f"state of {name}") for name, own in scalars.by_name().items()},
+            driver=own_state(self.fields["driver"]),
+            stores=[tag.writer.finish()],
+        )
+
+    def publish(self, tag: TagWriter, shares: Sequence[Share]) -> None:
+        """Give the tag its name: all that `shares` have is durable, but for what this rank has just written."""
+        driver = join_states(self.fields["driver"], [share.driver for share in shares])
+        tag.publish({**self.fields, "driver": driver}, shares, save_latest=self.save_latest)
+
+
+@final
+class AsyncSave:
+    """The save that goes on beside training, if one does. Driver thread. Refers to nothing that refers to the engine,
+    so that the end of the run can wait for it."""
+
+    def __init__(self) -> None:
+        self._tag: TagWriter | None = None
+        self._cut: Transfer = COMPLETED
+        """Its place between two updates is over; the error of an update that failed before."""
+        self._end = Completion()
+        """The tag is published, or discarded; the error of the save."""
+
+    def start(self, state: RunState, policy: UpdatePolicy, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
+        """Begin behind the update under way, and return once all that a script may change is copied or written; the
+        next update waits for each sub-group's bytes alone."""
+        end = Completion()
+        try:
+            cut = policy.at_cut(partial(_begin_beside, state, tag, capture, ready, end))
+        except BaseException:
+            tag.discard()
+            raise
+        self._tag, self._cut, self._end = tag, cut, end
+        if not capture.may_return:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when no save is under way. Raises the error of the last one, once; that of an update before it, which
+        the engine raises, is logged."""
+        tag, end = self._tag, self._end
+        if tag is None:
+            return
+        tag.writer.hurry()
+        try:
+            self._cut.wait()
+            end.wait()
+        except Exception as error:
+            self._tag = None
+            if end.done():
+                raise
+            tag.discard()
+            logger.error("checkpoint %s was not written: %s", tag.tag, error)
+        self._tag = None
+
+
+def _begin_beside(state: RunState, tag: TagWriter, capture: Capture, ready: Transfer, end: Completion) -> None:
+    """Start to write the tag on a lane of its own. Between two updates, on the thread where they run."""
+    held, read = {layout.subgroup.index: _Read(tag.writer) for layout in state.view.layouts}, _Read(tag.writer)
+
+    def write() -> None:
+        try:
+            with tag.writing():
+                share = capture.write(state, tag, ready, scalars, lambda subgroup: held[subgroup].complete())
+                capture.publish(tag, [share])
+            end.complete()
+        except BaseException as error:
+            end.fail(error)
+            logger.error("the save of checkpoint %s failed, and training goes on: %s", tag.tag, error)
+        finally:
+            for each in (*held.values(), read):
+                each.complete()
+
+    try:
+        scalars = state.view.scalars.copy()
+        tag.writer.yield_to_training()
+        state.stepper.hold(held, read)
+        state.runtime.accelerator.lane("save").submit(write)
+    except BaseException as error:
+        state.stepper.hold({})
+        tag.discard()
+        end.fail(error)
+        raise
+
+
+@final
+class _Read(Transfer):
+    """The end of what an asynchronous save reads, all of it or a sub-group's bytes. A wait for it hurries the save."""
+
+    def __init__(self, writer: RecordWriter) -> None:
+        self._writer: RecordWriter | None = writer
+        self._read = Completion()
+
+    def complete(self) -> None:
+        self._read.complete()
+        self._writer = None  # this may be kept until the next save
+
+    def done(self) -> bool:
+        return self._read.done()
+
+    def wait(self) -> None:
+        if (writer := self._writer) is not None:
+            writer.hurry()
+        self._read.wait()

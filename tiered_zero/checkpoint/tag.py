@@ -1,0 +1,517 @@
+"""Find and read tags: what each directory is, which one a load takes, and a reader of what it holds.
+
+A tag is a directory that got its name when all of it was durable (tag_writer.py). `look_at` judges one directory, whole
+or why not; listing, finding and opening ask it. A tag of an in-place commit is a pointer, which leads to the newest
+commit of its run; a load that names the tag refuses any commit but the tag's own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, final
+
+from tiered_zero.checkpoint.committed import (
+    COMMIT_ID,
+    ON_ITS_HOST,
+    Commit,
+    find_missing,
+    held_commit,
+    is_committed,
+    owner_of,
+    refused,
+)
+from tiered_zero.checkpoint.index import FORMAT, MANIFEST_NAME, StoreLocation, TagManifest, WrittenBy, file_name
+from tiered_zero.checkpoint.load import TensorReader
+from tiered_zero.errors import StoreError
+from tiered_zero.io.engine import IOEngine
+from tiered_zero.sizes import MIB
+from tiered_zero.store.directory import OWNER_NAME, Owner
+from tiered_zero.store.files import (
+    disk_nbytes,
+    error_text,
+    kind_text,
+    names_in,
+    open_directory,
+    open_of_owner,
+    read_file,
+)
+from tiered_zero.store.json_file import MOST_NBYTES, decode_file
+from tiered_zero.store.manifest import choose
+from tiered_zero.store.reader import RecordFiles, RecordReader, verify_run
+from tiered_zero.store.stripes import DATA_NAME, Stripes, check_data_files
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+LOCK_NAME: Final = ".tiered_zero.lock"
+LATEST_NAME: Final = "latest"
+TEMPORARY: Final = ".tmp-"
+OLD: Final = ".old-"
+"""Prefixes: of a tag that is being written or removed, and of one that is just being replaced."""
+
+_SUFFIX = re.compile(r"-[0-9a-f]{12}")
+_TAG = re.compile(r"[^./\x00-\x1f\x7f\ud800-\udfff][^/\x00-\x1f\x7f\ud800-\udfff]*")
+_MOST_TAG_NBYTES = 200
+
+
+def check_tag(tag: object) -> str:
+    """Return `tag` if it can name a directory. Raises StoreError."""
+    if isinstance(tag, str) and _TAG.fullmatch(tag) and tag != LATEST_NAME and len(tag.encode()) <= _MOST_TAG_NBYTES:
+        return tag
+    raise StoreError(
+        f"A checkpoint's tag must be a plain directory name of at most {_MOST_TAG_NBYTES} bytes: no slash, no leading "
+        f"dot, not {LATEST_NAME!r}; found {ascii(tag)[:200]}."
+    )
+
+
+def hidden_name(prefix: str, tag: str) -> str:
+    """Make a new name for a tag that must not be found."""
+    return f"{prefix}{tag}-{secrets.token_hex(6)}"
+
+
+def hidden_tag(prefix: str, name: str) -> str | None:
+    """Return the tag of a `hidden_name` with this prefix; None for any other name."""
+    match = _SUFFIX.fullmatch(name[-13:])
+    return name[len(prefix) : -13] if match and name.startswith(prefix) and len(name) > len(prefix) + 13 else None
+
+
+def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
+    """Return the path of the tag, also while a writer that ended was replacing it. Raises StoreError for a bad tag."""
+    path = Path(save_dir) / check_tag(tag)
+    if not os.path.lexists(path):
+        for name in _names(Path(save_dir)):
+            if hidden_tag(OLD, name) == tag:
+                return path.with_name(name)
+    return path
+
+
+def _visible_tag(name: str, names: Sequence[str]) -> str | None:
+    """Return the tag that a directory of this name has or is to have; None: it is none."""
+    if (old := hidden_tag(OLD, name)) is not None:
+        return None if old in names else old
+    if (temporary := hidden_tag(TEMPORARY, name)) is not None:
+        return temporary
+    return name if _TAG.fullmatch(name) and name != LATEST_NAME else None
+
+
+# -- one tag -----------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TagInfo:
+    """One tag of a save directory. `reason`: why it is not complete, else "". `nbytes`: on the disk.
+
+    `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 without a manifest. Of an
+    in-place commit: `run_id`, `commit_id`: its run's and its own; `swap`: where the run's newest commit is, if it is
+    there; `held_id`: the id of that. `is_foreign`: another program's.
+    """
+
+    tag: str
+    path: Path
+    step: int | None = None
+    kind: str = ""
+    nbytes: int = 0
+    complete: bool = False
+    reason: str = ""
+    written_by: WrittenBy | None = None
+    created_s: float = 0.0
+    run_id: str = ""
+    commit_id: str = ""
+    swap: Path | None = None
+    held_id: str | None = None
+    is_foreign: bool = False
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether its run has committed again in place since, and holds that alone."""
+        return self.held_id is not None and self.held_id != self.commit_id
+
+
+_PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
+"""A manifest may be larger only beside data: what is decoded takes some twenty times the bytes of its text."""
+
+_NO_CHECKPOINT: Final = f"it is not a checkpoint: it has no {MANIFEST_NAME}"
+_LOST: Final = f"a checkpoint that has lost its {MANIFEST_NAME}, without which its data cannot be read. Take another"
+_FOREIGN: Final = {
+    r"data-\d{5}\.bin": _LOST,
+    r"\.metadata|.*\.distcp": (
+        "a checkpoint of torch.distributed.checkpoint's own format, whose metadata is a pickle: reading it could run "
+        "code. Load it with the program that wrote it, and pass its values to load_state_dict"
+    ),
+    r".*_(model|optim)_states\.pt|zero_to_fp32\.py": (
+        "a checkpoint of DeepSpeed, which is pickled: reading it could run code. Convert it with its zero_to_fp32.py "
+        "(--safe_serialization), and load the weights into the model before initialize()"
+    ),
+    r".*\.(pt|pth|bin|ckpt|pkl)": (
+        "a directory of torch.save's files, which are pickled. Load them with torch.load(weights_only=True) and pass "
+        "them to load_state_dict"
+    ),
+    r".*\.safetensors": (
+        "a directory of exported weights (safetensors), without optimizer state. Load it with from_pretrained"
+    ),
+}
+"""Names of files -> whose checkpoint has them, and what to do; the first that is found counts."""
+
+
+def _foreign(names: Iterable[str]) -> str:
+    """Name the other program whose checkpoint has these files; "": none that is known."""
+    found = (what for pattern, what in _FOREIGN.items() if any(re.fullmatch(pattern, name) for name in names))
+    return next(found, "")
+
+
+def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
+    """Judge the directory of one tag, and read its manifest if it has one; data is not read. `tag`: if the directory
+    has another name."""
+    info = TagInfo(tag=tag or path.name, path=path)
+    manifest = None
+    try:
+        if not stat.S_ISDIR(mode := os.lstat(path).st_mode):
+            reason = f"it is {kind_text(mode)}; expected a directory that save_checkpoint wrote"
+            return replace(info, reason=reason), None
+        with open_directory(path) as fd:
+            info = replace(info, nbytes=disk_nbytes(fd))
+            if MANIFEST_NAME not in (names := names_in(fd)):
+                foreign = "" if OWNER_NAME in names else _foreign(names)
+                reason = f"it is {foreign}" if foreign else _NO_CHECKPOINT
+                return replace(info, reason=reason, is_foreign=foreign not in ("", _LOST)), None
+            most_nbytes = min(MOST_NBYTES, _PLAIN_MANIFEST_NBYTES + info.nbytes // 64)
+            data = read_file(MANIFEST_NAME, fd, uid=os.fstat(fd).st_uid, most_nbytes=most_nbytes)
+            manifest = decode_file(data, Path(MANIFEST_NAME), FORMAT, TagManifest)
+            info = replace(
+                info,
+                step=manifest.step,
+                kind=manifest.kind,
+                written_by=manifest.written_by,
+                created_s=manifest.written_by.created_s,
+            )
+            wrong = (_wrong_file(fd, name, nbytes) for name, nbytes in manifest.files.items())
+            reason = next((f"it is not whole: {what}" for what in wrong if what), "")
+    except FileNotFoundError:
+        reason = "it is not there. Name a directory that save_checkpoint wrote; a new run resumes from none"
+    except (OSError, ValueError, StoreError) as error:  # ValueError: a path with a NUL
+        reason = f"it cannot be read: {error_text(error).removesuffix('.')}"
+    if manifest is not None and manifest.swap is not None:
+        return _follow(info, manifest), manifest
+    return replace(info, complete=not reason, reason=reason), manifest
+
+
+def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
+    """Say what is wrong with a data file, before it is opened; "": nothing."""
+    try:
+        status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return f"{name} is missing"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{name} is {kind_text(status.st_mode)}"
+    return "" if status.st_size == nbytes else f"{name} has {status.st_size} bytes; expected {nbytes}"
+
+
+def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
+    """Say which commit the run of a pointer holds by now; the pointer is complete if it is its own."""
+    assert manifest.swap is not None, "a tag of an in-place commit"
+    first = Path(manifest.swap["paths"][0])
+    info = replace(info, run_id=manifest.swap["run_id"], commit_id=manifest.swap[COMMIT_ID])
+    try:
+        held = held_commit(manifest)
+        if held is None:
+            return replace(info, reason=f"its state rested in {first}, which is gone, or on another host")
+        info = replace(info, swap=first, held_id=str(held.metadata.get(COMMIT_ID)))
+        again = " again" if held.step == manifest.step else ""
+        superseded = (
+            f"it was superseded: an in-place commit holds one step, and its run has committed step {held.step}{again} "
+            f"in place since, in {first}. To keep a step, load it into a run without in_place and save there, or "
+            "`export` its weights"
+        )
+        reason = find_missing(held) if is_committed(manifest, held) else superseded
+    except StoreError as error:
+        reason = f"its state rests in {first}: {error}".removesuffix(".")
+    return replace(info, complete=not reason, reason=reason)
+
+
+def read_manifest(tag_dir: str | os.PathLike[str], tag: str = "") -> TagManifest:
+    """Return the manifest of a whole tag: every file is there with its size. Checksums are for `find_damage` and for
+    reading. Raises StoreError, with the reason, for anything else."""
+    info, manifest = look_at(Path(tag_dir), tag)
+    if manifest is None or not info.complete:
+        raise StoreError(f"{info.path} cannot be loaded: {info.reason}.")
+    return manifest
+
+
+# -- a save directory --------------------------------------------------------------------------------------------------
+
+
+def list_tags(save_dir: str | os.PathLike[str]) -> list[TagInfo]:
+    """List the tags, oldest first, also damaged and unfinished ones and other programs' checkpoints, each with the
+    reason. Raises StoreError where the directory cannot be read."""
+    path = Path(save_dir)
+    names = _names(path)
+    infos = []
+    for name in names:
+        place = path / name
+        if (tag := _visible_tag(name, names)) is None or not place.is_dir() or place.is_symlink():
+            continue
+        info, _ = look_at(place, tag)
+        if hidden_tag(TEMPORARY, name) is not None:
+            reason = "it is being written or removed, or its writer ended before it was done"
+            info = TagInfo(tag=tag, path=place, nbytes=info.nbytes, reason=reason)
+        if info.reason != _NO_CHECKPOINT:
+            infos.append(info)
+    return sorted(infos, key=_age)
+
+
+def _age(info: TagInfo) -> tuple[int, float, str]:
+    return (-1 if info.step is None else info.step, info.created_s, info.tag)
+
+
+def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
+    """Return the tag that `latest` names; None where there is no such file. Raises StoreError for a bad one."""
+    path = Path(os.path.realpath(save_dir))
+    try:
+        with open_directory(path) as fd:
+            text = read_file(LATEST_NAME, fd, uid=os.fstat(fd).st_uid, most_nbytes=4096)
+        return check_tag(text.decode().strip())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, StoreError) as error:
+        raise StoreError(f"{path / LATEST_NAME} names no checkpoint: {error_text(error)}") from error
+
+
+def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
+    """Say why a run that resumes from `load_dir` begins at step 0; "" if there is something to load or to refuse.
+
+    A new start is a directory that is missing or empty, or whose first save was never completed. Raises StoreError.
+    """
+    path = Path(load_dir)
+    if not os.path.lexists(path):
+        return "it does not exist"
+    names = _content(path)
+    if not names:
+        return "it is empty"
+    unfinished = all(hidden_tag(TEMPORARY, name) is not None for name in names)
+    return "its first save was not completed" if unfinished else ""
+
+
+def is_unused(save_dir: str | os.PathLike[str]) -> bool:
+    """Whether the directory is there, with nothing in it but our lock and what saves that never ended have left.
+    Raises StoreError."""
+    path, ours = Path(save_dir), (LOCK_NAME, "lost+found")
+    return path.is_dir() and all(name in ours or hidden_tag(TEMPORARY, name) is not None for name in _names(path))
+
+
+def _content(path: Path) -> list[str]:
+    """List names in `path`, without what a new run may find there: hidden files, lost+found, runs' swap directories."""
+    shown = (TEMPORARY, OLD, ".metadata")
+    names = [name for name in _names(path) if name != "lost+found" and (name[0] != "." or name.startswith(shown))]
+    return [name for name in names if not os.path.lexists(path / name / OWNER_NAME)]
+
+
+def _names(save_dir: Path) -> list[str]:
+    """List a save directory, which may be a symbolic link. Raises StoreError."""
+    try:
+        return sorted(os.listdir(os.path.realpath(save_dir)))
+    except FileNotFoundError:
+        raise StoreError(
+            f"There is no checkpoint {save_dir}. Name a directory that save_checkpoint wrote; a new run resumes from "
+            "none."
+        ) from None
+    except NotADirectoryError:
+        raise StoreError(f"{save_dir} is no directory that save_checkpoint wrote; it may be torch.save's.") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        raise StoreError(f"{save_dir} cannot be read: {error_text(error)}.") from error
+
+
+# -- find --------------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FoundCheckpoint:
+    """A checkpoint. `path`: of the tag, or the swap directory. `swap`: the first directory of an in-place commit's
+    store. `lines`: for the log. `manifest`: of a tag that was just read."""
+
+    path: Path
+    swap: Path | None = None
+    lines: tuple[str, ...] = ()
+    manifest: TagManifest | None = field(default=None, repr=False)
+
+
+def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> FoundCheckpoint:
+    """Find what `directory` names: a run's swap directory, one tag, or tags, of which `tag` or the newest is taken.
+
+    A given `tag` is taken or refused. Else the candidates are the one that `latest` names, then all from the newest to
+    the oldest; the first is taken that is complete, or a pointer whose run holds a commit: [Note: In-place commits]
+    has the crash that leaves such a pointer. Raises StoreError, with what was skipped.
+    """
+    path = Path(os.path.abspath(directory))
+    if tag is not None:
+        return _take_named(path, tag)
+    if (path / OWNER_NAME).exists():
+        return FoundCheckpoint(path=path, swap=path)
+    if (path / MANIFEST_NAME).exists():
+        info, manifest = look_at(path)
+        if (found := _take(info, manifest)) is None:
+            raise StoreError(f"{path} cannot be loaded: {info.reason}.")
+        return found
+    skipped: list[str] = []
+    named: str | None = None
+    try:
+        if (named := read_latest(path)) is None:
+            skipped.append(f"{path} has no file {LATEST_NAME}.")
+        else:
+            info, manifest = look_at(tag_path(path, named), named)
+            if (found := _take(info, manifest)) is not None:
+                return found
+            skipped.append(f"Skipped {named}, which {path / LATEST_NAME} names: {info.reason}.")
+    except StoreError as error:
+        skipped.append(f"Skipped what {path / LATEST_NAME} names: {error}")
+    infos, others = list_tags(path), dict[str, list[str]]()
+    for info in reversed(infos):
+        if (found := _take(info)) is not None:
+            return replace(found, lines=(*skipped, *_skipped(others), *found.lines))
+        if info.tag != named:  # else it is said above
+            others.setdefault(info.reason, []).append(info.tag)
+    raise _nothing_found(path, infos, [*skipped, *_skipped(others)])
+
+
+def _take_named(path: Path, tag: str) -> FoundCheckpoint:
+    """Raises StoreError unless the tag is complete."""
+    place = tag_path(path, tag)
+    if not os.path.lexists(place):
+        complete = [info.tag for info in list_tags(path) if info.complete]
+        newest = f" The newest there: {', '.join(reversed(complete[-4:]))}." if complete else ""
+        raise StoreError(f"There is no checkpoint {place}.{newest}")
+    manifest = read_manifest(place, tag)
+    swap = None if manifest.swap is None else Path(manifest.swap["paths"][0])
+    return FoundCheckpoint(path=place, swap=swap, manifest=manifest)
+
+
+def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint | None:
+    """Return what the tag leads to; None: to nothing."""
+    if not info.complete and info.swap is None:
+        return None
+    lines = (f"{info.path} leads to {info.swap}, which is loaded: {info.reason}.",) if info.is_superseded else ()
+    return FoundCheckpoint(path=info.path, swap=info.swap, lines=lines, manifest=manifest)
+
+
+def _skipped(tags: Mapping[str, Sequence[str]]) -> list[str]:
+    """Say each reason once, with its tags from the newest to the oldest."""
+    return [
+        f"Skipped {own[0]}{f' and {len(own) - 1} before it' if len(own) > 1 else ''}: {reason}."
+        for reason, own in tags.items()
+    ]
+
+
+def _nothing_found(path: Path, infos: Sequence[TagInfo], skipped: list[str]) -> StoreError:
+    names = _content(path)
+    if infos or LATEST_NAME in names:
+        host = [ON_ITS_HOST] if any(info.kind == "in_place" for info in infos) else []
+        return StoreError(f"There is no complete checkpoint in {path}. {' '.join([*skipped, *host])}")
+    if foreign := _foreign(names):
+        return StoreError(f"{path} is {foreign}.")
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return StoreError(
+        f"Expected checkpoints of save_checkpoint in {path}; found {listed or 'nothing'}. Name the directory that "
+        "holds them, or, to begin at step 0, one that is empty."
+    )
+
+
+# -- open --------------------------------------------------------------------------------------------------------------
+
+
+def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> TensorReader:
+    """Open a tag, or the swap directories that it points to. `own_runs`: see `open_commit`. Raises StoreError."""
+    if found.swap is not None:
+        return open_commit(found.swap, own_runs)
+    return open_tag(found.path, manifest=found.manifest)
+
+
+def open_tag(
+    tag_dir: str | os.PathLike[str], engine: IOEngine | None = None, manifest: TagManifest | None = None
+) -> TensorReader:
+    """Open a tag of a full save. `engine`: None: chosen by reading the files. `manifest`: if it was just read. Raises
+    StoreError."""
+    path = Path(tag_dir)
+    manifest = manifest or read_manifest(path)
+    files = [RecordFiles(paths=[path / file_name(n)], contents=store) for n, store in enumerate(manifest.stores)]
+    try:
+        return TensorReader(manifest, RecordReader(files, engine))
+    except ValueError as error:
+        raise StoreError(f"{path} cannot be loaded: it is not whole: {error}.") from error
+
+
+def find_damage(tag_dir: str | os.PathLike[str]) -> list[str]:
+    """Read every byte of a tag, or of the commit that it points to, in the stores of all ranks; say what is wrong with
+    it, empty: nothing. A live run may commit at the same time."""
+    try:
+        manifest = read_manifest(tag_dir)
+        if manifest.swap is None:
+            with open_tag(tag_dir, manifest=manifest) as reader:
+                return [*map(str, reader.damage())]
+        commit = Commit.read(Path(manifest.swap["paths"][0]))
+        state = commit.manifest.step, {COMMIT_ID: commit.commit_id}
+        found = [verify_run([Path(path) for path in store.paths], *state) for store in commit.stores]
+        return [str(item) for verified in found if verified is not None for item in verified.broken]
+    except (StoreError, OSError) as error:
+        return [str(error)]
+
+
+def open_commit(
+    path: str | os.PathLike[str], own_runs: Container[str] = (), engine: IOEngine | None = None
+) -> TensorReader:
+    """Open the newest commit of a run, in the swap directories of all its ranks.
+
+    `path`: any directory of the run. `own_runs`: ids of this run's stores, which make no commit while this is open.
+    Raises StoreError: nothing committed, damaged, not all of it here, or its owner lives (unless it is this run).
+    """
+    commit = Commit.read(Path(owner_of(Path(path)).paths[0]))
+    with ExitStack() as resources:
+        stores = open_stores(commit.stores, commit, resources, own_runs)
+        held = ExitStack()
+        with refused(commit.path):
+            reader = TensorReader(commit.manifest, RecordReader(stores, engine), held)
+        held.enter_context(resources.pop_all())
+        return reader
+
+
+def open_stores(
+    locations: Sequence[StoreLocation], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
+) -> list[RecordFiles]:
+    """Open the stores of `commit` at `locations`, and keep other processes from adopting them. Raises StoreError."""
+    found, step = [], commit.manifest.step
+    for location in locations:
+        paths = [Path(path) for path in location.paths]
+        owner = owner_of(paths[0], f"of step {step} ")
+        if (owner.run_id, owner.paths) != (location.run_id, tuple(location.paths)):
+            raise StoreError(
+                f"{paths[0]} belongs to another run, or other directories, than the commit of step {step}."
+            )
+        _lock(paths[0], owner, resources, own_runs)
+        manifest, _ = choose(paths[0], step, {COMMIT_ID: commit.commit_id})
+        check_data_files(paths, Stripes(manifest.weights), manifest.capacity_nbytes)
+        found.append(RecordFiles(paths=[path / DATA_NAME for path in paths], contents=manifest))
+    return found
+
+
+def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[str]) -> None:
+    """Keep other processes from adopting the directory while it is read. Raises StoreError if its owner lives."""
+    try:
+        fd = open_of_owner(path / OWNER_NAME)
+        resources.callback(fd.close)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if owner.run_id in own_runs or owner.is_this_process:
+            return
+        raise StoreError(
+            f"The swap directory {path} belongs to a live run (pid {owner.pid} on {owner.host}), which goes on "
+            "changing it; stop that run first."
+        ) from None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be locked: {error_text(error)}.") from error

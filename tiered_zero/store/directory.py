@@ -1,0 +1,323 @@
+"""One run's private sub-directory under each swap path: made, locked, and removed when the run ends.
+
+`owner.json` names the owner, who holds it by flock: the lock alone says whether the run lives.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import socket
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, final
+
+from pydantic import AfterValidator, Field
+
+from tiered_zero.errors import ConfigError, StoreError
+from tiered_zero.io.disk import errno_text
+from tiered_zero.io.preflight import preflight_directory
+from tiered_zero.store.files import (
+    error_text,
+    lock_fd,
+    open_directory,
+    open_file,
+    read_file,
+    remove_files,
+    sync_directory,
+    unlock,
+    write_and_sync,
+)
+from tiered_zero.store.json_file import Count, StrictModel, decode_file, encode_file
+from tiered_zero.system.resources import CLOSED, Descriptor
+
+logger = logging.getLogger("tiered_zero")
+
+PREFIX = "tiered_zero-"
+OWNER_NAME = "owner.json"
+_FORMAT = "tiered_zero.owner"
+_MOST_NBYTES = 1 << 20
+"""Of an owner file; one takes some hundred bytes, and its paths a few thousand at most."""
+
+_ROOT = Path("/")
+
+
+# -- owner -------------------------------------------------------------------------------------------------------------
+
+
+def check_path(path: str) -> str:
+    """Raises ValueError unless `path` is a plain absolute one."""
+    if not os.path.isabs(path) or "\0" in path or os.path.normpath(path) != path:
+        raise ValueError("expected a plain absolute path")
+    return path
+
+
+PlainPath = Annotated[str, AfterValidator(check_path)]
+
+
+@final
+class Owner(StrictModel):
+    """The owner of a run's directories, in the owner file of each. `created_s`: seconds since the epoch. `paths`: all
+    directories of the run."""
+
+    run_id: str
+    pid: Count
+    host: str
+    created_s: Annotated[float, Field(allow_inf_nan=False)]
+    model: str
+    note: str
+    paths: Annotated[tuple[PlainPath, ...], Field(min_length=1)]
+
+    def encode(self) -> bytes:
+        return encode_file(_FORMAT, self)
+
+    @property
+    def is_this_process(self) -> bool:
+        """Whether this process is the owner, if the lock is held: the pid of a live process is no other's."""
+        return (self.pid, self.host) == (os.getpid(), socket.gethostname())
+
+
+def read_owner_at(dir_fd: int, uid: int) -> Owner:
+    """Read the owner of the run directory that is open at `dir_fd`, in a file of user `uid`. Raises OSError,
+    StoreError."""
+    data = read_file(OWNER_NAME, dir_fd, uid=uid, most_nbytes=_MOST_NBYTES)
+    return decode_file(data, Path(OWNER_NAME), _FORMAT, Owner)
+
+
+def read_owner(path: Path) -> Owner:
+    """Read the owner of the run directory `path`. Raises StoreError if there is none."""
+    try:
+        with open_directory(path) as fd:
+            return read_owner_at(fd, os.fstat(fd).st_uid)
+    except (OSError, ValueError, StoreError) as error:  # ValueError: a path with a NUL
+        raise StoreError(f"{path} is not a swap directory: its {OWNER_NAME} cannot be read ({error}).") from error
+
+
+# -- one run's directories ---------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(kw_only=True)
+class _Hold:
+    """One directory of a run. `directory`, `lock`: it and its locked owner file.
+
+    Files are removed through `directory`: whatever stands under `path` by then is not touched.
+    """
+
+    path: Path
+    directory: Descriptor = CLOSED
+    lock: Descriptor = CLOSED
+
+    def take(self, flags: int = 0) -> None:
+        """Open the directory, and open and lock its owner file. Raises OSError, StoreError."""
+        self.directory = open_directory(self.path)
+        if (uid := os.fstat(self.directory).st_uid) != os.geteuid():
+            raise StoreError(f"The run's directory {self.path} belongs to user id {uid}; expected {os.geteuid()}.")
+        self.lock = open_file(OWNER_NAME, self.directory, uid=uid, flags=os.O_RDWR | flags)
+        lock_fd(self.lock)
+        if not os.fstat(self.lock).st_nlink:
+            raise StoreError(f"The run's directory {self.path} was removed by another process.")
+
+    def write(self, owner: Owner) -> None:
+        """Write the owner file. Raises OSError."""
+        os.ftruncate(self.lock, 0)
+        os.lseek(self.lock, 0, os.SEEK_SET)
+        write_and_sync(self.lock, [owner.encode()])
+
+    def remove(self) -> None:
+        """Remove the directory, the owner file last, so that a half-removed one is still known as a run's. Raises
+        OSError."""
+        if not self.directory.closed:
+            remove_files(self.directory, keep=OWNER_NAME)
+            with suppress(FileNotFoundError):
+                os.unlink(OWNER_NAME, dir_fd=self.directory)
+        self.close()  # NFS keeps an open file in its directory under another name
+        with suppress(FileNotFoundError):
+            os.rmdir(self.path)
+
+    def close(self) -> None:
+        unlock(self.lock)
+        with suppress(OSError):
+            self.directory.close()
+
+
+@final
+class SwapDir:
+    """The directories of one run, one under each parent, locked by this process until `remove` or `release`.
+
+    They are removed when the run is over: by `remove`, when the object is garbage, and at interpreter exit. A process
+    that is killed leaves them to `collect_garbage`. `keep` leaves them (committed state).
+    """
+
+    def __init__(self, owner: Owner, holds: list[_Hold]) -> None:
+        """`holds`: of each of the owner's paths, both descriptors. Use `create` or `open`."""
+        self.run_id = owner.run_id
+        self.paths = tuple(Path(path) for path in owner.paths)
+        self._holds = holds
+        self._pid = os.getpid()
+        self._kept = False
+        self._finalizer = weakref.finalize(self, _leave, self._pid, holds, True)
+
+    @classmethod
+    def create(cls, parents: Sequence[Path], *, model: str = "", owner_note: str = "") -> SwapDir:
+        """Make `tiered_zero-<run id>` (mode 0700) under each parent.
+
+        Raises ConfigError for a parent that is missing, no directory, or not writable, and StoreError; nothing is left
+        behind then.
+        """
+        checked = [Path(os.path.abspath(Path(parent).expanduser())) for parent in parents]
+        for parent in checked:
+            preflight_directory(parent)
+        if not checked or len(set(checked)) != len(checked):
+            raise StoreError(f"Expected one or more different swap paths; found {[str(path) for path in parents]}.")
+        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{secrets.token_hex(4)}"
+        owner = _this_process(run_id, model, owner_note, [str(parent / f"{PREFIX}{run_id}") for parent in checked])
+        holds: list[_Hold] = []
+        try:
+            for path in map(Path, owner.paths):
+                holds.append(hold := _Hold(path=path))
+                path.mkdir(mode=0o700)
+                hold.take(os.O_CREAT | os.O_EXCL)
+                hold.write(owner)
+                sync_directory(path.parent)
+            return cls(owner, holds)
+        except BaseException as error:  # a second Ctrl-C, too: no object owns them yet
+            _leave(os.getpid(), holds, True)
+            if isinstance(error, OSError):
+                text = _lock_failure(error)
+                raise StoreError(f"Cannot make a swap directory under {[*map(str, checked)]}: {text}.") from error
+            raise
+
+    @classmethod
+    def open(cls, path: Path) -> SwapDir:
+        """Take over a run that ended with its directories kept; `path`: any of them. It stays on disk until `remove`.
+
+        Raises StoreError while its owner lives, and if a directory is missing, or belongs to another user.
+        """
+        owner = read_owner(path)
+        holds: list[_Hold] = []
+        try:
+            for name in owner.paths:
+                holds.append(hold := _Hold(path=Path(name)))
+                try:
+                    hold.take()
+                except FileNotFoundError:
+                    raise StoreError(
+                        f"The run's directory {name} is missing or not whole; all of its paths are needed."
+                    ) from None
+            taken = _this_process(owner.run_id, owner.model, owner.note, owner.paths)
+            for hold in holds:
+                hold.write(taken)
+            directory = cls(taken, holds)
+            directory.keep()
+            return directory
+        except BaseException as error:  # a second Ctrl-C, too: no object owns them yet
+            _leave(os.getpid(), holds, False)
+            if isinstance(error, BlockingIOError):
+                raise StoreError(
+                    f"The swap directory {path} belongs to a live run (pid {owner.pid} on {owner.host}); "
+                    "stop that run first, or start one with a directory of its own."
+                ) from error
+            if isinstance(error, OSError):
+                raise StoreError(f"The swap directory {path} cannot be opened: {_lock_failure(error)}.") from error
+            raise
+
+    def keep(self, kept: bool = True) -> None:
+        """From now on the directories stay when the run ends, until `remove`; or, with False, they no longer do."""
+        if self._finalizer.detach():
+            self._kept = kept
+            self._finalizer = weakref.finalize(self, _leave, self._pid, self._holds, not kept)
+
+    def release(self) -> None:
+        """End the ownership: kept directories stay for `open`, others are removed. Idempotent."""
+        self._end(removes=not self._kept)
+
+    def remove(self) -> None:
+        """Delete the directories, kept or not, and end the ownership. Idempotent."""
+        self._end(removes=True)
+
+    def _end(self, removes: bool) -> None:
+        _leave(self._pid, self._holds, removes)
+        self._finalizer.detach()  # only now: an interrupt leaves the rest to the interpreter's exit
+
+
+def _this_process(run_id: str, model: str, note: str, paths: Sequence[str]) -> Owner:
+    return Owner(
+        run_id=run_id,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        created_s=time.time(),
+        model=model,
+        note=note,
+        paths=tuple(paths),
+    )
+
+
+def _lock_failure(error: OSError) -> str:
+    """Say why a directory's lock could not be taken, and what to do."""
+    if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+        return f"its file system has no locks ({error_text(error)}); name a directory on a local disk"
+    return error_text(error)
+
+
+def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
+    """End an ownership. A forked child shares the objects but owns nothing."""
+    if os.getpid() != pid:
+        return
+    while holds:
+        hold = holds[0]
+        try:
+            if delete:
+                hold.remove()
+        except NotADirectoryError:
+            logger.error("%s is not the directory that this run made; what is there now is left alone", hold.path)
+        except OSError as error:
+            logger.error(
+                "%s cannot be removed (%s); `tiered-zero swap gc` does it when its disk works again", hold.path, error
+            )
+        hold.close()
+        holds.pop(0)  # only now: after an interrupt the next call tries it again
+
+
+# -- swap paths that do not exist yet ----------------------------------------------------------------------------------
+
+
+def make_missing(groups: Mapping[tuple[str, ...], str]) -> None:
+    """Make the directories that are missing, with their parents (mode 0700).
+
+    `groups`: directories that are striped together -> the config's key that names them. If some of a group exist, the
+    missing one is left to the check that follows, which refuses it: its disk may not be mounted. Raises ConfigError.
+    """
+    for group, key in groups.items():
+        paths = [Path(path) for path in group]
+        if not any(path.exists() for path in paths):
+            for path in paths:
+                _make(path, key)
+
+
+def _make(path: Path, key: str) -> None:
+    missing = [place for place in (path, *path.parents) if not place.exists()][::-1]
+    try:
+        for place in missing:
+            place.mkdir(mode=0o700, exist_ok=True)  # another rank may have made it since
+    except OSError as error:
+        raise ConfigError(
+            f"{key} {path} is missing and cannot be made: {errno_text(error.errno or 0)}. Name a directory on the "
+            "disk that is to be swapped to."
+        ) from error
+    if not missing:
+        return
+    first, doubt = missing[0], ""
+    is_placeholder = path.is_absolute() and (first != path or first.parent == _ROOT)
+    if is_placeholder and first.stat().st_dev == _ROOT.stat().st_dev:
+        doubt = (
+            f" It lies on the root file system, for {first} did not exist. If a disk was to be mounted there, stop "
+            "this run and mount it, or name another nvme_path."
+        )
+    logger.log(logging.WARNING if doubt else logging.INFO, "Made the swap directory %s.%s", path.resolve(), doubt)

@@ -1,0 +1,89 @@
+"""Write and read JSON files whose records are strict pydantic models: every manifest, owner file and index.
+
+A file is a header line (format, version, bytes and xxh3 of the body) and a JSON body; its header shows a torn one. What
+is read may be hostile: types, fields and ranges are checked before anything is computed from them, and a model checks
+declared sizes before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tiered_zero.errors import StoreError
+from tiered_zero.sizes import format_nbytes
+
+VERSION: Final = 3
+"""Of every file: 0.1.0 was never published, so files of earlier versions are refused."""
+
+MOST_NBYTES: Final = 1 << 28
+"""Of a file. A checksum takes some 45 bytes, so that this is enough for several TiB of state."""
+
+MOST_INTEGER: Final = 2**63 - 1
+"""Offsets, sizes and steps are signed 64-bit integers."""
+
+Count = Annotated[int, Field(ge=0, le=MOST_INTEGER)]
+Digest = Annotated[int, Field(ge=0, le=2**64 - 1)]
+
+
+class StrictModel(BaseModel):
+    """A frozen record of exactly its fields, each exactly of its type (True is no int, 1 no text)."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+Model = TypeVar("Model", bound=StrictModel)
+
+
+def encode_file(format_name: str, model: StrictModel) -> bytes:
+    """Return header line and body. Raises StoreError for what is no JSON, or could not be read back."""
+    try:
+        data = model.model_dump_json().encode()
+    except ValueError as error:  # PydanticSerializationError
+        raise StoreError(f"A {format_name} must be JSON: {error}.") from error
+    if len(data) > MOST_NBYTES:
+        raise StoreError(
+            f"A {format_name} takes {format_nbytes(len(data))}; at most {format_nbytes(MOST_NBYTES)} can be read back. "
+            "Keep large values out of client_state, or raise zero_optimization.sub_group_size."
+        )
+    header = {"format": format_name, "version": VERSION, "nbytes": len(data), "xxh3": xxhash.xxh3_64_hexdigest(data)}
+    return json.dumps(header).encode() + b"\n" + data + b"\n"
+
+
+def decode_file(data: bytes, path: Path, format_name: str, model: type[Model]) -> Model:
+    """Return the body. Raises StoreError: another format or version, damage, or what no writer gives."""
+    line, _, rest = data.partition(b"\n")
+    try:
+        header: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        header = None
+    if type(header) is not dict:
+        raise StoreError(
+            f"{path}: expected {format_name} version {VERSION}, found no header: it is damaged, or of version 1."
+        )
+    if header.get("format") != format_name or header.get("version") != VERSION:
+        named, other = (ascii(header.get(name))[:80].strip("'\"") for name in ("format", "version"))
+        raise StoreError(f"{path}: expected {format_name} version {VERSION}, found {named} version {other}.")
+    body = rest[:-1]
+    if header.get("nbytes") != len(body) or header.get("xxh3") != xxhash.xxh3_64_hexdigest(body):
+        raise StoreError(f"{path} is damaged: its checksum does not match. This state cannot be recovered.")
+    return decode_body(body, path, format_name, model)
+
+
+def decode_body(body: bytes, path: Path, name: str, model: type[Model]) -> Model:
+    """Return JSON text as a model. Raises StoreError with the first thing that is wrong."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise StoreError(f"{path} is not a {name} ({first_problem(error)}).") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """Say what was expected first, and where: "tensors.master/w.dtype: Input should be a valid string"."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{ascii(where)[1:-1][:200]}: {first['msg']}" if where else first["msg"]

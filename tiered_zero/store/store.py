@@ -1,0 +1,363 @@
+"""The swap store: records in preallocated files, checked reads and writes, all-or-nothing commits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, final
+
+from tiered_zero.concurrency.transfer import (
+    COMPLETED,
+    FailureLatch,
+    SharedWork,
+    Transfer,
+    Worker,
+    wait_all,
+    wait_quietly,
+)
+from tiered_zero.errors import CorruptionError, StoreError, TransferError
+from tiered_zero.io.engine import IOEngine, IOTransfer
+from tiered_zero.store import manifest
+from tiered_zero.store.commit import TwoPhaseCommit
+from tiered_zero.store.directory import SwapDir
+from tiered_zero.store.manifest import Manifest, Range, Record
+from tiered_zero.store.ranges import Span, hashed, is_same, mismatches
+from tiered_zero.store.stripes import DATA_NAME, PieceRequest, StripedFiles, Stripes, check_data_files
+from tiered_zero.store.table import InFlight, RecordTable
+from tiered_zero.system.process import OwnProcess
+from tiered_zero.telemetry.spans import Recorder
+
+_STUCK_S = 5.0
+"""How long `close` waits for requests after a failure; they may be stuck for ever."""
+
+
+@final
+class SwapStore:
+    """Named records on NVMe. Driven by one thread; its transfers may be waited on by any.
+
+    A request that overlaps another of the same record that is still in flight is refused unless both are reads: the
+    caller orders them, by waiting. A failed transfer or sync latches the store: it only raises from then on.
+    """
+
+    def __init__(
+        self,
+        directory: SwapDir,
+        engine: IOEngine,
+        *,
+        capacity_nbytes: int,
+        checksums: Literal["all", "off"] = "all",
+        weights: Sequence[float] = (),
+        state: Manifest | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Create and preallocate the data files, `capacity_nbytes` (in whole pages) together.
+
+        `weights`: the speed of each of the directory's paths, in any unit; equal by default. `state`: open the files
+        as this manifest describes them instead (use `recover`). `recorder`: gets a span for each request. Raises
+        StoreError when the disk is too small; the directory is removed then.
+        """
+        self._is_hashed = checksums == "all"
+        stripes = Stripes(weights or (state.weights if state is not None else [1.0] * len(directory.paths)))
+        if len(stripes.weights) != len(directory.paths):
+            raise StoreError(f"{len(directory.paths)} swap paths need as many weights; found {list(weights)}.")
+        names = [path / DATA_NAME for path in directory.paths]
+        self._process = OwnProcess("swap store", StoreError)
+        self._directory = directory
+        self._table = RecordTable(capacity_nbytes)
+        self._latch = FailureLatch()
+        self._recorder = recorder
+        self._count_lock = threading.Lock()
+        self._nbytes: dict[str, Counter[str]] = {"read": Counter(), "write": Counter(), "unverified": Counter()}
+        with ExitStack() as unfinished:
+            if state is None:
+                unfinished.callback(directory.remove)
+                self._files = StripedFiles.create(engine, names, stripes, self.capacity_nbytes)
+            else:
+                check_data_files(directory.paths, stripes, self.capacity_nbytes)
+                self._files = StripedFiles.open(engine, names, stripes)
+            unfinished.callback(self._files.close)
+            self._commits = TwoPhaseCommit(directory, self._files, self._table, self._latch, state, self._is_hashed)
+            self._hashing = Worker("tiered_zero-hash")
+            unfinished.callback(self._hashing.close)
+            self._worker = Worker("tiered_zero-store")
+            unfinished.pop_all()
+
+    @classmethod
+    def recover(
+        cls,
+        directory: SwapDir,
+        engine: IOEngine,
+        *,
+        step: int | None = None,
+        metadata: Mapping[str, Any] = MappingProxyType({}),
+        checksums: Literal["all", "off"] = "all",
+        recorder: Recorder | None = None,
+    ) -> SwapStore:
+        """Open the last committed state of a run that ended (`SwapDir.open`).
+
+        `step`: the state of this step instead, which may be one that was prepared and never confirmed; `metadata`:
+        items that it must have.
+        Raises StoreError: nothing committed, a damaged manifest, a missing or truncated file.
+        """
+        first = directory.paths[0]
+        chosen, is_committed = manifest.choose(first, step, metadata)
+        nbytes = chosen.capacity_nbytes
+        store = cls(directory, engine, capacity_nbytes=nbytes, checksums=checksums, state=chosen, recorder=recorder)
+        try:
+            if is_committed:
+                manifest.discard(first)
+            else:
+                manifest.confirm(first)
+        except Exception:
+            store.close(remove=False)
+            raise
+        return store
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """Bytes of the data files together, by now."""
+        return self._table.capacity_nbytes
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The directories of the run."""
+        return tuple(map(str, self._directory.paths))
+
+    @property
+    def step(self) -> int | None:
+        """The step of the last commit."""
+        return self._commits.step
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of the last commit."""
+        return self._commits.metadata
+
+    @property
+    def engine(self) -> IOEngine:
+        """The engine that moves the bytes."""
+        return self._files.engine
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run that owns the directories."""
+        return self._directory.run_id
+
+    def reserve(self, name: str, nbytes: int, *, committed: bool = False, write_once: bool = False) -> Record:
+        """Reserve `nbytes`, page-aligned; a committed record takes two slots. Its bytes cannot be read before written.
+
+        `write_once`: a committed one takes one slot, and the second once bytes of a commit are changed, for which the
+        files may grow. Raises StoreError: the name is taken, or the capacity is used up.
+        """
+        num_slots = 2 if committed and not write_once else 1
+        return self._table.reserve(name, nbytes, committed=committed, num_slots=num_slots)
+
+    def num_slots(self, record: Record) -> int:
+        """Places that the record has on the disk by now."""
+        return self._table.num_slots(record)
+
+    def records(self) -> dict[str, Record]:
+        """All records by name; after `recover` this is how to find them."""
+        return self._table.records()
+
+    def nbytes(self, kind: Literal["read", "write", "unverified"]) -> dict[str, int]:
+        """Bytes whose read or write has completed, or that were read without a checksum over them (see the package's
+        text for when that is), by category: the record's name up to its first '/'."""
+        with self._count_lock:
+            return dict(self._nbytes[kind])
+
+    def read(self, record: Record, into: memoryview, offset: int = 0, *, urgent: bool = False) -> Transfer:
+        """Fill `into` from the record's byte `offset`; both in whole pages, the memory page-aligned.
+
+        `urgent`: see IOEngine.read. `wait()` raises TransferError, or CorruptionError when the bytes are not those
+        written. Raises StoreError here for bytes that were never written.
+        """
+        self._check()
+        into = memoryview(into).cast("B")
+        request = InFlight(kind="read", start=offset, end=offset + len(into))
+        spans = self._table.begin_read(record, request)
+        checks = [item for span in spans for item in span.checks if self._is_hashed and item.digest is not None]
+        parts: list[IOTransfer] = []
+
+        def finish() -> None:
+            wait_all(parts)
+            for item, found in mismatches(checks, into, offset):
+                raise self._corruption(record, spans, item, found)
+            verified_nbytes = sum(item.end - item.start for item in checks)
+            self._count(record, read=len(into), unverified=len(into) - verified_nbytes)
+
+        return self._start(record, request, spans, into, partial(self.engine.read, urgent=urgent), parts, finish)
+
+    def write(self, record: Record, data: memoryview, offset: int = 0) -> Transfer:
+        """Write `data` at the record's byte `offset`; both in whole pages, the memory page-aligned.
+
+        The caller leaves `data` alone until the transfer is done. `wait()` raises TransferError. Raises StoreError here
+        where a record that is written once needs more space than there is.
+        """
+        self._check()
+        data = memoryview(data).cast("B")
+        if kept := self._table.kept(record, offset, offset + len(data)):
+            if is_same(kept, data, offset):
+                return COMPLETED
+            self._add_slot(record)
+        request = InFlight(kind="write", start=offset, end=offset + len(data))
+        spans, pieces = self._table.begin_write(record, request)
+        parts: list[IOTransfer] = []
+
+        def compute() -> None:
+            if self._is_hashed:
+                pieces[:] = hashed(pieces, data, offset)
+
+        def finish() -> None:
+            hashing.wait()
+            wait_all(parts)
+            self._table.end(record, request, pieces)
+            self._count(record, write=len(data))
+
+        hashing = SharedWork(compute)
+        self._hashing.submit(hashing.run)  # beside the disk: behind the ends of other requests a step took 3% longer
+        return self._start(record, request, spans, data, self.engine.write, parts, finish)
+
+    def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Make all committed records, as written so far, the durable state `step`. `metadata`: JSON only.
+
+        Returns when it survives power loss. Until then the last committed state does.
+        """
+        self._check()
+        self._commits.commit(step, metadata)
+
+    def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """First half of `commit`: the new state is durable next to the last one; `recover` can open either.
+
+        Processes that must commit together prepare, meet, and confirm. Committed records rest until `confirm`.
+        Raises StoreError while one of them is being written, and, with nothing changed, if the manifest does not fit.
+        """
+        self._check()
+        self._commits.prepare(step, metadata)
+
+    def confirm(self) -> None:
+        """Second half of `commit`: the prepared state is the committed one; its predecessor's extents are reusable."""
+        self._check()
+        self._commits.confirm()
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a state is prepared, and its `confirm` has not begun."""
+        return self._commits.is_undecided
+
+    def cancel_prepared(self) -> None:
+        """Drop the prepared state, if there is one, durably: another store of the same commit could not prepare."""
+        self._commits.cancel()
+
+    def revert(self) -> None:
+        """Return the committed records to the last commit, as `recover` would find them. Driver thread."""
+        self._check()
+        self._table.revert()
+
+    def drain_all(self) -> None:
+        """Wait for every request, without its error. No other thread uses the store at this time."""
+        self._files.engine.drain()
+        finished = threading.Event()
+        self._worker.submit(finished.set)
+        finished.wait(None if self._latch.error is None else _STUCK_S)
+        self._table.end_all()
+
+    def close(self, remove: bool = True) -> None:
+        """Let requests finish, close the files, end the directory's ownership. Idempotent.
+
+        `remove=False` leaves a directory with a committed state on disk for `recover`; one without is removed anyway.
+        """
+        if not self._process.is_current():
+            return  # a forked child owns nothing
+        for worker in (self._worker, self._hashing):
+            worker.close(None if self._latch.error is None else _STUCK_S)
+        self._files.close()
+        if remove:
+            self._directory.remove()
+        else:
+            self._directory.release()
+
+    def _start(
+        self,
+        record: Record,
+        request: InFlight,
+        spans: Sequence[Span],
+        memory: memoryview,
+        act: PieceRequest,
+        parts: list[IOTransfer],
+        finish: Callable[[], None],
+    ) -> Transfer:
+        """Submit one request; it is finished even if the caller does not wait for it. `parts`: takes its transfers."""
+        begun_s = time.perf_counter()
+
+        def work() -> None:
+            with self._ended(record, request, parts):
+                finish()
+            if self._recorder is not None:
+                end_s = begun_s + max(part.seconds for part in parts)
+                kind, nbytes = request.kind, len(memory)
+                self._recorder.add(f"disk {kind}", kind, record.name, begun_s, end_s, nbytes)
+
+        try:
+            for span in spans:
+                self._files.submit(
+                    act, span.address, memory[span.start - request.start : span.end - request.start], parts
+                )
+        except Exception:
+            with self._ended(record, request, parts):
+                raise
+        transfer = SharedWork(work)
+        self._worker.submit(transfer.run)
+        return transfer
+
+    @contextmanager
+    def _ended(self, record: Record, request: InFlight, parts: Sequence[IOTransfer]) -> Iterator[None]:
+        """End a request with the block, once nothing of it moves bytes any more. Latch the store if it raises and a
+        write has begun, for what is written then is not known, or the disk has failed."""
+        try:
+            yield
+        except Exception as error:
+            for part in parts:
+                wait_quietly(part)
+            if isinstance(error, TransferError) or (parts and request.kind == "write"):
+                self._latch.set(error)
+            raise
+        finally:
+            self._table.end(record, request)
+
+    def _add_slot(self, record: Record) -> None:
+        """Give a record that is written once its second slot. Raises StoreError."""
+        if not self._table.add_slot(record):
+            capacity_nbytes = self.capacity_nbytes + record.extent_nbytes
+            self._files.grow(capacity_nbytes)
+            self._table.grow(capacity_nbytes)
+            self._table.add_slot(record)
+
+    def _corruption(self, record: Record, spans: Sequence[Span], item: Range, found: int) -> CorruptionError:
+        span = next(span for span in spans if span.start <= item.start < span.end)
+        path, at = self._files.locate(span.address + item.start - span.start)
+        return CorruptionError(
+            f"Record {record.name!r}: bytes {item.start} to {item.end}, read from {path} at offset {at}, are not those "
+            f"written (xxh3 {item.digest:016x} expected, {found:016x} found). Nothing was updated from them. Check the "
+            f"disk and resume from {self._commits.resume_text()}."
+        )
+
+    def _count(self, record: Record, **nbytes: int) -> None:
+        category = record.name.partition("/")[0]
+        with self._count_lock:
+            for kind, more in nbytes.items():
+                self._nbytes[kind][category] += more
+
+    def _check(self) -> None:
+        self._process.check()
+        self._latch.check(
+            lambda error: (
+                "The swap store failed earlier and cannot be trusted any more: "
+                f"{error} Resume from {self._commits.resume_text()}."
+            )
+        )
