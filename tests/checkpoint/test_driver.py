@@ -20,9 +20,8 @@ from tests.support.inspection import driver_state, policy
 from tests.support.models import groups, rows, two_layers
 from tests.support.schedulers import SCHEDULERS, sequence
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint.driver import LoadParts, join_states, own_state
+from tiered_zero.checkpoint.driver import LoadParts, encode, join_states, own_state
 from tiered_zero.checkpoint.load import differences
-from tiered_zero.checkpoint.values import encode
 from tiered_zero.data import TrainingLoader
 from tiered_zero.errors import ModelError, NonFiniteError, StoreError
 from tiered_zero.rules import lr

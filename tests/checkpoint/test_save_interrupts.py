@@ -14,8 +14,8 @@ import tiered_zero
 from tests.support.inspection.insides import OverlappedPolicy, SwapStore
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
+from tiered_zero.checkpoint.save import StateSaver
 from tiered_zero.checkpoint.tag import list_tags
-from tiered_zero.checkpoint.write import StateSaver
 from tiered_zero.concurrency.interrupts import wait_for_event
 from tiered_zero.errors import StoreError
 

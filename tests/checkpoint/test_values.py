@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiered_zero.checkpoint.driver import MAX_DEPTH, decode, encode
 from tiered_zero.checkpoint.index import ITEMSIZES
 from tiered_zero.checkpoint.run_state import torch_dtype
-from tiered_zero.checkpoint.values import MAX_DEPTH, decode, encode
 from tiered_zero.errors import ModelError
 
 TORCH_DTYPES = [torch_dtype(name) for name in sorted(ITEMSIZES)]

@@ -19,7 +19,7 @@ from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import MIB
 from tiered_zero.store.directory import SwapDir
-from tiered_zero.store.ranges import CHUNK_NBYTES
+from tiered_zero.store.reader import CHUNK_NBYTES
 from tiered_zero.store.store import SwapStore
 from tiered_zero.store.stripes import DATA_NAME
 

@@ -24,8 +24,7 @@ from tiered_zero.rules.rule import Run, StateField, UpdateRule
 from tiered_zero.rules.state_layout import MasterFormat, Parts, StateLayout
 from tiered_zero.sizes import MIB
 from tiered_zero.update.eager import ReadyQueue, UpdateJob
-from tiered_zero.update.places import UnitParameters
-from tiered_zero.update.state_view import StateView
+from tiered_zero.update.state_view import StateView, UnitParameters
 from tiered_zero.update.stepper import StreamingStepper
 
 LATE = 10**9

@@ -66,9 +66,8 @@ from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer, make_sch
 from tiered_zero.update.optimizer_state import OptimizerState
 from tiered_zero.update.overlapped import DelayedPolicy, OverlappedPolicy
 from tiered_zero.update.param_shards import ParamShards
-from tiered_zero.update.places import UnitParameters
 from tiered_zero.update.policy import BarrierPolicy, GatheringPolicy, UpdatePolicy
-from tiered_zero.update.state_view import StateView
+from tiered_zero.update.state_view import StateView, UnitParameters
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")

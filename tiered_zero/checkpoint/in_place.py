@@ -48,19 +48,22 @@ from typing import Any, final
 import torch
 import xxhash
 
-from tiered_zero.checkpoint.committed import (
+from tiered_zero.checkpoint.driver import encode, join_states, own_state
+from tiered_zero.checkpoint.index import (
     COMMIT_ID,
     DECIDED_BY,
     Commit,
+    RankPart,
+    Share,
+    StoreLocation,
+    TagManifest,
+    join_shares,
     read_metadata,
 )
-from tiered_zero.checkpoint.driver import join_states, own_state
-from tiered_zero.checkpoint.index import RankPart, Share, StoreLocation, TagManifest, join_shares
 from tiered_zero.checkpoint.ranks import SAVE
 from tiered_zero.checkpoint.run_state import RunState, committed_places, list_tensors, pack
 from tiered_zero.checkpoint.tag import FoundCheckpoint, open_stores
 from tiered_zero.checkpoint.tag_writer import TagWriter
-from tiered_zero.checkpoint.values import encode
 from tiered_zero.concurrency.interrupts import shielded
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all, wait_quietly
 from tiered_zero.config.schema import Config

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from tiered_zero.checkpoint.driver import decode as decode_values
 from tiered_zero.checkpoint.index import SOURCE_ITEMSIZES, TagManifest, TensorEntry, check_places
 from tiered_zero.checkpoint.run_state import (
     MASTER,
@@ -29,7 +30,6 @@ from tiered_zero.checkpoint.run_state import (
     run_ahead,
     torch_dtype,
 )
-from tiered_zero.checkpoint.values import decode as decode_values
 from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece

@@ -18,17 +18,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, final
 
-from tiered_zero.checkpoint.committed import (
+from tiered_zero.checkpoint.index import (
     COMMIT_ID,
+    FORMAT,
+    MANIFEST_NAME,
     ON_ITS_HOST,
     Commit,
+    StoreLocation,
+    TagManifest,
+    WrittenBy,
+    file_name,
     find_missing,
     held_commit,
     is_committed,
     owner_of,
     refused,
 )
-from tiered_zero.checkpoint.index import FORMAT, MANIFEST_NAME, StoreLocation, TagManifest, WrittenBy, file_name
 from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine

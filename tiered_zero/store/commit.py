@@ -13,7 +13,7 @@ from tiered_zero.io.engine import IOTransfer
 from tiered_zero.store import manifest
 from tiered_zero.store.directory import SwapDir
 from tiered_zero.store.manifest import Manifest, Range, Record
-from tiered_zero.store.ranges import hashed, locate, mismatches
+from tiered_zero.store.reader import hashed, locate, mismatches
 from tiered_zero.store.stripes import StripedFiles
 from tiered_zero.store.table import RecordTable
 from tiered_zero.system.resources import map_memory

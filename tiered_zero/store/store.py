@@ -26,7 +26,7 @@ from tiered_zero.store import manifest
 from tiered_zero.store.commit import TwoPhaseCommit
 from tiered_zero.store.directory import SwapDir
 from tiered_zero.store.manifest import Manifest, Range, Record
-from tiered_zero.store.ranges import Span, hashed, is_same, mismatches
+from tiered_zero.store.reader import Span, hashed, is_same, mismatches
 from tiered_zero.store.stripes import DATA_NAME, PieceRequest, StripedFiles, Stripes, check_data_files
 from tiered_zero.store.table import InFlight, RecordTable
 from tiered_zero.system.process import OwnProcess

@@ -28,7 +28,7 @@ from tiered_zero.io.engine import File, IOEngine
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.store.manifest import Contents, Range, Record
-from tiered_zero.store.ranges import cut, hashed
+from tiered_zero.store.reader import cut, hashed
 
 _LOWEST_PRIORITY = 19
 

@@ -14,7 +14,7 @@ from tiered_zero.layout.subgroups import SubGroup
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.update.places import GradientSource
+from tiered_zero.update.state_view import GradientSource
 
 
 class ReadyQueue:

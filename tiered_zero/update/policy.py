@@ -42,7 +42,7 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.update.eager import UpdateJob
-from tiered_zero.update.places import GradientSource
+from tiered_zero.update.state_view import GradientSource
 from tiered_zero.update.stepper import StreamingStepper
 
 

@@ -19,9 +19,8 @@ from tiered_zero.rules.optimizer_copy import copied_group
 from tiered_zero.rules.rule import Run
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.update.eager import ReadyQueue, UpdateJob, has_gradient
-from tiered_zero.update.places import GradientSource, ParameterSink
 from tiered_zero.update.prefetch import NullPrefetcher, Prefetcher
-from tiered_zero.update.state_view import PieceScalars, StateView
+from tiered_zero.update.state_view import GradientSource, ParameterSink, PieceScalars, StateView
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 

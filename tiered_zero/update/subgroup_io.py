@@ -17,7 +17,7 @@ from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.tier import BufferView, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.update.places import GradientSource, ParameterSink
+from tiered_zero.update.state_view import GradientSource, ParameterSink
 
 
 @dataclass(kw_only=True)

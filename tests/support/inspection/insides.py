@@ -12,6 +12,7 @@ from tiered_zero.assembly.spec import planning_notices, specify_run
 from tiered_zero.checkpoint import save as checkpoint_save
 from tiered_zero.checkpoint import tag, tag_writer, weights
 from tiered_zero.checkpoint.checkpoints import Checkpoints
+from tiered_zero.checkpoint.driver import decode, encode
 from tiered_zero.checkpoint.in_place import Commits
 from tiered_zero.checkpoint.index import Part, RecordName, Share, Source, TagManifest, TensorEntry, WrittenBy
 from tiered_zero.checkpoint.load import TensorReader
@@ -29,7 +30,6 @@ from tiered_zero.checkpoint.tag import (
     read_manifest,
 )
 from tiered_zero.checkpoint.tag_writer import TagWriter, prune
-from tiered_zero.checkpoint.values import decode, encode
 from tiered_zero.engine.deepspeed_names import MISSING
 from tiered_zero.grads import in_flight, overflow
 from tiered_zero.grads.accumulator import GradientStore
@@ -69,7 +69,7 @@ from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.update import optimizer_state, state_view
 from tiered_zero.update.eager import EagerUpdate
 from tiered_zero.update.overlapped import DelayedPolicy, OverlappedPolicy
-from tiered_zero.update.places import UnitParameters
 from tiered_zero.update.policy import BarrierPolicy
+from tiered_zero.update.state_view import UnitParameters
 from tiered_zero.update.stepper import StreamingStepper
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
