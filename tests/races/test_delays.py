@@ -20,7 +20,7 @@ from tests.support.models import ParityGPT, batch
 from tests.support.trainers import PLACEMENTS, Plain, Record, adamw, follow, same_bits, tiered, train
 from tiered_zero.concurrency.transfer import Completion, SharedWork
 from tiered_zero.errors import TieredZeroError
-from tiered_zero.hardware.device.cpu import CpuAccelerator
+from tiered_zero.hardware.device.accelerator import CpuAccelerator
 
 NUM_SCHEDULES = 200
 NUM_CHUNKS = 10

@@ -17,7 +17,7 @@ from tests.support.inspection.insides import GradNorm, SubGroupIO, UpdateGuard, 
 from tests.support.models import ParityGPT, batch, rows, two_layers
 from tests.support.trainers import PLACEMENTS, adamw, tiered
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.device.cpu import CpuAccelerator
+from tiered_zero.hardware.device.accelerator import CpuAccelerator
 from tiered_zero.layout.flat import Unit
 
 COURSES = {

@@ -48,7 +48,7 @@ from tiered_zero.params.materialize import Materializer, UnitPlacer, materialize
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
-from tiered_zero.params.update_guard import ShardGather, UpdateGuard
+from tiered_zero.params.update_guard import ShardGather, WholeWeights
 from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.remedies import open_settings
@@ -233,7 +233,7 @@ class _Parts:
     source: Source
     handle: TieredOptimizer | None
     step: TrainStep
-    whole: _WholeWeights
+    whole: WholeWeights
     run_state: RunState
     state: OptimizerState
     copies: DurableCopies | None
@@ -309,7 +309,7 @@ def _place_model(
 
 def _make_step(
     run_spec: RunSpec, machine: Machine, view: StateView, handle: TieredOptimizer | None, resources: Teardown
-) -> tuple[TrainStep, Pager, StreamingStepper, _WholeWeights]:
+) -> tuple[TrainStep, Pager, StreamingStepper, WholeWeights]:
     """Build the movers, and the object that orders them."""
     config, plan = run_spec.config, run_spec.plan
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
@@ -467,35 +467,16 @@ def _make_reduction(config: Config, ranks: RankRequest, buckets: Sequence[Bucket
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _WholeWeights:
-    """Makes the parameters of every unit whole once this rank has written its shards of them, and guards them while
-    they change. `gather`: None where the shards are all, or are gathered for each use."""
-
-    guard: UpdateGuard
-    gather: ShardGather | None
-
-    def invalidate_all(self) -> None:
-        """Drop what the device holds of every unit."""
-        self.guard.invalidate_all()
-
-    def end_update(self) -> None:
-        """Gather the other ranks' shards, and take the values of resident units as new."""
-        if self.gather is not None:
-            self.gather.gather()
-        self.guard.end_update()
-
-
-def _make_whole(run_spec: RunSpec, runtime: Runtime, pager: Pager) -> _WholeWeights:
+def _make_whole(run_spec: RunSpec, runtime: Runtime, pager: Pager) -> WholeWeights:
     units = [unit for unit in run_spec.units if any(entry.param.name in run_spec.trained for entry in unit.entries)]
     ranks = run_spec.plan.request.ranks
     is_sharded = ranks.shards_state and not ranks.shards_params
     gather = ShardGather(runtime, units, _flats(pager)) if is_sharded else None
-    return _WholeWeights(guard=pager.updates, gather=gather)
+    return WholeWeights(guard=pager.updates, gather=gather)
 
 
 def _make_policy(
-    run_spec: RunSpec, machine: Machine, stepper: StreamingStepper, whole: _WholeWeights, gradients: GradientStore
+    run_spec: RunSpec, machine: Machine, stepper: StreamingStepper, whole: WholeWeights, gradients: GradientStore
 ) -> UpdatePolicy:
     """Make the policy that the plan has chosen. See [Note: State on several tiers]."""
     groups, runtime, choice = run_spec.source.param_groups, machine.runtime, run_spec.plan.update_policy

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
@@ -37,20 +37,11 @@ from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.ranks.agreement import agree
+from tiered_zero.params.update_guard import WholeWeights
 from tiered_zero.plan.planner import Plan
 from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")
-
-
-class DeviceWeights(Protocol):
-    """Keeps what the device holds of parameters in step with their homes."""
-
-    def invalidate_all(self) -> None:
-        """Drop what the device holds of every unit: all of them are about to change."""
-
-    def end_update(self) -> None:
-        """Take the values of units that live on the device as new."""
 
 
 @final
@@ -61,7 +52,7 @@ class Checkpoints:
         self,
         state: RunState,
         policy: UpdatePolicy,
-        guard: DeviceWeights,
+        weights: WholeWeights,
         driver: DriverState,
         written_by: Mapping[str, Any],
         *,
@@ -72,7 +63,7 @@ class Checkpoints:
         settings = config.tiered_zero.checkpoint
         self._state = state
         self._policy = policy
-        self._guard = guard
+        self._weights = weights
         self._driver = driver
         self._written_by = dict(written_by)
         self._convert = settings.convert
@@ -106,7 +97,7 @@ class Checkpoints:
 
         def capture() -> Wanted:
             step, tag = begin()
-            self.async_save.wait()
+            self.wait()
             if not self._is_async:
                 with self._policy.failures.surfacing():
                     self._policy.finish()
@@ -162,7 +153,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Return when no save is under way. Raises the error of the last one, once."""
-        self.async_save.wait()
+        if self.async_save.tag is not None:
+            self.async_save.wait()
 
     # -- load ----------------------------------------------------------------------------------------------------------
 
@@ -207,7 +199,7 @@ class Checkpoints:
             check_together(self._ranks, check)
             if place is not None:
                 place()
-            agree(self._ranks, f"{LOAD}: its weights", self._guard.invalidate_all)  # refused while they are in use
+            agree(self._ranks, f"{LOAD}: its weights", self._weights.invalidate_all)  # refused while they are in use
             reader, matched, driver = checked[0]
             self._overwrite(found.path, partial(self._read, reader, matched, driver, parts))
             return dict(driver["client_state"])
@@ -217,7 +209,7 @@ class Checkpoints:
         """Replace the run's state by what was checked. Where this raises some values are new and some old."""
         try:
             agree(self._ranks, f"{LOAD}: its values", read)
-            self._guard.end_update()
+            self._weights.end_update()
         except BaseException as error:
             self._policy.latch(f"Loading {path} ended in its middle, by {type(error).__name__}")
             raise
@@ -243,7 +235,7 @@ class Checkpoints:
         checked: list[tuple[Matched, dict[str, Any]]] = []
         agree(self._ranks, f"{LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, LoadParts())))
         place()
-        self._guard.invalidate_all()
+        self._weights.invalidate_all()
         matched, driver = checked[0]
 
         def restore() -> None:
@@ -257,7 +249,7 @@ class Checkpoints:
             self.resumed = adoption.found.path, self._driver.restore(driver)
 
         agree(self._ranks, f"{LOAD}: its values", restore)
-        self._guard.end_update()
+        self._weights.end_update()
 
     def resume(self, found: FoundCheckpoint, place: Callable[[], None]) -> None:
         """Load what the config says that the run goes on from. Raises as `load`."""

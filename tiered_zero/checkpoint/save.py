@@ -128,7 +128,8 @@ class AsyncSave:
     so that the end of the run can wait for it."""
 
     def __init__(self) -> None:
-        self._tag: TagWriter | None = None
+        self.tag: TagWriter | None = None
+        """Of the save under way."""
         self._cut: Transfer = COMPLETED
         """Its place between two updates is over; the error of an update that failed before."""
         self._end = Completion()
@@ -143,14 +144,14 @@ class AsyncSave:
         except BaseException:
             tag.discard()
             raise
-        self._tag, self._cut, self._end = tag, cut, end
+        self.tag, self._cut, self._end = tag, cut, end
         if not capture.may_return:
             self.wait()
 
     def wait(self) -> None:
         """Return when no save is under way. Raises the error of the last one, once; that of an update before it, which
         the engine raises, is logged."""
-        tag, end = self._tag, self._end
+        tag, end = self.tag, self._end
         if tag is None:
             return
         tag.writer.hurry()
@@ -158,12 +159,12 @@ class AsyncSave:
             self._cut.wait()
             end.wait()
         except Exception as error:
-            self._tag = None
+            self.tag = None
             if end.done():
                 raise
             tag.discard()
             logger.error("checkpoint %s was not written: %s", tag.tag, error)
-        self._tag = None
+        self.tag = None
 
 
 def _begin_beside(state: RunState, tag: TagWriter, capture: Capture, ready: Transfer, end: Completion) -> None:

@@ -27,7 +27,7 @@ from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.plan.update_policy import UpdateChoice
 from tiered_zero.telemetry.report import StepMeter
 from tiered_zero.update.handle import TieredOptimizer
-from tiered_zero.update.state_access import creates_state
+from tiered_zero.update.optimizer_state import creates_state
 
 logger = logging.getLogger("tiered_zero")
 

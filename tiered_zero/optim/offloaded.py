@@ -44,11 +44,9 @@ from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.report import StepReport, build_step_report
 from tiered_zero.update.handle import ParamGroupWatch
-from tiered_zero.update.optimizer_state import OptimizerState
+from tiered_zero.update.optimizer_state import OptimizerState, StateAccess, TierStateOptimizer, replace_values
 from tiered_zero.update.param_shards import ParamShards
 from tiered_zero.update.policy import BarrierPolicy
-from tiered_zero.update.state_access import StateAccess
-from tiered_zero.update.state_calls import TierStateOptimizer, replace_values
 from tiered_zero.update.state_view import ParamState, StateView
 from tiered_zero.update.stepper import StreamingStepper
 

@@ -166,3 +166,22 @@ class ShardGather:
         own, name = flat[shard.start : shard.stop], f"the parameters of {unit.name}"
         after = [self._accelerator.record_compute()]  # what may still read the shards of before
         return self._collectives.all_gather(flat, own, name, after=after, bounds=unit.bounds)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WholeWeights:
+    """Makes the parameters of every unit whole once this rank has written its shards of them, and guards them while
+    they change. `gather`: None where the shards are all, or are gathered for each use."""
+
+    guard: UpdateGuard
+    gather: ShardGather | None
+
+    def invalidate_all(self) -> None:
+        """Drop what the device holds of every unit."""
+        self.guard.invalidate_all()
+
+    def end_update(self) -> None:
+        """Gather the other ranks' shards, and take the values of resident units as new."""
+        if self.gather is not None:
+            self.gather.gather()
+        self.guard.end_update()

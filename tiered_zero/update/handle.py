@@ -20,10 +20,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tiered_zero.config.schema import SchedulerSection
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.rules.lr import build_scheduler
-from tiered_zero.update.optimizer_state import OptimizerState
+from tiered_zero.update.optimizer_state import (
+    OptimizerState,
+    StateAccess,
+    TierStateOptimizer,
+    refuse_state,
+    replace_values,
+)
 from tiered_zero.update.policy import UpdatePolicy
-from tiered_zero.update.state_access import StateAccess, refuse_state
-from tiered_zero.update.state_calls import TierStateOptimizer, replace_values
 
 logger = logging.getLogger("tiered_zero")
 

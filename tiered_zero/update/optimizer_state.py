@@ -5,25 +5,33 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from tiered_zero.concurrency.interrupts import protected, shielded
 from tiered_zero.errors import BudgetError, ModelError
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.ranks.launcher import local_world_size
-from tiered_zero.layout.flat import ParamSpec
-from tiered_zero.layout.subgroups import ParamPiece
-from tiered_zero.rules.optimizer_copy import changes, flattened, nested
+from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.layout.subgroups import ParamPiece, Segment
+from tiered_zero.rules.optimizer_copy import bare_copy, changes, flattened, nested
 from tiered_zero.rules.rule import Run, UpdateRule
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.rules.torch_rule import PROBE_STEPS
 from tiered_zero.sizes import format_nbytes
+from tiered_zero.tiers.tier import BufferView
 from tiered_zero.update.param_shards import ParamShards
+from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.update.state_view import MASTER, ParamState, StateView
 
 logger = logging.getLogger("tiered_zero")
@@ -277,3 +285,284 @@ def _described(values: ParamState) -> dict[str, list[Any]]:
             dtype = str(value.dtype).removeprefix("torch.")
             found[name] = [dtype, value.item()] if value.dim() == 0 else ["array", dtype, list(value.shape)]
     return found
+
+
+# -- access by parameter ---------------------------------------------------------------------------------------------
+
+
+NO_COPY = "An optimizer whose state rests on tiers cannot be copied or pickled. Save optimizer.state_dict() instead."
+
+
+def creates_state(groups: Sequence[Mapping[str, Any]], grads: Collection[torch.Tensor]) -> bool:
+    """Return whether a step of an optimizer without state is that by which torch.distributed.checkpoint wants state
+    created: every group has an lr, which is 0, and all `grads` are 0."""
+    return bool(grads) and all(group.get("lr") == 0 for group in groups) and not any(grad.any() for grad in grads)
+
+
+def refuse_state(*_: object) -> NoReturn:
+    raise ModelError(
+        "optimizer.state is not at hand: the state of each parameter rests on its tier. Read it with "
+        "optimizer.state_dict() or read_state(param), change it with load_state_dict(), and drop all of it with "
+        "optimizer.state = {}."
+    )
+
+
+@final
+class OffloadedState:
+    """The `optimizer.state[param]` while the state rests on a tier: lists its names, and refuses every other use as a
+    dict."""
+
+    def __init__(self, access: StateAccess, param: nn.Parameter) -> None:
+        self._access, self._param = access, param
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._access.read_one(self._param))
+
+    __getitem__ = __setitem__ = __delitem__ = __len__ = __bool__ = __contains__ = refuse_state
+    get = items = keys = values = pop = setdefault = update = clear = copy = refuse_state
+
+
+@final
+class StateAccess(Mapping[nn.Parameter, ParamState]):
+    """The `state` of an optimizer whose state rests on the tiers: lists the parameters that have state. What it returns
+    of one refuses to be used, for a change to it would be lost. Driver thread.
+    """
+
+    def __init__(self, state: OptimizerState, policy: UpdatePolicy, groups: list[dict[str, Any]]) -> None:
+        """`groups`: the live param groups."""
+        self._state: OptimizerState | None = state
+        self._policy = policy
+        self._groups = groups
+        self._copies: dict[nn.Parameter, ParamState] | None = None
+
+    def __len__(self) -> int:
+        return len(self._open().stepped())
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._copies if self._copies is not None else self._open().stepped())
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is stepped for stepped in self._open().stepped())
+
+    def __getitem__(self, param: nn.Parameter) -> ParamState:
+        return OffloadedState(self, param) if self._copies is None else self._copies[param]  # type: ignore[return-value]
+
+    def __setitem__(self, param: nn.Parameter, value: object) -> None:
+        """Accept what was returned, as code does that moves state to a device."""
+        if not isinstance(value, OffloadedState):
+            refuse_state()
+
+    __delitem__ = pop = popitem = setdefault = update = clear = refuse_state
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise ModelError(NO_COPY)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Return items inside: copies of the whole state as it is now."""
+        if self._copies is not None:
+            yield
+            return
+        self._copies = self._flushed().read(self._groups)
+        try:
+            yield
+        finally:
+            self._copies = None
+
+    def read_one(self, param: nn.Parameter) -> ParamState:
+        return self._flushed().read(self._groups, only=param).get(param, {})
+
+    def check_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Raise ModelError where a step fails with these values of the param groups."""
+        self._flushed().check_groups(groups, self._groups)
+
+    def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
+        """`groups`: the values that the param groups are about to have."""
+        state = self._open()
+
+        def check() -> None:
+            self._policy.check_untouched("Optimizer state is loaded")
+            self._policy.finish(before_write=True)
+            state.check_groups(groups, self._groups)
+            state.check(states, groups)
+
+        state.shards.change("optimizer state is checked", check)
+        try:
+            state.shards.change("optimizer state is loaded", lambda: state.write(states, groups))
+        except Exception as error:
+            self._policy.failures.set(error)  # partly the old state, partly the new
+            raise
+
+    def create(self, params: Collection[nn.Parameter]) -> None:
+        """Create the state of `params` by one update with gradients of zero, which counts as no step."""
+        names = self._open().names_of(params)
+        self._policy.update_now(ZeroGradients(names))
+
+    @property
+    def is_open(self) -> bool:
+        return self._state is not None
+
+    def close(self) -> None:
+        """Refuse every access from now on: the engine ends, and its tiers with it."""
+        self._state = None
+
+    def _flushed(self) -> OptimizerState:
+        state = self._open()
+        self._policy.check_untouched("Optimizer state is read")
+        self._policy.finish()
+        return state
+
+    def _open(self) -> OptimizerState:
+        if self._state is None:
+            raise ModelError("The run is closed, and the optimizer state is gone. Read it before close().")
+        return self._state
+
+
+@final
+class ZeroGradients:
+    """A `GradientSource` of zeros, for the parameters in `names`."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+
+    def has(self, _unit: Unit, param: ParamSpec) -> bool:
+        return param.name in self._names
+
+    def has_arrived(self, _unit: Unit) -> bool:
+        return True
+
+    def on_device(self, _unit: Unit) -> bool:
+        return False
+
+    def part(self, segment: Segment) -> torch.Tensor:
+        return torch.zeros(segment.numel)
+
+    def read_part(self, _segment: Segment, out: BufferView) -> None:
+        out.tensor.zero_()
+
+    def wait_transfers(self, *_: Unit) -> None:
+        """Nothing is under way."""
+
+    release = release_all = wait_transfers
+
+
+# -- calls on state --------------------------------------------------------------------------------------------------
+
+
+class TierStateOptimizer(Optimizer):
+    """Reads and loads `state`, a `StateAccess`. `_source`: a plain optimizer of the class that is stepped."""
+
+    _source: Optimizer
+    _access: StateAccess
+
+    @property  # type: ignore[override]
+    def state(self) -> StateAccess:
+        """The parameters that have state. Set it to an empty mapping to start the state of all of them anew."""
+        return self._access
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if isinstance(value, StateAccess) or not hasattr(self, "_access"):  # torch's constructor sets a dict
+            self._access = value
+        elif len(value):
+            refuse_state()
+        else:
+            self._reset()
+
+    @shielded
+    def _reset(self) -> None:
+        self._access.replace({}, self.param_groups)
+
+    def create_state(self, params: Collection[nn.Parameter]) -> None:
+        """Give `params` the state that a step with gradients of zero leaves. The engine's call; it counts as no
+        step."""
+        self._access.create(params)
+
+    @protected
+    def state_dict(self) -> dict[str, Any]:
+        """Copy the state in torch's own format: fp32 CPU tensors in the parameters' shapes, from any tier and format.
+
+        Waits for the updates under way. fp32 masters are no part of it: they follow `module.state_dict()`, in whose
+        16 bits those of a 16-bit model lose their last ones. Raises BudgetError where the tensors do not fit into free
+        host memory. Where state is sharded (many ranks, stage 1 and up) every rank calls this, and gets the whole.
+        """
+        with self.state.reading():
+            return super().state_dict()
+
+    @shielded
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict()` or a plain torch optimizer of the same class gave, as torch does.
+
+        Values of the param groups change in place, so that schedulers and the engine see one list. Arrays are rounded
+        where tiered_zero.state_format has fewer bits; a warning says so. Raises ModelError, with nothing changed, where
+        groups, shapes or keys do not fit. With many ranks every rank calls this with the whole state.
+        """
+        given = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            given = pre_hook(self, given) or given
+        states, groups = self._matched(given)
+        self.state.replace(states, groups)
+        replace_values(self.param_groups, groups)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    @protected
+    def read_state(self, param: nn.Parameter) -> ParamState:
+        """Read one parameter's state, as `state_dict()` gives it, on every rank; empty before its first step."""
+        return self.state.read_one(param)
+
+    def __getstate__(self) -> NoReturn:
+        raise ModelError(NO_COPY)
+
+    def _matched(self, given: Mapping[str, Any]) -> tuple[dict[nn.Parameter, ParamState], list[dict[str, Any]]]:
+        """Match state to parameters, and complete the groups' new values, with "params", as the class itself does."""
+        try:
+            states, saved = given["state"], deepcopy(given["param_groups"])
+            sizes = [len(group["params"]) for group in saved]
+        except (KeyError, TypeError) as error:
+            raise ModelError(
+                'An optimizer state_dict was expected: {"state": ..., "param_groups": [{"params": ...}, ...]}; reading '
+                f"it raised {type(error).__name__}: {error}."
+            ) from error
+        own = [len(group["params"]) for group in self.param_groups]
+        if sizes != own:
+            raise ModelError(
+                f"The state_dict was expected to have param groups of {own} parameters, as this optimizer has; found "
+                f"{sizes}. Load the state of an optimizer over the same parameters in the same groups."
+            )
+        ids = chain.from_iterable(group["params"] for group in saved)
+        params = dict(zip(ids, chain.from_iterable(group["params"] for group in self.param_groups), strict=True))
+        if unknown := [key for key in states if key not in params]:
+            raise ModelError(
+                "The state_dict was expected to hold state of the parameters in its param groups alone; found state "
+                f"of {unknown[:3]}. Load the state of an optimizer of this class."
+            )
+        for group, new in zip(self.param_groups, saved, strict=True):
+            new["params"] = group["params"]
+            if "param_names" in group:
+                new.setdefault("param_names", group["param_names"])
+        twin = bare_copy(self._source)  # torch's classes convert what older versions of them have saved
+        found = {params[key]: dict(values) for key, values in states.items()}
+        try:
+            twin.__setstate__({"state": defaultdict(dict, found), "param_groups": saved})
+        except Exception as error:
+            raise ModelError(
+                f"The state_dict was expected to be one of {type(self._source).__name__}, which raised "
+                f"{type(error).__name__} over it: {error}. Load the state of an optimizer of this class."
+            ) from error
+        for group, new in zip(self.param_groups, saved, strict=True):
+            # torch's __setstate__() adds to the defaults what a class may not have as an option
+            if missing := sorted((self._source.defaults.keys() & group.keys()) - new.keys()):
+                raise ModelError(
+                    f"The state_dict was expected to have every option of {type(self._source).__name__} in its param "
+                    f"groups; missing: {', '.join(missing)}. Load the state of an optimizer of this class, or, from a "
+                    "checkpoint, none (load_optimizer_states=False)."
+                )
+        return {param: twin.state[param] for param in found}, saved
+
+
+def replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
+    """Give each group these values and no others, in place."""
+    for group, new in zip(groups, values, strict=True):
+        group.clear()
+        group.update(new)

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from tiered_zero.hardware.device.cpu import CpuAccelerator, copy_bytes
+from tiered_zero.hardware.device.accelerator import CpuAccelerator, copy_bytes
 
 
 @pytest.fixture

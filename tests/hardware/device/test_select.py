@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.hardware.device.cpu import CpuAccelerator
+from tiered_zero.hardware.device.accelerator import CpuAccelerator
 from tiered_zero.hardware.device.select import build_accelerator, find_device
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered_zero.errors import BudgetError
-from tiered_zero.hardware.device.cpu import CpuAccelerator
+from tiered_zero.hardware.device.accelerator import CpuAccelerator
 from tiered_zero.hardware.memory import host_memory
 from tiered_zero.hardware.memory.host_memory import HostArena, temporary_zeros, typed_view
 from tiered_zero.hardware.probe import huge_pages

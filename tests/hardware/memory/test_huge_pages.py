@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from tiered_zero.hardware.device.cpu import CpuAccelerator
+from tiered_zero.hardware.device.accelerator import CpuAccelerator
 from tiered_zero.hardware.memory import huge_pages
 from tiered_zero.hardware.memory.huge_pages import HugePagePool, PageRange
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, MIB, PAGE_NBYTES

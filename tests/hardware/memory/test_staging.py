@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tiered_zero.errors import BudgetError
-from tiered_zero.hardware.device.cpu import CpuAccelerator
+from tiered_zero.hardware.device.accelerator import CpuAccelerator
 from tiered_zero.hardware.memory import staging
 from tiered_zero.hardware.memory.host_memory import HostArena
 from tiered_zero.hardware.memory.staging import StagingPool

@@ -7,8 +7,7 @@ from contextlib import suppress
 import torch
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.device.cpu import CpuAccelerator
+from tiered_zero.hardware.device.accelerator import Accelerator, CpuAccelerator
 from tiered_zero.hardware.device.cuda import CudaAccelerator
 from tiered_zero.hardware.device.streams import StreamAccelerator
 
