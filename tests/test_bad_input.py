@@ -80,7 +80,7 @@ def test_a_path_in_memory_trains_with_a_warning(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.usefixtures("no_leaks")
 def test_a_disk_that_is_too_small(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/store/test_full_disk.py shows it on small file systems; here the space for the data files is refused."""
+    """tests/record/test_full_disk.py shows it on small file systems; here the space for the data files is refused."""
 
     def no_space(descriptor: int, offset: int, nbytes: int) -> None:
         raise OSError(28, os.strerror(28))

@@ -19,7 +19,7 @@ FLOORS = (
     "config | layout | telemetry",
     "plan | native",
     "io | hardware | rules",
-    "store | data",
+    "record | data",
     "tiers",
     "params | grads | update | activations",
     "checkpoint",
@@ -68,10 +68,10 @@ def files_are_short(source: Source) -> Found:
     PACKAGE,
     planted={
         "tiered_zero/io/a.py": [
-            "from tiered_zero.store import x",
+            "from tiered_zero.record import x",
             "from tiered_zero import tiers",
             "from .. import tiers",
-            "from ..store.extents import x",
+            "from ..record.extents import x",
             "import tiered_zero",
             "from tiered_zero import initialize",
             "def f():\n    import tiered_zero.engine.engine",
@@ -207,10 +207,10 @@ def devices_and_collectives_live_in_hardware(source: Source) -> Found:
 
 
 @rule(
-    ("tiered_zero/io/", "tiered_zero/store/", "tiered_zero/plan/", "tiered_zero/layout/"),
+    ("tiered_zero/io/", "tiered_zero/record/", "tiered_zero/plan/", "tiered_zero/layout/"),
     planted={
         "tiered_zero/io/a.py": ["import torch", "def f():\n    from torch import Tensor"],
-        "tiered_zero/store/a.py": ["import torch.nn as nn", "from safetensors.torch import load_file"],
+        "tiered_zero/record/a.py": ["import torch.nn as nn", "from safetensors.torch import load_file"],
         "tiered_zero/plan/a.py": ["from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"],
         "tiered_zero/layout/a.py": ["from torch import dtype"],
     },
@@ -353,7 +353,7 @@ def names_say_what_a_thing_is(source: Source) -> Found:
 
 
 DOOR = "tests/support/inspection/"
-INSIDES = frozenset("assembly checkpoint engine grads params store tiers update".split())
+INSIDES = frozenset("assembly checkpoint engine grads params record tiers update".split())
 """Folders whose files move: what tests of other folders need of them goes through DOOR."""
 
 
@@ -373,18 +373,18 @@ def tests_look_inside_engines_in_one_file(source: Source) -> Found:
     ("tests/",),
     planted={
         "tests/crash/a.py": [
-            "from tiered_zero.store.runs import list_runs",
-            "from tiered_zero import store",
+            "from tiered_zero.record.runs import list_runs",
+            "from tiered_zero import record",
             "def f():\n    import tiered_zero.checkpoint.tag",
             "import tiered_zero\ntiered_zero.params.pager.Pager",
             "CHILD = 'import sys; from tiered_zero.engine.engine import Engine'",
             "patch('tiered_zero.tiers.rack.SwapStore')",
         ],
-        "tests/checkpoint/a.py": ["from tiered_zero.store.runs import list_runs"],
+        "tests/checkpoint/a.py": ["from tiered_zero.record.runs import list_runs"],
     },
     innocent={
-        "tests/support/inspection/insides.py": ["from tiered_zero.store.runs import list_runs"],
-        "tests/store/a.py": ["from tiered_zero.store.runs import list_runs"],
+        "tests/support/inspection/insides.py": ["from tiered_zero.record.runs import list_runs"],
+        "tests/record/a.py": ["from tiered_zero.record.runs import list_runs"],
         "tests/crash/a.py": [
             "from tests.support.inspection.insides import list_runs",
             "from tiered_zero.io.select import select_engine",

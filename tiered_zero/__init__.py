@@ -1,6 +1,6 @@
 """tiered_zero: train PyTorch models that are larger than GPU memory, over device, host and NVMe, bit for bit.
 
-The public names are imported when they are first asked for, so that `tiered_zero.store` needs no torch.
+The public names are imported when they are first asked for, so that `tiered_zero.record` needs no torch.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ import torch
 
 import tiered_zero
 from tests.support.inspection import differences, everything, layouts, policy, state_view
-from tests.support.inspection.insides import RecordWriter, SubGroupWork, ranges
+from tests.support.inspection.insides import RecordWriter, SubGroupWork, reader
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint import write
+from tiered_zero.checkpoint.save import StateSaver
 from tiered_zero.checkpoint.tag import list_tags
 from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import ConfigError, TransferError
@@ -89,9 +89,9 @@ def test_an_update_waits_for_its_own_bytes_alone(
 ) -> None:
     """The save stops before the third sub-group: the next update makes the first two, and goes on once it does."""
     reached, gate = threading.Event(), threading.Event()
-    send = write.StateSaver._send_subgroup
+    send = StateSaver._send_subgroup
 
-    def stop_and_send(self: write.StateSaver, work: SubGroupWork) -> None:
+    def stop_and_send(self: StateSaver, work: SubGroupWork) -> None:
         if work.subgroup.index == 2:
             reached.set()
             assert gate.wait(60)
@@ -105,7 +105,7 @@ def test_an_update_waits_for_its_own_bytes_alone(
         saved = everything(engine)
         train(engine, 2, 3)
         expected = everything(engine)
-    monkeypatch.setattr(write.StateSaver, "_send_subgroup", stop_and_send)
+    monkeypatch.setattr(StateSaver, "_send_subgroup", stop_and_send)
     with make(swap_path, run, **BESIDE) as engine:
         assert len(layouts(engine)) > 3
         train(engine, 0, 2)
@@ -155,16 +155,16 @@ def test_one_that_fails_holds_nothing_back(
 
 
 def test_changes_by_hand_wait_for_it(swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, save = threading.Event(), write.StateSaver.save
+    gate, save = threading.Event(), StateSaver.save
 
-    def wait_and_save(self: write.StateSaver, *args: Any) -> None:
+    def wait_and_save(self: StateSaver, *args: Any) -> None:
         assert gate.wait(60)
         save(self, *args)
 
     with make(swap_path, RUNS[0], **BESIDE) as engine:
         train(engine, 0, 1)
         expected = everything(engine)
-        monkeypatch.setattr(write.StateSaver, "save", wait_and_save)
+        monkeypatch.setattr(StateSaver, "save", wait_and_save)
         engine.save_checkpoint(tmp_path)
         timer = threading.Timer(0.2, gate.set)
         timer.start()
@@ -221,9 +221,9 @@ def test_parameters_without_a_master_are_those_of_the_call(
     change: str, params: str, swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are written last, when every sub-group may be updated again."""
-    send, digest = write.StateSaver._send_unit, ranges.digest
+    send, digest = StateSaver._send_unit, reader.digest
 
-    def wait_and_send(self: write.StateSaver, *args: Any) -> None:
+    def wait_and_send(self: StateSaver, *args: Any) -> None:
         time.sleep(0.1)
         send(self, *args)
 
@@ -232,8 +232,8 @@ def test_parameters_without_a_master_are_those_of_the_call(
         return digest(memory)
 
     with monkeypatch.context() as patched, _mixed(swap_path, params, 0, **BESIDE, debug_poison=True) as engine:
-        patched.setattr(write.StateSaver, "_send_unit", wait_and_send)
-        patched.setattr(ranges, "digest", wait_and_hash)
+        patched.setattr(StateSaver, "_send_unit", wait_and_send)
+        patched.setattr(reader, "digest", wait_and_hash)
         expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
         engine.save_checkpoint(tmp_path)
         if change == "step":

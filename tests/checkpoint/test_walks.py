@@ -12,9 +12,9 @@ from torch import nn
 import tiered_zero
 from tests.support.walks import Walk, host_config, over, record
 
-MOST = {"save": (736, 53), "load": (867, 65)}
+MOST = {"save": (690, 45), "load": (867, 50)}
 """(calls, files)"""
-MOST_LOAD_RETURNS = 8
+MOST_LOAD_RETURNS = 6
 
 
 @pytest.mark.usefixtures("one_thread")

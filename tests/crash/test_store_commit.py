@@ -24,7 +24,7 @@ from tests.support.inspection.insides import (
     TwoPhaseCommit,
     files,
     manifest,
-    ranges,
+    reader,
     table,
     verify_run,
 )
@@ -63,7 +63,7 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
     recording = RecordingOS(log)
     for module in (manifest, files, resources):
         monkeypatch.setattr(module, "os", recording)
-    monkeypatch.setattr(ranges, "CHUNK_NBYTES", 2 * PAGE)
+    monkeypatch.setattr(reader, "CHUNK_NBYTES", 2 * PAGE)
     engine = SyncEngine(operations=log)
     directory = SwapDir.create([path])
     store = SwapStore(directory, engine, capacity_nbytes=CAPACITY)

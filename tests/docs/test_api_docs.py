@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 import tiered_zero
-from tests.support.inspection.insides import store
+from tests.support.inspection.insides import record
 from tiered_zero import comm, utils, zero
 
 
@@ -24,6 +24,6 @@ def undocumented(module: ModuleType) -> Iterator[str]:
                 yield f"{name}.{member}"
 
 
-@pytest.mark.parametrize("module", [tiered_zero, store, comm, utils, zero], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [tiered_zero, record, comm, utils, zero], ids=lambda module: module.__name__)
 def test_every_public_name_has_a_docstring(module: ModuleType) -> None:
     assert list(undocumented(module)) == []

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.faults.conftest import EnterRow
 from tests.faults.test_rot import punch
-from tests.store.test_runs import dead_run
+from tests.record.test_runs import dead_run
 from tests.support.faulty_runs import (
     POLICIES,
     build,

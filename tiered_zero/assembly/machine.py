@@ -29,11 +29,11 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.params.materialize import WeightFiles
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.slots import PlannedSlot
+from tiered_zero.record.directory import make_missing
+from tiered_zero.record.runs import clear_restarted, leftover_notices
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.store.directory import make_missing
-from tiered_zero.store.runs import clear_restarted, leftover_notices
 from tiered_zero.system.process import boot_id
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.inventory import Home, Inventory

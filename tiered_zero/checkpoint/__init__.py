@@ -12,7 +12,7 @@ Never.  No pickle; no master and no state as a whole in memory, for they move th
     a run            run_state: its keys, where each rests, the loop through its sub-groups | write: to a tag
                      load: match a checkpoint, read its tensors, write them to the run
                      driver: all that is not a tensor; values: that as JSON
-    a tag            a store of records (store/writer.py) with an index of keys (index.py)
+    a tag            a store of records (record/writer.py) with an index of keys (index.py)
                      tag: judge, list, find, open | tag_writer: lock, begin, publish, discard; prune
     in-place commit  the store that the run uses, with the same index. in_place: commit it with its tag, by one rank or
                      many, and adopt it in the next run | committed: read what runs have committed

@@ -1,6 +1,6 @@
 """In-place commits: state that rests on nvme becomes durable where it is, and the next steps write beside it.
 
-[Note: In-place commits] A commit is a manifest of the store (store/__init__.py) whose metadata is the manifest of a
+[Note: In-place commits] A commit is a manifest of the store (record/__init__.py) whose metadata is the manifest of a
 checkpoint, with the records of the run's stores. The truth is the newest manifest of the state's store; a tag in a save
 directory is a pointer to it, written after it. A commit of step N, after one of an earlier step M:
 
@@ -73,9 +73,9 @@ from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.slots import PlannedSlot
+from tiered_zero.record.store import SwapStore
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
-from tiered_zero.store.store import SwapStore
 from tiered_zero.system.resources import map_memory
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.nvme import NvmeTier

@@ -1,6 +1,6 @@
 """The index of a checkpoint: which bytes of which records are which elements of which tensor.
 
-`manifest.json` of a tag, and the metadata of an in-place commit, are a `TagManifest` (store/json_file.py has the form).
+`manifest.json` of a tag, and the metadata of an in-place commit, are a `TagManifest`; record/json_file.py has the form.
 A full save holds its records in data files of its own, one for each rank: `stores`. A commit leaves them where the run
 uses them, in its swap directories, whose manifests say where they rest. Elements are counted in memory order: row-major
 in the shape that `order` permutes, which is null for a row-major tensor. The forms of a tensor:
@@ -31,10 +31,10 @@ from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from tiered_zero.errors import InternalError, StoreError
-from tiered_zero.store.directory import Owner, read_owner
-from tiered_zero.store.json_file import Count, StrictModel, first_problem
-from tiered_zero.store.manifest import Contents, Manifest
-from tiered_zero.store.manifest import load as load_manifests
+from tiered_zero.record.directory import Owner, read_owner
+from tiered_zero.record.json_file import Count, StrictModel, first_problem
+from tiered_zero.record.manifest import Contents, Manifest
+from tiered_zero.record.manifest import load as load_manifests
 
 MANIFEST_NAME: Final = "manifest.json"
 FORMAT: Final = "tiered_zero.checkpoint"

@@ -33,11 +33,11 @@ from tiered_zero.checkpoint.run_state import (
 from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
+from tiered_zero.record.json_file import MOST_INTEGER
+from tiered_zero.record.reader import Broken, RecordReader, Wanted
 from tiered_zero.rules.optimizer_copy import same
 from tiered_zero.rules.quantized import decode, encode
 from tiered_zero.rules.state_layout import StateLayout, gaps
-from tiered_zero.store.json_file import MOST_INTEGER
-from tiered_zero.store.reader import Broken, RecordReader, Wanted
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.update.state_view import StateView
 from tiered_zero.update.subgroup_io import SubGroupWork

@@ -37,9 +37,8 @@ from tiered_zero.checkpoint.index import (
 from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
-from tiered_zero.sizes import MIB
-from tiered_zero.store.directory import OWNER_NAME, Owner
-from tiered_zero.store.files import (
+from tiered_zero.record.directory import OWNER_NAME, Owner
+from tiered_zero.record.files import (
     disk_nbytes,
     error_text,
     kind_text,
@@ -48,10 +47,11 @@ from tiered_zero.store.files import (
     open_of_owner,
     read_file,
 )
-from tiered_zero.store.json_file import MOST_NBYTES, decode_file
-from tiered_zero.store.manifest import choose
-from tiered_zero.store.reader import RecordFiles, RecordReader, verify_run
-from tiered_zero.store.stripes import DATA_NAME, Stripes, check_data_files
+from tiered_zero.record.json_file import MOST_NBYTES, decode_file
+from tiered_zero.record.manifest import choose
+from tiered_zero.record.reader import RecordFiles, RecordReader, verify_run
+from tiered_zero.record.stripes import DATA_NAME, Stripes, check_data_files
+from tiered_zero.sizes import MIB
 
 # -- names -------------------------------------------------------------------------------------------------------------
 

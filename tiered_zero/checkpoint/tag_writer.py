@@ -36,8 +36,7 @@ from tiered_zero.checkpoint.tag import (
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.disk import free_text
 from tiered_zero.io.engine import IOEngine
-from tiered_zero.sizes import MIB, format_nbytes
-from tiered_zero.store.files import (
+from tiered_zero.record.files import (
     disk_nbytes,
     error_text,
     lock_fd,
@@ -49,8 +48,9 @@ from tiered_zero.store.files import (
     unlock,
     write_new_file,
 )
-from tiered_zero.store.json_file import encode_file
-from tiered_zero.store.writer import RecordWriter
+from tiered_zero.record.json_file import encode_file
+from tiered_zero.record.writer import RecordWriter
+from tiered_zero.sizes import MIB, format_nbytes
 from tiered_zero.system.resources import CLOSED, Descriptor
 
 logger = logging.getLogger("tiered_zero")

@@ -22,9 +22,9 @@ from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.measure import MODES, fill_file, measure_rate
 from tiered_zero.io.preflight import filesystem_type, filesystem_warnings
 from tiered_zero.io.select import select_engine
+from tiered_zero.record.directory import SwapDir
 from tiered_zero.sizes import GIB, MIB, format_nbytes
 from tiered_zero.stopping import stop_on_signals
-from tiered_zero.store.directory import SwapDir
 
 SETTINGS = (
     IOSettings(),

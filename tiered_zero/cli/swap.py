@@ -11,9 +11,9 @@ from tiered_zero.cli.console import print_json, print_table, printable
 from tiered_zero.cli.options import JSON_OPTION, directory_argument
 from tiered_zero.cli.plan import plan
 from tiered_zero.errors import TieredZeroError
+from tiered_zero.record.reader import Verified, verify_run
+from tiered_zero.record.runs import collect_garbage, list_runs
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.store.reader import Verified, verify_run
-from tiered_zero.store.runs import collect_garbage, list_runs
 
 _STATE_STYLES = {"alive": "green", "dead": "red", "unknown": "yellow"}
 

@@ -12,8 +12,8 @@ from typing import Any
 from safetensors import safe_open
 
 from tiered_zero.errors import ModelError
+from tiered_zero.record.files import kind_text
 from tiered_zero.sizes import MIB, format_nbytes
-from tiered_zero.store.files import kind_text
 
 WHOLE = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

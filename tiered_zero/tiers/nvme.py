@@ -15,9 +15,9 @@ from tiered_zero.errors import StoreError
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.plan.slots import COMMIT_KINDS
+from tiered_zero.record.manifest import Record
+from tiered_zero.record.store import SwapStore
 from tiered_zero.sizes import PAGE_NBYTES, align_up
-from tiered_zero.store.manifest import Record
-from tiered_zero.store.store import SwapStore
 from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
 from tiered_zero.tiers.unit_update import StartCopy, UnitUpdate
 

@@ -20,8 +20,8 @@ from tiered_zero.io.measure import weigh_directories
 from tiered_zero.io.select import select_engine
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.staging import StagingSize
-from tiered_zero.store.directory import SwapDir
-from tiered_zero.store.store import SwapStore
+from tiered_zero.record.directory import SwapDir
+from tiered_zero.record.store import SwapStore
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.host import HostTier

@@ -13,8 +13,8 @@ from tiered_zero.data import TrainingLoader
 from tiered_zero.hardware.device.lanes import Lane
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.pager import Pager
+from tiered_zero.record.store import SwapStore
 from tiered_zero.rules.state_layout import StateLayout
-from tiered_zero.store.store import SwapStore
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.device import DeviceTier

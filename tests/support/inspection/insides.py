@@ -4,7 +4,7 @@ A name is here because a test outside its folder's own unit tests needs it; a fo
 
 # ruff: noqa: F401 -- tests import these names from here
 
-from tiered_zero import store
+from tiered_zero import record
 from tiered_zero.assembly import build as assembly_build
 from tiered_zero.assembly import spec as assembly_spec
 from tiered_zero.assembly.machine import SHUTDOWN
@@ -45,19 +45,19 @@ from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.unit_state import LEGAL_CHANGES, UnitState, WeightState
 from tiered_zero.params.update_guard import UpdateGuard
-from tiered_zero.store import files, manifest, ranges, runs, stripes, table, writer
-from tiered_zero.store import store as swap_store
-from tiered_zero.store.commit import TwoPhaseCommit
-from tiered_zero.store.directory import OWNER_NAME, PREFIX, Owner, SwapDir
-from tiered_zero.store.json_file import VERSION as FILE_VERSION
-from tiered_zero.store.json_file import decode_file, encode_file
-from tiered_zero.store.manifest import MANIFEST_NAME, Contents, Range, Record
-from tiered_zero.store.manifest import load as load_manifests
-from tiered_zero.store.reader import verify_run
-from tiered_zero.store.runs import RunInfo, collect_garbage, leftover_notices, list_runs
-from tiered_zero.store.store import SwapStore
-from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.writer import RecordWriter
+from tiered_zero.record import files, manifest, reader, runs, stripes, table, writer
+from tiered_zero.record import store as swap_store
+from tiered_zero.record.commit import TwoPhaseCommit
+from tiered_zero.record.directory import OWNER_NAME, PREFIX, Owner, SwapDir
+from tiered_zero.record.json_file import VERSION as FILE_VERSION
+from tiered_zero.record.json_file import decode_file, encode_file
+from tiered_zero.record.manifest import MANIFEST_NAME, Contents, Range, Record
+from tiered_zero.record.manifest import load as load_manifests
+from tiered_zero.record.reader import verify_run
+from tiered_zero.record.runs import RunInfo, collect_garbage, leftover_notices, list_runs
+from tiered_zero.record.store import SwapStore
+from tiered_zero.record.stripes import DATA_NAME
+from tiered_zero.record.writer import RecordWriter
 from tiered_zero.tiers import rack, unit_update
 from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.host import HostTier

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_zero.store import directory
-from tiered_zero.store.directory import make_missing
+from tiered_zero.record import directory
+from tiered_zero.record.directory import make_missing
 
 
 def test_a_directory_that_another_rank_makes_meanwhile_is_taken(

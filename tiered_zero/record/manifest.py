@@ -19,9 +19,17 @@ import numpy
 from pydantic import Field, ValidationError, model_validator
 
 from tiered_zero.errors import StoreError
+from tiered_zero.record.files import error_text, open_directory, read_file, sync_directory, write_and_sync
+from tiered_zero.record.json_file import (
+    MOST_NBYTES,
+    Count,
+    Digest,
+    StrictModel,
+    decode_file,
+    encode_file,
+    first_problem,
+)
 from tiered_zero.sizes import PAGE_NBYTES, align_up
-from tiered_zero.store.files import error_text, open_directory, read_file, sync_directory, write_and_sync
-from tiered_zero.store.json_file import MOST_NBYTES, Count, Digest, StrictModel, decode_file, encode_file, first_problem
 from tiered_zero.system.resources import opened
 
 MANIFEST_NAME: Final = "manifest"

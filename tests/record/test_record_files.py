@@ -13,11 +13,11 @@ from tests.fakes.sync_io import SyncEngine
 from tests.support.tags import in_pages
 from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import CorruptionError, InternalError, StoreError, TransferError
+from tiered_zero.record import reader
+from tiered_zero.record.manifest import Contents, Range, Record
+from tiered_zero.record.reader import BUFFER_NBYTES, NUM_BUFFERS, RecordFiles, RecordReader, Wanted
+from tiered_zero.record.writer import RecordWriter
 from tiered_zero.sizes import MIB, PAGE_NBYTES
-from tiered_zero.store import ranges
-from tiered_zero.store.manifest import Contents, Range, Record
-from tiered_zero.store.reader import BUFFER_NBYTES, NUM_BUFFERS, RecordFiles, RecordReader, Wanted
-from tiered_zero.store.writer import RecordWriter
 
 SIZES = {"small": 5 * PAGE_NBYTES, "large": 30 * MIB + PAGE_NBYTES, "odd": 3 * MIB - PAGE_NBYTES, "last": PAGE_NBYTES}
 
@@ -188,7 +188,7 @@ def test_a_writer_that_yields_hashes_at_the_usual_priority_too_once_something_wa
     """What the thread of low priority has not begun is done by another, which need not wait for it."""
     priorities: list[int] = []
     begun, gate = threading.Event(), threading.Event()
-    digest = ranges.digest
+    digest = reader.digest
 
     def slow(memory: memoryview) -> int:
         priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
@@ -197,7 +197,7 @@ def test_a_writer_that_yields_hashes_at_the_usual_priority_too_once_something_wa
             assert gate.wait(60)
         return digest(memory)
 
-    monkeypatch.setattr(ranges, "digest", slow)
+    monkeypatch.setattr(reader, "digest", slow)
     writer = RecordWriter(tmp_path / "data.bin", SyncEngine())
     writer.yield_to_training()
     pages = [in_pages(bytes([number]) * PAGE_NBYTES) for number in range(3)]

@@ -11,9 +11,9 @@ import pytest
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.concurrency.transfer import Worker
 from tiered_zero.io.engine import IOEngine
+from tiered_zero.record.directory import SwapDir
+from tiered_zero.record.store import SwapStore
 from tiered_zero.sizes import MIB
-from tiered_zero.store.directory import SwapDir
-from tiered_zero.store.store import SwapStore
 
 NBYTES = 2 * MIB
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.support.json_files import read_body, with_body
 from tiered_zero.errors import StoreError
-from tiered_zero.store import manifest
-from tiered_zero.store.manifest import Manifest, Range, Record
+from tiered_zero.record import manifest
+from tiered_zero.record.manifest import Manifest, Range, Record
 
 STATE = Manifest(
     run_id="r",

@@ -26,9 +26,9 @@ from tiered_zero.errors import InternalError, StoreError
 from tiered_zero.io.disk import memory_address
 from tiered_zero.io.engine import File, IOEngine
 from tiered_zero.io.select import select_engine
+from tiered_zero.record.manifest import Contents, Range, Record
+from tiered_zero.record.reader import cut, hashed
 from tiered_zero.sizes import PAGE_NBYTES, align_up
-from tiered_zero.store.manifest import Contents, Range, Record
-from tiered_zero.store.reader import cut, hashed
 
 _LOWEST_PRIORITY = 19
 

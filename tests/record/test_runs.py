@@ -20,13 +20,13 @@ from tests.fakes.sync_io import SyncEngine
 from tiered_zero.cli.main import main
 from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.io.preflight import is_local
-from tiered_zero.store import manifest, runs
-from tiered_zero.store.directory import OWNER_NAME, PREFIX, Owner, SwapDir, read_owner
-from tiered_zero.store.manifest import MANIFEST_NAME, Manifest, Range, Record
-from tiered_zero.store.reader import verify_run
-from tiered_zero.store.runs import RunInfo, collect_garbage, leftover_notices, list_runs
-from tiered_zero.store.store import SwapStore
-from tiered_zero.store.stripes import DATA_NAME
+from tiered_zero.record import manifest, runs
+from tiered_zero.record.directory import OWNER_NAME, PREFIX, Owner, SwapDir, read_owner
+from tiered_zero.record.manifest import MANIFEST_NAME, Manifest, Range, Record
+from tiered_zero.record.reader import verify_run
+from tiered_zero.record.runs import RunInfo, collect_garbage, leftover_notices, list_runs
+from tiered_zero.record.store import SwapStore
+from tiered_zero.record.stripes import DATA_NAME
 
 PAGE = 4096
 OLD_S = 2 * 86400

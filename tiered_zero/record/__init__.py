@@ -21,10 +21,10 @@ counts these bytes; read in the borders in which you wrote and it stays 0.
 A range that was never written cannot be read at all.
 """
 
-from tiered_zero.store.directory import SwapDir
-from tiered_zero.store.manifest import Record
-from tiered_zero.store.runs import RunInfo, collect_garbage, list_runs
-from tiered_zero.store.store import SwapStore
+from tiered_zero.record.directory import SwapDir
+from tiered_zero.record.manifest import Record
+from tiered_zero.record.runs import RunInfo, collect_garbage, list_runs
+from tiered_zero.record.store import SwapStore
 
 __all__ = [
     "Record",

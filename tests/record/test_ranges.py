@@ -5,9 +5,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiered_zero.record.manifest import Range, Record
+from tiered_zero.record.reader import RangeMap, Span, cut, first_gap, join, locate, other_slots
 from tiered_zero.sizes import MIB
-from tiered_zero.store.manifest import Range, Record
-from tiered_zero.store.reader import RangeMap, Span, cut, first_gap, join, locate, other_slots
 
 LENGTH = 24
 SPAN = st.tuples(st.integers(0, LENGTH - 1), st.integers(1, LENGTH)).map(lambda s: (s[0], min(LENGTH, s[0] + s[1])))

@@ -17,10 +17,9 @@ from typing import final
 
 from tiered_zero.errors import StoreError
 from tiered_zero.io.preflight import filesystem_type, is_local
-from tiered_zero.sizes import format_nbytes
-from tiered_zero.store import manifest
-from tiered_zero.store.directory import OWNER_NAME, PREFIX, Owner, read_owner_at
-from tiered_zero.store.files import (
+from tiered_zero.record import manifest
+from tiered_zero.record.directory import OWNER_NAME, PREFIX, Owner, read_owner_at
+from tiered_zero.record.files import (
     disk_nbytes,
     error_text,
     is_locked,
@@ -31,8 +30,9 @@ from tiered_zero.store.files import (
     open_file,
     remove_files,
 )
-from tiered_zero.store.manifest import MANIFEST_NAME, NEXT_NAME
-from tiered_zero.store.stripes import DATA_NAME
+from tiered_zero.record.manifest import MANIFEST_NAME, NEXT_NAME
+from tiered_zero.record.stripes import DATA_NAME
+from tiered_zero.sizes import format_nbytes
 from tiered_zero.system.resources import CLOSED, Descriptor
 
 _RUN_FILES = (OWNER_NAME, MANIFEST_NAME, NEXT_NAME, DATA_NAME)

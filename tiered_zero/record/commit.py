@@ -10,12 +10,12 @@ from typing import Any, final
 from tiered_zero.concurrency.transfer import FailureLatch, wait_all
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOTransfer
-from tiered_zero.store import manifest
-from tiered_zero.store.directory import SwapDir
-from tiered_zero.store.manifest import Manifest, Range, Record
-from tiered_zero.store.reader import hashed, locate, mismatches
-from tiered_zero.store.stripes import StripedFiles
-from tiered_zero.store.table import RecordTable
+from tiered_zero.record import manifest
+from tiered_zero.record.directory import SwapDir
+from tiered_zero.record.manifest import Manifest, Range, Record
+from tiered_zero.record.reader import hashed, locate, mismatches
+from tiered_zero.record.stripes import StripedFiles
+from tiered_zero.record.table import RecordTable
 from tiered_zero.system.resources import map_memory
 
 _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tiered_zero.errors import ConfigError, StoreError
-from tiered_zero.store import directory as swap_dir
-from tiered_zero.store.directory import OWNER_NAME, SwapDir, read_owner
-from tiered_zero.store.runs import list_runs
+from tiered_zero.record import directory as swap_dir
+from tiered_zero.record.directory import OWNER_NAME, SwapDir, read_owner
+from tiered_zero.record.runs import list_runs
 
 
 def test_two_runs_on_one_path_are_apart_and_private(swap_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Literal, final
 
 from tiered_zero.errors import StoreError
 from tiered_zero.layout.extents import ExtentMap
+from tiered_zero.record.manifest import Range, Record
+from tiered_zero.record.reader import RangeMap, Span, cut, first_gap, join, locate, other_slots
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
-from tiered_zero.store.manifest import Range, Record
-from tiered_zero.store.reader import RangeMap, Span, cut, first_gap, join, locate, other_slots
 
 Written = tuple[Record, Sequence[Range]]
 

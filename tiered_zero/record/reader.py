@@ -22,10 +22,10 @@ from tiered_zero.concurrency.transfer import SharedWork, Worker, wait_all, wait_
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.io.engine import IOEngine, IOSettings, IOTransfer
 from tiered_zero.io.select import select_reader
+from tiered_zero.record import manifest
+from tiered_zero.record.manifest import Contents, Manifest, Range, Record
+from tiered_zero.record.stripes import DATA_NAME, StripedFiles, Stripes, check_data_files
 from tiered_zero.sizes import MIB
-from tiered_zero.store import manifest
-from tiered_zero.store.manifest import Contents, Manifest, Range, Record
-from tiered_zero.store.stripes import DATA_NAME, StripedFiles, Stripes, check_data_files
 from tiered_zero.system.resources import map_memory
 
 BUFFER_NBYTES: Final = 2 * MIB

@@ -17,11 +17,11 @@ from tests.support.inspection import free_nbytes
 from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_engine
+from tiered_zero.record.directory import SwapDir
+from tiered_zero.record.reader import CHUNK_NBYTES
+from tiered_zero.record.store import SwapStore
+from tiered_zero.record.stripes import DATA_NAME
 from tiered_zero.sizes import MIB
-from tiered_zero.store.directory import SwapDir
-from tiered_zero.store.reader import CHUNK_NBYTES
-from tiered_zero.store.store import SwapStore
-from tiered_zero.store.stripes import DATA_NAME
 
 PAGE = 4096
 

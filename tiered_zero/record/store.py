@@ -22,13 +22,13 @@ from tiered_zero.concurrency.transfer import (
 )
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine, IOTransfer
-from tiered_zero.store import manifest
-from tiered_zero.store.commit import TwoPhaseCommit
-from tiered_zero.store.directory import SwapDir
-from tiered_zero.store.manifest import Manifest, Range, Record
-from tiered_zero.store.reader import Span, hashed, is_same, mismatches
-from tiered_zero.store.stripes import DATA_NAME, PieceRequest, StripedFiles, Stripes, check_data_files
-from tiered_zero.store.table import InFlight, RecordTable
+from tiered_zero.record import manifest
+from tiered_zero.record.commit import TwoPhaseCommit
+from tiered_zero.record.directory import SwapDir
+from tiered_zero.record.manifest import Manifest, Range, Record
+from tiered_zero.record.reader import Span, hashed, is_same, mismatches
+from tiered_zero.record.stripes import DATA_NAME, PieceRequest, StripedFiles, Stripes, check_data_files
+from tiered_zero.record.table import InFlight, RecordTable
 from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.spans import Recorder
 
