@@ -178,7 +178,7 @@ def test_every_setting_exists(page: Path) -> None:
         match = re.match(
             r"(tiered_zero|zero_optimization|offload_param|offload_optimizer|aio|bf16|fp16)\.([a-z_.0-9]+)", span
         )
-        if match is None or "(" in span or span in ("tiered_zero.store", "tiered_zero.record", "tiered_zero.gathered"):
+        if match is None or "(" in span or span in ("tiered_zero.record", "tiered_zero.gathered"):
             continue
         path = match[0] if not match[1].startswith("offload") else f"zero_optimization.{match[0]}"
         names_python = match[1] == "tiered_zero" and hasattr(tiered_zero, match[2].split(".")[0])
