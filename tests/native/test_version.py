@@ -13,7 +13,7 @@ from tiered_zero.io.native import load_library
 from tiered_zero.native import VERSION
 from tiered_zero.native.update import UpdateKernel
 
-SOURCES_DIGEST = "ceb29899fef8ed6b"
+SOURCES_DIGEST = "d4867dc983d7f8f7"
 """Of the C sources of VERSION."""
 
 

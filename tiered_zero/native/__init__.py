@@ -19,7 +19,7 @@ from typing import Any
 
 from tiered_zero.errors import ConfigError
 
-VERSION = 7
+VERSION = 8
 """Of the C sources, as in version.h. A library that was built from others may take structures of another layout."""
 
 LIBRARY_DIR_VARIABLE = "TIERED_ZERO_NATIVE_DIR"

@@ -134,7 +134,13 @@ class _Hold:
         """Remove the directory, the owner file last, so that a half-removed one is still known as a run's. Raises
         OSError."""
         if not self.directory.closed:
-            remove_files(self.directory, keep=OWNER_NAME)
+            try:
+                remove_files(self.directory, keep=OWNER_NAME)
+            except OSError:  # the table of descriptors may be full, and has room once the lock is closed
+                if not self.lock.closed:
+                    unlock(self.lock)
+                    remove_files(self.directory, keep=OWNER_NAME)
+                # else it was full when the lock was to be made: nothing is in the directory yet, or rmdir fails
             with suppress(FileNotFoundError):
                 os.unlink(OWNER_NAME, dir_fd=self.directory)
         self.close()  # NFS keeps an open file in its directory under another name

@@ -84,8 +84,13 @@ def read_file(name: str | Path, dir_fd: int | None, *, uid: int, most_nbytes: in
 
 def names_in(dir_fd: int) -> list[str]:
     """List the names in the directory, which is opened anew: btrfs lists those that were there when it was opened."""
-    with open_directory(".", dir_fd) as fd:
-        return os.listdir(fd)
+    try:
+        with open_directory(".", dir_fd) as fd:
+            return os.listdir(fd)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+    return os.listdir(dir_fd)  # takes one descriptor where the other takes two
 
 
 def disk_nbytes(dir_fd: int) -> int:
