@@ -23,6 +23,7 @@ from tiered_zero.params.gather import gather
 from tiered_zero.params.guarded_parameter import OffloadedParameter
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
+from tiered_zero.params.quantized_layers import Forward4bit, is_4bit
 from tiered_zero.params.saved_views import SAVED_TENSOR_HOOKS
 
 
@@ -76,6 +77,16 @@ class _ForwardHook(_Hook):
         )
 
 
+class _InstanceForward:
+    """A `forward` of ours in the instance of a module. `remove`: the class's own serves again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def remove(self) -> None:
+        self._module.__dict__.pop("forward", None)
+
+
 def _hide_from_compiler(*functions: Any) -> None:
     """torch.compile neither compiles what runs between the graphs of a module, or while autograd saves for it, nor
     what that calls. Unlike torch.compiler.disable this costs nothing per call."""
@@ -126,6 +137,9 @@ class ModuleHooks:
                 self._register(module, _ForwardHook(self._before_direct), _ForwardHook(self._after_direct))
         for module in modules.values():
             self._watch_state_dict(module)
+            if is_4bit(module) and "forward" not in module.__dict__:
+                module.forward = Forward4bit(module)
+                self._handles.append(_InstanceForward(module))
         for param in self._model.parameters():
             if param.requires_grad:
                 handle = param.register_post_accumulate_grad_hook(self._events.grad_ready)  # type: ignore[no-untyped-call]

@@ -11,13 +11,14 @@ from torch.nn.parameter import is_lazy
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, ParamSpec
 from tiered_zero.layout.units import ModuleSpec
+from tiered_zero.params.quantized_layers import statistics
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 
 def list_params(
     model: nn.Module, cast: Callable[[torch.dtype], torch.dtype], trains: bool = True
 ) -> dict[nn.Parameter, ParamSpec]:
-    """List every parameter once, by identity, in the order of `model.parameters()`.
+    """List every parameter once, by identity, in the order of `model.parameters()`; then the scales of layers of 4 bits.
 
     `cast`: the dtype on the device of a parameter with the given dtype. `trains`: False makes every one frozen. Raises
     ModelError on a model without any, or with one that has no shape yet or no plain memory.
@@ -40,14 +41,20 @@ def list_params(
         raise ModelError(
             "The model has no parameters; there is nothing to train. Pass the torch.nn.Module to be trained."
         )
+    scales = {
+        param: f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name, param in statistics(module).items()
+    }
+    names |= {param: [name] for param, name in scales.items()}
     modules = reversed(list(model.modules()))  # the first of those that share a parameter counts
-    owners = {param: type(module).__name__ for module in modules for param in module.parameters(recurse=False)}
+    owners = {param: type(module).__name__ for module in modules for param in _own_params(module)}
     embeddings = {module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
     return {
         param: ParamSpec(
             name=first,
             shape=tuple(param.shape),
-            dtype=cast(param.dtype),
+            dtype=param.dtype if param in scales else cast(param.dtype),
             trainable=trains and param.requires_grad,
             index=index,
             aliases=tuple(others),
@@ -63,7 +70,7 @@ def module_tree(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec], name:
     """Describe `model`, whose parameters `specs` lists, module by module. `name`: its qualified name."""
     return ModuleSpec(
         name=name,
-        params=tuple(specs[param].index for param in model.parameters(recurse=False)),
+        params=tuple(specs[param].index for param in _own_params(model)),
         children=tuple(
             module_tree(child, specs, f"{name}.{child_name}" if name else child_name)
             for child_name, child in model.named_children()
@@ -74,6 +81,10 @@ def module_tree(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec], name:
         # by its method `compile`, or inside of what torch.compile returns
         is_compiled=model._compiled_call_impl is not None or "_orig_mod" in model._modules,
     )
+
+
+def _own_params(module: nn.Module) -> list[nn.Parameter]:
+    return [*module.parameters(recurse=False), *statistics(module).values()]
 
 
 def _is_stack(module: nn.Module) -> bool:

@@ -283,8 +283,8 @@ class UnitCache:
             if classes:
                 message += (
                     f"Views of weights of {', '.join(sorted(classes))} keep their memory after forward, as where an "
-                    "autograd function keeps the weight itself (bitsandbytes' Linear4bit). Checkpoint each block with "
-                    "use_reentrant=True (in transformers gradient_checkpointing_kwargs={'use_reentrant': True}). "
+                    "autograd function keeps the weight itself. Checkpoint each block with use_reentrant=True (in "
+                    "transformers gradient_checkpointing_kwargs={'use_reentrant': True}). "
                 )
             raise BudgetError(
                 f"{message}Raise stage3_max_live_parameters or tiered_zero.{self._limits.tier}_memory_limit, or lower "
