@@ -99,7 +99,7 @@ def deepen(directory: Path, layers: int) -> Path:
 
 
 class PeakMemory(threading.Thread):
-    """The most bytes of this process's own memory: pages of mapped files, which the kernel may drop, are not counted."""
+    """The most bytes of this process's own memory. Pages of mapped files are not counted: the kernel may drop them."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

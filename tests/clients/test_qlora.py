@@ -1,10 +1,12 @@
-"""QLoRA with its base on NVMe: transformers, bitsandbytes and PEFT over a paged base, with the bits of plain PyTorch."""
+"""QLoRA with its base on NVMe: transformers, bitsandbytes and PEFT over a paged base; the bits of plain PyTorch."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +18,8 @@ import torch
 from tests.clients.qlora import adapt, deepen, quantize, save_first, train
 from tests.house import ROOT
 from tests.support.inspection import Traffic, param_slots, units
+from tests.support.inspection.insides import OffloadedParameter, is_4bit, statistics
 from tests.support.trainers import FAR, Plain, assert_same_bits, follow, same_bits, tiered
-from tiered_zero.params.guarded_parameter import OffloadedParameter
-from tiered_zero.params.quantized_layers import is_4bit, statistics
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]  # the libraries warn of each other
 
@@ -129,6 +130,23 @@ def test_in_autocast_and_compiled(firsts, swap_path) -> None:
         assert_same_bits(expected, follow(run, tiered(build(), swap_path)))
 
 
+def test_the_example_learns_and_saves_its_adapters(firsts, tmp_path, monkeypatch) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    quantize(firsts["llama"], True).save_pretrained(tmp_path / "packed")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    losses = runpy.run_path(str(ROOT / "docs" / "examples" / "qlora.py"))["main"]("packed")
+    assert losses[-1] < losses[0] - 0.5
+    assert not list(Path("swap").glob("*"))
+    base = AutoModelForCausalLM.from_pretrained("packed", device_map={"": "cpu"})
+    adapted = peft.PeftModel.from_pretrained(base, "adapters")
+    tokens = (torch.arange(4)[:, None] + torch.arange(16)) % 32
+    with torch.no_grad():
+        assert adapted(input_ids=tokens, labels=tokens).loss < losses[0] - 0.5
+
+
 def test_memory_of_the_host_does_not_grow_with_the_base(tmp_path: Path) -> None:
     """Twice the layers add to the process's own memory what the plan says of adapters (20 bytes an element: gradients
     and, on their way, masters, state and parameters), and at most an eighth of the base's bytes beyond, of modules,
@@ -145,7 +163,7 @@ def test_memory_of_the_host_does_not_grow_with_the_base(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout.splitlines()[-1]))
-    for smaller, larger in zip(found, found[1:], strict=False):
+    for smaller, larger in itertools.pairwise(found):
         assert larger["base"] > 1.9 * smaller["base"]
         assert larger["window"] <= smaller["window"] < larger["base"] / 4
         added = {key: larger[key] - smaller[key] for key in larger}

@@ -1,4 +1,4 @@
-"""Layers of 4 bits as bitsandbytes has them, of a stand-in for it: their weights leave after forward, their scales too."""
+"""Layers of 4 bits of a stand-in for bitsandbytes: weights and scales leave after forward, and come in backward."""
 
 from __future__ import annotations
 
@@ -93,7 +93,10 @@ class Adapted(nn.Module):
             return x + (base(x) + adapter(x)).tanh()
 
         for pair in self.blocks:
-            x = run(x, *pair) if self._use_reentrant is None else checkpoint(run, x, *pair, use_reentrant=self._use_reentrant)  # type: ignore  # noqa: E501
+            if self._use_reentrant is None:
+                x = run(x, *pair)  # type: ignore[misc]
+            else:
+                x = checkpoint(run, x, *pair, use_reentrant=self._use_reentrant)  # type: ignore[misc,assignment]
         return x.square().mean()
 
 

@@ -18,7 +18,7 @@ from tiered_zero.sizes import PAGE_NBYTES, align_up
 def list_params(
     model: nn.Module, cast: Callable[[torch.dtype], torch.dtype], trains: bool = True
 ) -> dict[nn.Parameter, ParamSpec]:
-    """List every parameter once, by identity, in the order of `model.parameters()`; then the scales of layers of 4 bits.
+    """List every parameter once, by identity, in the order of `model.parameters()`; then scales of layers of 4 bits.
 
     `cast`: the dtype on the device of a parameter with the given dtype. `trains`: False makes every one frozen. Raises
     ModelError on a model without any, or with one that has no shape yet or no plain memory.

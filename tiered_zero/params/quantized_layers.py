@@ -3,10 +3,10 @@
 [Note: Layers of 4 bits]
 bitsandbytes multiplies in an autograd function that keeps the packed weight as an attribute of its context, where hooks
 for saved tensors do not see it: so the memory of every layer of the base would stay from forward to backward. Here the
-same operators run in a function that saves the weight as autograd's own functions do: its unit leaves after forward, in
-a checkpoint of either kind too, and comes again in backward.
-The function takes the place of `forward` in the instance, for a forward hook cannot: it runs beside the layer's forward,
-which calls bitsandbytes' function by its module's global name.
+same operators run in a function that saves the weight as autograd's own functions do: its unit leaves after forward,
+in a checkpoint of either kind too, and comes again in backward.
+The function takes the place of `forward` in the instance, for a forward hook cannot: hooks run before and after the
+layer's forward, which calls bitsandbytes' function by a global name.
 The scales of the blocks (`absmax`, an eighth of the packed bytes) are plain tensors in the weight's `quant_state`.
 `statistics` makes parameters of them that belong to the layer's unit, in their own dtype, and to no module: the plan
 counts them, they are paged, and `state_dict()` has them under bitsandbytes' own keys. The tables of 16 and 256 values
@@ -40,7 +40,8 @@ def statistics(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the scales of a layer of 4 bits by the names that bitsandbytes saves them under; nothing of another."""
     if not is_4bit(module):
         return {}
-    return {f"weight.{name}": _as_param(owner) for name, owner in _owners(module.weight.quant_state)}
+    weight: Any = module.weight
+    return {f"weight.{name}": _as_param(owner) for name, owner in _owners(weight.quant_state)}
 
 
 def _owners(state: Any) -> list[tuple[str, Any]]:
@@ -96,8 +97,8 @@ class Forward4bit:
         return found.to(x.dtype)
 
     def _class_forward(self, x: torch.Tensor, plain: Any) -> torch.Tensor:
-        """`plain`: the quant_state with tensors in place of parameters: bitsandbytes asks for their address, which would
-        have their values watched."""
+        """`plain`: the quant_state with tensors in place of parameters: bitsandbytes asks for their address, and so
+        their values would be watched."""
         weight, state = self._module.weight, self._module.weight.quant_state
         weight.quant_state = plain
         try:
@@ -118,7 +119,7 @@ def _fault_in(params: Sequence[nn.Parameter], function: str) -> None:
 
 
 class _Matmul4bit(torch.autograd.Function):
-    """bitsandbytes' MatMul4Bit: the same operators in the same order. `quant_state`: with the scales as plain tensors."""
+    """bitsandbytes' MatMul4Bit: the same operators in the same order. `quant_state`: with plain tensors as scales."""
 
     @staticmethod
     def forward(
@@ -136,7 +137,7 @@ class _Matmul4bit(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         library: Any = sys.modules["bitsandbytes"]
         weight, *scales = ctx.saved_tensors
         values = library.functional.dequantize_4bit(weight.view(-1, 1), _with_scales(ctx.quant_state, scales))

@@ -43,6 +43,7 @@ from tiered_zero.params.guarded_parameter import OffloadedParameter
 from tiered_zero.params.model_spec import list_params, module_tree
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
+from tiered_zero.params.quantized_layers import is_4bit, statistics
 from tiered_zero.params.unit_state import LEGAL_CHANGES, UnitState, WeightState
 from tiered_zero.params.update_guard import UpdateGuard
 from tiered_zero.record import files, manifest, reader, runs, stripes, table, writer
