@@ -135,7 +135,7 @@ def main(directory: str, swap: str) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": zero_section("nvme", "nvme", swap),
-        "tiered_zero": {"device": "cpu", "device_memory_limit": "64MiB"},
+        "tiered_zero": {"device": "cpu", "device_memory_limit": "32MiB", "host_memory_limit": "48MiB"},
     }
     with tiered_zero.initialize(model=model, config=config)[0] as engine:
         train(engine)

@@ -20,6 +20,7 @@ from tests.house import ROOT
 from tests.support.inspection import Traffic, param_slots, units
 from tests.support.inspection.insides import OffloadedParameter, is_4bit, statistics
 from tests.support.trainers import FAR, Plain, assert_same_bits, follow, same_bits, tiered
+from tiered_zero.sizes import MIB
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]  # the libraries warn of each other
 
@@ -163,6 +164,7 @@ def test_memory_of_the_host_does_not_grow_with_the_base(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert found[-1]["base"] > 2 * (32 + 48) * MIB, "the largest is larger than device and host memory together"
     for smaller, larger in itertools.pairwise(found):
         assert larger["base"] > 1.9 * smaller["base"]
         assert larger["window"] <= smaller["window"] < larger["base"] / 4
