@@ -8,8 +8,9 @@ from threading import Event
 
 import pytest
 
-from tests.fakes.sync_io import SyncEngine
+from tests.fakes.sync_io import SyncEngine, SyncTransfer
 from tiered_zero.concurrency.transfer import Worker
+from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.record.directory import SwapDir
 from tiered_zero.record.store import SwapStore
@@ -48,6 +49,39 @@ def test_a_request_that_the_engine_refuses_leaves_nothing_in_flight(
             patch.setattr(engine, "read", fail)
             act()
         store.write(record, memory(2)).wait()
+    store.close()
+
+
+def test_a_write_whose_wait_was_interrupted_stays_in_flight_until_it_ends(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, waits, gate = SyncEngine(), Event(), Event()
+    store = new_store(swap_path, engine, num_paths=1)
+    other, record = store.reserve("other", NBYTES), store.reserve("w", NBYTES)
+    store.write(record, memory(1)).wait()
+
+    def hold(*_: object) -> None:
+        waits.set()
+        gate.wait(60)
+
+    engine.held, engine.before = [], hold
+    store.write(other, memory(3))
+    assert waits.wait(60), "the store's thread waits for it"
+    write = store.write(record, memory(2))
+
+    def interrupt(_: SyncTransfer) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SyncTransfer, "wait", interrupt)
+        write.wait()
+    with pytest.raises(StoreError, match="still in flight"):
+        store.read(record, memory(0))
+    gate.set()
+    write.wait()
+    found = memory(0)
+    store.read(record, found).wait()
+    assert found == memory(2)
     store.close()
 
 

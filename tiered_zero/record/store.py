@@ -318,7 +318,8 @@ class SwapStore:
     @contextmanager
     def _ended(self, record: Record, request: InFlight, parts: Sequence[IOTransfer]) -> Iterator[None]:
         """End a request with the block, once nothing of it moves bytes any more. Latch the store if it raises and a
-        write has begun, for what is written then is not known, or the disk has failed."""
+        write has begun, for what is written then is not known, or the disk has failed. An interrupt of the wait ends
+        no request: who waits next does."""
         try:
             yield
         except Exception as error:
@@ -326,9 +327,9 @@ class SwapStore:
                 wait_quietly(part)
             if isinstance(error, TransferError) or (parts and request.kind == "write"):
                 self._latch.set(error)
-            raise
-        finally:
             self._table.end(record, request)
+            raise
+        self._table.end(record, request)
 
     def _add_slot(self, record: Record) -> None:
         """Give a record that is written once its second slot. Raises StoreError."""
