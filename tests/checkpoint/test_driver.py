@@ -120,6 +120,22 @@ def test_a_plateau_scheduler_goes_through_client_state(make: Callable[..., tiere
         assert engine.get_lr() == other.get_lr()
 
 
+class Longer(lr_scheduler.PolynomialLR):
+    """One that keeps its own number of steps."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "total_iters": self.total_iters})
+
+
+def test_a_scheduler_of_the_program_may_keep_a_part_of_its_own(make: Callable[..., tiered_zero.Engine]) -> None:
+    engine = make(make_scheduler=lambda o: lr_scheduler.ChainedScheduler([Longer(o, total_iters=4)]))
+    train(engine, 2)
+    other = make(make_scheduler=lambda o: lr_scheduler.ChainedScheduler([Longer(o, total_iters=8)]))
+    restore(other, capture(engine))
+    (longer,) = other.lr_scheduler._schedulers
+    assert (longer.last_epoch, longer.total_iters) == (2, 8)
+
+
 class Silent:
     """A scheduler without state."""
 

@@ -402,7 +402,7 @@ def _check_scheduler(scheduler: Any, saved: Any, optimizer: TieredOptimizer) -> 
     attributes = [(one, dict(vars(one))) for one, _ in _with_inner(scheduler) if hasattr(one, "__dict__")]
     try:
         scheduler.load_state_dict(_loadable(scheduler, saved["state"]))
-        if isinstance(scheduler, LRScheduler) and not _holds(_without_code(scheduler.state_dict()), saved["state"]):
+        if _takes_all(scheduler) and not _holds(_without_code(scheduler.state_dict()), saved["state"]):
             raise ValueError("it keeps another state than it was given")
     except Exception as error:
         raise ModelError(
@@ -415,6 +415,12 @@ def _check_scheduler(scheduler: Any, saved: Any, optimizer: TieredOptimizer) -> 
             vars(one).clear()
             vars(one).update(before)
         optimizer.load_group_options(groups)
+
+
+def _takes_all(scheduler: Any) -> bool:
+    """Whether torch's own code loads the state: a class of the program may keep a part, as its number of steps."""
+    loads = (getattr(type(one), "load_state_dict", None) for one, _ in _with_inner(scheduler))
+    return all(getattr(load, "__module__", "").startswith("torch.") for load in loads)
 
 
 def _holds(own: Any, saved: Any) -> bool:
