@@ -19,7 +19,7 @@ from tiered_zero.errors import StoreError
 
 OLD_TAG = "expected tiered_zero.checkpoint version 3, found tiered_zero.checkpoint version 2"
 OLD_STORE = "expected tiered_zero.store version 3, found tiered_zero.store version 1"
-OLD_OWNER = "expected tiered_zero.owner version 3, found no header: it is damaged, or of version 1"
+OLD_OWNER = "expected tiered_zero.owner version 3, found no header: it is damaged, or of an older version"
 
 
 @pytest.fixture

@@ -255,6 +255,7 @@ def test_fit_is_judged_by_the_disks_that_are_given(tmp_path: Path) -> None:
         options = [part for disk in disks for part in ("--disk", disk)]
         found, values = plan_json(CONFIG, *options)
         assert found == code and [drive["nbytes"] for drive in values["drives"]] == [nbytes] * len(disks)
+        assert code == 0 or f"; --disk {disks[0]} has " in values["problem"]
     (drive,) = plan_json(CONFIG, "--disk", "2TB:7GB/s,5GB/s:1200TBW")[1]["drives"]
     assert (drive["read_bytes_per_s"], drive["write_bytes_per_s"]) == (7 * 10**9, 5 * 10**9)
     steps = 1200 * 10**12 // drive["written_nbytes_per_step"]

@@ -58,6 +58,11 @@ def refused(directory: Path, optimizer: OffloadedOptimizer) -> str:
     return str(found.value)
 
 
+def test_a_directory_without_its_files_is_refused(optimizer: OffloadedOptimizer, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no file there has an index"):
+        optimizer.load_state(tmp_path)
+
+
 def test_no_flipped_bit_and_no_cut_passes(optimizer: OffloadedOptimizer, tmp_path: Path) -> None:
     (path,) = optimizer.save_state(tmp_path)
     whole, random, num_refused = path.read_bytes(), Random(0), 0

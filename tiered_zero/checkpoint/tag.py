@@ -200,7 +200,10 @@ def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
             wrong = (_wrong_file(fd, name, nbytes) for name, nbytes in manifest.files.items())
             reason = next((f"it is not whole: {what}" for what in wrong if what), "")
     except FileNotFoundError:
-        reason = "it is not there. Name a directory that save_checkpoint wrote; a new run resumes from none"
+        reason = (
+            "it is not there. Name a directory that save_checkpoint wrote; where nothing was saved yet, set "
+            "tiered_zero.checkpoint.resume to null"
+        )
     except (OSError, ValueError, StoreError) as error:  # ValueError: a path with a NUL
         reason = f"it cannot be read: {error_text(error).removesuffix('.')}"
     if manifest is not None and manifest.swap is not None:
@@ -324,8 +327,8 @@ def _names(save_dir: Path) -> list[str]:
         return sorted(os.listdir(os.path.realpath(save_dir)))
     except FileNotFoundError:
         raise StoreError(
-            f"There is no checkpoint {save_dir}. Name a directory that save_checkpoint wrote; a new run resumes from "
-            "none."
+            f"There is no checkpoint {save_dir}. Name a directory that save_checkpoint wrote; where nothing "
+            "was saved yet, set tiered_zero.checkpoint.resume to null."
         ) from None
     except NotADirectoryError:
         raise StoreError(f"{save_dir} is no directory that save_checkpoint wrote; it may be torch.save's.") from None

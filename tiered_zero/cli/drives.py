@@ -189,11 +189,11 @@ def drive_problems(drives: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Yield what does not fit onto disks."""
     for drive in drives:
         if not drive["fits"]:
-            where = f"of {drive['disk']} (--disk)" if "disk" in drive else "are free there"
+            free = format_nbytes(drive["free_nbytes"])
+            found = f"--disk {drive['disk']} has {free}" if "disk" in drive else f"{free} are free there"
             way = (
                 "Give a larger --disk, or more" if "disk" in drive else "Free space, or name another disk in nvme_path"
             )
             yield (
-                f"The plan needs {format_nbytes(drive['nbytes'])} in {', '.join(drive['directories'])}; "
-                f"{format_nbytes(drive['free_nbytes'])} {where}. {way}."
+                f"The plan needs {format_nbytes(drive['nbytes'])} in {', '.join(drive['directories'])}; {found}. {way}."
             )

@@ -119,6 +119,11 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
                         f"{self._files[name][0].name} both have {name!a}. Remove the one that is not of it."
                     )
                 self._files[name] = path, file
+        if _INDEX not in self._files:
+            raise StoreError(
+                f"{directory} was expected to hold the files of optimizer.save_state(); no file there has an index. "
+                "Name the directory that was saved to."
+            )
         path, file = self._files[_INDEX]
         index = decode_file(bytes(file.get_tensor(_INDEX).numpy()), path, _FORMAT, _Index)
         sizes = [len(group["params"]) for group in groups]

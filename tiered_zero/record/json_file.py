@@ -63,11 +63,12 @@ def decode_file(data: bytes, path: Path, format_name: str, model: type[Model]) -
         header = None
     if type(header) is not dict:
         raise StoreError(
-            f"{path}: expected {format_name} version {VERSION}, found no header: it is damaged, or of version 1."
+            f"{path}: expected {format_name} version {VERSION}, found no header: it is damaged, or of an older version."
         )
     if header.get("format") != format_name or header.get("version") != VERSION:
         named, other = (ascii(header.get(name))[:80].strip("'\"") for name in ("format", "version"))
-        raise StoreError(f"{path}: expected {format_name} version {VERSION}, found {named} version {other}.")
+        way = "; read it with the release that wrote it" if header.get("format") == format_name else ""
+        raise StoreError(f"{path}: expected {format_name} version {VERSION}, found {named} version {other}{way}.")
     body = rest[:-1]
     if header.get("nbytes") != len(body) or header.get("xxh3") != xxhash.xxh3_64_hexdigest(body):
         raise StoreError(f"{path} is damaged: its checksum does not match. This state cannot be recovered.")

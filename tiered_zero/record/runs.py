@@ -264,4 +264,4 @@ def _liveness(run: RunInfo, fd: int, owner: Owner | None, locked: bool | None, u
             f"owned by process {owner.pid} on {owner.host}; lies on {fstype or 'an unknown file system'}, where a lock "
             "of another machine may not be seen (--unknown removes it)"
         )
-    return "dead", f"process {owner.pid} has ended, or has left it to be resumed"
+    return "dead", f"process {owner.pid} holds its lock no longer"
