@@ -370,7 +370,7 @@ def test_dist_init_required(initialize: Callable[..., Any]) -> None:
 def test_the_log_is_short(initialize: Callable[..., Any], swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """At most 12 lines at start, at any level, and none a step (users: log floods)."""
     caplog.set_level(logging.DEBUG)
-    config = settings(swap_path, bf16={"enabled": True}, wall_clock_breakdown=True, prescale_gradients=False, **ADAMW)
+    config = settings(swap_path, bf16={"enabled": True}, memory_breakdown=True, prescale_gradients=False, **ADAMW)
     engine = initialize(model=build_model(), config=config)[0]
     assert 1 <= len(caplog.records) <= 12
     assert {record.name.split(".")[0] for record in caplog.records} == {"tiered_zero"}

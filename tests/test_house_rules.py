@@ -27,7 +27,7 @@ FLOORS = (
     "assembly",
     "api | optim | deepspeed | stopping",
     "tiered_zero",
-    "cli __main__ demo",
+    "cli __main__ demo | integrations",
 )
 ADDRESS = {
     name: (floor, side)

@@ -66,10 +66,10 @@ def test_a_config_made_by_hand_explains_itself() -> None:
 class TestCommand:
     def test_table(self, tmp_path: Path) -> None:
         path = tmp_path / "c.json"
-        path.write_text('{"train_batch_size": 8, "wall_clock_breakdown": true, "tiered_zero": {"trace": "[red]x"}}')
+        path.write_text('{"train_batch_size": 8, "memory_breakdown": true, "tiered_zero": {"trace": "[red]x"}}')
         result = CliRunner(env={"COLUMNS": "200"}).invoke(explain, [str(path)])
         assert result.exit_code == 0, result.output
-        for text in ("train_batch_size", '"[red]x"', "no effect: no monitors", "accepted without effect"):
+        for text in ("train_batch_size", '"[red]x"', "no effect: engine.memory_report()", "accepted without effect"):
             assert text in result.output
 
     @pytest.mark.parametrize("columns", ["20", "80", "200"])

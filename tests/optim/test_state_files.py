@@ -151,3 +151,27 @@ def test_nested_state_comes_back_as_it_was() -> None:
     assert list(inner) == ["inner", 7] and inner["inner"].shape == (2, 0) and inner["inner"].dtype is torch.bfloat16
     with pytest.raises(ModelError, match="found set"):
         describe({"x": {1}}, [])
+
+
+def test_a_state_dict_that_stands_for_files_is_read_before_the_next_step(
+    optimizer: OffloadedOptimizer, tmp_path: Path
+) -> None:
+    """It has no tensors, a plain optimizer refuses it, and only the files of its save do."""
+    other = tmp_path / "other"
+    optimizer.save_state(other)
+    optimizer.step()
+    expected = bits(optimizer)
+    saved = optimizer.save_state_dict(tmp_path / "own")
+    assert saved["state"] == {} and saved["param_groups"] == []
+    with pytest.raises(ValueError, match="param"):
+        torch.optim.AdamW(params()).load_state_dict(saved)
+    optimizer.step()
+    optimizer.load_state_dict(saved)
+    assert optimizer.awaits_files
+    for call in (optimizer.step, optimizer.state_dict, partial(optimizer.save_state, other)):
+        with pytest.raises(ModelError, match="load_state"):
+            call()
+    with pytest.raises(StoreError, match="saved with it"):
+        optimizer.load_state(other)
+    optimizer.load_state(tmp_path / "own")
+    assert not optimizer.awaits_files and bits(optimizer) == expected

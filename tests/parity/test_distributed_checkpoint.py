@@ -106,6 +106,17 @@ def test_the_recipe_of_the_page_runs(swap_path: Path, tmp_path: Path) -> None:
         assert all(map(same_bits, steps(plain, 3), steps(engine, 3)))
 
 
+@pytest.mark.parametrize("name", ["engine-nvme", "nvme"])
+def test_the_recipe_for_tools_runs(name: str, swap_path: Path, tmp_path: Path) -> None:
+    """It saves and loads the same pair, which goes on as if nothing had been."""
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    recipe = page.split("## PyTorch's recipes")[1].split("```python")[1].split("```")[0]
+    with opened("plain", swap_path) as plain, opened(name, swap_path) as own:
+        steps(own, 0)
+        exec(recipe, {"model": own.module, "optimizer": own.optimizer, "path": tmp_path})
+        assert all(map(same_bits, steps(plain, 0, 6), steps(own, 3)))
+
+
 @pytest.mark.parametrize(("source", "target"), [("plain", "engine-nvme"), ("engine-cpu", "plain")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_recipe_moves_state_between_plain_torch_and_an_engine(

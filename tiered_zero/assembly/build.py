@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ from tiered_zero.plan.remedies import open_settings
 from tiered_zero.plan.request import RankRequest
 from tiered_zero.plan.slots import BUFFERS
 from tiered_zero.rules.kernel_rule import open_kernel
+from tiered_zero.telemetry.monitors import Monitors, Open, csv_in, tensorboard_in, wandb_of
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader, RunObserver, StepLog
 from tiered_zero.tiers.inventory import Home
@@ -499,9 +501,15 @@ def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) ->
     settings = run_spec.config.tiered_zero
     if runtime.collectives.rank > 0:
         return []
-    log = StepLog(run_spec.config.steps_per_print, run_spec.source.param_groups)
+    config, groups = run_spec.config, run_spec.source.param_groups
+    every = config.steps_per_print or (10 if config.wall_clock_breakdown else None)
+    observers: list[Callable[[StepReport], None]] = [StepLog(every, groups, config.wall_clock_breakdown)]
+    if chosen := _chosen_monitors(config):
+        monitors = Monitors(chosen, groups, config.train_batch_size)
+        resources.add("monitors", monitors.close)
+        observers.append(monitors)
     if settings.report is None and settings.trace is None:
-        return [log]
+        return observers
     planned: dict[str, dict[str, int]] = {}
     for row in run_spec.plan.rows:
         planned.setdefault(row.tier, {})[row.kind] = row.nbytes
@@ -520,7 +528,18 @@ def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) ->
     )
     observer = RunObserver(runtime.recorder, header, settings.report, settings.trace)
     resources.add("observers", observer.close)
-    return [log, observer]
+    return [*observers, observer]
+
+
+def _chosen_monitors(config: Config) -> dict[str, Open]:
+    """Section of the config -> what opens its writer, of those that are on."""
+    csv, board, wandb = config.csv_monitor, config.tensorboard, config.wandb
+    openers = {
+        "csv_monitor": (csv.enabled, csv_in(Path(csv.output_path, csv.job_name))),
+        "tensorboard": (board.enabled, tensorboard_in(Path(board.output_path, board.job_name))),
+        "wandb": (wandb.enabled, wandb_of(project=wandb.project, group=wandb.group, entity=wandb.team)),
+    }
+    return {name: open_writer for name, (is_on, open_writer) in openers.items() if is_on}
 
 
 def _make_copies(run_spec: RunSpec, homes: dict[int, Home], state: RunState) -> DurableCopies | None:

@@ -45,6 +45,7 @@ SHUTDOWN = (
     "open update",  # one that began in backward, and whose step is not taken, is cancelled
     "last update",  # the last step's is finished, as far as its results outlive the engine
     "observers",  # the run's record is completed
+    "monitors",
     "lanes",  # threads end before the memory that they use is freed
     "full values",  # `full_values_of` does not find this run any more
     "prefetch",  # state that was read ahead is dropped

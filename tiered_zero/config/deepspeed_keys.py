@@ -89,7 +89,7 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
 }
 
 _ONE_RANK = "one rank has nothing to gather or to reduce; of many, units and reduce_bucket_size decide"
-_MONITOR = "no monitors here; engine.step_report and tiered_zero.report have the numbers"
+_MONITOR = "csv_monitor, tensorboard, wandb, engine.step_report and tiered_zero.report have the numbers"
 _PARALLEL = "every rank takes a part of the batch; no module is split over ranks"
 _MOVES = "units, the recorded order and stage3_max_live_parameters decide when parameters move"
 _CHECKPOINT = "checkpoints are written by every rank, in their own format"
@@ -153,8 +153,7 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect("", "DeepSpeed reads no section of this name", comms_config={}, monitor_config={}),
     *_satisfied("", "any torch optimizer is accepted", zero_allow_untested_optimizer=False),
     *_satisfied("", "the optimizer that you name is the one that runs", zero_force_ds_cpu_optimizer=True),
-    *_no_effect("", _MONITOR, flops_profiler={}, tensorboard={}, wandb={}, csv_monitor={}, comet={}, timers={}),
-    *_no_effect("", _MONITOR, wall_clock_breakdown=False),
+    *_no_effect("", _MONITOR, flops_profiler={}, comet={}, timers={}),
     *_no_effect("", "engine.memory_report() and the plan have the bytes", memory_breakdown=False),
     *_no_effect("", "tiered-zero explain prints the config", dump_state=False),
     *_no_effect("", "set the level of the logger 'tiered_zero'", log_level=None),

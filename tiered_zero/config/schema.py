@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, StrictBool, Validation
 
 from tiered_zero.config import explain as explaining
 from tiered_zero.config.deepspeed_keys import OPTIMIZERS, runs_as_adamw, table
+from tiered_zero.config.monitors import CsvSection, TensorboardSection, WandbSection
 from tiered_zero.config.runtime_section import ActivationsSection, RuntimeSection, StateLimitsSection
 from tiered_zero.config.section import (
     Device,
@@ -341,6 +342,11 @@ class Config(Section):
         description="optimizer steps between two lines with loss, loss scale and learning rate, logged at INFO or else "
         "printed; null: none",
     )
+    wall_clock_breakdown: Annotated[bool, BeforeValidator(switch)] = Field(
+        False,
+        description="true: a second line, with seconds by cause, the resource that bound the step, and bytes by tier; "
+        "steps_per_print is 10 then if it is null",
+    )
     dataloader_drop_last: bool = Field(
         False, description="the loader made from training_data drops a last partial batch"
     )
@@ -350,6 +356,9 @@ class Config(Section):
     scheduler: SchedulerSection | None = None
     zero_optimization: ZeroSection = ZeroSection()
     aio: AioSection = AioSection()
+    csv_monitor: CsvSection = CsvSection()
+    tensorboard: TensorboardSection = TensorboardSection()
+    wandb: WandbSection = WandbSection()
     checkpoint: TagSection = TagSection()
     activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
     tiered_zero: RuntimeSection = RuntimeSection()

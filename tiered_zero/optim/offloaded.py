@@ -23,7 +23,7 @@ from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.load import load
 from tiered_zero.config.schema import Config
 from tiered_zero.engine.calls import end_unreferenced_run
-from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.hardware.device.select import build_accelerator
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.ranks.collectives import SingleRank
@@ -32,7 +32,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import AUTO_SUB_GROUP_NUMEL, SubGroup, pack_params
 from tiered_zero.native.update import num_kernel_threads
-from tiered_zero.optim.state_files import StateFiles, write_state
+from tiered_zero.optim.state_files import STAND_IN, StateFiles, write_state
 from tiered_zero.optim.user_params import UserParameters
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.request import SubGroupSize, limit_of, plan_request
@@ -100,6 +100,8 @@ class OffloadedOptimizer(TierStateOptimizer):
             group.update({name: value for name, value in values.items() if name != "params"})
         self._process = OwnProcess("optimizer")
         self._step_start_s = time.perf_counter()
+        self._awaited_key: str | None = None
+        """The `StateFiles.key` of the files that `load_state` has to read before the next step."""
         self.num_steps = 0
         self.step_report: StepReport | None = None
         """Of the last step: seconds by cause, bytes by link, the most on each tier."""
@@ -133,6 +135,7 @@ class OffloadedOptimizer(TierStateOptimizer):
     @shielded
     def _update(self, on_written: Callable[[Tensor], None] | None) -> None:
         pipeline = self._current()
+        self._check_loaded()
         pipeline.params.check_gradients()
         with torch.no_grad(), pipeline.policy.failures.surfacing():
             pipeline.policy.check()
@@ -186,6 +189,7 @@ class OffloadedOptimizer(TierStateOptimizer):
     def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Write `state_dict()` to safetensors files, one parameter at a time; return their paths. Raises StoreError."""
         pipeline = self._current()
+        self._check_loaded()
         pipeline.policy.check()
         pipeline.stepper.cancel_prefetch()
         return write_state(Path(directory), _MovedState(pipeline.state, self.param_groups), self.param_groups)
@@ -196,8 +200,48 @@ class OffloadedOptimizer(TierStateOptimizer):
         fit."""
         self._current()
         with StateFiles(Path(directory), self.param_groups) as files:
+            if self._awaited_key not in (None, files.key):
+                raise StoreError(
+                    f"{directory} was expected to hold the files of the state_dict that was loaded, whose key is "
+                    f"{self._awaited_key}; found {files.key}. Name the directory that was saved with it."
+                )
             self.state.replace(files, files.groups)
             replace_values(self.param_groups, files.groups)
+        self._awaited_key = None
+
+    def save_state_dict(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
+        """Do `save_state(directory)`, and return a state dict without tensors that stands for the files.
+
+        `load_state_dict()` takes it; from then on `step()` raises until `load_state()` has read these very files. Plain
+        optimizers refuse it. For trainers that pickle a state dict.
+        """
+        self.save_state(directory)
+        with StateFiles(Path(directory), self.param_groups) as files:
+            return {"state": {}, "param_groups": [], STAND_IN: files.key}
+
+    @property
+    def awaits_files(self) -> bool:
+        """Whether the state dict that was loaded stands for files, which `load_state()` has not read yet."""
+        return self._awaited_key is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy the state in torch's own format, as the base class does. Raises ModelError while files are awaited."""
+        self._check_loaded()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load state as the base class does; of what `save_state_dict` returned the key: `load_state` has to follow."""
+        if (key := state_dict.get(STAND_IN)) is None:
+            super().load_state_dict(state_dict)
+        self._awaited_key = key
+
+    def _check_loaded(self) -> None:
+        if self._awaited_key is not None:
+            raise ModelError(
+                f"Optimizer state was expected from files: the state_dict that was loaded stands for those with key "
+                f"{self._awaited_key}. Call load_state(directory) first, which "
+                "tiered_zero.integrations.trainer.SaveStateCallback does where it is one of Trainer's callbacks."
+            )
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

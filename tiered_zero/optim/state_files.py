@@ -27,6 +27,8 @@ _FORMAT = "tiered_zero.optimizer_state"
 _INDEX = "index"
 """The tensor that holds, as JSON, the values of param groups, what the state of each parameter is made of, and
 checksums of the tensors."""
+STAND_IN = "state_files"
+"""The key of a state dict that stands for files: its value is their `key`."""
 
 
 class _Index(StrictModel):
@@ -125,7 +127,10 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
                 "Name the directory that was saved to."
             )
         path, file = self._files[_INDEX]
-        index = decode_file(bytes(file.get_tensor(_INDEX).numpy()), path, _FORMAT, _Index)
+        raw = bytes(file.get_tensor(_INDEX).numpy())
+        self.key = f"{digest(raw):016x}"
+        """The checksum of the index, which has those of all tensors: other state has another key."""
+        index = decode_file(raw, path, _FORMAT, _Index)
         sizes = [len(group["params"]) for group in groups]
         if index.sizes != sizes:
             raise StoreError(

@@ -62,6 +62,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         process_group = defaults.pop("group", process_group)
         self.initialized = False
         Optimizer.__init__(self, params, {})
+        if any(type(param).__name__ == "DTensor" for param in params_of(self.param_groups)):
+            raise ValueError(
+                "ZeroRedundancyOptimizer: expected plain parameters, whole on each rank; found a DTensor, a part "
+                "of one on each. Give it to a plain optimizer."
+            )
         if other := [param.layout for param in params_of(self.param_groups) if param.layout is not torch.strided]:
             raise ValueError(f"ZeroRedundancyOptimizer: expected dense parameters; found one of layout {other[0]}.")
         Joinable.__init__(self)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered_zero.errors import ConfigError, StoreError
+from tiered_zero.sizes import format_nbytes
 from tiered_zero.system.resources import opened
 from tiered_zero.telemetry.report import JsonRecord, RunReport, RunTotals, StepReport
 from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Recorder, Span, is_wait
@@ -311,24 +312,33 @@ def _about(what: str, thread: int, **args: Any) -> dict[str, Any]:
 
 
 class StepLog:
-    """Says a line of every `every`-th step; None: of none. `groups`: the live param groups.
+    """Says a line of every `every`-th step; None: of none. `groups`: the live param groups. `breaks_down`: a second
+    line says where its time went.
 
     The line is asked for by name (steps_per_print), so it is printed where no handler of the logger would show it.
     """
 
-    def __init__(self, every: int | None, groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, every: int | None, groups: Sequence[Mapping[str, Any]], breaks_down: bool = False) -> None:
         self._every = every
         self._groups = groups
+        self._breaks_down = breaks_down
 
     def __call__(self, report: StepReport) -> None:
         if self._every is not None and report.step % self._every == 0:
             loss = "unknown" if report.loss is None else f"{report.loss:.6g}"
             rates = ", ".join(f"{float(group['lr']):.6g}" for group in self._groups) or "none"
-            line = f"step {report.step}: loss {loss}, loss scale {report.loss_scale:g}, learning rate {rates}"
-            if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
-                logger.info("%s", line)
-            else:
-                print(line, flush=True)
+            self._say(f"step {report.step}: loss {loss}, loss scale {report.loss_scale:g}, learning rate {rates}")
+            if self._breaks_down:
+                causes = ", ".join(f"{cause} {seconds:.3f}" for cause, seconds in report.seconds.items())
+                tiers = ", ".join(f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in report.tier_nbytes.items())
+                self._say(f"step {report.step}: {report.wall_s:.3f} s ({causes}); bound by {report.bound_by}; {tiers}")
+
+    @staticmethod
+    def _say(line: str) -> None:
+        if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+            logger.info("%s", line)
+        else:
+            print(line, flush=True)
 
 
 class RunObserver:

@@ -1,0 +1,80 @@
+"""A plugin for axolotl. In its YAML:
+
+plugins: [tiered_zero.integrations.axolotl.Plugin]
+tiered_zero_offload: {device: nvme, nvme_path: swap}      # optimizer state: the argument of OffloadedOptimizer; or
+tiered_zero_config: {zero_optimization: {stage: 3, ...}}  # parameters too: a config, or its file, of an engine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel
+from transformers import Trainer
+
+import tiered_zero
+from tiered_zero.errors import ConfigError
+from tiered_zero.integrations.trainer import SaveStateCallback
+from tiered_zero.integrations.trainer_logs import ReportCallback
+from tiered_zero.optim import OffloadedOptimizer
+
+
+class TieredZeroArgs(BaseModel):
+    """The keys that the plugin adds to axolotl's."""
+
+    tiered_zero_offload: dict[str, Any] | None = None
+    tiered_zero_config: dict[str, Any] | str | None = None
+
+
+class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
+    """Puts the optimizer's state, or all of the model, onto tiers; saves that state in files, and logs bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: tiered_zero.Engine | None = None
+
+    def get_input_args(self) -> str:
+        """Name the model of the added keys."""
+        return f"{__name__}.{TieredZeroArgs.__name__}"
+
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        """Build the engine, once adapters are in the model. Raises ConfigError."""
+        if cfg.tiered_zero_offload and cfg.tiered_zero_config:
+            raise ConfigError("tiered_zero_offload, tiered_zero_config: expected one of them; found both.")
+        if cfg.tiered_zero_config is None:
+            return
+        if not str(kind := cfg.optimizer or "adamw").startswith("adamw"):
+            raise ConfigError(f"optimizer: expected adamw_torch beside tiered_zero_config; found {kind}.")
+        config = cfg.tiered_zero_config
+        if isinstance(config, Mapping):
+            config = {"train_micro_batch_size_per_gpu": cfg.micro_batch_size or 1, **config}
+        no_trainer: Any = None  # it reads nothing of one
+        decayed = set(Trainer.get_decay_parameter_names(no_trainer, model))
+        groups: list[dict[str, Any]] = [
+            {"params": [], "weight_decay": cfg.weight_decay or 0.0},
+            {"params": [], "weight_decay": 0.0},
+        ]
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                groups[name not in decayed]["params"].append(param)
+        betas = (cfg.adam_beta1 or 0.9, cfg.adam_beta2 or 0.999)
+        optimizer = torch.optim.AdamW(groups, lr=float(cfg.learning_rate), betas=betas, eps=cfg.adam_epsilon or 1e-8)
+        self.engine = tiered_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def create_optimizer(self, cfg: Any, trainer: Any) -> Any:
+        """Return the engine's optimizer, or Trainer's own class and groups with its state on a tier; None: neither."""
+        if self.engine is not None:
+            return self.engine.optimizer
+        if cfg.tiered_zero_offload is None or trainer.optimizer_cls_and_kwargs is not None:
+            return None  # Trainer's own way; also where Trainer asks again from inside of the call below
+        kind, values = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+        values = {"optimizer_class": kind, "offload": dict(cfg.tiered_zero_offload), **values}
+        trainer.optimizer_cls_and_kwargs = (OffloadedOptimizer, values)
+        return trainer.create_optimizer()
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+        """Return the callbacks that save state in files and log bytes."""
+        return [SaveStateCallback(cfg.resume_from_checkpoint), ReportCallback(self.engine)]

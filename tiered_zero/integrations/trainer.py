@@ -1,0 +1,68 @@
+"""A callback for the Trainer of Transformers that keeps optimizer state in files of its own."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from tiered_zero.optim import OffloadedOptimizer
+
+_FOLDER = "optimizer_state"
+
+
+class SaveStateCallback(TrainerCallback):
+    """Writes an OffloadedOptimizer's state to `checkpoint-N/optimizer_state`, a parameter at a time, and reads it from
+    there: Trainer's `optimizer.pt` holds only a key of these files. Brings a ZeroRedundancyOptimizer's state, which has
+    to fit into host memory, to rank 0 before a save.
+
+    `resume_from`: the checkpoint that `train(resume_from_checkpoint=...)` names, where it is neither in
+    `args.output_dir` nor `args.resume_from_checkpoint`.
+    """
+
+    def __init__(self, resume_from: str | None = None) -> None:
+        self._resume_from = resume_from
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Read the state that Trainer's load left to `load_state`; from now on its saves write files."""
+        own = unwrapped(optimizer)
+        if not isinstance(own, OffloadedOptimizer):
+            return
+        if own.awaits_files:
+            named = [Path(path) / _FOLDER for path in (self._resume_from, args.resume_from_checkpoint) if path]
+            own.load_state(next((path for path in named if path.is_dir()), _folder(args, state)))
+        saved = weakref.proxy(own)
+        # Trainer calls it before it writes trainer_state.json and removes older checkpoints: one of them is whole
+        vars(own)["state_dict"] = lambda: saved.save_state_dict(_folder(args, state))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Consolidate before a save, on every rank: Trainer asks rank 0 alone for the state."""
+        if control.should_save and not args.save_only_model:
+            _consolidate(optimizer)
+
+    on_epoch_end = on_step_end
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Consolidate where the metric decides next whether a save follows."""
+        if args.save_strategy == "best" and not args.save_only_model:
+            _consolidate(optimizer)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Give `state_dict()` back its meaning."""
+        vars(unwrapped(optimizer)).pop("state_dict", None)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return what Accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _consolidate(optimizer: Any) -> None:
+    if hasattr(own := unwrapped(optimizer), "consolidate_state_dict"):
+        own.consolidate_state_dict()
+
+
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / _FOLDER

@@ -1,0 +1,109 @@
+"""Writers of a step's numbers under DeepSpeed's names: csv files, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+from tiered_zero.errors import ConfigError
+from tiered_zero.telemetry.report import StepReport
+
+logger = logging.getLogger("tiered_zero")
+
+Write = Callable[[str, float, int], object]
+"""Takes a name, a value, and the samples so far."""
+Open = Callable[[ExitStack], Write]
+"""Takes what closes the writer at the end."""
+
+
+def csv_in(folder: Path) -> Open:
+    """Return what appends rows "samples, value" to `folder/NAME.csv`."""
+
+    def open_files(end: ExitStack) -> Write:
+        folder.mkdir(parents=True, exist_ok=True)
+        files: dict[str, TextIO] = {}
+
+        def write(name: str, value: float, samples: int) -> None:
+            if name not in files:
+                path = folder / f"{name.replace('/', '_')}.csv"
+                header = "" if path.exists() else f"step,{name.rpartition('/')[2]}\n"
+                files[name] = end.enter_context(path.open("a", encoding="utf-8", buffering=1))  # a kill keeps rows
+                files[name].write(header)
+            files[name].write(f"{samples},{value}\n")
+
+        return write
+
+    return open_files
+
+
+def tensorboard_in(folder: Path) -> Open:
+    def open_writer(end: ExitStack) -> Write:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer: Any = SummaryWriter(log_dir=str(folder))  # type: ignore[no-untyped-call, unused-ignore]
+        end.callback(writer.close)
+        write: Write = writer.add_scalar
+        return write
+
+    return open_writer
+
+
+def wandb_of(**names: str | None) -> Open:
+    """`names`: arguments of `wandb.init`."""
+
+    def open_run(end: ExitStack) -> Write:
+        import wandb
+
+        run: Any = wandb.init(**names)
+        end.callback(run.finish)
+        return lambda name, value, samples: run.log({name: value}, step=samples)
+
+    return open_run
+
+
+class Monitors:
+    """Call it with each step's report, on the thread that steps; a writer that fails is left out, with a warning.
+
+    `chosen`: section of the config -> what opens its writer; a package that is not there costs one warning. `groups`:
+    the live param groups. `batch_size`: samples of a step. Raises ConfigError if a writer cannot be opened.
+    """
+
+    def __init__(self, chosen: Mapping[str, Open], groups: Sequence[Mapping[str, Any]], batch_size: int) -> None:
+        self._groups, self._batch_size = groups, batch_size
+        self._end = ExitStack()
+        self._writers: dict[str, Write] = {}
+        for section, open_writer in chosen.items():
+            try:
+                self._writers[section] = open_writer(self._end)
+            except ImportError as error:
+                logger.warning("%s: nothing is written, for its package is missing (%s). Install it.", section, error)
+            except Exception as error:
+                self._end.close()
+                raise ConfigError(f"{section}: expected to start; it raised {type(error).__name__}: {error}") from error
+
+    def __call__(self, report: StepReport) -> None:
+        for section, write in list(self._writers.items()):
+            try:
+                for name, value in self._numbers(report):
+                    write(f"Train/Samples/{name}", float(value), report.step * self._batch_size)
+            except Exception as error:
+                logger.warning("%s: it ends here, and training goes on: %s: %s", section, type(error).__name__, error)
+                del self._writers[section]
+
+    def _numbers(self, report: StepReport) -> Iterator[tuple[str, float]]:
+        known = {"train_loss": report.loss, "loss_scale": report.loss_scale, "grad_norm": report.grad_norm}
+        yield from ((name, value) for name, value in known.items() if value is not None)
+        if self._groups:
+            yield "lr", self._groups[0]["lr"]
+        yield "step_s", report.wall_s
+        yield from ((f"{tier}_nbytes", nbytes) for tier, nbytes in report.tier_nbytes.items())
+
+    def close(self) -> None:
+        """Idempotent. Logs a warning where a writer cannot end."""
+        try:
+            self._end.close()
+        except Exception as error:
+            logger.warning("monitors: an end is not written: %s: %s", type(error).__name__, error)
