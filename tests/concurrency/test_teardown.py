@@ -89,7 +89,8 @@ def test_an_engine_ends_in_the_order_of_the_list(swap_path: Path, tmp_path: Path
     monkeypatch.setattr(Teardown, "__enter__", lambda self: made.append(self) or self)
     activations = {"device": "nvme", "nvme_path": str(swap_path), "limit": "1MiB"}
     runtime = {"report": str(tmp_path / "run.jsonl"), "activations": activations}
-    engine = tiered(ParityGPT(), swap_path, ("nvme", "nvme"), runtime=runtime)
+    monitor = {"enabled": True, "output_path": str(tmp_path)}
+    engine = tiered(ParityGPT(), swap_path, ("nvme", "nvme"), runtime=runtime, csv_monitor=monitor)
     ended: list[str] = []
     for name, acts in made[0]._acts.items():
         acts.append(lambda name=name: ended.append(name))
