@@ -335,7 +335,7 @@ def _make_step(
 
     def drain() -> None:
         runtime.accelerator.synchronize()
-        stepper.wait_held()  # a save beside training leases buffers
+        stepper.wait_held()  # an asynchronous save leases buffers
         tiers.drain()
 
     step = TrainStep(

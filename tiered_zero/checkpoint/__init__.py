@@ -8,7 +8,7 @@ Never.  No pickle; no master and no state as a whole in memory, for they move th
     model, and a few frozen units at a time, are copied whole.
 
     checkpoints.py   the order of a save and of a load, as the engine calls them; ranks: what the ranks agree on
-    save.py          capture, write and publish one rank's part of a tag, in the call or beside training
+    save.py          capture, write and publish one rank's part of a tag, in the call or during training
     a run            run_state: its keys, where each rests, the loop through its sub-groups | write: to a tag
                      load: match a checkpoint, read its tensors, write them to the run
                      driver: all that is not a tensor; values: that as JSON

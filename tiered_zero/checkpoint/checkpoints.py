@@ -257,7 +257,7 @@ class Checkpoints:
 
 
 def check_async(config: Config, plan: Plan) -> None:
-    """Raise ConfigError if a save cannot be written beside training: what it reads must stay until it is read."""
+    """Raise ConfigError if a save cannot be written during training: what it reads must stay until it is read."""
     settings = config.tiered_zero
     if not settings.checkpoint.async_save or settings.checkpoint.in_place:
         return

@@ -1,11 +1,11 @@
-"""In-place commits: state that rests on nvme becomes durable where it is, and the next steps write beside it.
+"""In-place commits: state that rests on nvme becomes durable where it is; the next steps write to other extents.
 
 [Note: In-place commits] A commit is a manifest of the store (record/__init__.py) whose metadata is the manifest of a
 checkpoint, with the records of the run's stores. The truth is the newest manifest of the state's store; a tag in a save
 directory is a pointer to it, written after it. A commit of step N, after one of an earlier step M:
 
     1  updates have written only slots that manifest M does not name; nor may they write now
-    2  sync the data files, write and sync `manifest.next`; beside that write and sync the tag under a temporary name
+    2  sync the data files, write and sync `manifest.next`; meanwhile write and sync the tag under a temporary name
     3  rename `manifest.next` to `manifest`, sync the swap directory
     4  updates may write the slots that manifest N does not name
     5  rename the tag and `latest`, sync the save directory, remove a tag that was replaced
@@ -125,7 +125,7 @@ class Commits:
         driver: dict[str, Any] = fields["driver"]
         pointer: Transfer = COMPLETED
         try:
-            if self._ranks.rank == 0:  # beside the commit, so that the two wait for the disks at once
+            if self._ranks.rank == 0:  # during the commit, so that the two wait for the disks at once
                 prepare = partial(tag.prepare_pointer, {**fields, "driver": {}}, save_latest=save_latest)
                 pointer = self._state.runtime.accelerator.lane("save").submit(prepare)
             share = partial(self.share, own_state(driver), fields["swap"][COMMIT_ID])
@@ -162,7 +162,7 @@ class Commits:
         tag gets its name. Raises StoreError: the last commit stays, or which of the two it is is not known, as the
         error says; UntaggedCommitError: the new one is the commit."""
         is_first = self._ranks.rank == 0
-        if len(self.run_ids) == 1:  # fewer syncs: no other store needs to find what is prepared
+        if len(self.run_ids) == 1:  # one store: nothing to agree on between prepare and confirm
             self._stores[0].commit(manifest.step, _metadata(manifest, shares))
         else:
             self._prepare_together(manifest, shares)
@@ -198,7 +198,7 @@ class Commits:
             raise failed[0] if failed else StoreError(wrong[0])
 
     def prepare(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
-        """Make the state durable beside the last commit, and block writes. Raises StoreError; `cancel` is next then."""
+        """Make the state durable next to the last commit, and block writes. Raises StoreError: call `cancel` then."""
         first = _parts(shares)[0].stores[0]
         followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: first.model_dump()}
         for store in reversed(self._stores):

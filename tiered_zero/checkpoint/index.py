@@ -12,7 +12,7 @@ in the shape that `order` permutes, which is null for a row-major tensor. The fo
     rounded     one source: fp32 masters of a parameter that no param group holds, which is what they round to
 
 Each rank makes a `Share`; `join_shares` puts them together. What is read may be hostile: types, ranges and sums are
-checked here, the files by `directory.read_manifest`, places in records as these are opened, and nothing is allocated
+checked here, the files by `tag.read_manifest`, places in records when these are opened, and nothing is allocated
 from a declared size before all three.
 """
 
@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, final
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from tiered_zero.errors import InternalError, StoreError
-from tiered_zero.record.directory import Owner, read_owner
+from tiered_zero.record.directory import Owner, PlainPath, read_owner
 from tiered_zero.record.json_file import Count, StrictModel, first_problem
 from tiered_zero.record.manifest import Contents, Manifest
 from tiered_zero.record.manifest import load as load_manifests
@@ -66,13 +66,7 @@ Text = Annotated[str, Field(min_length=1, max_length=4096)]
 """A key, a name or a path: pydantic refuses half of a surrogate pair."""
 
 
-def _plain_path(path: str) -> str:
-    if not path.startswith("/") or "\0" in path or os.path.normpath(path) != path:
-        raise ValueError("expected a plain absolute path")
-    return path
-
-
-PlainPaths = Annotated[list[Annotated[Text, AfterValidator(_plain_path)]], Field(min_length=1)]
+PlainPaths = Annotated[list[Annotated[PlainPath, Field(max_length=4096)]], Field(min_length=1)]
 
 
 class Swap(TypedDict):
@@ -204,7 +198,7 @@ class WrittenBy(StrictModel):
 
 @final
 class TagManifest(StrictModel):
-    """All that a checkpoint says of itself. `scalars`, `driver`: as values.py gives them; checked where they are
+    """All that a checkpoint says of itself. `scalars`, `driver`: JSON of `driver.encode`, checked when it is
     decoded. `stores`: of a full save, in the order of its files. `aliases`: a further name of a parameter or buffer in
     the model's state_dict -> the name under which it is here. `swap`: of a tag that points to an in-place commit.
     """
@@ -227,11 +221,6 @@ class TagManifest(StrictModel):
         return {
             file_name(rank): store.capacity_nbytes for rank, store in enumerate(self.stores) if store.capacity_nbytes
         }
-
-    @property
-    def data_nbytes(self) -> int:
-        """Bytes of all data files."""
-        return sum(self.files.values())
 
     @model_validator(mode="after")
     def _check(self) -> TagManifest:
@@ -271,8 +260,8 @@ def file_name(rank: int) -> str:
 
 @final
 class RankPart(StrictModel):
-    """One rank's entry in a commit. `stores`: that of the state first. `layout`: of commit_layout; `initialized`: its
-    sub-groups that have state."""
+    """One rank's entry in a commit. `stores`: that of the state first. `layout`: of `in_place.run_fingerprint`.
+    `initialized`: its sub-groups that have state."""
 
     stores: Annotated[list[StoreLocation], Field(min_length=1, max_length=2)]
     layout: str

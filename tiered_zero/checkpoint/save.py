@@ -1,7 +1,7 @@
 """Save one rank's part of a run to a tag: capture it, write it, publish the tag.
 
 `Capture.take` copies what a script may change, `Capture.write` writes a share between two updates, `Capture.publish`
-joins the shares of all ranks and gives the tag its name. `AsyncSave` does the last two beside training.
+joins the shares of all ranks and gives the tag its name. `AsyncSave` does the last two during training.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Capture:
 
 @final
 class AsyncSave:
-    """The save that goes on beside training, if one does. Driver thread. Refers to nothing that refers to the engine,
+    """The save that goes on during training, if one does. Driver thread. Refers to nothing that refers to the engine,
     so that the end of the run can wait for it."""
 
     def __init__(self) -> None:

@@ -7,7 +7,6 @@ prepare, meet at a barrier and then confirm always have one step in common.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, final
 
 import numpy
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from tiered_zero.errors import StoreError
 from tiered_zero.record.files import error_text, open_directory, read_file, sync_directory, write_and_sync
@@ -27,7 +26,6 @@ from tiered_zero.record.json_file import (
     StrictModel,
     decode_file,
     encode_file,
-    first_problem,
 )
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.system.resources import opened
@@ -91,18 +89,6 @@ class Contents(StrictModel):
             if self.ranges[name] and not _is_in_order(self.ranges[name], record):
                 raise ValueError(f"expected ranges of {name[:80]!a} in order, in whole pages and inside of its slots")
         return self
-
-    def body(self) -> dict[str, Any]:
-        """As JSON values."""
-        return self.model_dump(mode="json")
-
-    @classmethod
-    def from_body(cls, body: Any) -> Contents:
-        """Build from JSON values that may be hostile. Raises ValueError."""
-        try:
-            return cls.model_validate_json(json.dumps(body))
-        except ValidationError as error:
-            raise ValueError(first_problem(error)) from error
 
 
 def _is_in_order(ranges: Sequence[Range], record: Record) -> bool:

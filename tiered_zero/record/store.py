@@ -245,11 +245,6 @@ class SwapStore:
         self._check()
         self._commits.confirm()
 
-    @property
-    def is_undecided(self) -> bool:
-        """Whether a state is prepared, and its `confirm` has not begun."""
-        return self._commits.is_undecided
-
     def cancel_prepared(self) -> None:
         """Drop the prepared state, if there is one, durably: another store of the same commit could not prepare."""
         self._commits.cancel()
