@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("tiered_zero", "tests", "tools", "configs", "docs", ".ci")
-SUFFIXES = {".py", ".c", ".h", ".md", ".toml", ".txt", ".json"}
+FOLDERS = ("tiered_zero", "tests", "tools", "configs", "docs", ".ci", ".github")
+SUFFIXES = {".py", ".c", ".h", ".md", ".toml", ".txt", ".json", ".yml", ".cff"}
 NAMES = {"run", "LICENSE", ".gitignore"}
 
 Found = Iterator[tuple[int, str]]

@@ -20,9 +20,9 @@ PACKAGE = ROOT / "tiered_zero"
 PAGES = [
     ROOT / name
     for name in (
-        "README.md CONTRIBUTING.md docs/architecture.md docs/glossary.md docs/migrating.md docs/troubleshooting.md "
-        "docs/storage.md docs/benchmarks.md docs/config.md docs/checkpoints.md docs/ranks.md docs/optimizers.md "
-        "docs/integrations.md"
+        "README.md CONTRIBUTING.md SECURITY.md docs/architecture.md docs/glossary.md docs/migrating.md "
+        "docs/troubleshooting.md docs/storage.md docs/benchmarks.md docs/config.md docs/checkpoints.md docs/ranks.md "
+        "docs/optimizers.md docs/integrations.md"
     ).split()
 ]
 NOT_OURS = set(
