@@ -4,70 +4,19 @@ by `--disk SIZE[:READ,WRITE[:TBW]]`."""
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tiered_zero.errors import ConfigError
 from tiered_zero.layout.extents import file_nbytes
-from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes, parse_hardware_nbytes
+from tiered_zero.plan.machine import Disk
+from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 
 if TYPE_CHECKING:
     from tiered_zero.assembly.spec import RunSpec
 
 _MOVED = ("read_nbytes_per_step", "written_nbytes_per_step")
-
-_TERABYTES = {"t": 10**12, "p": 10**15}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drive:
-    """`text`: as it was given. Rates in bytes a second; `rated_nbytes`: what may be written in its life. None: not
-    given."""
-
-    text: str
-    nbytes: int
-    read_bytes_per_s: int | None = None
-    write_bytes_per_s: int | None = None
-    rated_nbytes: int | None = None
-
-
-def parse_drive(text: str) -> Drive:
-    """Read "2TB", "2TB:7GB/s,5GB/s" or "2TB:7GB/s,5GB/s:1200TBW". Raises ConfigError."""
-    size, rates, rating, *more = (*text.split(":"), "", "")
-    try:
-        if any(more):
-            raise ValueError("it has more than three parts")
-        read, write = _parse_rates(rates) if rates else (None, None)
-        return Drive(
-            text=text,
-            nbytes=parse_hardware_nbytes(size),
-            read_bytes_per_s=read,
-            write_bytes_per_s=write,
-            rated_nbytes=_parse_rating(rating) if rating else None,
-        )
-    except ValueError as error:
-        form = "expected SIZE[:READ,WRITE[:TBW]], such as 2TB:7GB/s,5GB/s:1200TBW"
-        raise ConfigError(f"{form}; found {text!r:.100}: {error}") from error
-
-
-def _parse_rates(text: str) -> list[int]:
-    """Read "7GB/s,5GB/s"."""
-    rates = text.split(",")
-    if len(rates) != 2:
-        raise ValueError(f"{text!r:.100} is not two rates, of reads and of writes")
-    return [parse_hardware_nbytes(rate.strip().removesuffix("/s")) for rate in rates]
-
-
-def _parse_rating(text: str) -> int:
-    """Read "1200TBW" or "1.2PBW"."""
-    found = re.fullmatch(r"(\d+\.?\d*) *([tp])bw", text.strip().lower())
-    if found is None or not float(found[1]):
-        raise ValueError(f"{text!r:.100} is no number above zero with TBW or PBW")
-    return int(float(found[1]) * _TERABYTES[found[2]])
 
 
 def written_per_step(run: RunSpec) -> tuple[int, int]:
@@ -127,19 +76,19 @@ def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]
     return directories, [_drive_row(own, free_nbytes) for free_nbytes, own in drives.values()]
 
 
-def fill_drives(needs: Sequence[dict[str, Any]], drives: Sequence[Drive]) -> list[dict[str, Any]]:
-    """Return rows as `look_at_drives` does. As many drives as directories have one each, in the order of the config;
-    other numbers of drives share all bytes evenly, as `nvme_path` with a directory on each has them."""
+def fill_drives(needs: Sequence[dict[str, Any]], disks: Sequence[Disk]) -> list[dict[str, Any]]:
+    """Return rows as `look_at_drives` does. As many disks as directories have one each, in the order of the config;
+    other numbers of disks share all bytes evenly, as `nvme_path` with a directory on each has them."""
     rows = []
-    for index, drive in enumerate(drives):
-        own, shares = (needs[index : index + 1], 1) if len(drives) == len(needs) else (needs, len(drives))
-        rates = {"read_bytes_per_s": drive.read_bytes_per_s, "write_bytes_per_s": drive.write_bytes_per_s}
-        row = _drive_row(own, drive.nbytes, shares)
+    for index, disk in enumerate(disks):
+        own, shares = (needs[index : index + 1], 1) if len(disks) == len(needs) else (needs, len(disks))
+        rates = {"read_bytes_per_s": disk.read_bytes_per_s, "write_bytes_per_s": disk.write_bytes_per_s}
+        row = _drive_row(own, disk.nbytes or 0, shares)
         moved = [(row[name], rate) for name, rate in zip(_MOVED, rates.values(), strict=True)]
         row["least_step_s"] = max((nbytes / rate for nbytes, rate in moved if rate), default=None)
-        if drive.rated_nbytes and row["written_nbytes_per_step"]:
-            row["steps_to_tbw"] = drive.rated_nbytes // row["written_nbytes_per_step"]
-        rows.append({"disk": drive.text, **row, **rates, "rated_nbytes": drive.rated_nbytes})
+        if disk.rated_nbytes and row["written_nbytes_per_step"]:
+            row["steps_to_tbw"] = disk.rated_nbytes // row["written_nbytes_per_step"]
+        rows.append({"disk": disk.path, **row, **rates, "rated_nbytes": disk.rated_nbytes})
     return rows
 
 

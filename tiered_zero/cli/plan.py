@@ -10,19 +10,18 @@ import click
 
 from tiered_zero.cli.console import print_json
 from tiered_zero.cli.drives import (
-    Drive,
     directory_needs,
     drive_lines,
     drive_problems,
     fill_drives,
     look_at_drives,
-    parse_drive,
 )
 from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_size, parse_source, parsed
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.errors import PlanError
 from tiered_zero.plan.gpt_shape import GPTConfig
+from tiered_zero.plan.machine import Disk, parse_disk
 from tiered_zero.sizes import format_nbytes, parse_hardware_nbytes
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ _NO_ESTIMATE = (
 @click.option(
     "--disk",
     "disks",
-    callback=parsed(parse_drive),
+    callback=parsed(parse_disk),
     multiple=True,
     metavar="2TB[:7GB/s,5GB/s[:1200TBW]]",
     help="Plan for a drive of this size, with its rates of reads and writes and what it is rated to take (default: "
@@ -105,7 +104,7 @@ def plan(
     ranks: int,
     device_memory: int | None,
     host_memory: int | None,
-    disks: tuple[Drive, ...],
+    disks: tuple[Disk, ...],
     as_json: bool,
 ) -> None:
     """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing.

@@ -1,0 +1,167 @@
+"""A machine as plans see it: its sizes and rates, measured (hardware/rates.py) or described in a file or by options."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from tiered_zero.config.json_file import read_json
+from tiered_zero.errors import ConfigError
+from tiered_zero.sizes import parse_hardware_nbytes
+from tiered_zero.system.resources import opened
+
+_TERA: Final = {"t": 10**12, "p": 10**15}
+
+
+def _read_nbytes(value: Any) -> Any:
+    """Read "24GiB" and "7GB/s"; leave numbers."""
+    return parse_hardware_nbytes(value.strip().removesuffix("/s")) if isinstance(value, str) else value
+
+
+def _read_flops(value: Any) -> Any:
+    """Read "150TFLOPS"; leave numbers."""
+    return _tera(value, "flops") if isinstance(value, str) else value
+
+
+def _tera(text: str, unit: str) -> int:
+    """Read a number with T or P before `unit`, such as "1200TBW" or "1.2PBW". Raises ValueError."""
+    found = re.fullmatch(rf"(\d+\.?\d*) *([tp]){unit}", text.strip().lower())
+    if found is None or not float(found[1]):
+        names = " or ".join(prefix + unit.upper() for prefix in "TP")
+        raise ValueError(f"{text!r:.100} is no number above zero with {names}")
+    return int(float(found[1]) * _TERA[found[2]])
+
+
+def _read_rating(value: Any) -> Any:
+    """Read "1200TBW"; leave numbers."""
+    return _tera(value, "bw") if isinstance(value, str) else value
+
+
+_Nbytes = Annotated[int, BeforeValidator(_read_nbytes), Field(gt=0)]
+_Rate = Annotated[float, BeforeValidator(_read_nbytes), Field(gt=0, allow_inf_nan=False)]
+_Flops = Annotated[float, BeforeValidator(_read_flops), Field(gt=0, allow_inf_nan=False)]
+_Rated = Annotated[int, BeforeValidator(_read_rating), Field(gt=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """The disk of a directory, or one described. None: not known.
+
+    `path`: the directory, or the text that describes the disk. `nbytes`: free for this user. `mixed_bytes_per_s`: bytes
+    of both a second, half of them read and half written at the same time. `rated_nbytes`: what the maker lets be
+    written in its life.
+    """
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    path: str
+    nbytes: _Nbytes | None = None
+    read_bytes_per_s: _Rate | None = None
+    write_bytes_per_s: _Rate | None = None
+    mixed_bytes_per_s: _Rate | None = None
+    rated_nbytes: _Rated | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Sizes and rates of a machine. None, and a type that `flops_per_s` lacks: not known.
+
+    `source`: where the numbers come from. `date`: of the measurement, ISO 8601. `device`: "cpu", "cuda", ...
+    `device_nbytes`, `host_nbytes`: free for this user. `flops_per_s`: of matrix products, by "bf16", "fp16", "fp32".
+    `copy_bytes_per_s`: of host memory, read and written. `update_bytes_per_s`: what AdamW reads and writes, on all
+    cores. `to_device_bytes_per_s`, `from_device_bytes_per_s`: of pinned memory; None where the device is the CPU.
+    """
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    name: str
+    source: str = ""
+    date: str = ""
+    num_cores: Annotated[int, Field(gt=0)] | None = None
+    device: str = "cpu"
+    device_nbytes: _Nbytes | None = None
+    host_nbytes: _Nbytes | None = None
+    flops_per_s: Mapping[str, _Flops] = field(default_factory=dict)
+    copy_bytes_per_s: _Rate | None = None
+    update_bytes_per_s: _Rate | None = None
+    to_device_bytes_per_s: _Rate | None = None
+    from_device_bytes_per_s: _Rate | None = None
+    disks: tuple[Disk, ...] = ()
+
+    def save(self, path: Path) -> None:
+        """Replace the file, mode 0600. Raises OSError."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) as fd:
+            os.write(fd, json.dumps(asdict(self), indent=2).encode() + b"\n")
+        os.replace(temporary, path)
+
+
+_READER: Final = TypeAdapter(Machine)
+
+
+def load_machine(path: Path) -> Machine:
+    """Read what `Machine.save` has written, or a description, whose sizes and rates may be text: "24GiB", "7GB/s",
+    "150TFLOPS", "1200TBW". Raises ConfigError."""
+    try:
+        return _READER.validate_json(json.dumps(read_json(path)))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path} describes no machine: {where:.200}: {first['msg']}.") from error
+
+
+def default_path() -> Path:
+    """Name the file of the rates that were measured on this machine."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "tiered_zero" / "machine.json"
+
+
+def from_description(
+    base: Machine | None = None,
+    *,
+    device_nbytes: int | None = None,
+    host_nbytes: int | None = None,
+    disks: Sequence[Disk] = (),
+) -> Machine:
+    """Return `base` with the sizes and disks that are given in place of its own; None: a machine without rates."""
+    machine = base or Machine(name="described by options")
+    return replace(
+        machine,
+        device_nbytes=device_nbytes or machine.device_nbytes,
+        host_nbytes=host_nbytes or machine.host_nbytes,
+        disks=tuple(disks) or machine.disks,
+    )
+
+
+def parse_disk(text: str) -> Disk:
+    """Read "2TB", "2TB:7GB/s,5GB/s" or "2TB:7GB/s,5GB/s:1200TBW". Raises ConfigError.
+
+    Reading and writing at once is taken to be as fast as half the bytes read, then half written.
+    """
+    size, rates, rating, *more = (*text.split(":"), "", "")
+    try:
+        if any(more):
+            raise ValueError("it has more than three parts")
+        both = [_read_nbytes(rate) for rate in rates.split(",")] if rates else []
+        if rates and len(both) != 2:
+            raise ValueError(f"{rates!r:.100} is not two rates, of reads and of writes")
+        read, write = both or (None, None)
+        return Disk(
+            path=text,
+            nbytes=parse_hardware_nbytes(size),
+            read_bytes_per_s=read,
+            write_bytes_per_s=write,
+            mixed_bytes_per_s=2 / (1 / read + 1 / write) if read and write else None,
+            rated_nbytes=_read_rating(rating) if rating else None,
+        )
+    except ValueError as error:
+        form = "expected SIZE[:READ,WRITE[:TBW]], such as 2TB:7GB/s,5GB/s:1200TBW"
+        raise ConfigError(f"{form}; found {text!r:.100}: {error}") from error
