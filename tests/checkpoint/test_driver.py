@@ -71,8 +71,10 @@ def capture(engine: tiered_zero.Engine, loader: TrainingLoader | None = None, **
 
 
 def restore(engine: tiered_zero.Engine, saved: Any, loader: TrainingLoader | None = None, **parts: bool) -> Any:
-    driver = driver_state(engine, loader)
-    return driver.restore(driver.check(saved, LoadParts(**parts)), LoadParts(**parts))
+    driver, loaded = driver_state(engine, loader), LoadParts(**parts)
+    state = driver.check(saved, loaded)
+    driver.restore_optimizer(state, loaded)
+    return driver.restore(state, loaded)
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------
@@ -517,9 +519,9 @@ def test_changed_states_are_refused_or_restored(make: Callable[..., tiered_zero.
             assert len(str(error)) < 2500
     assert num_refused > 500 and 100 < len(taken) < num_refused
     assert capture(engine, loader, mine=1) == whole
-    for state in taken:
+    for state in [*taken, driver.check(whole)]:
+        driver.restore_optimizer(state)
         driver.restore(state)
-    driver.restore(driver.check(whole))
 
 
 @pytest.mark.parametrize("saved", [None, [], {}, {"counts": 1}, 5, "x"])

@@ -14,7 +14,7 @@ from tests.support.walks import Walk, host_config, over, record
 
 MOST = {"save": (690, 45), "load": (867, 50)}
 """(calls, files)"""
-MOST_LOAD_RETURNS = 6
+MOST_LOAD_RETURNS = 3
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -161,8 +161,8 @@ class Checkpoints:
     def find(
         self, load_dir: str | os.PathLike[str], tag: str | None, begin: Callable[[], None]
     ) -> FoundCheckpoint | None:
-        """Find the tag to load; None, with a warning, if there is no checkpoint. `begin`: see `save`. Raises
-        StoreError."""
+        """End what runs and drop what the device holds, and find the tag to load; None, with a warning, if there is no
+        checkpoint. `begin`: see `save`. Raises StoreError."""
 
         def look() -> FoundCheckpoint | None:
             if tag is None and (why := nothing_to_load(load_dir)):
@@ -176,6 +176,9 @@ class Checkpoints:
         def prepare() -> None:
             begin()
             self.wait()
+            with self._policy.failures.surfacing():
+                self._policy.finish(before_write=True)
+                self._weights.invalidate_all()  # refused while they are in use
 
         return find_together(self._ranks, load_dir, look, prepare)
 
@@ -190,7 +193,6 @@ class Checkpoints:
             checked: list[tuple[TensorReader, Matched, dict[str, Any]]] = []
 
             def check() -> TagManifest:
-                self._policy.finish(before_write=True)
                 own_runs = () if self._commits is None else self._commits.run_ids
                 reader = opened.enter_context(open_reader(found, own_runs))
                 checked.append((reader, *self._check(reader.manifest, parts, strict)))
@@ -199,7 +201,7 @@ class Checkpoints:
             check_together(self._ranks, check)
             if place is not None:
                 place()
-            agree(self._ranks, f"{LOAD}: its weights", self._weights.invalidate_all)  # refused while they are in use
+                self._weights.invalidate_all()
             reader, matched, driver = checked[0]
             self._overwrite(found.path, partial(self._read, reader, matched, driver, parts))
             return dict(driver["client_state"])
@@ -215,9 +217,10 @@ class Checkpoints:
             raise
 
     def _read(self, reader: TensorReader, matched: Matched, driver: dict[str, Any], parts: LoadParts) -> None:
-        self._driver.restore(driver, parts)
+        self._driver.restore_optimizer(driver, parts)
         with torch.no_grad():
             StateLoader(self._state, reader, matched, self._policy.groups).load()
+        self._driver.restore(driver, parts)
 
     def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool = True) -> tuple[Matched, dict[str, Any]]:
         """Check all of a checkpoint but the values. Returns what goes where, and the driver's state."""
@@ -246,6 +249,7 @@ class Checkpoints:
                 if layout.subgroup.index in adoption.initialized:
                     view.scalars.replace(layout, matched.scalars(layout))
             values.restore_buffers()
+            self._driver.restore_optimizer(driver)
             self.resumed = adoption.found.path, self._driver.restore(driver)
 
         agree(self._ranks, f"{LOAD}: its values", restore)

@@ -208,8 +208,14 @@ class DriverState:
             self._check_optimizer(self.optimizer, state, parts)
         return state
 
+    def restore_optimizer(self, state: State, parts: LoadParts | None = None) -> None:
+        """Restore the values of param groups and the schedule from what `check` has returned, before any array is
+        loaded: state that begins anew begins with these values."""
+        if self.optimizer is not None and not (parts or LoadParts()).module_only:
+            self._restore_optimizer(self.optimizer, state, parts or LoadParts())
+
     def restore(self, state: State, parts: LoadParts | None = None) -> dict[str, Any]:
-        """Restore what `check` has returned; return the client_state. The caller has flushed the policy."""
+        """Restore the rest of what `check` has returned; return the client_state. The caller has flushed the policy."""
         parts = parts or LoadParts()
         if self.module is not None:
             _restore_extra_states(self.module, state["modules"])
@@ -219,8 +225,6 @@ class DriverState:
         self.policy.num_applied = state["num_applied"]
         scaler = state["loss_scaler"] if parts.optimizer_states else None
         self.overflow.restore((OverflowCounts(**state["overflow"]), scaler))
-        if self.optimizer is not None:
-            self._restore_optimizer(self.optimizer, state, parts)
         if self.loader is not None:
             self._restore_position(self.loader, state["loader"])
         if state["random_states"] is not None:
