@@ -82,7 +82,7 @@ def test_layers_in_checkpoints(use_reentrant, runtime, clipping, swap_path):
 
 
 class OneRegion(nn.Module):
-    """All layers in one checkpoint that is not reentrant: in backward all of their weights are in use together."""
+    """All layers in one checkpoint that is not reentrant."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
@@ -107,10 +107,10 @@ def train_in_one_region(trainer: Any) -> list[Any]:
 @pytest.mark.parametrize("clipping", [0.0, 0.1])
 @pytest.mark.parametrize("placement", FAR, ids="-".join)
 def test_a_region_larger_than_the_window(placement, clipping, swap_path, caplog):
-    """A run goes on beyond its plan, and says so; with a cap of the user's own it ends in an error that names it."""
-    small = {"stage3_prefetch_bucket_size": 0}
+    """Weights that a checkpoint has computed with again leave: of six layers two have room."""
+    small = {"stage3_max_live_parameters": 12_500, "stage3_prefetch_bucket_size": 0}
     assert_parity(lambda: OneRegion(6), train_in_one_region, swap_path, [placement], clipping=clipping, zero=small)
-    assert sum("more on the device than planned" in record.message for record in caplog.records) == 1
+    assert not any("more on the device than planned" in record.message for record in caplog.records)
 
 
 def whole(trainer: Any, **options: Any) -> Any:
