@@ -76,7 +76,7 @@ class TestCommand:
     def test_in_a_pipe_each_key_has_a_whole_line(self, columns: str, tmp_path: Path) -> None:
         path = tmp_path / "c.json"
         path.write_text('{"train_batch_size": 8, "dump_state": true}')
-        result = CliRunner(env={"COLUMNS": columns}).invoke(explain, [str(path)])
+        result = CliRunner(env={"COLUMNS": columns}).invoke(explain, [str(path), "--all"])
         lines = result.output.splitlines()
         for row in load(path).explain():
             assert [line for line in lines if line.startswith(f"{row.path} = ")] != [], row.path
@@ -88,27 +88,33 @@ class TestCommand:
         path.write_text('{"train_batch_size": 8}')
         console = Console(width=columns, force_terminal=True, color_system=None, record=True)
         monkeypatch.setattr("tiered_zero.cli.explain.stdout", lambda: console)
-        assert CliRunner().invoke(explain, [str(path)]).exit_code == 0
+        assert CliRunner().invoke(explain, [str(path), "--all"]).exit_code == 0
         text = console.export_text()
         for row in load(path).explain():
             assert row.path in text
 
-    def test_changed_keys_only(self, tmp_path: Path) -> None:
+    def test_without_all_the_keys_of_the_file_and_what_follows(self, tmp_path: Path) -> None:
         path = tmp_path / "c.json"
         path.write_text(
             '{"train_batch_size": 8, "bf16": {"enabled": "auto"}, "zero_optimization": {"cpu_offload": true}}'
         )
-        result = CliRunner().invoke(explain, [str(path), "--changed", "--json"])
-        assert [row["path"] for row in json.loads(result.output)["keys"]] == [
-            "train_batch_size",
-            "bf16.enabled",
-            "zero_optimization.offload_optimizer.device",
-        ]
+        result = CliRunner().invoke(explain, [str(path), "--json"])
+        shown = {row["path"]: row["source"] for row in json.loads(result.output)["keys"]}
+        assert shown == {
+            "train_batch_size": "file",
+            "train_micro_batch_size_per_gpu": "derived",
+            "gradient_accumulation_steps": "derived",
+            "bf16.enabled": "auto",
+            "zero_optimization.offload_optimizer.device": "renamed",
+        }
+        num_left = len(load(path).explain()) - len(shown)
+        text = CliRunner().invoke(explain, [str(path)]).output
+        assert f"{num_left} other keys have their defaults; --all shows them." in text
 
     def test_json(self, tmp_path: Path) -> None:
         path = tmp_path / "c.json"
         path.write_text('{"train_batch_size": 8}')
-        result = CliRunner().invoke(explain, [str(path), "--json", "--world-size", "2"])
+        result = CliRunner().invoke(explain, [str(path), "--all", "--json", "--world-size", "2"])
         rows = {row["path"]: row for row in json.loads(result.output)["keys"]}
         assert rows["train_micro_batch_size_per_gpu"]["value"] == 4
         assert rows["train_micro_batch_size_per_gpu"]["source"] == "derived"

@@ -51,7 +51,7 @@ def explain(tmp_path: Path, config: dict[str, Any]) -> dict[str, Any]:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
     assert CliRunner().invoke(main, ["explain", str(path)]).exit_code == 0
-    result = CliRunner().invoke(main, ["explain", str(path), "--json"])
+    result = CliRunner().invoke(main, ["explain", str(path), "--all", "--json"])
     assert result.exit_code == 0, result.output
     answer: dict[str, Any] = json.loads(result.stdout)
     return {row["path"]: row for row in answer["keys"]} | {"notices": answer["notices"]}

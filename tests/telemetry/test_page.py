@@ -6,14 +6,18 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
+import torch
 
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import tiered, train
 from tiered_zero.sizes import TIERS
 from tiered_zero.telemetry.page import MAX_BARS, MAX_ROWS, draw_timeline, render_page
 from tiered_zero.telemetry.page_style import COLOURS, STYLE, style_of
-from tiered_zero.telemetry.report import CAUSES, StepReport
-from tiered_zero.telemetry.runlog import RunHeader, RunRecord, Timeline
+from tiered_zero.telemetry.report import CAUSES, RunTotals, StepReport
+from tiered_zero.telemetry.runlog import RunHeader, RunRecord, Timeline, read_run
 from tiered_zero.telemetry.spans import LANES, Span
 
 MIB = 1 << 20
@@ -55,6 +59,7 @@ def make_run(num_steps: int = 3) -> RunRecord:
         num_parameters=1000,
         planned_nbytes={"device": {"parameters": 2 * MIB}, "nvme": {"state": 6 * MIB}},
         facts={"engine": "&"},
+        config={"bf16.enabled": "true", "tiered_zero.report": '"<run>"'},
     )
     steps = [
         StepReport(
@@ -63,6 +68,8 @@ def make_run(num_steps: int = 3) -> RunRecord:
             seconds={"forward": 0.3, "wait_param": 0.1, "other": 0.1},
             loss=5.0 / step,
             tokens=100,
+            lr=step * 1e-3,
+            grad_norm=2.0,
             busy_s={"compute": 0.3, "disk read": 0.4},
             tier_nbytes={"device": MIB},
             peak_nbytes={"device": MIB},
@@ -105,6 +112,23 @@ def test_it_shows_what_was_recorded() -> None:
     assert "Not recorded" not in words
 
 
+def test_it_shows_the_config_the_checkpoints_and_the_wear() -> None:
+    run = make_run(5)
+    run.steps[2] = replace(run.steps[2], seconds={"forward": 0.3, "save": 0.2})
+    run.steps[4] = replace(run.steps[4], loss_scale=512.0, skipped=True)
+    totals = RunTotals()
+    for step in run.steps:
+        totals.add(replace(step, cpu_share=0.75, link_nbytes={"disk write": 10**9}))
+    run.footer = replace(totals.report(), end_save_s=0.4)
+    words = Outline(render_page(run, "run")).words
+    for expected in (
+        "bf16.enabledtrue", 'tiered_zero.report"<run>"', "loaded, after step 2, 52 in 0.60 s", "process got75%",
+        "a TB of a drive's rating lasts 1,000 steps)953.7 MiB", "Loss scale", "5 steps (1 skipped)",
+    ):  # fmt: skip
+        assert expected in words
+    assert "Loss scale" not in Outline(render_page(make_run(), "run")).words
+
+
 def test_long_steps_are_cut_off_and_counted() -> None:
     run = make_run(9)
     assert "cut off" not in Outline(render_page(run, "run")).words
@@ -125,13 +149,13 @@ def test_a_run_that_was_resumed_says_after_which_step() -> None:
 
 def test_what_was_not_recorded_is_said() -> None:
     words = Outline(render_page(RunRecord(header=RunHeader(model="m", num_parameters=0)), "empty")).words
-    assert words.count("Not recorded.") == 7
+    assert words.count("Not recorded.") == 10
     bare = RunRecord(
         header=RunHeader(model="m", num_parameters=0),
         steps=[StepReport(step=1, wall_s=1.0, seconds={"other": 1.0}, loss=math.nan)],
     )
     words = Outline(render_page(bare, "bare")).words
-    assert "Steps/s" in words and words.count("Not recorded.") == 5
+    assert "Steps/s" in words and words.count("Not recorded.") == 8
 
 
 def test_a_timeline_of_many_spans_keeps_the_longest() -> None:
@@ -175,3 +199,22 @@ def test_every_name_has_a_colour_in_light_and_in_dark() -> None:
     for name in (*CAUSES, *LANES, *TIERS):
         assert name in COLOURS and f".{style_of(name)} {{" in STYLE
     assert style_of("something new") == "other"
+
+
+def test_a_run_records_rates_norms_saves_and_where_it_ran(swap_path: Path, tmp_path: Path) -> None:
+    """Each step has the learning rate that it was made with; a save after the last step is in the footer."""
+
+    def halve(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    path = tmp_path / "run.jsonl"
+    with tiered(ParityGPT(), swap_path, clipping=1.0, make_scheduler=halve, runtime={"report": str(path)}) as engine:
+        train(engine, batch, 2)
+        engine.save_checkpoint(str(tmp_path / "saved"))
+    run = read_run(path)
+    first, second = (step.lr for step in run.steps)
+    assert first is not None and second == first / 2
+    assert all(step.grad_norm for step in run.steps)
+    assert run.footer is not None and run.footer.end_save_s > 0
+    assert {"tiered_zero", "torch", "python", "kernel", "host"} <= set(run.header.facts)
+    assert run.header.config["gradient_clipping"] == "1.0" and "aio.block_size" not in run.header.config

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +59,7 @@ from tiered_zero.plan.remedies import open_settings
 from tiered_zero.plan.request import RankRequest
 from tiered_zero.plan.slots import BUFFERS
 from tiered_zero.rules.kernel_rule import open_kernel
+from tiered_zero.system.process import processor_name
 from tiered_zero.telemetry.monitors import Monitors, Open, csv_in, tensorboard_in, wandb_of
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader, RunObserver, StepLog
@@ -517,13 +521,16 @@ def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) ->
     facts = {
         "update": run_spec.plan.update_policy.policy,
         "device": str(runtime.accelerator.device),
-        "rule": run_spec.rule.name,
+        **{name: str(value) for name, value in written_by(run_spec.rule, config, runtime).items()},
+        "python": platform.python_version(),
+        "host": f"{platform.node()}: {processor_name()}, {os.cpu_count()} processors, Linux {platform.release()}",
     }
     header = RunHeader(
         model=type(run_spec.model).__name__,
         num_parameters=num_parameters,
         planned_nbytes=planned,
         facts=facts,
+        config={row.path: json.dumps(row.value, default=str) for row in config.explain() if row.source != "default"},
         open_settings=open_settings(run_spec.plan),
     )
     observer = RunObserver(runtime.recorder, header, settings.report, settings.trace)

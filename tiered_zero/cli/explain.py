@@ -20,17 +20,18 @@ _STYLES = {"default": "dim", "auto": "yellow", "derived": "yellow", "renamed": "
 
 @click.command("explain")
 @click.argument("config", type=click.Path(dir_okay=False))
-@click.option("--changed", is_flag=True, help="Only the keys that CONFIG holds.")
+@click.option("--all", "with_defaults", is_flag=True, help="Also the keys that CONFIG leaves to their defaults.")
 @JSON_OPTION
 @click.option("--world-size", default=1, show_default=True, type=click.IntRange(min=1), help="Data-parallel ranks.")
-def explain(config: str, changed: bool, as_json: bool, world_size: int) -> None:
-    """Print each key of CONFIG and each default: its value, its source and its effect."""
+def explain(config: str, with_defaults: bool, as_json: bool, world_size: int) -> None:
+    """Print each key that CONFIG holds, or that follows from those: its value, its source and its effect."""
     loaded = load(config, world_size=world_size, to_train=False)
     if loaded.optimizer is not None or loaded.scheduler is not None:
         from tiered_zero.rules.from_config import check_sections  # torch takes seconds
 
         check_sections(loaded)
-    rows = [row for row in loaded.explain() if not changed or row.source not in ("default", "derived")]
+    every = loaded.explain()
+    rows = [row for row in every if with_defaults or row.source != "default"]
     if as_json:
         print_json({"keys": rows, "notices": loaded.notices})
         return
@@ -39,6 +40,8 @@ def explain(config: str, changed: bool, as_json: bool, world_size: int) -> None:
         console.print(_line(row), soft_wrap=True)  # never cut: a key is searched for, and copied
     for line in loaded.notices:
         console.print(Text(line), soft_wrap=True)
+    if len(rows) < len(every):
+        console.print(f"{len(every) - len(rows)} other keys have their defaults; --all shows them.", soft_wrap=True)
 
 
 def _line(row: KeyReport) -> Text:

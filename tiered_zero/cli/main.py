@@ -23,7 +23,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("tiered_zero.cli.train:train", "Train a small GPT across the tiers that a config names."),
     "plan": Command("tiered_zero.cli.plan:plan", "Show the bytes that a run needs on each tier, before it is run."),
-    "explain": Command("tiered_zero.cli.explain:explain", "Show each key of a config: value, origin, effect."),
+    "explain": Command(
+        "tiered_zero.cli.explain:explain", "Show what becomes of a config's keys: value, source, effect."
+    ),
     "report": Command("tiered_zero.cli.explain:report", "Turn the record of a run into one HTML page."),
     "swap": Command("tiered_zero.cli.swap:swap", "Look at swap directories, and clean them up."),
     "checkpoint": Command(

@@ -10,12 +10,13 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, final
 
 import click
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import tiered_zero
 from tiered_zero.cli.console import STDERR, print_json, print_table
@@ -33,7 +34,7 @@ from tiered_zero.plan.remedies import open_settings
 from tiered_zero.sizes import TIERS, format_nbytes
 from tiered_zero.stopping import INTERRUPTED, TERMINATED, StopRequest, stop_on_signals
 from tiered_zero.telemetry.advice import explain_pace
-from tiered_zero.telemetry.report import MAX_STEPS_KEPT, RunReport, RunTotals
+from tiered_zero.telemetry.report import MAX_STEPS_KEPT, RunReport, RunTotals, StepReport
 
 logger = logging.getLogger("tiered_zero")
 
@@ -143,8 +144,9 @@ class Training:
                 own_loss = train_step(engine, self._corpus, step, self._model.context, options.seed)
                 loss, stop_code = ranks.after_step(own_loss, stop.code)
                 assert engine.step_report is not None
-                totals.add(replace(engine.step_report, loss=loss, tokens=self._step_tokens))
-                progress.advance(loss, self._step_tokens)
+                report = replace(engine.step_report, loss=loss, tokens=self._step_tokens)
+                totals.add(report)
+                progress.advance(report)
                 if not math.isfinite(loss):
                     return DIVERGED
                 if saver is not None:
@@ -251,7 +253,8 @@ def _size(nbytes: int | None) -> str:
 
 
 class TrainingProgress:
-    """Shows loss, tokens/s and time left on stderr: a bar on a terminal, a line now and then elsewhere. One thread."""
+    """Shows loss, learning rate, gradient norm, tokens/s and time left on stderr: a bar on a terminal, a line now and
+    then elsewhere. One thread."""
 
     def __init__(self, num_steps: int, is_shown: bool = True) -> None:
         """`is_shown`: only rank 0's is."""
@@ -266,8 +269,6 @@ class TrainingProgress:
             MofNCompleteColumn(),
             BarColumn(),
             TextColumn("{task.fields[figures]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
             console=STDERR,
             disable=not STDERR.is_terminal or not is_shown,
         )
@@ -285,20 +286,22 @@ class TrainingProgress:
         self.done = self.first = step
         self._bar.update(self._task, completed=step)
 
-    def advance(self, loss: float, num_tokens: int) -> None:
+    def advance(self, report: StepReport) -> None:
         """Show a step that is done."""
         self.done += 1
-        self.loss = loss
+        self.loss = math.nan if report.loss is None else report.loss
         now_s = time.monotonic()
-        self._recent.append((now_s, num_tokens))
+        self._recent.append((now_s, report.tokens))
         took_s = max(now_s - self._recent[0][0], 1e-9)
         tokens_per_s = sum(count for _, count in list(self._recent)[1:]) / took_s
-        figures = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s"
+        left_s = round((self._num_steps - self.done) * took_s / (len(self._recent) - 1))
+        known = {"lr": report.lr, "norm": report.grad_norm}
+        words = "".join(f"{name} {value:.3g}  " for name, value in known.items() if value is not None)
+        figures = f"loss {self.loss:.3f}  {words}{tokens_per_s:,.0f} tokens/s  left {timedelta(seconds=left_s)}"
         self._bar.update(self._task, advance=1, figures=figures)
         if self._bar.disable and now_s - self._last_line_s >= SECONDS_BETWEEN_LINES:
             self._last_line_s = now_s
-            left_s = (self._num_steps - self.done) * took_s / (len(self._recent) - 1)
-            logger.info("step %d/%d  %s  left %d:%02d", self.done, self._num_steps, figures, *divmod(round(left_s), 60))
+            logger.info("step %d/%d  %s", self.done, self._num_steps, figures)
 
 
 @final

@@ -261,6 +261,8 @@ class TrainStep:
             boundary = self.counts.begin_step(self.pager.num_uses)
             self.arrivals.num_own_backwards = 0
             if boundary:
+                lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+                lr = None if lr is None else float(lr)  # of this step: a scheduler sets the next one's
                 with self.runtime.recorder.span("compute", "step"):
                     self._take_step(optimizer, lr_scheduler, by_optimizer)
                 self.failures.has_surfaced = False
@@ -269,6 +271,7 @@ class TrainStep:
             check = self.counts.grad_check
             self.meter.finish(
                 self.counts.global_steps,
+                lr=lr,
                 grad_norm=check.norm if check else None,
                 loss_scale=self.overflow.loss_scale,
                 skipped=self.overflow.counts.skipped_in_a_row > 0,

@@ -7,6 +7,7 @@ processors below what the machine has.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import final
@@ -67,6 +68,13 @@ def read_text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def processor_name() -> str:
+    """Return the model of the processors, as Linux names it; the architecture where it names none."""
+    lines = read_text(Path("/proc/cpuinfo")).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def boot_id() -> str:

@@ -29,6 +29,9 @@ CUT_AT = 4.0
 MAX_BARS = 4000
 """Of a timeline; the longest are drawn, so that the page stays small."""
 
+MAX_PLACES = 6
+"""Of checkpoints that are named."""
+
 MAX_ROWS = 6
 """Of a lane: a disk may have many requests at a time, of which so many are drawn."""
 
@@ -40,16 +43,20 @@ def render_page(run: RunRecord, title: str) -> str:
             f"<h1>{escape(title)}</h1>",
             _about(run),
             _why(run.report),
-            _figures(run.report),
+            _figures(run),
             '<div class="charts">',
-            _loss(run.steps),
+            _curve(run.steps, "Loss", "loss"),
             _speed(run.steps),
             _causes(run.steps),
             _memory(run.steps),
+            _curve(run.steps, "Learning rate", "lr"),
+            _curve(run.steps, "Gradient norm, before clipping", "grad_norm"),
+            _curve(run.steps, "Loss scale", "loss_scale") if any(step.loss_scale != 1 for step in run.steps) else "",
             "</div>",
             _links(run.report),
             _timeline(run.timeline),
             _plan(run),
+            _config(run),
             _meanings(),
         )
     )
@@ -68,7 +75,8 @@ def _about(run: RunRecord) -> str:
     return f"<p>{words}{ended}</p>"
 
 
-def _figures(report: RunReport) -> str:
+def _figures(run: RunRecord) -> str:
+    report = run.report
     first, last = ("?" if loss is None else f"{loss:.3f}" for loss in (report.first_loss, report.last_loss))
     entries = {
         "made": report.steps_text,
@@ -78,13 +86,35 @@ def _figures(report: RunReport) -> str:
         "overlap": f"{report.overlap:.0%}",
         "bound by": report.bound_by,
     }
+    if report.cpu_share is not None:
+        entries["CPU share that the process got"] = f"{report.cpu_share:.0%}"
+    if written := report.link_nbytes.get("disk write"):
+        lasts = f"{1e12 * report.steps / written:,.0f} steps"
+        entries[f"wear: written a step (a TB of a drive's rating lasts {lasts})"] = format_nbytes(
+            written // report.steps
+        )
+    if saves := _saves(run):
+        *others, last = map(str, saves)
+        places = [*others[: MAX_PLACES - 1], *["..."] * (len(others) >= MAX_PLACES), last]
+        entries[f"checkpoints saved or loaded, after step {', '.join(places)}"] = (
+            f"{len(saves)} in {sum(saves.values()):.2f} s"
+        )
     return f"<dl>{''.join(f'<div><dt>{name}</dt><dd>{escape(text)}</dd></div>' for name, text in entries.items())}</dl>"
 
 
-def _loss(steps: Sequence[StepReport]) -> str:
-    points = [(step.step, step.loss) for step in steps if step.loss is not None]
+def _saves(run: RunRecord) -> dict[int, float]:
+    """Return the steps after which checkpoints were saved or loaded, with the seconds of those calls."""
+    calls = {step.step - 1: seconds for step in run.steps if (seconds := step.seconds.get("save"))}
+    if run.footer is not None and run.footer.end_save_s:
+        calls[run.steps[-1].step if run.steps else 0] = run.footer.end_save_s
+    return calls
+
+
+def _curve(steps: Sequence[StepReport], title: str, name: str) -> str:
+    """Draw a value of the steps that have it."""
+    points = [(step.step, value) for step in steps if (value := getattr(step, name)) is not None]
     return _figure(
-        "Loss", line_chart("Loss by step", "step", "loss", [Series(name="loss", style="forward", points=points)])
+        title, line_chart(f"{title} by step", "step", name, [Series(name=name, style="step", points=points)])
     )
 
 
@@ -219,6 +249,12 @@ def _plan(run: RunRecord) -> str:
     head = "<tr><th>tier</th><th>kind</th><td>planned</td><td>peak</td></tr>"
     table = f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
     return _figure("Planned and measured", table if rows else NOT_RECORDED)
+
+
+def _config(run: RunRecord) -> str:
+    rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in run.header.config.items())
+    table = f'<table class="meanings"><tbody>{rows}</tbody></table>' if rows else NOT_RECORDED
+    return _figure("Config: keys that do not have their defaults", table)
 
 
 def _seconds_unit(largest_s: float) -> tuple[float, str]:

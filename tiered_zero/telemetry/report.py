@@ -66,7 +66,8 @@ class StepReport(JsonRecord):
     """One optimizer step. See [Note: What is said of a step].
 
     `loss`: mean over the micro-batches, unscaled; None if it is not known. `tokens`: of all micro-batches; 0 where
-    the model does not read tokens. `grad_norm`: before clipping; None if it is not taken. `seconds`: by cause.
+    the model does not read tokens. `lr`: of the first param group, in this step; None if it has none. `grad_norm`:
+    before clipping; None if it is not taken. `seconds`: by cause.
     `link_nbytes`, `busy_s`: by lane. `tier_nbytes`: the most on each tier in this step. `peak_nbytes`: the most since
     the run began. `kind_nbytes`: tier -> kind -> its own most since the run began. `activations`: how many storages,
     and bytes, were moved, and found no room in their budget (kept), where activations are offloaded. `cpu_share`: of
@@ -80,6 +81,7 @@ class StepReport(JsonRecord):
     seconds: dict[str, float]
     loss: float | None = None
     tokens: int = 0
+    lr: float | None = None
     grad_norm: float | None = None
     loss_scale: float = 1.0
     skipped: bool = False
@@ -162,7 +164,7 @@ class StepMeter:
         self.num_tokens = 0
 
     def finish(self, step: int, **facts: Any) -> None:
-        """End an optimizer step. `facts`: grad_norm, loss_scale, skipped of `StepReport`."""
+        """End an optimizer step. `facts`: lr, grad_norm, loss_scale, skipped of `StepReport`."""
         now_s, cpu_s = time.perf_counter(), time.process_time()
         possible_s = self._num_threads * (now_s - self._start_s)
         losses, self.losses = self.losses, []
@@ -215,7 +217,7 @@ class RunReport(JsonRecord):
 
     `planned_nbytes`, `peak_nbytes`: by tier. `link_nbytes`: by lane, whole run. `bytes_per_s`: by lane, while busy.
     `open_settings`: those that have room to change, by the plan. `cpu_share`: see StepReport. `start_s`: of placing
-    the values.
+    the values. `end_save_s`: of saves after the last step.
     """
 
     steps: int
@@ -237,6 +239,7 @@ class RunReport(JsonRecord):
     peak_nbytes: dict[str, int]
     open_settings: list[str] = field(default_factory=list)
     cpu_share: float | None = None
+    end_save_s: float = 0.0
 
     @property
     def steps_text(self) -> str:

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,14 @@ TIMELINE_STEP = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader(JsonRecord):
-    """Facts known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: any more, name -> text."""
+    """Facts known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: any more, name -> text.
+    `config`: key -> value as JSON, of keys that do not have their defaults."""
 
     model: str
     num_parameters: int
     planned_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
+    config: dict[str, str] = field(default_factory=dict)
     open_settings: list[str] = field(default_factory=list)
     started_at: float = field(default_factory=time.time)
     version: int = FORMAT_VERSION
@@ -168,9 +170,9 @@ class RunLog:
     def add_timeline(self, timeline: Timeline) -> None:
         self._write("timeline", timeline.to_json())
 
-    def close(self) -> None:
+    def close(self, end_save_s: float = 0.0) -> None:
         """Write the footer. Idempotent."""
-        self._write("footer", self._totals.report().to_json())
+        self._write("footer", replace(self._totals.report(), end_save_s=end_save_s).to_json())
         self._file.close()
 
     def _write(self, record: str, values: dict[str, Any]) -> None:
@@ -377,7 +379,7 @@ class RunObserver:
             self._trace.write(self._recorder.take_spans())
             self._trace.close()
         if self._log is not None:
-            self._log.close()
+            self._log.close(self._recorder.take_totals().causes.get("save", 0.0))
 
     def _keep_spans_for(self, step: int) -> None:
         self._recorder.keep_spans = self._trace is not None or (self._log is not None and step == TIMELINE_STEP)
