@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.support.inspection.insides import estimate_of
 from tests.support.peaks import PeakBytes
-from tiered_zero.cli.planned_run import estimate_of
 from tiered_zero.config.load import load
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.plan.activations import ActivationEstimate
@@ -43,11 +43,11 @@ def build(name: str, shape: dict[str, int], attention: str, layers: int, **more:
     return model
 
 
-def estimate(model: nn.Module, source: Any, dtype: torch.dtype, length: int) -> ActivationEstimate:
+def estimate(model: nn.Module, dtype: torch.dtype, length: int) -> ActivationEstimate:
     config = load(
         {"train_micro_batch_size_per_gpu": SAMPLES, "bf16": {"enabled": dtype is torch.bfloat16}}, to_train=False
     )
-    found = estimate_of(model, source, config, length)
+    found = estimate_of(model, config, length)
     assert found is not None
     return found
 
@@ -79,14 +79,14 @@ def test_a_block_saves_what_is_estimated(name: str, shape: dict[str, int], dtype
         shape = {"n_embd": shape["hidden_size"], "n_head": shape["num_attention_heads"], "n_positions": length}
     one, two = (build(name, shape, attention, layers).to(dtype) for layers in (1, 2))
     measured = saved_nbytes(two, length) - saved_nbytes(one, length)
-    assert estimate(two, None, dtype, length).block_nbytes == pytest.approx(measured, rel=0.1)
+    assert estimate(two, dtype, length).block_nbytes == pytest.approx(measured, rel=0.1)
 
 
 def test_dropout_of_eager_attention_is_estimated() -> None:
     sizes = {"n_embd": 64, "n_head": 4, "n_positions": 96, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
     one, two = (build("GPT2", sizes, "eager", layers) for layers in (1, 2))
     measured = saved_nbytes(two, 96) - saved_nbytes(one, 96)
-    assert estimate(two, None, torch.float32, 96).block_nbytes == pytest.approx(measured, rel=0.1)
+    assert estimate(two, torch.float32, 96).block_nbytes == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -94,7 +94,7 @@ def test_a_block_of_the_built_in_gpt_saves_what_is_estimated(dtype: torch.dtype)
     shapes = [GPTConfig(layers=layers, hidden=128, vocab=64, context=64) for layers in (1, 2)]
     one, two = (build_gpt(shape, "cpu").to(dtype) for shape in shapes)
     measured = saved_nbytes(two, 64) - saved_nbytes(one, 64)
-    assert estimate(two, shapes[1], dtype, 64).block_nbytes == pytest.approx(measured, rel=0.1)
+    assert estimate(two, dtype, 64).block_nbytes == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -113,4 +113,4 @@ def test_logits_and_their_loss_take_what_is_estimated(name: str, dtype: torch.dt
         output = model(tokens, labels=tokens)
         output.loss.backward()
     assert head.grad is None
-    assert estimate(model, None, dtype, length).logits_nbytes == pytest.approx(peak.nbytes, rel=0.1)
+    assert estimate(model, dtype, length).logits_nbytes == pytest.approx(peak.nbytes, rel=0.1)

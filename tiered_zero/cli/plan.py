@@ -121,7 +121,8 @@ def plan(
     if optimizer is not None:
         settings["optimizer"] = {"type": optimizer}
     # Not imported for --help: torch takes seconds.
-    from tiered_zero.cli.planned_run import build_planned, count_parameters, estimate_of, specify_planned
+    from tiered_zero.assembly.estimate import estimate_of
+    from tiered_zero.cli.planned_run import build_planned, count_parameters, specify_planned
     from tiered_zero.hardware.device.select import find_device
     from tiered_zero.hardware.probe import available_device_nbytes
 
@@ -132,7 +133,7 @@ def plan(
     directories, drives = look_at_drives(needs)
     if disks:
         drives = fill_drives(needs, disks) if needs else []
-    estimate = estimate_of(model, chosen, loaded, sequence_length)
+    estimate = estimate_of(model, loaded, sequence_length)
     device_nbytes = device_memory or available_device_nbytes(find_device(loaded.tiered_zero.device))
     lines, short = _estimate_lines(estimate, run.plan, device_nbytes, is_given=sequence_length is not None)
     problems = [*_problems(run.plan, drives), *([short] if short else [])]

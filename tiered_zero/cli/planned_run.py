@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tiered_zero.assembly.spec import PlannedMachine, RunSpec, specify_run
 from tiered_zero.config.json_file import read_json
@@ -17,7 +17,6 @@ from tiered_zero.config.schema import Config
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.ranks.collectives import Collectives
-from tiered_zero.plan.activations import ActivationEstimate, BlockShape, estimate_activations
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.rules.from_config import check_sections
 
@@ -69,58 +68,6 @@ def specify_planned(
     finally:
         if collects:
             gc.enable()
-
-
-def estimate_of(
-    model: nn.Module, source: GPTConfig | Path | str, config: Config, length: int | None
-) -> ActivationEstimate | None:
-    """Estimate the activations of a micro-batch of samples of `length` tokens; None: as long as the model takes. None
-    for a model that does not say its sizes, as those of Hugging Face do."""
-    sizes: Any = source if isinstance(source, GPTConfig) else getattr(model, "config", None)
-    sizes = sizes.get_text_config() if hasattr(sizes, "get_text_config") else sizes
-    hidden, layers = _size(sizes, "hidden", "hidden_size", "n_embd"), _size(sizes, "layers", "num_hidden_layers")
-    length = length or _size(sizes, "context", "max_position_embeddings", "n_positions")
-    if not hidden or not layers or not length:
-        return None
-    return estimate_activations(
-        _block_of(model, sizes, hidden, layers),
-        samples=config.train_micro_batch_size_per_gpu,
-        length=length,
-        layers=layers,
-        vocab=_size(sizes, "vocab", "vocab_size"),
-        itemsize=4 if config.param_dtype_name == "float32" else 2,
-    )
-
-
-def _size(sizes: Any, *names: str) -> int:
-    """Return the first of the model's sizes that it says under one of these names; 0 for none."""
-    return next((value for name in names if isinstance(value := getattr(sizes, name, None), int)), 0)
-
-
-def _block_of(model: nn.Module, sizes: Any, hidden: int, layers: int) -> BlockShape:
-    """Read a block's shape from the sizes that the model says, and from the names and classes of its modules."""
-    names = {name.rpartition(".")[2] for name, _ in (*model.named_modules(), *model.named_parameters())}
-    norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
-    weights = [weight for module in norms if isinstance(weight := getattr(module, "weight", None), Tensor)]
-    heads = _size(sizes, "heads", "num_attention_heads") or 1
-    head_size = _size(sizes, "head_dim") or hidden // heads
-    dropouts = (getattr(sizes, name, None) for name in ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob"))
-    return BlockShape(
-        hidden=hidden,
-        ffn=_size(sizes, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * hidden,
-        heads=heads,
-        query=heads * head_size,
-        key=(_size(sizes, "num_key_value_heads") or heads) * head_size,
-        norms=sum(weight.numel() == hidden for weight in weights) // layers,
-        fp32_norms=not any(isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) for norm in norms),
-        norms_heads="q_norm" in names,
-        gated=not names.isdisjoint({"gate_proj", "gate_up_proj", "w3"}),
-        activation=str(getattr(sizes, "hidden_act", None) or getattr(sizes, "activation_function", "gelu")),
-        experts=_size(sizes, "num_experts_per_tok"),
-        masks=any(dropouts),
-        eager=getattr(sizes, "_attn_implementation", None) == "eager",
-        fp32_scores=getattr(sizes, "model_type", None) != "gpt2",
-    )
 
 
 def count_parameters(model: nn.Module) -> int:
