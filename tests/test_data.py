@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import tiered_zero
 from tests.support.inspection.insides import decode, encode
 from tiered_zero.data import TrainingLoader
+from tiered_zero.deepspeed.utils import RepeatingLoader
 from tiered_zero.errors import StoreError
-from tiered_zero.utils import RepeatingLoader
 
 
 class Numbers(Dataset[Any]):

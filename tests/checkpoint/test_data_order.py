@@ -18,8 +18,8 @@ from tests.support.configs import SMALL_DEVICE, zero_section
 from tests.support.trainers import same_bits
 from tiered_zero.checkpoint.driver import LoadParts
 from tiered_zero.data import TrainingLoader
+from tiered_zero.deepspeed.utils import RepeatingLoader
 from tiered_zero.errors import ModelError
-from tiered_zero.utils import RepeatingLoader
 
 EPOCHS = 3
 LENGTH = 7

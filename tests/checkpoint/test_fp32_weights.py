@@ -12,13 +12,13 @@ from torch import nn
 import tiered_zero
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import same_bits, tiered, train
-from tiered_zero.errors import BudgetError, ConfigError, StoreError
-from tiered_zero.utils import zero_to_fp32
-from tiered_zero.utils.zero_to_fp32 import (
+from tiered_zero.deepspeed.utils import zero_to_fp32
+from tiered_zero.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
+from tiered_zero.errors import BudgetError, ConfigError, StoreError
 
 
 class Shared(nn.Module):

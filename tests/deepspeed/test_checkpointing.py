@@ -16,8 +16,8 @@ from torch.nn.functional import dropout
 
 import tiered_zero as deepspeed
 from tests.support.trainers import Plain, assert_same_bits, follow, tiered
-from tiered_zero.checkpointing import checkpoint, get_cuda_rng_tracker, non_reentrant_checkpoint
 from tiered_zero.deepspeed import checkpointing
+from tiered_zero.deepspeed.checkpointing import checkpoint, get_cuda_rng_tracker, non_reentrant_checkpoint
 from tiered_zero.errors import ConfigError, ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

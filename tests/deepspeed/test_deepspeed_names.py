@@ -1,11 +1,9 @@
-"""`import tiered_zero as deepspeed`: its module's names, and a script of its documentation as it stands."""
+"""`import tiered_zero.deepspeed as deepspeed`: its names, and a script of DeepSpeed's documentation as it stands."""
 
 import argparse
-import importlib
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
-import tiered_zero as deepspeed
+import tiered_zero.deepspeed as deepspeed
 from tests.support.configs import ADAMW, SMALL_DEVICE, config_of, zero_section
 from tests.support.models import rows as batch
-from tiered_zero.errors import ConfigError, MissingNameError, ModelError
-from tiered_zero.utils import (
+from tiered_zero.deepspeed.utils import (
     RepeatingLoader,
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -29,6 +26,7 @@ from tiered_zero.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
+from tiered_zero.errors import ConfigError, MissingModuleError, MissingNameError, ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -151,33 +149,67 @@ class TestNames:
         assert (given.deepspeed, given.deepspeed_config) == (True, "c.json")
         assert parser.parse_args([]).deepspeed_config is None
 
-    @pytest.mark.parametrize("name", ["init_inference", "ops", "PipelineModule", "moe", "OnDevice"])
+    def test_the_top_of_the_package_has_the_usual_names_too(self) -> None:
+        for name in ("zero", "comm", "utils", "ops", "runtime", "checkpointing", "accelerator", "DeepSpeedEngine"):
+            assert getattr(tiered_zero, name) is getattr(deepspeed, name)
+        assert tiered_zero.init_distributed is deepspeed.init_distributed
+        with pytest.raises(AttributeError, match=r"no attribute 'PipelineModule'; .* in tiered_zero\.deepspeed"):
+            tiered_zero.PipelineModule  # noqa: B018
+
+    def test_what_libraries_look_for(self) -> None:
+        """Each import and attribute that accelerate, transformers, trl, peft and lightning make of DeepSpeed."""
+        from tiered_zero.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+        from tiered_zero.deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
+        from tiered_zero.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+        from tiered_zero.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+        from tiered_zero.deepspeed.ops.lion import DeepSpeedCPULion
+        from tiered_zero.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+        from tiered_zero.deepspeed.runtime.zero import partition_parameters
+
+        params = [{"params": [nn.Parameter(torch.ones(2))], "betas": (0.8, 0.9)}]  # as accelerate passes them on
+        adam = DeepSpeedCPUAdam(params, lr=0.5, weight_decay=0.1, adamw_mode=False)
+        assert type(adam) is torch.optim.Adam and adam.param_groups[0]["betas"] == (0.8, 0.9)
+        assert type(FusedAdam(params)) is type(DeepSpeedCPUAdam(params)) is torch.optim.AdamW
+        assert FusedAdam(params).defaults["weight_decay"] == 0
+        assert type(DeepSpeedCPUAdagrad(params)) is torch.optim.Adagrad
+        assert issubclass(DeepSpeedCPULion, torch.optim.Optimizer) and issubclass(
+            DeepSpeedOptimizer, torch.optim.Optimizer
+        )
+        with pytest.raises(ConfigError, match="bias_correction in optimizer"):
+            DeepSpeedCPUAdam(params, bias_correction=False)
+        assert partition_parameters.zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.half) is torch.ones
+        assert "WarmupDecayLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+        assert deepspeed.runtime.engine.DeepSpeedEngine is deepspeed.DeepSpeedEngine is tiered_zero.Engine
+        assert clone_tensors_for_torch_save(params) is params and DEEPSPEED_ENVIRONMENT_NAME
+        assert deepspeed.utils.logging.logger is deepspeed.utils.logger
+
+    @pytest.mark.parametrize("name", ["init_inference", "PipelineModule", "moe", "OnDevice", "zero.TiledLinear", "x"])
     def test_what_is_not_here_says_so(self, name: str) -> None:
-        assert not hasattr(deepspeed, name)
-        with pytest.raises(MissingNameError, match=f"{name} of DeepSpeed does not exist here: "):
-            getattr(deepspeed, name)
+        place, _, attribute = name.rpartition(".")
+        module = getattr(deepspeed, place) if place else deepspeed
+        assert not hasattr(module, attribute)
+        with pytest.raises(MissingNameError, match=f"deepspeed.{name} does not exist here: "):
+            getattr(module, attribute)
 
     @pytest.mark.parametrize(
-        ("statement", "advice"),
+        ("statement", "name", "advice"),
         [
-            ("from tiered_zero.ops.adam import DeepSpeedCPUAdam", "name the optimizer in the config"),
-            ("from tiered_zero import ops", "name the optimizer in the config"),
-            ("import tiered_zero.runtime.lr_schedules", "schedules have names in the config"),
-            ("from tiered_zero.runtime.zero.stage3 import x", "at the top: initialize, zero"),
-            ("import tiered_zero.moe.layer", "does not split"),
+            ("import tiered_zero.deepspeed.moe.layer", "moe", "does not split"),
+            ("from tiered_zero.deepspeed.moe import layer", "moe", "does not split"),
+            ("from tiered_zero.deepspeed import moe; moe.layer", "moe.layer", "does not split"),
+            ("from tiered_zero.deepspeed.utils import groups; groups.x", "utils.groups.x", "does not split"),
+            ("from tiered_zero.deepspeed.ops.lamb import FusedLamb", "ops.lamb", "name the optimizer in the config"),
+            ("from tiered_zero.deepspeed import PipelineModule; PipelineModule(1)", "PipelineModule", "does not split"),
+            ("from tiered_zero.deepspeed import OnDevice\nclass A(OnDevice): ...", "OnDevice", "under torch.device"),
         ],
     )
-    def test_a_module_that_is_not_here_says_so(self, statement: str, advice: str) -> None:
-        module = re.search(r"tiered_zero(?: import |\.)(\w+)", statement)
-        assert module is not None
-        with pytest.raises(ImportError, match=rf"deepspeed\.{module[1]} does not exist here: .*{advice}"):
+    def test_a_module_that_is_not_here_says_so(self, statement: str, name: str, advice: str) -> None:
+        with pytest.raises((MissingModuleError, MissingNameError), match=rf"deepspeed\.{name} does .*: .*{advice}"):
             exec(statement)
-        with pytest.raises(ModuleNotFoundError, match=r"No module named 'tiered_zero\.nothing'"):
-            importlib.import_module("tiered_zero.nothing")
 
     @pytest.mark.skipif(torch.accelerator.is_available(), reason="asks what a CPU answers")
     def test_the_accelerator(self) -> None:
-        from tiered_zero.accelerator import get_accelerator
+        from tiered_zero.deepspeed.accelerator import get_accelerator
 
         found = get_accelerator()
         assert found is deepspeed.get_accelerator() and found.is_available()
@@ -200,7 +232,7 @@ class TestNames:
             tiered_zero.nothing  # noqa: B018
 
     def test_modules_import_by_name(self) -> None:
-        code = "import sys, tiered_zero; assert 'torch' not in sys.modules; from tiered_zero.zero import Init"
+        code = "import sys, tiered_zero; assert 'torch' not in sys.modules; from tiered_zero.deepspeed.zero import Init"
         subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -216,7 +248,7 @@ def test_small_things(caplog: pytest.LogCaptureFixture) -> None:
     deepspeed.utils.log_dist("on this rank", ranks=[0], level=30)
     deepspeed.utils.log_dist("on another", ranks=[1], level=30)
     assert caplog.messages == ["on this rank"]
-    assert deepspeed.DeepSpeedConfigError is deepspeed.ConfigError
+    assert deepspeed.DeepSpeedConfigError is ConfigError
 
 
 def test_leaf_modules() -> None:

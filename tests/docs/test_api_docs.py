@@ -8,7 +8,7 @@ import pytest
 
 import tiered_zero
 from tests.support.inspection.insides import record
-from tiered_zero import comm, utils, zero
+from tiered_zero.deepspeed import comm, utils, zero
 
 
 def undocumented(module: ModuleType) -> Iterator[str]:

@@ -11,7 +11,7 @@ from torch import nn
 
 import tiered_zero
 from tests.support.configs import config_of, zero_section
-from tiered_zero.utils import safe_get_full_fp32_param
+from tiered_zero.deepspeed.utils import safe_get_full_fp32_param
 
 
 class Model(nn.Module):

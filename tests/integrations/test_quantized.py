@@ -21,7 +21,7 @@ def test_weights_of_torchao_are_refused_by_their_class(kind: str, swap_path) -> 
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     quantization.quantize_(model[:1], getattr(quantization, f"{kind}WeightOnlyConfig")())
     model[0].requires_grad_(False)
-    with pytest.raises(tiered_zero.ModelError, match=rf"Parameter 0\.weight: .* found {kind}Tensor of torchao"):
+    with pytest.raises(tiered_zero.errors.ModelError, match=rf"Parameter 0\.weight: .* found {kind}Tensor of torchao"):
         tiered(model, swap_path / "new")
     assert not any(swap_path.iterdir())
 
@@ -57,7 +57,7 @@ def step(engine: tiered_zero.Engine) -> None:
 
 
 def test_linear_8bit_is_named(swap_path) -> None:
-    refused = pytest.raises(tiered_zero.ModelError, match=r"its module, Linear8bitLt, .* take Linear4bit")
+    refused = pytest.raises(tiered_zero.errors.ModelError, match=r"its module, Linear8bitLt, .* take Linear4bit")
     with tiered(Adapted("Linear8bitLt", has_fp16_weights=False), swap_path) as engine, refused:
         step(engine)
 

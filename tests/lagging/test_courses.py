@@ -168,7 +168,7 @@ def test_a_users_own_stream(device: LaggingDevice, placement: tuple[str, str], s
         loss = engine(*data_on_device(0))
         with torch.Stream("cuda"):
             for call in (lambda: engine(*data_on_device(0)), lambda: engine.backward(loss), engine.step):
-                with pytest.raises(tiered_zero.ModelError, match="found"):
+                with pytest.raises(tiered_zero.errors.ModelError, match="found"):
                     call()
         engine.backward(loss)
         engine.step()

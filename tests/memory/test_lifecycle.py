@@ -108,7 +108,7 @@ def test_initialize_that_fails_leaves_nothing(place, error, swap_path, monkeypat
 
 def test_a_model_that_cannot_be_initialized_leaves_nothing(swap_path, no_leaks):
     before = held()
-    with pytest.raises(tiered_zero.ModelError, match="bad"):
+    with pytest.raises(tiered_zero.errors.ModelError, match="bad"):
         tiered(Unborn(), swap_path)
     assert not any(swap_path.iterdir())
     assert is_held_by(before)

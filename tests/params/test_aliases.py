@@ -71,21 +71,21 @@ SHARED: dict[str, Callable[[Net], None]] = {
 def test_parameters_that_share_memory_are_refused(way: str, swap_path: Any) -> None:
     net = Net()
     SHARED[way](net)
-    with pytest.raises(tiered_zero.ModelError, match=r"arameter a\.weight and parameter b\.weight share memory"):
+    with pytest.raises(tiered_zero.errors.ModelError, match=r"arameter a\.weight and parameter b\.weight share memory"):
         tiered(net, swap_path, make_optimizer=sgd)
 
 
 def test_a_buffer_over_a_parameter_is_refused(swap_path: Any) -> None:
     net = Net()
     net.a.register_buffer("seen", net.a.weight.data[2:4])
-    with pytest.raises(tiered_zero.ModelError, match=r"arameter a\.weight and buffer a\.seen share memory"):
+    with pytest.raises(tiered_zero.errors.ModelError, match=r"arameter a\.weight and buffer a\.seen share memory"):
         tiered(net, swap_path, make_optimizer=sgd)
 
 
 def test_expanded_parameters_are_refused(swap_path: Any) -> None:
     net = Net()
     net.a.weight = nn.Parameter(torch.randn(8, 1).expand(8, 8))
-    with pytest.raises(tiered_zero.ModelError, match=r"Elements of parameter a\.weight share memory"):
+    with pytest.raises(tiered_zero.errors.ModelError, match=r"Elements of parameter a\.weight share memory"):
         tiered(net, swap_path, make_optimizer=sgd)
 
 
@@ -113,7 +113,7 @@ def test_compiled_torchscript_is_refused(how: str, swap_path: Any) -> None:
     net = Net()
     x = torch.randn(2, 8)
     net.a = torch.jit.trace(net.a, x) if how == "trace" else torch.jit.script(net.a)
-    with pytest.raises(tiered_zero.ModelError, match=r"Module a is compiled TorchScript"):
+    with pytest.raises(tiered_zero.errors.ModelError, match=r"Module a is compiled TorchScript"):
         tiered(net, swap_path, make_optimizer=sgd)
 
 
@@ -158,7 +158,7 @@ def test_parameters_replaced_after_the_start_are_refused(
         former = copy.copy(engine.module._modules), [dict(m._parameters) for m in engine.module.modules()]
         modules = list(engine.module.modules())
         replace(engine.module)  # type: ignore[arg-type]
-        with pytest.raises(tiered_zero.ModelError, match=r"Parameter (a|b|out)\.(weight|bias) is not the one"):
+        with pytest.raises(tiered_zero.errors.ModelError, match=r"Parameter (a|b|out)\.(weight|bias) is not the one"):
             CALLS[call](engine)
         engine.module._modules.update(former[0])
         for module, params in zip(modules, former[1], strict=True):
@@ -206,7 +206,7 @@ def test_trainable_parameters_that_are_added_after_the_start_are_refused(
         engine.backward(engine(torch.ones(2, 8)))
         add(engine.module)  # type: ignore[arg-type]
         for _ in range(2):
-            with pytest.raises(tiered_zero.ModelError, match=r"(scale|weight|spare) was added to the model"):
+            with pytest.raises(tiered_zero.errors.ModelError, match=r"(scale|weight|spare) was added to the model"):
                 CALLS[call](engine)
 
 
@@ -218,7 +218,7 @@ def test_frozen_parameters_may_be_added_and_stay_frozen(swap_path: Any) -> None:
         engine.step()
         adapter.scale.requires_grad_(True)
         engine.backward(engine(torch.ones(2, 8)))
-        with pytest.raises(tiered_zero.ModelError, match=r"a\.scale requires a gradient, but was frozen"):
+        with pytest.raises(tiered_zero.errors.ModelError, match=r"a\.scale requires a gradient, but was frozen"):
             engine.step()
         adapter.scale.requires_grad_(False)
         engine.step()
@@ -231,7 +231,7 @@ def test_what_replaces_an_added_parameter_is_checked(swap_path: Any) -> None:
         engine.step()
         adapter.scale = nn.Parameter(torch.ones_like(adapter.scale))
         engine.backward(engine(torch.ones(2, 8)))
-        with pytest.raises(tiered_zero.ModelError, match=r"a\.scale was added to the model"):
+        with pytest.raises(tiered_zero.errors.ModelError, match=r"a\.scale was added to the model"):
             engine.step()
         adapter.scale.requires_grad_(False)
         engine.step()
@@ -248,7 +248,7 @@ def test_an_engine_that_evaluates_takes_new_parameters(swap_path: Any) -> None:
 def test_loading_by_assignment_is_refused(swap_path: Any) -> None:
     weights = {name: value.clone() for name, value in Net().state_dict().items()}
     with tiered(Net(), swap_path, make_optimizer=sgd) as engine:
-        with pytest.raises(tiered_zero.ModelError, match="assign=True"):
+        with pytest.raises(tiered_zero.errors.ModelError, match="assign=True"):
             engine.module.load_state_dict(weights, assign=True)
         engine.module.load_state_dict(weights)
         engine.backward(engine(torch.ones(2, 8)))
@@ -275,7 +275,7 @@ def test_a_loss_without_a_gradient_is_refused(swap_path: Any) -> None:
     """As where everything was frozen after the start."""
     with tiered(Net(), swap_path, make_optimizer=sgd) as engine:
         engine.module.requires_grad_(False)
-        with pytest.raises(tiered_zero.ModelError, match=r"requires no gradient.*frozen"):
+        with pytest.raises(tiered_zero.errors.ModelError, match=r"requires no gradient.*frozen"):
             engine.backward(engine(torch.ones(2, 8)))
         engine.module.requires_grad_(True)
         engine.backward(engine(torch.ones(2, 8)))
@@ -285,7 +285,7 @@ def test_a_loss_without_a_gradient_is_refused(swap_path: Any) -> None:
 def test_a_loss_that_is_no_tensor_is_refused(swap_path: Any) -> None:
     with tiered(Net(), swap_path, make_optimizer=sgd) as engine:
         loss = engine(torch.ones(2, 8))
-        with pytest.raises(tiered_zero.ModelError, match=r"takes the loss as a tensor; found float"):
+        with pytest.raises(tiered_zero.errors.ModelError, match=r"takes the loss as a tensor; found float"):
             engine.backward(loss.item())
         engine.backward(loss)
         engine.step()

@@ -64,7 +64,7 @@ def test_conversions_to_what_the_model_is_do_nothing(placement, swap_path):
 def test_other_conversions_say_what_to_do(name, swap_path):
     with tiered(build(), swap_path, clipping=0.5) as engine:
         before = engine.module.state_dict()
-        with pytest.raises(tiered_zero.ParameterOffloadedError, match=r"cannot move or convert.*config"):
+        with pytest.raises(tiered_zero.errors.ParameterOffloadedError, match=r"cannot move or convert.*config"):
             OTHER[name](engine.module)
         assert all(torch.equal(value, before[key]) for key, value in engine.module.state_dict().items())
         train(engine, batch, 1)
@@ -75,5 +75,5 @@ def test_other_conversions_of_what_lives_on_the_device_are_refused_at_the_next_c
     with tiered(build(), swap_path, ("none", "cpu"), clipping=0.5) as engine:
         train(engine, batch, 1)
         OTHER[name](engine.module)
-        with pytest.raises(tiered_zero.ModelError, match=r"Parameter \S+ was moved or converted.*found"):
+        with pytest.raises(tiered_zero.errors.ModelError, match=r"Parameter \S+ was moved or converted.*found"):
             engine(*batch(0))

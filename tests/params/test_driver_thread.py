@@ -119,9 +119,9 @@ def test_a_second_thread_is_refused_while_the_first_is_inside(way, swap_path):
     torch.testing.assert_close(*runs, rtol=0, atol=0)
     for name, error in errors.items():
         if name == "a parameter":
-            assert isinstance(error, tiered_zero.ParameterOffloadedError)
+            assert isinstance(error, tiered_zero.errors.ParameterOffloadedError)
         else:
-            assert isinstance(error, tiered_zero.ModelError) and "'second'" in str(error), (name, error)
+            assert isinstance(error, tiered_zero.errors.ModelError) and "'second'" in str(error), (name, error)
             assert "'first'" in str(error) and "lock" in str(error)
 
 
@@ -135,7 +135,7 @@ def test_nothing_is_left_of_a_gradient_that_is_refused(swap_path):
             loss, other = engine(X).sum(), engine(X).square().sum()
             if disturbs:
                 with tiered_zero.gathered(model):
-                    assert isinstance(in_thread(other.backward), tiered_zero.ModelError)
+                    assert isinstance(in_thread(other.backward), tiered_zero.errors.ModelError)
             engine.backward(loss)
             engine.step()
             runs.append(model.state_dict())
@@ -154,7 +154,7 @@ def test_a_second_load_is_refused_and_the_first_is_kept(swap_path):
             with model.held(lambda model=model, state=state: model.load_state_dict(state)):
                 if disturbs:
                     error = in_thread(lambda model=model: model.first.load_state_dict({}, strict=False))
-                    assert isinstance(error, tiered_zero.ModelError)
+                    assert isinstance(error, tiered_zero.errors.ModelError)
             train(engine, lambda _: (X,), 1)
             runs.append(model.state_dict())
     torch.testing.assert_close(*runs, rtol=0, atol=0)
@@ -183,7 +183,7 @@ def test_a_thread_of_autograd_works_for_the_one_that_waits(begin, swap_path):
         loss = engine(X.clone().requires_grad_())
         with model.layer.held(lambda: engine.backward(loss) if begin == "engine.backward" else loss.backward()):
             error = in_thread(lambda: engine(X))
-            assert isinstance(error, tiered_zero.ModelError) and "'first'" in str(error)
+            assert isinstance(error, tiered_zero.errors.ModelError) and "'first'" in str(error)
         engine.step()
         assert [thread.name for thread in model.threads] != ["first"]
         assert model.layer.second.weight.grad is None and engine.global_steps == 1
@@ -201,7 +201,7 @@ def test_three_threads_at_once_get_right_outputs_or_an_error(placement, swap_pat
                 try:
                     with torch.no_grad():
                         outputs.append(engine(*batch(0)))
-                except tiered_zero.ModelError as error:
+                except tiered_zero.errors.ModelError as error:
                     errors.append(error)
 
         threads = [threading.Thread(target=use) for _ in range(3)]
@@ -219,7 +219,7 @@ def test_one_thread_after_another_is_fine(swap_path):
             assert in_thread(lambda: train(engine, batch, 1)) is None
             train(engine, batch, 1)
         with tiered_zero.gathered(engine.module.norm):
-            assert isinstance(in_thread(lambda: engine(*batch(0))), tiered_zero.ModelError)
+            assert isinstance(in_thread(lambda: engine(*batch(0))), tiered_zero.errors.ModelError)
         assert in_thread(lambda: engine(*batch(0))) is None
 
 
@@ -243,7 +243,7 @@ def test_a_thread_that_ended_inside_is_let_go_once():
     seen: list[bool] = []
     entered, other = threading.Event(), threading.Thread(target=enter, name="other")
     driver._inside["thread"] = Ended()
-    with pytest.raises(tiered_zero.ModelError, match="'other'"):
+    with pytest.raises(tiered_zero.errors.ModelError, match="'other'"):
         driver.enter("this")
     done.set()
     other.join()

@@ -19,11 +19,11 @@ def test_a_model_is_initialized_again_after_close(placement, swap_path):
     model = ParityGPT()
     assert_same_bits(first, follow(lambda own: train(own, batch, 3), tiered(model, swap_path, placement, clipping=0.5)))
     if placement[0] != "none":
-        with pytest.raises(tiered_zero.ModelError, match=r"has no value.*load_state_dict\(\) with it before"):
+        with pytest.raises(tiered_zero.errors.ModelError, match=r"has no value.*load_state_dict\(\) with it before"):
             tiered(model, swap_path, placement)
-        with pytest.raises(tiered_zero.ParameterOffloadedError, match="closed"):
+        with pytest.raises(tiered_zero.errors.ParameterOffloadedError, match="closed"):
             model.norm.weight.sum()
-        with pytest.raises(tiered_zero.ParameterOffloadedError, match="closed"), torch.no_grad():
+        with pytest.raises(tiered_zero.errors.ParameterOffloadedError, match="closed"), torch.no_grad():
             torch.empty(model.norm.weight.shape).copy_(model.norm.weight)
         model.load_state_dict(first.weights)
         assert all(type(param) is nn.Parameter for param in model.parameters())
@@ -60,14 +60,14 @@ def test_weights_that_are_used_before_step_later_are_refused_with_the_reason(swa
     with tiered(ParityGPT(), swap_path) as engine:
         train(engine, batch, 2)
         engine.backward(engine(*batch(2)))
-        with pytest.raises(tiered_zero.ModelError, match=r"before step\(\).*begun in backward"), torch.no_grad():
+        with pytest.raises(tiered_zero.errors.ModelError, match=r"before step\(\).*begun in backward"), torch.no_grad():
             engine(*batch(3))
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_an_embedding_that_limits_its_rows_in_forward_is_refused(kind, swap_path):
     model = nn.Sequential(kind(8, 4, max_norm=1.0), nn.Linear(4, 1))
-    with pytest.raises(tiered_zero.ModelError, match=r"'0' has max_norm=1.*after step\(\)"):
+    with pytest.raises(tiered_zero.errors.ModelError, match=r"'0' has max_norm=1.*after step\(\)"):
         tiered(model, swap_path)
 
 

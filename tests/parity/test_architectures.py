@@ -152,7 +152,7 @@ def test_a_method_that_reads_a_parameter_itself_says_what_to_do(swap_path):
     """No module's forward runs around it, so nothing says when the parameter may leave again."""
     code = HALF[:, :8]
     with tiered(Autoencoder(), swap_path) as engine:
-        with pytest.raises(tiered_zero.ParameterOffloadedError, match=r"'scale'.*gathered.*forward"):
+        with pytest.raises(tiered_zero.errors.ParameterOffloadedError, match=r"'scale'.*gathered.*forward"):
             engine.module.scaled(code)
         with tiered_zero.gathered(engine.module.scale):
             assert torch.equal(engine.module.scaled(code), code)

@@ -115,7 +115,7 @@ def test_a_backward_that_cannot_be_undone_says_so(swap_path):
     with tiered(Fragile(), swap_path) as engine:
         train(engine, batch, 2)
         assert "Trip" in try_step(engine, 5, ("backward", 1))
-        with pytest.raises(tiered_zero.EngineFailedError, match="optimizer_in_backward"):
+        with pytest.raises(tiered_zero.errors.EngineFailedError, match="optimizer_in_backward"):
             engine(*batch(0))
 
 

@@ -82,7 +82,7 @@ def test_changes_that_would_be_lost_are_refused(placement, change, swap_path):
         train(engine, batch, 2)
         before = engine.module.state_dict()
         engine.module.change = change
-        with pytest.raises(tiered_zero.ModelError, match=r"norm\.weight were changed.*modify=True") as caught:
+        with pytest.raises(tiered_zero.errors.ModelError, match=r"norm\.weight were changed.*modify=True") as caught:
             train(engine, batch, 1)
         assert ("its module, LayerNorm, does so in its forward" in str(caught.value)) == (change is _other_memory)
         engine.module.change = lambda _: None
@@ -119,7 +119,7 @@ def test_memory_that_is_kept_is_watched_as_long(placement, swap_path):
     with tiered(Changing(lambda weight: kept or kept.append(weight.data)), swap_path, placement, adamw) as engine:
         train(engine, batch, 2)
         engine.module.change = lambda weight: kept[0].mul_(weight.isfinite().all() + 1)  # while it is in use
-        with pytest.raises(tiered_zero.ModelError, match=r"norm\.weight were changed"):
+        with pytest.raises(tiered_zero.errors.ModelError, match=r"norm\.weight were changed"):
             train(engine, batch, 1)
 
 
@@ -141,7 +141,7 @@ def test_a_change_between_steps_of_what_lives_on_the_device_is_refused(update, w
         with torch.no_grad():
             weight = engine.module.norm.weight
             (weight if way == "in place" else weight.data).clamp_(0.5, 0.9)
-        with pytest.raises(tiered_zero.ModelError, match=r"norm\.weight were changed.*modify=True"):
+        with pytest.raises(tiered_zero.errors.ModelError, match=r"norm\.weight were changed.*modify=True"):
             train(engine, batch, 1)
 
 
@@ -163,7 +163,7 @@ class _HalvesInBackward(torch.autograd.Function):
 def test_a_change_of_what_forward_saved_is_refused_in_backward(placement, swap_path):
     model = Changing()
     model.norm.register_forward_hook(lambda norm, _, output: output * _HalvesInBackward.apply(norm.weight))
-    refused = pytest.raises(tiered_zero.ModelError, match=r"one of unit .*norm.* were changed.*modify=True")
+    refused = pytest.raises(tiered_zero.errors.ModelError, match=r"one of unit .*norm.* were changed.*modify=True")
     with tiered(model, swap_path, placement, adamw) as engine, refused:
         train(engine, batch, 1)
 

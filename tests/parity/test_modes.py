@@ -187,7 +187,7 @@ def test_what_cannot_work_says_so_and_training_goes_on(name, swap_path):
         seen = train(trainer, lambda _: (X,), 1)
         if isinstance(trainer, tiered_zero.Engine):
             trainer.module.way = "grad" if name == "grad in forward" else "plain"
-            with pytest.raises(tiered_zero.ModelError, match=r"torch\.(func\.grad|jit).*(Use|copy)"):
+            with pytest.raises(tiered_zero.errors.ModelError, match=r"torch\.(func\.grad|jit).*(Use|copy)"):
                 REFUSED[name](trainer)
             trainer.module.way = "plain"
         return seen + train(trainer, lambda _: (X,), 2)

@@ -69,11 +69,11 @@ def test_bytes_are_refused_by_name(when, engine):
     before = engine.module.state_dict()
     param = engine.module.get_parameter(NAME)
     for name, read in READS.items():
-        with pytest.raises(tiered_zero.ParameterOffloadedError, match=NAME.replace(".", r"\.")):
+        with pytest.raises(tiered_zero.errors.ParameterOffloadedError, match=NAME.replace(".", r"\.")):
             read(param)
             pytest.fail(f"{name} gave a value")
     for name, write in WRITES.items():
-        with torch.no_grad(), pytest.raises(tiered_zero.ParameterOffloadedError, match="gathered"):
+        with torch.no_grad(), pytest.raises(tiered_zero.errors.ParameterOffloadedError, match="gathered"):
             write(param)
             pytest.fail(f"{name} wrote somewhere")
     after = engine.module.state_dict()
@@ -120,11 +120,11 @@ def test_after_close_the_error_says_so(swap_path):
     engine = tiered(ParityGPT(), swap_path)
     param = engine.module.tokens.weight
     engine.close()
-    with pytest.raises(tiered_zero.ParameterOffloadedError, match="closed"):
+    with pytest.raises(tiered_zero.errors.ParameterOffloadedError, match="closed"):
         param.sum()
-    with pytest.raises(tiered_zero.ParameterOffloadedError, match="closed"):
+    with pytest.raises(tiered_zero.errors.ParameterOffloadedError, match="closed"):
         engine.module.state_dict()
-    with pytest.raises(tiered_zero.ModelError, match="closed"):
+    with pytest.raises(tiered_zero.errors.ModelError, match="closed"):
         engine(*batch(0))
 
 
@@ -138,7 +138,7 @@ def test_numpy_may_view_what_is_gathered(engine):
             kept = norm.bias.detach().numpy()
         assert numpy.array_equal(seen, engine.module.state_dict()["norm.weight"].numpy())
         assert kept.shape == (HIDDEN,)
-        with pytest.raises(tiered_zero.ParameterOffloadedError):
+        with pytest.raises(tiered_zero.errors.ParameterOffloadedError):
             norm.weight.sum()
 
 
@@ -151,7 +151,7 @@ def test_gathered_parameters_are_plain(engine):
         for name, read in READS.items():
             if name != "numpy.asarray":  # refused by torch for what requires a gradient
                 read(param)
-        with pytest.raises(tiered_zero.ParameterOffloadedError):
+        with pytest.raises(tiered_zero.errors.ParameterOffloadedError):
             other.sum()
-    with pytest.raises(tiered_zero.ParameterOffloadedError):
+    with pytest.raises(tiered_zero.errors.ParameterOffloadedError):
         param.sum()

@@ -113,7 +113,7 @@ def test_an_overflow_at_the_smallest_scale_is_an_error_that_changes_nothing(swap
     floor = fp16(initial_scale_power=1, min_loss_scale=2, hysteresis=1)
     with tiered(build(), swap_path, ("cpu", "cpu"), adamw, make_scheduler=halving, **floor) as engine:
         before = everything(engine)
-        with pytest.raises(tiered_zero.NonFiniteError, match="min_loss_scale"):
+        with pytest.raises(tiered_zero.errors.NonFiniteError, match="min_loss_scale"):
             take_step(engine, 0, bad=True)
         assert not differences(before, everything(engine))
         train(engine, batch, 1)  # nothing is latched: a finite step can follow

@@ -143,7 +143,7 @@ def test_a_change_by_hand_between_backward_and_step_is_refused(swap_path):
         train(engine, batch, 2)
         weight = engine.module.blocks[1].out.weight
         with (
-            pytest.raises(tiered_zero.ModelError, match=r"before step\(\)"),
+            pytest.raises(tiered_zero.errors.ModelError, match=r"before step\(\)"),
             tiered_zero.gathered(weight, modify=True),
         ):
             engine.backward(engine(*batch(2)))
@@ -166,7 +166,7 @@ def test_changes_without_modify_are_refused(placement, way, swap_path):
         before = everything(engine)
         weight = engine.module.blocks[0].out.weight
         with (
-            pytest.raises(tiered_zero.ModelError, match=r"blocks\.0\.out\.weight was changed.*modify=True"),
+            pytest.raises(tiered_zero.errors.ModelError, match=r"blocks\.0\.out\.weight was changed.*modify=True"),
             tiered_zero.gathered(engine.module.blocks[0]),
             torch.no_grad(),
         ):
@@ -204,7 +204,7 @@ def test_a_penalty_from_before_a_step_is_refused(swap_path):
         with tiered_zero.gathered(engine.module.norm):
             penalty = engine.module.norm.weight.pow(2).sum()
         train(engine, batch, 1)
-        with pytest.raises(tiered_zero.ModelError, match="have changed since"):
+        with pytest.raises(tiered_zero.errors.ModelError, match="have changed since"):
             engine.backward(penalty)
 
 
@@ -234,7 +234,7 @@ def test_a_parameter_that_thaws_later_is_refused(placement, swap_path):
         train(engine, batch, 1)
         engine.module.scale.requires_grad_(True)
         engine.backward(engine(*batch(0)))
-        with pytest.raises(tiered_zero.ModelError, match=r"scale requires a gradient, but was frozen"):
+        with pytest.raises(tiered_zero.errors.ModelError, match=r"scale requires a gradient, but was frozen"):
             engine.step()
         engine.module.scale.requires_grad_(False)
         engine.step()
@@ -248,7 +248,7 @@ def test_an_exception_inside_gathered_keeps_nothing_and_gathers_nothing(swap_pat
             engine.module.norm.weight.fill_(3)
             raise ZeroDivisionError
         assert not differences(before, everything(engine))
-        with pytest.raises(tiered_zero.ParameterOffloadedError):
+        with pytest.raises(tiered_zero.errors.ParameterOffloadedError):
             engine.module.norm.weight.sum()
 
 
@@ -263,7 +263,7 @@ def test_gathered_nests_and_spans_a_forward(swap_path):
                     engine(*batch(0))
             assert weight.shape == (HIDDEN, HIDDEN) and torch.isfinite(weight.sum())
         engine.train()
-        with pytest.raises(tiered_zero.ParameterOffloadedError):
+        with pytest.raises(tiered_zero.errors.ParameterOffloadedError):
             weight.sum()
     plain = torch.nn.Linear(2, 2)
     with tiered_zero.gathered(plain, modify=True):  # nobody pages it: left alone

@@ -383,7 +383,7 @@ def test_each_rank_may_have_a_disk_of_its_own(ranks: RankPool, swap_path: Path) 
 def refuse_grad(path: str) -> str:
     rank, model, engine = begin_run(path)
     engine.backward(engine(*micro_batches(Case(), 0, rank, 2)[0]))
-    with pytest.raises(tiered_zero.ModelError) as refused:
+    with pytest.raises(tiered_zero.errors.ModelError) as refused:
         _ = model.head.weight.grad
     engine.close()
     return str(refused.value)

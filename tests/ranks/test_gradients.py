@@ -25,7 +25,7 @@ def leave_ranks_out(path: str, stage: int, device: str) -> str:
             engine.backward(engine(*micro_batches(Case(), 0, rank, 2)[0]))
         engine.backward(engine(*micro_batches(Case(), 1, rank, 2)[0]))
         engine.step()
-    except tiered_zero.ModelError as error:
+    except tiered_zero.errors.ModelError as error:
         return str(error)
     finally:
         engine.close()

@@ -144,7 +144,7 @@ def wrap(stage: int, wraps_engine: bool) -> str:
             wrapped = DistributedDataParallel(engine.module)
             engine.backward(wrapped(torch.ones(5, HIDDEN), True))
             engine.step()
-    except tiered_zero.ModelError as error:
+    except tiered_zero.errors.ModelError as error:
         return str(error)
     return ""
 

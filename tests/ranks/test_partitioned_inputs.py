@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.ranks.pool import RankPool, open_collectives
 from tests.support.trainers import tiered
-from tiered_zero import checkpointing
 from tiered_zero.activations.checkpointing import PartitionedInputs, _Checks, _Part
+from tiered_zero.deepspeed import checkpointing
 from tiered_zero.errors import ModelError
 
 

@@ -16,7 +16,7 @@ from tests.ranks import routed
 from tests.ranks.pool import RankPool
 from tests.ranks.routed import Run
 from tests.ranks.training import assert_all_ranks_agree, differences
-from tiered_zero.utils import safe_get_full_fp32_param
+from tiered_zero.deepspeed.utils import safe_get_full_fp32_param
 
 SMALL = {"reduce_bucket_size": 2048}
 """Elements: less than one block with its experts."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiered_zero.deepspeed.missing import refuse_other_names
 from tiered_zero.hardware.ranks.collectives import open_default_group
 from tiered_zero.hardware.ranks.launcher import barrier, get_rank, get_world_size, is_initialized, local_rank
 
 __all__ = ["barrier", "get_local_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"]
+
+__getattr__ = refuse_other_names("comm")
 
 
 def init_distributed(

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from tiered_zero.deepspeed.missing import refuse_other_names
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.ranks.collectives import open_default_group
 from tiered_zero.hardware.ranks.launcher import get_world_size
@@ -20,6 +21,8 @@ from tiered_zero.params.gather import gathered
 logger = logging.getLogger("tiered_zero")
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+
+__getattr__ = refuse_other_names("zero")
 
 
 class Init:

@@ -112,7 +112,7 @@ def measure_training(
         try:
             config = make_config(course, Path(directory), site.runtime(), rows=rows)
             engine = tiered_zero.initialize(model=model, config=config)[0]
-        except (tiered_zero.PlanError, tiered_zero.StoreError) as error:
+        except (tiered_zero.PlanError, tiered_zero.errors.StoreError) as error:
             return left_out(str(error).splitlines()[0])
         with engine:
 

@@ -4,17 +4,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from tiered_zero.deepspeed.missing import refuse_other_names
+from tiered_zero.deepspeed.utils import zero_to_fp32
+from tiered_zero.deepspeed.utils.logging import log_dist, logger
 from tiered_zero.engine.full_values import get_grad, get_master, get_state, set_grad, set_master, set_state
 from tiered_zero.errors import ConfigError
-
-logger = logging.getLogger("tiered_zero")
 
 __all__ = [
     "RepeatingLoader",
@@ -30,7 +30,10 @@ __all__ = [
     "set_z3_leaf_modules",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
+    "zero_to_fp32",
 ]
+
+__getattr__ = refuse_other_names("utils")
 
 
 class RepeatingLoader:
@@ -49,12 +52,6 @@ class RepeatingLoader:
         except StopIteration:
             self._batches = iter(self.loader)
             return next(self._batches)
-
-
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` unless `ranks` leaves this rank, 0, out."""
-    if ranks is None or 0 in ranks or -1 in ranks:
-        logger.log(level, "%s", message)
 
 
 _LEAF = "_z3_leaf"

@@ -1,0 +1,11 @@
+"""DeepSpeed's optimizers by name: torch's own classes, whose steps the engine takes with its own kernel."""
+
+from tiered_zero.deepspeed.missing import refuse_other_names
+from tiered_zero.deepspeed.ops import adagrad, adam, lion
+
+__all__ = ["adagrad", "adam", "lion"]
+
+__compatible_ops__ = {"async_io": True, "cpu_adagrad": True, "cpu_adam": True, "cpu_lion": True}
+"""Operators that DeepSpeed would compile, and that need no compiler here."""
+
+__getattr__ = refuse_other_names("ops")
