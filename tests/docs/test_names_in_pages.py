@@ -10,6 +10,7 @@ import click
 import pytest
 
 import tiered_zero
+import tiered_zero.deepspeed
 from tests.house import ROOT
 from tests.support.inspection.insides import LEGAL_CHANGES, UnitState, WeightState
 from tiered_zero.cli.main import COMMANDS, main
