@@ -15,6 +15,7 @@ from tiered_zero.plan.remedies import how_to_fit
 from tiered_zero.plan.request import NO_LIMIT, Limits, LookAhead, PlanRequest, RankRequest, SubGroupSize
 from tiered_zero.plan.slots import PlannedSlot, list_slots
 from tiered_zero.plan.staging import NUM_STATE_STAGING, Staging, size_staging
+from tiered_zero.plan.traffic import UnitTraffic, list_traffic
 from tiered_zero.plan.update_policy import UpdateChoice, choose_update_policy
 from tiered_zero.sizes import MIB, TIERS, align_up, format_nbytes
 
@@ -104,6 +105,7 @@ class Plan:
     update_policy: UpdateChoice
     rows: tuple[PlanRow, ...]
     request: PlanRequest
+    units: tuple[UnitTraffic, ...]
     activations: ActivationPlan | None = None
     """None where they stay on the device."""
 
@@ -254,6 +256,7 @@ def _plan(
         update_policy=update_policy,
         rows=tuple(PlanRow(tier=tier, kind=kind, nbytes=n, what=what) for tier, kind, n, what in rows if n),
         request=request,
+        units=list_traffic(units, subgroups, tiers, gradients.nbytes),
         activations=activations,
     )
 

@@ -1,0 +1,150 @@
+"""Predicted seconds against what they must be by arithmetic, where one lane or two decide them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.units import make_unit
+from tiered_zero.plan.machine import Disk, Machine
+from tiered_zero.plan.planner import Plan, make_plan
+from tiered_zero.plan.request import ParamRequest, PlanRequest, StateRequest, SubGroupSize, UpdateRequest
+from tiered_zero.plan.step_time import DISK_SHARE, NUM_MICRO_BATCHES, Work, forward_flops, missing_rates, predict_step
+
+NUM_UNITS, NUMEL = 16, 1 << 20
+FAST = 1e18
+MACHINE = Machine(
+    name="one rate a second",
+    device="cuda",
+    flops_per_s={"bf16": FAST},
+    copy_bytes_per_s=FAST,
+    update_bytes_per_s=FAST,
+    to_device_bytes_per_s=FAST,
+    from_device_bytes_per_s=FAST,
+    disks=(Disk(path="", read_bytes_per_s=FAST, write_bytes_per_s=FAST, mixed_bytes_per_s=FAST),),
+)
+
+
+def plan_of(
+    state: str = "nvme",
+    *,
+    clips: bool = False,
+    policy: str = "auto",
+    num_units: int = NUM_UNITS,
+    numel: int = NUMEL,
+    **limits: int,
+) -> Plan:
+    """Plan `num_units` of `numel` elements that stay on the device, with their state elsewhere."""
+    units = [make_unit(index, [numel], torch.bfloat16) for index in range(num_units)]
+    parts = max(1, min(8, 1024 // num_units))
+    sizes = [
+        SubGroupSize(state_nbytes=12 * numel // parts, parts={unit.index: numel // parts})
+        for unit in units
+        for _ in range(parts)
+    ]
+    update = UpdateRequest(policy=policy, checks_gradients=clips)
+    request = PlanRequest(
+        params=ParamRequest(tier="device"), state=StateRequest(tier=state, limits=limits), update=update
+    )
+    return make_plan(units, sizes, request)
+
+
+def work(plan: Plan, **fields: Any) -> Work:
+    return Work(tokens=100, forward_flops=forward_flops(plan.units, 100), **fields)
+
+
+def machine(plan: Plan, *, compute_s: float = 0.0, disk_s: float = 0.0, update_s: float = 0.0) -> Machine:
+    """Return a machine on which the lanes are busy for so long in a step of one micro-batch."""
+    found = MACHINE
+    if compute_s:
+        found = replace(found, flops_per_s={"bf16": 3 * work(plan).forward_flops / compute_s})
+    if disk_s:
+        rate = 2 * plan.nbytes("nvme", "state") / disk_s / DISK_SHARE
+        disk = Disk(path="", read_bytes_per_s=rate, write_bytes_per_s=rate, mixed_bytes_per_s=rate)
+        found = replace(found, disks=(disk,))
+    if update_s:
+        found = replace(found, update_bytes_per_s=28 * NUM_UNITS * NUMEL / update_s)
+    return found
+
+
+def seconds(plan: Plan, accumulation: int = 1, **lanes: float) -> float:
+    return predict_step(plan, work(plan, accumulation=accumulation), machine(plan, **lanes)).seconds
+
+
+@pytest.mark.parametrize("state", ["device", "host", "nvme"])
+def test_compute_alone_takes_three_forwards_a_micro_batch(state: str) -> None:
+    plan = plan_of(state)
+    assert seconds(plan, compute_s=2.0) == pytest.approx(2.0)
+    assert seconds(plan, 7, compute_s=2.0) == pytest.approx(14.0), "also of more than are simulated"
+    recomputed = predict_step(plan, work(plan, recomputes=True), machine(plan, compute_s=3.0))
+    assert recomputed.seconds == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_the_disk_alone_takes_its_bytes_at_its_rate(clips: bool) -> None:
+    assert seconds(plan_of(clips=clips), disk_s=2.0) == pytest.approx(2.0, rel=0.02)
+
+
+@pytest.mark.parametrize("compute_s", [0.2, 0.5, 1.0, 2.0, 5.0])
+def test_without_a_norm_a_step_takes_its_slowest_lane(compute_s: float) -> None:
+    found = seconds(plan_of(), compute_s=compute_s, disk_s=1.0)
+    assert max(1.0, compute_s) <= found * 1.0001 and found < 1.12 * max(1.0, compute_s)
+
+
+@pytest.mark.parametrize("update_s", [0.1, 0.5, 2.0])
+def test_behind_a_norm_forward_follows_the_update_unit_by_unit(update_s: float) -> None:
+    plan = plan_of("host", clips=True)
+    forward_s, backward_s = 1.0, 2.0
+    slower, faster = max(update_s, forward_s), min(update_s, forward_s)
+    expected = slower + faster / NUM_UNITS + backward_s
+    assert seconds(plan, compute_s=3.0, update_s=update_s) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_barrier_adds_update_and_compute() -> None:
+    assert seconds(plan_of("host", policy="barrier"), compute_s=3.0, update_s=2.0) == pytest.approx(5.0, rel=1e-3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(host=st.integers(0, NUM_UNITS * 8), clips=st.booleans(), compute_s=st.sampled_from([0.1, 0.7, 1.5]))
+def test_more_memory_for_state_never_makes_a_step_longer(host: int, clips: bool, compute_s: float) -> None:
+    piece = 12 * NUMEL // 8
+    less, more = (plan_of(clips=clips, host=piece * number) for number in (host // 2, host))
+    rates = machine(plan_of(), compute_s=compute_s, disk_s=1.0)
+    work_of = work(less)
+    assert predict_step(more, work_of, rates).seconds <= 1.02 * predict_step(less, work_of, rates).seconds
+
+
+def test_a_tier_is_hidden_from_the_tokens_that_make_compute_as_long() -> None:
+    eager, clipped, barrier = plan_of(), plan_of(clips=True), plan_of(policy="barrier")
+    rates = machine(eager, compute_s=0.5, disk_s=1.0)
+    at_once = predict_step(eager, work(eager), rates).hidden_from_tokens["nvme"]
+    behind = predict_step(clipped, work(clipped), rates).hidden_from_tokens["nvme"]
+    assert at_once is not None and behind is not None
+    assert 195 <= at_once < behind <= 3.5 * 200, "forward alone, a third of compute, hides what follows a norm"
+    assert predict_step(barrier, work(barrier), rates).hidden_from_tokens["nvme"] is None
+
+
+def test_the_number_of_events_grows_with_neither_parameters_nor_micro_batches() -> None:
+    """So that seventy billion take as long as seven: some 0.05 s of CPU for each simulation."""
+    numbers = {
+        predict_step(plan, work(plan, accumulation=accumulation), MACHINE).num_events
+        for plan in (plan_of(num_units=80, numel=1 << bits, clips=True) for bits in (20, 30))
+        for accumulation in (NUM_MICRO_BATCHES + 1, 64)
+    }
+    assert max(numbers) < 1.05 * min(numbers) and max(numbers) < 30_000
+    many = plan_of(num_units=1000, clips=True)
+    assert predict_step(many, work(many), MACHINE).num_events < 15_000
+
+
+def test_rates_that_are_not_known_are_named() -> None:
+    plan = plan_of()
+    nothing = Machine(name="", device="cuda")
+    assert missing_rates(plan, work(plan), MACHINE) == []
+    assert "flops_per_s.bf16" in missing_rates(plan, work(plan), nothing)
+    assert "disks" in missing_rates(plan, work(plan), nothing)
+    assert "disks" not in missing_rates(plan_of("host"), work(plan), nothing)

@@ -1,0 +1,125 @@
+"""A clock, lanes that do one job at a time, and events: a small simulation of what runs side by side.
+
+A process is a generator. It yields a `Job` for a lane, an `Event` or `Room`, and goes on when the job is done, the
+event has come, or there is room.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Work for the lane of `resource`. `opposed_s`: its seconds while jobs of another resource wait for that lane, too:
+    a disk that writes at the same time reads at another rate; None: the same. The lowest `order` goes first."""
+
+    resource: str
+    seconds: float
+    opposed_s: float | None = None
+    order: int = 0
+
+
+class Event:
+    """Something that comes once, after so many calls of `come`."""
+
+    def __init__(self, num_awaited: int = 1) -> None:
+        self._num_awaited = num_awaited
+        self.waiting: list[Process] = []
+
+    @property
+    def has_come(self) -> bool:
+        return self._num_awaited <= 0
+
+    def come(self, clock: Clock) -> None:
+        self._num_awaited -= 1
+        if self.has_come:
+            waiting, self.waiting = self.waiting, []
+            for process in waiting:
+                clock.resume(process)
+
+
+class Room:
+    """A number of places. A process that yields it takes one; `leave` gives one back."""
+
+    def __init__(self, num_places: int) -> None:
+        self.num_free = num_places
+        self.waiting: deque[Process] = deque()
+
+    def leave(self, clock: Clock) -> None:
+        if self.waiting:
+            clock.resume(self.waiting.popleft())
+        else:
+            self.num_free += 1
+
+
+Process = Generator[Job | Event | Room, None, None]
+
+
+class _Lane:
+    def __init__(self) -> None:
+        self.queue: list[tuple[int, int, Job, Process]] = []
+        self.num_queued: Counter[str] = Counter()
+        self.is_busy = False
+
+
+class Clock:
+    """Runs processes. `lanes`: resource -> the name of the lane that its jobs share with others; its own if not there.
+
+    `num_events`: jobs that have ended.
+    """
+
+    def __init__(self, lanes: dict[str, str]) -> None:
+        self.now_s = 0.0
+        self.num_events = 0
+        self._names = lanes
+        self._lanes: dict[str, _Lane] = {}
+        self._ends: list[tuple[float, int, _Lane, Process]] = []
+        self._numbers = count()
+
+    def run(self, process: Process, has_ended: Callable[[], bool]) -> None:
+        """Run until `has_ended`, or until nothing is left that could end."""
+        self.resume(process)
+        while self._ends and not has_ended():
+            self.now_s, _, lane, process = heapq.heappop(self._ends)
+            self.num_events += 1
+            lane.is_busy = False
+            self.resume(process)
+            self._serve(lane)
+
+    def resume(self, process: Process) -> None:
+        """Start a process, or let it go on until it waits."""
+        for wish in process:
+            if isinstance(wish, Job):
+                self._queue(wish, process)
+                return
+            if isinstance(wish, Room) and wish.num_free:
+                wish.num_free -= 1
+            elif isinstance(wish, Room) or not wish.has_come:
+                wish.waiting.append(process)
+                return
+
+    def _queue(self, job: Job, process: Process) -> None:
+        lane = self._lanes.setdefault(self._names.get(job.resource, job.resource), _Lane())
+        heapq.heappush(lane.queue, (job.order, next(self._numbers), job, process))
+        lane.num_queued[job.resource] += 1
+        self._serve(lane)
+
+    def _serve(self, lane: _Lane) -> None:
+        if lane.is_busy or not lane.queue:
+            return
+        _, number, job, process = heapq.heappop(lane.queue)
+        lane.num_queued[job.resource] -= 1
+        seconds = job.seconds
+        if job.opposed_s is not None and len(lane.queue) > lane.num_queued[job.resource]:
+            seconds = job.opposed_s
+        lane.is_busy = True
+        heapq.heappush(self._ends, (self.now_s + seconds, number, lane, process))
+
+
+def all_of(jobs: Sequence[Job]) -> Process:
+    yield from jobs

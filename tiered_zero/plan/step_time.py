@@ -1,0 +1,569 @@
+"""Predict the seconds of a step from the plan and the rates of a machine, before anything runs.
+
+[Note: Predicted seconds]
+Compute, the links, the update and the disk are lanes, each of which does one job at a time. A job waits for its lane,
+and for the event that the run would wait for: a forward for its unit's parameters and last update; an update for its
+state, and for its gradient or, where one is taken, for the norm of all gradients; a read of state for a staging buffer.
+Units and pieces of state go through the lanes for a few steps, until each takes as long as the one before. Of many
+micro-batches each one more takes what the last of three takes. So the number of events depends on neither the
+parameters nor the micro-batches. Where the CPU computes, compute, update, checksums and copies share one lane of cores.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Final
+
+from tiered_zero.plan.lanes import Clock, Event, Job, Process, Room, all_of
+from tiered_zero.plan.machine import Machine
+from tiered_zero.plan.planner import WINDOW_UNITS, Plan
+from tiered_zero.plan.staging import NUM_STATE_STAGING
+from tiered_zero.plan.traffic import UnitTraffic, written_on_nvme
+from tiered_zero.sizes import TIERS
+
+PYTHON_S_PER_TENSOR: Final = 1.5e-4
+"""Seconds of hooks and autograd for each trained tensor and micro-batch where the CPU computes."""
+
+WEIGHT_PASSES: Final = 8
+"""Passes over the weights' bytes in forward and backward, at the rate of copies: products of few rows wait for them."""
+
+DISK_PASSES: Final = 2
+"""Passes of the cores over each byte of the disk: its checksum, and its copy."""
+
+DISK_SHARE: Final = 0.92
+"""What a whole step gets of the rate that was measured for a second."""
+
+MAX_UNITS: Final = 64
+"""Units that go through the lanes; more are joined with their neighbours."""
+
+MAX_PIECES: Final = 192
+"""Pieces of state that go through the lanes."""
+
+WARM_STEPS: Final = 3
+NUM_STEPS: Final = 2
+"""Steps until each takes as long as the one before, and those of which the mean is taken."""
+
+NUM_MICRO_BATCHES: Final = 3
+"""Micro-batches that go through the lanes: the first waits for updates, the last starts some."""
+
+HIDDEN_SHARE: Final = 1.05
+"""A tier is hidden where a step takes no longer than what computes, times this."""
+
+HIDDEN_STEP: Final = 1.1
+"""To within this factor the tokens are searched from which a tier is hidden."""
+
+URGENT: Final = -1
+"""Order of reads that compute waits for."""
+
+RESOURCES: Final = ("compute", "fetch", "reduce", "update", "disk read", "disk write")
+
+CORES: Final = {name: "cores" for name in ("compute", "fetch", "reduce", "update")}
+DISK: Final = {"disk read": "disk", "disk write": "disk"}
+"""Resource -> the lane that it shares."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a step computes. `tokens`, `forward_flops`: of a micro-batch. `dtype`: "bf16", "fp16" or "fp32".
+    `num_tensors`: trained parameters. `recomputes`: backward computes each forward again. `activation_nbytes`: of a
+    micro-batch, saved on the plan's tier."""
+
+    tokens: int
+    forward_flops: float
+    accumulation: int = 1
+    dtype: str = "bf16"
+    num_tensors: int = 0
+    recomputes: bool = False
+    activation_nbytes: int = 0
+
+    def scaled(self, factor: float) -> Work:
+        """Return the work of so many times the tokens."""
+        return replace(
+            self,
+            tokens=max(1, round(self.tokens * factor)),
+            forward_flops=self.forward_flops * factor,
+            activation_nbytes=round(self.activation_nbytes * factor),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSeconds:
+    """`by_resource`: busy seconds of compute, fetch, reduce, update, disk read and disk write. `tokens`: of a step.
+    `written_nbytes`: on nvme, by kind. `hidden_from_tokens`: tier -> the tokens of a step from which it adds nothing to
+    compute; None: at no number. `num_events`: that were simulated."""
+
+    seconds: float
+    by_resource: Mapping[str, float]
+    tokens: int
+    written_nbytes: Mapping[str, int]
+    num_events: int
+    hidden_from_tokens: Mapping[str, int | None] = field(default_factory=dict)
+
+    @property
+    def bound_by(self) -> str:
+        """Name the resource that is busiest."""
+        return max(self.by_resource, key=lambda name: self.by_resource[name])
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def forward_flops(units: Iterable[UnitTraffic], tokens: int, *, length: int = 0, width: int = 0) -> float:
+    """Count the operations of a forward: two for each token and parameter that a product reads, and those of causal
+    attention over samples of `length` tokens. `width`: layers * hidden size."""
+    return 2.0 * tokens * (sum(unit.numel - unit.lookups for unit in units) + length * width)
+
+
+def missing_rates(plan: Plan, work: Work, machine: Machine) -> list[str]:
+    """List the rates that a prediction needs and the machine does not have."""
+    needed = {
+        f"flops_per_s.{work.dtype}": machine.flops_per_s.get(work.dtype),
+        "copy_bytes_per_s": machine.copy_bytes_per_s,
+        "update_bytes_per_s": machine.update_bytes_per_s,
+    }
+    if not plan.request.update.shares_cores:
+        needed["to_device_bytes_per_s"] = machine.to_device_bytes_per_s
+        needed["from_device_bytes_per_s"] = machine.from_device_bytes_per_s
+    if _is_used(plan, "nvme"):
+        needed["disks"] = sum(disk.read_bytes_per_s or 0 for disk in machine.disks)
+    return [name for name, rate in needed.items() if not rate]
+
+
+def predict_step(plan: Plan, work: Work, machine: Machine) -> StepSeconds:
+    """Predict a step, and from which tokens on each tier is hidden. `machine` lacks none of `missing_rates`."""
+    rates = _Rates(plan, machine)
+    seconds, by_resource, num_events = _simulate(plan, work, rates)
+    step = StepSeconds(
+        seconds=seconds,
+        by_resource=by_resource,
+        tokens=work.tokens * work.accumulation,
+        written_nbytes=written_on_nvme(
+            plan.units, work.accumulation, in_backward=plan.update_policy.optimizer_in_backward
+        ),
+        num_events=num_events,
+    )
+    hidden = {tier: _hidden_from(tier, plan, work, machine) for tier in ("host", "nvme") if _is_used(plan, tier)}
+    return replace(step, hidden_from_tokens=hidden)
+
+
+def _is_used(plan: Plan, tier: str) -> bool:
+    """Whether parameters, state or gradients cross from the tier. Host memory is the CPU's own."""
+    if tier == "host" and plan.request.update.shares_cores:
+        return False
+    return any(tier in (unit.params[0], unit.gradients[0], *unit.state) for unit in plan.units)
+
+
+def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> int | None:
+    """Search the tokens: no fewer than make compute as long as the busiest lane of the tier, which is the answer where
+    updates start in backward, and no more than eight times as many."""
+    rates = _Rates(plan, machine, only=tier)
+
+    def is_hidden(factor: float) -> bool:
+        seconds, by_resource, _ = _simulate(plan, work.scaled(factor), rates)
+        return seconds <= HIDDEN_SHARE * _lanes(by_resource, rates)["compute"]
+
+    lanes = _lanes(_simulate(plan, work, rates)[1], rates)
+    low = max(seconds for name, seconds in lanes.items() if name != "compute") / lanes["compute"]
+    if is_hidden(low):
+        return ceil(low * work.tokens * work.accumulation)
+    if not is_hidden(high := 8 * low):
+        return None
+    while high > HIDDEN_STEP * low:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if is_hidden(middle) else (middle, high)
+    return ceil(high * work.tokens * work.accumulation)
+
+
+def _lanes(by_resource: Mapping[str, float], rates: _Rates) -> dict[str, float]:
+    """Return the busy seconds of lanes; "compute" has all that shares its cores."""
+    shared = DISK | (dict.fromkeys(CORES, "compute") if rates.shares_cores else {})
+    lanes: dict[str, float] = {}
+    for name, seconds in by_resource.items():
+        lane = shared.get(name, name)
+        lanes[lane] = lanes.get(lane, 0.0) + seconds
+    return lanes
+
+
+def _simulate(plan: Plan, work: Work, rates: _Rates) -> tuple[float, dict[str, float], int]:
+    """Return the seconds of a step, by resource, and the number of events. Of many micro-batches each one more takes
+    what the last of a few takes."""
+    few = replace(work, accumulation=min(work.accumulation, NUM_MICRO_BATCHES))
+    seconds, by_resource, num_events = _Run(plan, few, rates).predict()
+    if more := work.accumulation - few.accumulation:
+        fewer_s, before, num = _Run(plan, replace(few, accumulation=few.accumulation - 1), rates).predict()
+        seconds += more * (seconds - fewer_s)
+        by_resource = {name: s + more * (s - before[name]) for name, s in by_resource.items()}
+        num_events += num
+    return seconds, by_resource, num_events
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+Jobs = tuple[Job, ...]
+
+
+class _Rates:
+    """Turns bytes into jobs. `only`: the tier whose bytes take time; "": all."""
+
+    def __init__(self, plan: Plan, machine: Machine, only: str = "") -> None:
+        self.shares_cores = plan.request.update.shares_cores
+        self.machine, self._only = machine, only
+        disks = [disk for disk in machine.disks if disk.read_bytes_per_s and disk.write_bytes_per_s]
+        self._read = sum(disk.read_bytes_per_s or 0.0 for disk in disks) * DISK_SHARE
+        self._write = sum(disk.write_bytes_per_s or 0.0 for disk in disks) * DISK_SHARE
+        mixed = sum(disk.mixed_bytes_per_s or 0.0 for disk in disks) * DISK_SHARE
+        in_turns = 2 / (1 / self._read + 1 / self._write) if disks else 1.0
+        self._both = mixed / in_turns if mixed else 1.0
+
+    def counts(self, tier: str) -> bool:
+        return self._only in ("", tier)
+
+    def read(self, nbytes: float, order: int = 0) -> Jobs:
+        return self._disk("disk read", nbytes, self._read, order)
+
+    def write(self, nbytes: float, order: int = 0) -> Jobs:
+        return self._disk("disk write", nbytes, self._write, order)
+
+    def _disk(self, resource: str, nbytes: float, rate: float, order: int) -> Jobs:
+        if not nbytes:
+            return ()
+        seconds = nbytes / rate
+        job = Job(resource=resource, seconds=seconds, opposed_s=seconds / self._both, order=order)
+        return (job, *self.copy("fetch", DISK_PASSES * nbytes)) if self.shares_cores else (job,)
+
+    def copy(self, resource: str, nbytes: float) -> Jobs:
+        """Pass over so many bytes of host memory."""
+        return self._job(resource, nbytes, self.machine.copy_bytes_per_s)
+
+    def to_device(self, nbytes: float) -> Jobs:
+        """Fetch parameters from host memory. Where the CPU computes they are copied: read and written."""
+        if self.shares_cores:
+            return self.copy("fetch", 2 * nbytes)
+        return self._job("fetch", nbytes, self.machine.to_device_bytes_per_s)
+
+    def from_device(self, nbytes: float) -> Jobs:
+        return self._job("reduce", nbytes, self.machine.from_device_bytes_per_s)
+
+    def update(self, nbytes: float, order: int) -> Jobs:
+        return self._job("update", nbytes, self.machine.update_bytes_per_s, order)
+
+    def _job(self, resource: str, nbytes: float, rate: float | None, order: int = 0) -> Jobs:
+        return (Job(resource=resource, seconds=nbytes / rate, order=order),) if nbytes and rate else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """State of unit `unit` that is updated at once, with the parameters that it gives. `reads`, `writes`: its way to
+    memory and back, in a staging buffer of `staged_nbytes`."""
+
+    unit: int
+    reads: Jobs
+    update: Jobs
+    writes: Jobs
+    staged_nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unit:
+    """Neighbours together, in one micro-batch. `head_s`: of a product with a tied embedding, behind all units, in
+    forward. `fetch`: parameters from their home; `forwarded`: from the buffers of an update that has just ended.
+    `save`, `restore`: activations. `gradient`: on its way to its home."""
+
+    forward_s: float
+    backward_s: float
+    head_s: float
+    fetch: Jobs
+    forwarded: Jobs
+    save: Jobs
+    restore: Jobs
+    gradient: Jobs
+    is_paged: bool
+
+
+@dataclass(kw_only=True)
+class _Use:
+    """A unit's use in a step. `is_hit`: the device still has it. `is_kept`: the next use is a hit. `completes`: its
+    gradient is complete in this micro-batch."""
+
+    unit: int
+    micro: int
+    is_forward: bool
+    seconds: float
+    completes: bool = False
+    is_hit: bool = False
+    is_kept: bool = False
+
+
+def _join(units: Sequence[UnitTraffic]) -> list[list[UnitTraffic]]:
+    """Join neighbours until there are few enough; a tied embedding stays alone, for it is used at both ends."""
+    most = sum(unit.numel for unit in units) / MAX_UNITS
+    found: list[list[UnitTraffic]] = []
+    for unit in units:
+        last = found[-1] if found else []
+        fits = last and len(units) > MAX_UNITS and sum(each.numel for each in last) + unit.numel <= most
+        if fits and not unit.is_tied and not last[0].is_tied:
+            last.append(unit)
+        else:
+            found.append([unit])
+    return found
+
+
+def _cost(units: Sequence[UnitTraffic], plan: Plan, work: Work, rates: _Rates) -> _Unit:
+    machine, accumulates = rates.machine, work.accumulation > 1
+    products = sum(unit.numel - unit.lookups for unit in plan.units)
+    share = sum(unit.numel - unit.lookups for unit in units) / max(1, products)
+    forward_s = share * work.forward_flops / machine.flops_per_s[work.dtype]
+    backward_s = (2 + work.recomputes) * forward_s
+    head_s, is_tied = 0.0, units[0].is_tied
+    if is_tied:
+        forward_s, backward_s, head_s = 0.0, 0.0, forward_s
+    param_nbytes = {tier: sum(u.params[1] for u in units if u.params[0] == tier and u.is_paged) for tier in TIERS}
+    gradient_nbytes = sum(unit.gradients[1] for unit in units)
+    if rates.shares_cores:
+        trained = sum(unit.numel for unit in units if unit.state) / max(1, sum(u.numel for u in plan.units if u.state))
+        forward_s += WEIGHT_PASSES / 3 * _seconds(rates.copy("compute", sum(unit.params[1] for unit in units)))
+        backward_s += WEIGHT_PASSES / 1.5 * _seconds(rates.copy("compute", sum(unit.params[1] for unit in units)))
+        backward_s += trained * work.num_tensors * PYTHON_S_PER_TENSOR
+        backward_s += _seconds(rates.copy("compute", (2.5 if accumulates else 2) * gradient_nbytes))
+    gradient: Jobs = ()
+    if not rates.shares_cores and rates.counts("host"):
+        moved = sum(unit.gradients[1] for unit in units if unit.gradients[0] != "device")
+        gradient += rates.from_device(moved / 2 if accumulates else moved)
+        gradient += rates.copy("reduce", 2.5 * moved) if accumulates else ()
+    on_nvme = sum(unit.gradients[1] for unit in units if unit.gradients[0] == "nvme") if rates.counts("nvme") else 0
+    if not (plan.update_policy.optimizer_in_backward and work.accumulation == 1):
+        gradient += rates.write(on_nvme)
+    fetch: Jobs = ()
+    if rates.counts("nvme"):
+        fetch += rates.read(param_nbytes["nvme"], URGENT)
+    if rates.counts("host") or not rates.shares_cores:
+        fetch += rates.to_device(param_nbytes["host"] + (0 if rates.shares_cores else param_nbytes["nvme"]))
+    saved = plan.activations.tier if plan.activations is not None else "device"
+    nbytes = round(share * work.activation_nbytes) if saved != "device" and rates.counts(saved) else 0
+    return _Unit(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        head_s=head_s,
+        fetch=fetch,
+        forwarded=rates.to_device(sum(param_nbytes.values())),
+        save=rates.write(nbytes) if saved == "nvme" else rates.from_device(nbytes),
+        restore=rates.read(nbytes, URGENT) if saved == "nvme" else rates.to_device(nbytes),
+        gradient=gradient,
+        is_paged=any(unit.is_paged for unit in units),
+    )
+
+
+def _cut(joined: Sequence[Sequence[UnitTraffic]], plan: Plan, rates: _Rates) -> list[_Piece]:
+    """Cut the state of the units into pieces, in the order of a forward; those of host memory come first of a unit's,
+    as the planner places them. On an accelerator, state on the device takes no time of the other lanes."""
+    most = min(MAX_PIECES, len(plan.tiers.state))
+    staged_nbytes = sum(unit.state.get("nvme", 0) for unit in plan.units)
+    pieces: list[_Piece] = []
+    for index, units in enumerate(joined):
+        order = 0 if rates.shares_cores else index
+        all_nbytes = sum(sum(unit.state.values()) for unit in units)
+        grad_nbytes = sum(unit.gradients[1] for unit in units if unit.state)
+        param_nbytes = {tier: sum(u.params[1] for u in units if u.params[0] == tier and u.state) for tier in TIERS}
+        grads_nvme = sum(unit.gradients[1] for unit in units if unit.gradients[0] == "nvme")
+        for tier in TIERS if rates.shares_cores else TIERS[1:]:
+            nbytes = sum(unit.state.get(tier, 0) for unit in units)
+            if not nbytes or not (rates.counts(tier) or rates.shares_cores):
+                continue
+            on_disk = nbytes if tier == "nvme" and rates.counts("nvme") else 0
+            number = max(1, round(most * nbytes / staged_nbytes)) if tier == "nvme" else 1
+            part = nbytes / all_nbytes / number
+            params_out = part * param_nbytes["nvme"] if rates.counts("nvme") else 0.0
+            grads_in = part * grads_nvme if rates.counts("nvme") else 0.0
+            piece = _Piece(
+                unit=index,
+                reads=rates.read(on_disk / number + grads_in),
+                update=rates.update(2 * nbytes / number + part * (grad_nbytes + sum(param_nbytes.values())), order),
+                writes=rates.write(on_disk / number + params_out),
+                staged_nbytes=round(on_disk / number + params_out + grads_in),
+            )
+            pieces += [piece] * number
+    return pieces
+
+
+def _seconds(jobs: Jobs) -> float:
+    return sum(job.seconds for job in jobs)
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+class _Step:
+    """The events of a step: of each use of a unit, of each unit, and of all of it."""
+
+    def __init__(self, num_uses: int, num_units: int, pieces: Sequence[_Piece]) -> None:
+        of_unit = Counter(piece.unit for piece in pieces)
+        self.fetched = [Event() for _ in range(num_uses)]
+        self.gradients = [Event() for _ in range(num_units)]
+        self.arrived = Event(num_units)
+        self.norm = Event()
+        self.updated = [Event(of_unit[index]) for index in range(num_units)]
+        self.computed = Event(len(pieces))
+        self.written = Event(len(pieces))
+
+
+class _Run:
+    """A few steps through the lanes."""
+
+    def __init__(self, plan: Plan, work: Work, rates: _Rates) -> None:
+        self._rates, self._policy = rates, plan.update_policy.policy
+        self._in_backward = plan.update_policy.optimizer_in_backward
+        joined = _join(plan.units)
+        self._units = [_cost(units, plan, work, rates) for units in joined]
+        self._pieces = _cut(joined, plan, rates)
+        self._uses = self._list_uses([i for i, units in enumerate(joined) if units[0].is_tied], work.accumulation)
+        self._clock = Clock(CORES | DISK if rates.shares_cores else DISK)
+        self._window = Room(WINDOW_UNITS)
+        largest = max((piece.staged_nbytes for piece in self._pieces), default=0)
+        self._buffers = Room(max(NUM_STATE_STAGING, plan.staging.state.total_nbytes // max(1, largest)))
+        num_steps = WARM_STEPS + NUM_STEPS
+        self._steps = [_Step(len(self._uses), len(self._units), self._pieces) for _ in range(num_steps + 1)]
+        self._ends: list[float] = []
+
+    def _list_uses(self, tied: Sequence[int], accumulation: int) -> list[_Use]:
+        """List the uses of a step in order. The device keeps a unit that is used again before it needs the room."""
+        uses: list[_Use] = []
+        for micro in range(accumulation):
+            for index, unit in enumerate(self._units):
+                uses.append(_Use(unit=index, micro=micro, is_forward=True, seconds=unit.forward_s))
+            for index in tied:
+                uses.append(_Use(unit=index, micro=micro, is_forward=True, seconds=self._units[index].head_s))
+            for index in tied:
+                seconds = 2 * self._units[index].head_s
+                uses.append(_Use(unit=index, micro=micro, is_forward=False, seconds=seconds))
+            for index, unit in reversed([*enumerate(self._units)]):
+                uses.append(_Use(unit=index, micro=micro, is_forward=False, seconds=unit.backward_s, completes=True))
+        for number, use in enumerate(uses):
+            between: set[int] = set()
+            for later in uses[number + 1 :]:
+                if later.unit == use.unit:
+                    use.is_kept = later.is_hit = True
+                    break
+                between.add(later.unit)
+                if len(between) >= WINDOW_UNITS:
+                    break
+        return uses
+
+    def predict(self) -> tuple[float, dict[str, float], int]:
+        """Return the seconds of a step, by resource, and how many jobs have been simulated."""
+        clock = self._clock
+        clock.resume(self._fetch())
+        for staged in (True, False):
+            clock.resume(self._update([p for p in self._pieces if bool(p.staged_nbytes) == staged], staged))
+        clock.run(self._drive(), lambda: len(self._ends) == len(self._steps) - 1)
+        mean_s = (self._ends[-1] - self._ends[WARM_STEPS - 1]) / NUM_STEPS
+        by_resource = self._sum_jobs()
+        return max(mean_s, *_lanes(by_resource, self._rates).values()), by_resource, clock.num_events
+
+    def _sum_jobs(self) -> dict[str, float]:
+        """Return by resource the seconds of a step's jobs: in the long run no step is shorter than those of a lane,
+        though a few may be, whose last writes are the next one's."""
+        sums = dict.fromkeys(RESOURCES, 0.0)
+        jobs = [job for piece in self._pieces for job in (*piece.reads, *piece.update, *piece.writes)]
+        for use in self._uses:
+            unit, is_first = self._units[use.unit], use.is_forward and not use.micro
+            sums["compute"] += use.seconds
+            jobs += unit.save if use.is_forward else unit.restore
+            jobs += unit.gradient if use.completes else ()
+            if unit.is_paged and not use.is_hit:
+                jobs += unit.forwarded if is_first and self._policy == "overlapped" else unit.fetch
+        writes = any(job.resource == "disk write" for job in jobs)
+        for job in jobs:
+            sums[job.resource] += job.opposed_s if job.opposed_s is not None and writes else job.seconds
+        return sums
+
+    def _drive(self) -> Process:
+        """Compute, in order, as the thread of the driver does."""
+        before: _Step | None = None
+        last = self._uses[-1].micro
+        for step in self._steps:
+            is_backward = False
+            for use, fetched in zip(self._uses, step.fetched, strict=True):
+                unit = self._units[use.unit]
+                if before is not None and use.is_forward and not use.micro and self._policy == "overlapped":
+                    yield before.updated[use.unit]
+                if not use.is_forward and use.micro == last and not is_backward and self._in_backward:
+                    is_backward = True
+                    if before is not None:
+                        yield before.computed
+                yield fetched
+                if use.seconds:
+                    yield Job(resource="compute", seconds=use.seconds)
+                if unit.is_paged and not use.is_kept:
+                    self._window.leave(self._clock)
+                if use.is_forward and unit.save:
+                    self._clock.resume(all_of(unit.save))
+                if use.completes:
+                    self._clock.resume(self._send_gradient(step, use.unit, is_last=use.micro == last))
+            yield step.arrived
+            if before is not None and not self._in_backward:
+                yield before.written
+            step.norm.come(self._clock)
+            if self._policy == "barrier":
+                yield step.written
+            self._ends.append(self._clock.now_s)
+            before = step
+
+    def _send_gradient(self, step: _Step, index: int, *, is_last: bool) -> Process:
+        yield from self._units[index].gradient
+        if is_last:
+            step.gradients[index].come(self._clock)
+            step.arrived.come(self._clock)
+
+    def _fetch(self) -> Process:
+        """Bring units to the device in the order of their uses, as far ahead as the window has room."""
+        before: _Step | None = None
+        for step in self._steps:
+            for use, fetched in zip(self._uses, step.fetched, strict=True):
+                unit = self._units[use.unit]
+                if unit.is_paged and not use.is_hit:
+                    jobs = unit.fetch
+                    if before is not None and use.is_forward and not use.micro and self._policy != "delayed":
+                        yield before.updated[use.unit]
+                        if self._policy == "overlapped":
+                            jobs = unit.forwarded
+                        else:
+                            yield before.written
+                    yield self._window
+                    yield from jobs
+                if not use.is_forward:
+                    yield from unit.restore
+                fetched.come(self._clock)
+            before = step
+
+    def _update(self, pieces: Sequence[_Piece], staged: bool) -> Process:
+        """Begin pieces: of those that may be updated the first of forward, else what the last step began next."""
+        order = [*(reversed(pieces) if self._in_backward else pieces)]
+        for step in self._steps if pieces else ():
+            left: dict[int, list[_Piece]] = {}
+            for piece in order:
+                left.setdefault(piece.unit, []).append(piece)
+            units, order = sorted(left), []
+            while left:
+                if staged:
+                    yield self._buffers
+                ready = (u for u in units if u in left and step.gradients[u].has_come) if self._in_backward else ()
+                index = next(iter(ready), next(iter(left)))
+                order.append(piece := left[index].pop(0))
+                if not left[index]:
+                    del left[index]
+                self._clock.resume(self._update_piece(step, piece))
+
+    def _update_piece(self, step: _Step, piece: _Piece) -> Process:
+        yield from piece.reads
+        yield step.gradients[piece.unit] if self._in_backward else step.norm
+        yield from piece.update
+        step.updated[piece.unit].come(self._clock)
+        step.computed.come(self._clock)
+        yield from piece.writes
+        if piece.staged_nbytes:
+            self._buffers.leave(self._clock)
+        step.written.come(self._clock)
