@@ -22,6 +22,7 @@ from tiered_zero.cli.main import main
 from tiered_zero.config import load
 from tiered_zero.errors import TransferError
 from tiered_zero.io.measure import MODES
+from tiered_zero.plan.machine import default_path, load_machine
 from tiered_zero.sizes import MIB
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt_nvme.json"
@@ -60,14 +61,17 @@ def test_the_setting_with_the_best_rates_is_printed(
     """By the product of its three rates; the first if all are equal."""
     best = SETTINGS[chosen]
 
-    def measure(engine: Any, path: str, nbytes: int, mode: str, seconds: float) -> float:
-        return 1e9 if engine.settings != best or not chosen else {"read": 4e9, "write": 0.5e9, "mixed": 1e9}[mode]
+    def measure(engine: Any, path: str, nbytes: int, seconds: float) -> dict[str, float]:
+        is_best = chosen and engine.settings == best
+        return {"read": 4e9, "write": 0.5e9, "mixed": 1e9} if is_best else dict.fromkeys(MODES, 1e9)
 
-    monkeypatch.setattr(bench_io, "measure_rate", measure)
+    monkeypatch.setattr(bench_io, "measure_modes", measure)
     result = bench(swap_path, "--seconds", "1")
     assert result.exit_code == 0 and "Measuring " in result.stderr
     aio = {"block_size": best.block_size, "queue_depth": best.queue_depth, "intra_op_parallelism": 1}
     assert json.dumps({"aio": aio}, indent=2) in result.stdout
+    (disk,) = load_machine(default_path()).disks
+    assert (disk.path, disk.read_bytes_per_s) == (os.path.realpath(swap_path), 1e9), "by the default settings"
 
 
 def leave_free(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
@@ -89,18 +93,26 @@ def test_a_full_disk_is_one_clear_error(swap_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_failed_transfer_leaves_nothing(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object, **options: object) -> float:
+    def fail(*arguments: object) -> None:
         raise TransferError("write of 1 bytes failed: EIO")
 
-    monkeypatch.setattr(bench_io, "measure_rate", fail)
+    monkeypatch.setattr(bench_io, "measure_modes", fail)
     result = bench(swap_path, "--seconds", "1")
     assert result.exit_code == 1 and "EIO" in result.stderr and "Traceback" not in result.stderr
     assert os.listdir(swap_path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_leaves_nothing(swap_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "tiered_zero", "bench", "io", str(swap_path), "--seconds", "30"]
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGTERM, "bench io DIR --seconds 30"),
+        (signal.SIGINT, "bench io DIR"),
+        (signal.SIGINT, "doctor DIR --measure"),
+    ],
+)
+def test_a_signal_leaves_nothing(swap_path: Path, number: signal.Signals, words: str) -> None:
+    options = [str(swap_path) if word == "DIR" else word for word in words.split()]
+    command = [sys.executable, "-m", "tiered_zero", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=CONFIG.parents[1]) as process:
         deadline_s = time.monotonic() + 300
         while not list(swap_path.glob("*/bench.bin")) and time.monotonic() < deadline_s:
@@ -108,4 +120,4 @@ def test_a_signal_leaves_nothing(swap_path: Path, number: signal.Signals) -> Non
         process.send_signal(number)
         process.communicate(timeout=300)
     assert process.returncode == 128 + number
-    assert os.listdir(swap_path) == []
+    assert os.listdir(swap_path) == [] and not default_path().exists()

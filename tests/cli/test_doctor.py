@@ -6,19 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from tests.support.inspection.insides import assembly_rates
 from tiered_zero.cli import doctor as module
 from tiered_zero.cli.main import main
 from tiered_zero.errors import TransferError
-from tiered_zero.hardware import probe
+from tiered_zero.hardware import probe, rates
 from tiered_zero.io.disk import DiskEngine, DiskFile
 from tiered_zero.native import LIBRARY_DIR_VARIABLE
-from tiered_zero.sizes import GIB
+from tiered_zero.plan.machine import default_path, load_machine
+from tiered_zero.sizes import GIB, MIB
 from tiered_zero.system.finding import BAD, GOOD, POOR
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +29,7 @@ NAMES = [
     "engine native", "engine threads", "engine aiofiles", "file system", "free space",
     "host memory",
     "cgroup memory", "huge pages", "processors", "update kernel", "torch", "accelerator",
-    "pinned memory",
+    "pinned memory", "rates",
 ]  # fmt: skip
 
 
@@ -105,6 +108,33 @@ def test_a_check_that_fails_is_a_finding(swap_path: Path, monkeypatch: pytest.Mo
     found = examine(swap_path)
     assert found["processors"]["found"] == "could not be found out: ZeroDivisionError: no such luck"
     assert "torch" in found
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_rates_are_measured_kept_and_shown(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a second disk, next to the first one's."""
+    assert "none on record" in examine(swap_path)["rates"]["found"]
+    for target, name, value in (
+        (module, "_DISK_S", 0.5), (rates, "LIMIT_S", 0.0), (rates, "_SHAPES", {True: (32, 16)}),
+        (rates, "_COPIED_NBYTES", MIB), (assembly_rates, "_UPDATED_NUMEL", MIB),
+    ):  # fmt: skip
+        monkeypatch.setattr(target, name, value)
+    paths = [swap_path / name for name in "ab"]
+    for path in paths:
+        path.mkdir()
+        result = CliRunner().invoke(main, ["doctor", str(path), "--measure", "--json"])
+        assert result.exit_code == 0 and os.listdir(path) == []
+    machine = load_machine(default_path())
+    assert json.loads(result.stdout)["machine"] == json.loads(default_path().read_text())
+    assert machine.date[:2] == "20" and machine.num_cores and machine.host_nbytes
+    assert machine.flops_per_s.keys() == {"bf16", "fp16", "fp32"}
+    assert machine.copy_bytes_per_s and machine.update_bytes_per_s and machine.to_device_bytes_per_s is None
+    assert [disk.path for disk in machine.disks] == [os.path.realpath(path) for path in paths]
+    assert all(disk.read_bytes_per_s and disk.write_bytes_per_s and disk.mixed_bytes_per_s for disk in machine.disks)
+    shown = CliRunner().invoke(main, ["doctor", str(swap_path)]).stdout
+    assert f"disk of {paths[0]}: read " in shown and machine.date in shown
+    replace(machine, name="another").save(default_path())
+    assert "were measured on another with" in examine(swap_path)["rates"]["found"]
 
 
 @pytest.mark.parametrize("limit", [2 * GIB, None])

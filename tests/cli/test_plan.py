@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ from click.testing import CliRunner
 from tiered_zero.cli import drives
 from tiered_zero.cli.main import main
 from tiered_zero.cli.options import DEMO_MODEL
+from tiered_zero.native.update import available_cpus
 from tiered_zero.plan.gpt_shape import num_parameters
+from tiered_zero.plan.machine import Machine, default_path
 from tiered_zero.sizes import format_nbytes
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt_nvme.json")
@@ -255,7 +258,7 @@ def test_fit_is_judged_by_the_disks_that_are_given(tmp_path: Path) -> None:
         options = [part for disk in disks for part in ("--disk", disk)]
         found, values = plan_json(CONFIG, *options)
         assert found == code and [drive["nbytes"] for drive in values["drives"]] == [nbytes] * len(disks)
-        assert code == 0 or f"; --disk {disks[0]} has " in values["problem"]
+        assert code == 0 or f"; disk {disks[0]} has " in values["problem"]
     (drive,) = plan_json(CONFIG, "--disk", "2TB:7GB/s,5GB/s:1200TBW")[1]["drives"]
     assert (drive["read_bytes_per_s"], drive["write_bytes_per_s"]) == (7 * 10**9, 5 * 10**9)
     steps = 1200 * 10**12 // drive["written_nbytes_per_step"]
@@ -291,6 +294,31 @@ def test_a_disk_for_a_plan_without_nvme_is_said_to_have_no_effect() -> None:
     config = str(Path(CONFIG).with_name("gpt_device.json"))
     for options, is_said in (((config, "--disk", "1TB"), True), ((config,), False), ((CONFIG, "--disk", "1TB"), False)):
         assert ("--disk has no effect" in CliRunner().invoke(main, ["plan", *options]).stdout) == is_said
+
+
+def test_a_machine_that_is_described_has_its_own_sizes_and_disks(tmp_path: Path) -> None:
+    """An option goes before what the file says. Without a file the record of this machine is named, if there is one."""
+    disk = {"path": "a drive", "nbytes": "2TB", "read_bytes_per_s": "7GB/s", "write_bytes_per_s": "5GB/s"}
+    values = {"name": "card", "device": "cuda", "device_nbytes": "24GiB", "host_nbytes": "64GiB", "disks": [disk]}
+    path = tmp_path / "card.json"
+    path.write_text(json.dumps(values))
+    code, found = plan_json(CONFIG, "--params", "7e9", "--machine", str(path))
+    given = ("--device-memory", "24GiB", "--host-memory", "64GiB", "--disk", "2TB:7GB/s,5GB/s")
+    by_options = plan_json(CONFIG, "--params", "7e9", *given)[1]
+    assert (code, found["rows"], found["machine"]["name"]) == (0, by_options["rows"], "card")
+    assert [(row["disk"], row["least_step_s"]) for row in found["drives"]] == [
+        ("a drive", by_options["drives"][0]["least_step_s"])
+    ]
+    assert plan_json(CONFIG, "--params", "7e9", "--machine", str(path), "--host-memory", "1GiB")[0] == 1
+    shown = CliRunner().invoke(main, ["plan", CONFIG, "--machine", str(path)]).stdout
+    assert f"The machine is card, as {path} describes it." in shown
+    assert "The rates of this machine are not known; measure them" in CliRunner().invoke(main, ["plan", CONFIG]).stdout
+    here = Machine(name=platform.node(), num_cores=available_cpus(), date="2026-01-02")
+    here.save(default_path())
+    assert "Rates of this machine, measured 2026-01-02, are in" in CliRunner().invoke(main, ["plan", CONFIG]).stdout
+    path.write_text("{}")
+    wrong = CliRunner().invoke(main, ["plan", CONFIG, "--machine", str(path)])
+    assert wrong.exit_code == 1 and "describes no machine: name: Field required" in wrong.stderr
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_times_are_judged(device: LaggingDevice, both_s: float, cpu_s: float, st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "COPY_NBYTES", 1 << 16)
         patch.setattr(check, "SIDE", 16)
-        patch.setattr(check, "_seconds", lambda _, *launches: 0.5 if len(launches) == 1 else both_s)
+        patch.setattr(check, "launch_seconds", lambda _, *launches: 0.5 if len(launches) == 1 else both_s)
         patch.setattr(check, "time", SimpleNamespace(perf_counter=clock.__next__, thread_time=cpu.__next__))
         found = [run(accelerator) for run in (check.check_copies, check.check_overlap, check.check_sleep)]
     assert [finding.state for finding in found] == states, found

@@ -40,13 +40,16 @@ def test_what_is_saved_is_read_back_and_is_private(tmp_path: Path) -> None:
 def test_a_description_may_use_units(tmp_path: Path) -> None:
     """And leave out what is not known."""
     path = tmp_path / "card.json"
-    disk = {"path": "a drive", "nbytes": "2TB", "read_bytes_per_s": "7GB/s", "rated_nbytes": "1.2PBW"}
+    disk = {"path": "a drive", "nbytes": "2TB", "read_bytes_per_s": "7GB/s", "write_bytes_per_s": "5GB/s"}
+    disk["rated_nbytes"] = "1.2PBW"
     values = {"name": "card", "device": "cuda", "device_nbytes": "24GiB", "flops_per_s": {"bf16": "150TFLOPS"}}
     path.write_text(json.dumps({**values, "copy_bytes_per_s": "40 GB/s", "disks": [disk]}) + "  // as people write")
     machine = load_machine(path)
     assert (machine.device_nbytes, machine.flops_per_s) == (24 << 30, {"bf16": 1.5e14})
     assert (machine.copy_bytes_per_s, machine.update_bytes_per_s) == (40e9, None)
-    assert machine.disks == (Disk(path="a drive", nbytes=2 * 10**12, read_bytes_per_s=7e9, rated_nbytes=1200 * 10**12),)
+    (drive,) = machine.disks
+    assert (drive.nbytes, drive.read_bytes_per_s, drive.rated_nbytes) == (2 * 10**12, 7e9, 1200 * 10**12)
+    assert drive.mixed_bytes_per_s == pytest.approx(2 / (1 / 7e9 + 1 / 5e9)), "as if it did one after the other"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,20 @@ def test_what_is_no_machine_is_refused_by_name(tmp_path: Path, wrong: dict[str, 
 
 def test_options_replace_what_a_machine_has() -> None:
     drive = parse_disk("2TB:6GB/s,3GB/s")
-    assert drive.mixed_bytes_per_s == pytest.approx(4e9), "as if half were read, then half written"
     machine = from_description(MEASURED, host_nbytes=64 << 30, disks=[drive])
     assert machine == replace(MEASURED, host_nbytes=64 << 30, disks=(drive,))
-    assert from_description(device_nbytes=1 << 30).flops_per_s == {}
+    beside = from_description(replace(MEASURED, device="cpu", device_nbytes=None), device_nbytes=1 << 30)
+    assert (beside.device, beside.flops_per_s) == ("cuda", {}), "the CPU's are not those of a card"
+    assert from_description(device_nbytes=1 << 30).disks == ()
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs" / "machines").iterdir()), ids=str)
+def test_the_machines_of_the_project_are_complete(path: Path) -> None:
+    machine = load_machine(path)
+    assert (
+        machine.source and machine.num_cores and machine.host_nbytes and {"bf16", "fp32"} <= machine.flops_per_s.keys()
+    )
+    assert machine.copy_bytes_per_s and machine.update_bytes_per_s
+    link = machine.device_nbytes, machine.to_device_bytes_per_s, machine.from_device_bytes_per_s
+    assert all(link) if machine.device == "cuda" else not any(link)
+    assert all(disk.nbytes and disk.read_bytes_per_s and disk.mixed_bytes_per_s for disk in machine.disks)

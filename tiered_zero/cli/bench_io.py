@@ -1,27 +1,31 @@
 """`tiered-zero bench io DIR`: the best of four aio settings for a disk.
 
 Each setting reads, writes and does both mixed through the I/O engine that a run would choose there; its score is the
-geometric mean of the three rates.
+geometric mean of the three rates. Those of the defaults go into the record that plans read (assembly/rates.py).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from tiered_zero.assembly.rates import save_disk
 from tiered_zero.cli.console import print_json, print_table
 from tiered_zero.cli.options import JSON_OPTION
 from tiered_zero.errors import PlanError
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.measure import MODES, fill_file, measure_rate
+from tiered_zero.io.measure import MODES, fill_file, measure_modes
 from tiered_zero.io.preflight import filesystem_type, filesystem_warnings
 from tiered_zero.io.select import select_engine
+from tiered_zero.plan.machine import Disk
 from tiered_zero.record.directory import SwapDir
 from tiered_zero.sizes import GIB, MIB, format_nbytes
 from tiered_zero.stopping import stop_on_signals
@@ -65,12 +69,13 @@ def bench() -> None:
 def io(directory: Path, seconds: float, as_json: bool) -> None:
     """Find the best of four aio settings for the disk of DIRECTORY, by its rates of read, write and both mixed.
 
-    Writes a file of at most 1 GiB there and removes it.
+    Writes a file of at most 1 GiB there and removes it. The rates of the default settings are kept for `plan`.
     """
     begun_s = time.perf_counter()
     click.echo(f"Measuring {directory} for at most {seconds:g} s.", err=True)
     with stop_on_signals(at_boundary=False):  # its file is removed
         report = measure_directory(directory, begun_s + seconds * (1 - _END_SHARE))
+    save_disk(disk_of(report))
     report["seconds"] = time.perf_counter() - begun_s
     if as_json:
         print_json(report)
@@ -78,8 +83,8 @@ def io(directory: Path, seconds: float, as_json: bool) -> None:
         _print(report)
 
 
-def measure_directory(directory: Path, end_s: float) -> dict[str, Any]:
-    """Try every setting until `end_s`, by time.perf_counter(). Raises ConfigError, PlanError, StoreError."""
+def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSettings] = SETTINGS) -> dict[str, Any]:
+    """Try each of `choices` until `end_s`, by time.perf_counter(). Raises ConfigError, PlanError, StoreError."""
     fstype = filesystem_type(directory)
     notes = [line.removeprefix("nvme_path ") for line in filesystem_warnings(str(directory), fstype)]
     swap = SwapDir.create([directory], owner_note="bench io")
@@ -88,21 +93,19 @@ def measure_directory(directory: Path, end_s: float) -> dict[str, Any]:
         path = str(swap.paths[0] / "bench.bin")
         nbytes = _fill(path, directory, free_nbytes, (end_s - time.perf_counter()) * _FILL_SHARE, notes)
         tried = []
-        num_left = len(SETTINGS) * len(MODES)
-        for settings in SETTINGS:
+        for index, settings in enumerate(choices):
             selection = select_engine(swap.paths[0], settings=settings)
+            seconds = max((end_s - time.perf_counter()) / (len(choices) - index), _LEAST_TRIAL_S)
+            try:
+                rates = measure_modes(selection.engine, path, nbytes, seconds)
+            finally:
+                selection.engine.close()
             row: dict[str, Any] = {
                 "io_engine": selection.engine.name,
                 "block_size": settings.block_size,
                 "queue_depth": settings.queue_depth,
+                **{f"{mode}_bytes_per_s": rates[mode] for mode in MODES},
             }
-            try:
-                for mode in MODES:
-                    seconds = max((end_s - time.perf_counter()) / num_left, _LEAST_TRIAL_S)
-                    row[f"{mode}_bytes_per_s"] = measure_rate(selection.engine, path, nbytes, mode, seconds)
-                    num_left -= 1
-            finally:
-                selection.engine.close()
             tried.append(row)
     finally:
         swap.remove()
@@ -122,6 +125,14 @@ def measure_directory(directory: Path, end_s: float) -> dict[str, Any]:
         "tried": tried,
         "notes": notes,
     }
+
+
+def disk_of(report: Mapping[str, Any]) -> Disk:
+    """Return a report's disk with the rates of the default settings, which a run has unless its config says others."""
+    default = IOSettings().block_size, IOSettings().queue_depth
+    row = next(row for row in report["tried"] if (row["block_size"], row["queue_depth"]) == default)
+    rates = {name: row[name] for name in row if name.endswith("_bytes_per_s")}
+    return Disk(path=os.path.realpath(report["directory"]), nbytes=report["free_nbytes"], **rates)
 
 
 def _fill(path: str, directory: Path, free_nbytes: int, seconds: float, notes: list[str]) -> int:

@@ -8,47 +8,60 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import click
 from rich.text import Text
 
+from tiered_zero.assembly.rates import TO_MEASURE, load_measured, measure_machine, rate_lines, save_measured
+from tiered_zero.cli.bench_io import disk_of, measure_directory
 from tiered_zero.cli.console import print_json, stdout
 from tiered_zero.cli.options import JSON_OPTION, parse_bytes
 from tiered_zero.errors import ConfigError, TieredZeroError
+from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.preflight import filesystem_type, filesystem_warnings, preflight_directory
 from tiered_zero.io.select import ENGINES, select_engine
 from tiered_zero.native import find_library, why_missing
 from tiered_zero.native.update import UpdateKernel, available_cpus
+from tiered_zero.plan.machine import Machine
 from tiered_zero.sizes import GIB, MIB, format_nbytes
+from tiered_zero.stopping import stop_on_signals
 from tiered_zero.system.finding import BAD, GOOD, POOR, Finding
 
 _STYLES = {GOOD: "green", POOR: "yellow", BAD: "red"}
 _PIN_TRIAL_NBYTES = 64 * MIB
+_DISK_S = 8.0
+"""Of --measure: for the disk, with the filling of a file."""
 
 
 @click.command("doctor")
 @click.argument("directory", type=click.Path(path_type=Path), default=Path("."))
 @JSON_OPTION
 @click.option("--device", "on_device", is_flag=True, help="Check the accelerator instead, in about 30 s.")
+@click.option("--measure", "measures", is_flag=True, help="Measure rates for `plan` as well, in less than 20 s.")
 @click.option("--pin", callback=parse_bytes, default="1GiB", metavar="64GiB", help="With --device: bytes to be pinned.")
 @click.pass_context
-def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, pin: int) -> None:
+def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, measures: bool, pin: int) -> None:
     """Say what works on this machine and in DIRECTORY (where nvme_path would point), and how to mend the rest.
 
-    Writes and removes small files there. The exit code is 1 where DIRECTORY cannot be used; with --device where
-    something is off; and 0 otherwise.
+    Writes and removes small files there; --measure, one of at most 1 GiB, and keeps the rates of products, memory, link
+    and this disk for `plan`. The exit code is 1 where DIRECTORY cannot be used; with --device where something is off;
+    and 0 otherwise.
     """
     logging.getLogger("tiered_zero").setLevel(logging.ERROR)
     findings = []
-    for finding in _examine_device(pin) if on_device else examine(directory):
+    checks = _examine_device(pin) if on_device else examine(directory)
+    for finding in chain(checks, _rates(directory, measures) if measures or not on_device else ()):
         findings.append(finding)
         if not as_json:
             line = Text.assemble((f"{finding.state:<5}", _STYLES[finding.state]), f"{finding.name:<19}{finding.found}")
             stdout().print(line.append(f"; fix: {finding.fix}" if finding.fix else ""), soft_wrap=True)
     if as_json:
-        print_json({"directory": directory, "findings": findings})
+        print_json({"directory": directory, "findings": findings, "machine": _on_record()})
     asked = [finding for finding in findings if finding.name == "directory" or (on_device and finding.state == BAD)]
     if asked:  # the one question that the user has asked by name
         ctx.exit(1)
@@ -203,3 +216,27 @@ def _pinning() -> Iterator[Finding]:
             yield check_pinning(accelerator, _PIN_TRIAL_NBYTES)
     finally:
         accelerator.close()
+
+
+def _rates(directory: Path, measures: bool) -> Iterator[Finding]:
+    """What is on record of this machine. `measures`: anew, with the disk of `directory`. Raises what that raises."""
+    if measures:
+        with stop_on_signals(at_boundary=False):  # the disk's file is removed
+            report = measure_directory(directory, time.perf_counter() + _DISK_S, (IOSettings(),))
+            save_measured(measure_machine(disk_of(report)))
+    try:
+        machine = load_measured()
+    except ConfigError as error:
+        yield Finding("rates", POOR, str(error))
+        return
+    if machine is None:
+        yield Finding("rates", GOOD, f"none on record; for the seconds that `plan` predicts, {TO_MEASURE}")
+        return
+    for line in rate_lines(machine):
+        yield Finding("rates", GOOD, f"{line} ({machine.date})")
+
+
+def _on_record() -> Machine | None:
+    with suppress(ConfigError):
+        return load_measured()
+    return None

@@ -1,5 +1,5 @@
-"""Say what a plan needs in its swap directories, and whether it fits, on this machine's file systems or on drives given
-by `--disk SIZE[:READ,WRITE[:TBW]]`."""
+"""Say what a plan needs in its swap directories, and whether it fits, on this machine's file systems or on disks of a
+described machine."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _look(path: str) -> tuple[os.stat_result, bool, int]:
 
 
 def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what the swap directories need and have, or, with `--disk`, the drives; and what a step moves."""
+    """Yield what the swap directories need and have, or the disks of a described machine; and what a step moves."""
     free = {path: drive["free_nbytes"] for drive in drives for path in drive["directories"]}
     given = any("disk" in drive for drive in drives)
     for row in () if given else directories:
@@ -122,7 +122,7 @@ def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mappi
     for drive in drives:
         names = ", ".join(drive["directories"])
         if given:
-            where = f"--disk {drive['disk']} (nvme_path {names})"
+            where = f"disk {drive['disk']} (nvme_path {names})"
             yield f"{where}: {format_nbytes(drive['nbytes'])} of {format_nbytes(drive['free_nbytes'])}"
         read, written = (format_nbytes(drive[name]) for name in _MOVED)
         which = "" if given or len(drives) == 1 else f"the drive of {names}: "
@@ -139,10 +139,8 @@ def drive_problems(drives: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for drive in drives:
         if not drive["fits"]:
             free = format_nbytes(drive["free_nbytes"])
-            found = f"--disk {drive['disk']} has {free}" if "disk" in drive else f"{free} are free there"
-            way = (
-                "Give a larger --disk, or more" if "disk" in drive else "Free space, or name another disk in nvme_path"
-            )
+            found = f"disk {drive['disk']} has {free}" if "disk" in drive else f"{free} are free there"
+            way = "Give a larger disk, or more" if "disk" in drive else "Free space, or name another disk in nvme_path"
             yield (
                 f"The plan needs {format_nbytes(drive['nbytes'])} in {', '.join(drive['directories'])}; {found}. {way}."
             )

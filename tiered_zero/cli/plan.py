@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tiered_zero.assembly.rates import machine_to_plan
 from tiered_zero.cli.console import print_json
 from tiered_zero.cli.drives import (
     directory_needs,
@@ -66,6 +67,14 @@ _NO_ESTIMATE = (
     metavar="TOKENS",
     help="Of a sample, for the estimate of activations (default: the most that the model takes).",
 )
+@click.option(
+    "--machine",
+    "machine_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="H100.json",
+    help="Plan for the machine of this file, as in configs/machines: its memories, disks and rates (default: this one, "
+    "with the rates that `doctor --measure` has found).",
+)
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this host.")
 @click.option(
     "--device-memory",
@@ -101,6 +110,7 @@ def plan(
     model_config: Path | None,
     optimizer: str | None,
     sequence_length: int | None,
+    machine_file: Path | None,
     ranks: int,
     device_memory: int | None,
     host_memory: int | None,
@@ -113,6 +123,10 @@ def plan(
     CONFIG, or the sizes given by option. Activations count with --sequence-length only: without it their length is
     an assumption, and a line says whether they fit.
     """
+    machine, whose = machine_to_plan(machine_file, device_memory, host_memory, disks)
+    if machine_file is not None:
+        device_memory, host_memory = machine.device_nbytes, machine.host_nbytes
+        disks = tuple(disk for disk in machine.disks if disk.nbytes)
     given = [chosen for chosen in (source, sized, model_config) if chosen is not None]
     if len(given) > 1:
         raise click.UsageError("Give one of --model, --params and --model-config.")
@@ -147,6 +161,7 @@ def plan(
             "update_policy": run.plan.update_policy,
             "rows": run.plan.rows,
             "activations": estimate,
+            "machine": machine,
             "directories": directories,
             "drives": drives,
         }
@@ -157,9 +172,9 @@ def plan(
         click.echo(f"{count_parameters(model):,} parameters: {chosen}")
         if ranks > 1:
             click.echo(f"Rank 0 of {ranks} on one host; the others need the same, or a little less.")
-        for line in (str(run.plan), *drive_lines(directories, drives), *lines):
+        for line in (str(run.plan), *drive_lines(directories, drives), *lines, whose):
             click.echo(line)
-        if disks and not needs:
+        if disks and not needs and machine_file is None:
             click.echo("--disk has no effect: nothing of this plan rests on nvme.")
     for problem in problems:
         click.echo(f"Error: {problem.partition(chr(10))[0]}", err=True)

@@ -67,8 +67,8 @@ def check_copies(accelerator: Accelerator) -> Finding:
     """Measure copies by direction, of pinned and of pageable memory."""
     rates, fix = {}, ""
     for pins in (True, False):
-        with _buffers(accelerator, pins) as (up, down):
-            up_s, down_s, both_s = (_seconds(accelerator, *each) for each in ([up], [down], [up, down]))
+        with copy_buffers(accelerator, pins) as (up, down):
+            up_s, down_s, both_s = (launch_seconds(accelerator, *each) for each in ([up], [down], [up, down]))
         to, from_, both = (NUM_COPIES * COPY_NBYTES / seconds / 1e9 for seconds in (up_s, down_s, both_s / 2))
         rates[pins] = f"{to:.3g} to the device, {from_:.3g} from it, {both:.3g} both at once"
         if pins and both_s > 0.85 * (up_s + down_s):
@@ -79,10 +79,10 @@ def check_copies(accelerator: Accelerator) -> Finding:
 
 def check_overlap(accelerator: Accelerator) -> Finding:
     """Measure how much of a copy runs beside products of matrices."""
-    with _buffers(accelerator) as (up, _):
-        copy_s = _seconds(accelerator, up)
+    with copy_buffers(accelerator) as (up, _):
+        copy_s = launch_seconds(accelerator, up)
         products, products_s = _products(accelerator, copy_s)
-        hidden = (copy_s + products_s - _seconds(accelerator, up, products)) / min(copy_s, products_s)
+        hidden = (copy_s + products_s - launch_seconds(accelerator, up, products)) / min(copy_s, products_s)
     found = f"{max(0.0, min(1.0, hidden)):.0%} of a copy runs beside a product"
     fix = "" if hidden > 0.5 else "see copies and pinned memory; until then a step takes the sum of compute and copies"
     return Finding("overlap", POOR if fix else GOOD, found, fix)
@@ -191,7 +191,7 @@ def _arena(accelerator: Accelerator, nbytes: int, pins: bool = True) -> Iterator
 
 
 @contextmanager
-def _buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[Launch, Launch]]:
+def copy_buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[Launch, Launch]]:
     """Yield what launches copies of host memory to the device, and from it."""
     with _arena(accelerator, 2 * COPY_NBYTES, pins) as arena:
         host = [arena.take(COPY_NBYTES, "param").tensor.fill_(0) for _ in range(2)]
@@ -206,7 +206,7 @@ def _buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[Laun
 
         up = partial(launch, "fetch", on_device[0], host[0])
         down = partial(launch, "reduce", host[1], on_device[1])
-        _seconds(accelerator, up, down)  # the first copies open what later ones find open
+        launch_seconds(accelerator, up, down)  # the first copies open what later ones find open
         yield up, down
 
 
@@ -220,12 +220,12 @@ def _products(accelerator: Accelerator, seconds: float) -> tuple[Launch, float]:
         return accelerator.record_compute()
 
     launch().wait()
-    number = math.ceil(seconds / _seconds(accelerator, launch))
+    number = math.ceil(seconds / launch_seconds(accelerator, launch))
     products = partial(launch, number)
-    return products, _seconds(accelerator, products)
+    return products, launch_seconds(accelerator, products)
 
 
-def _seconds(accelerator: Accelerator, *launches: Launch) -> float:
+def launch_seconds(accelerator: Accelerator, *launches: Launch) -> float:
     """Time work from its launch to its end."""
     accelerator.synchronize()
     began_s = time.perf_counter()

@@ -1,10 +1,11 @@
-"""The rate of an engine on a disk: for benchmarks, and to weigh directories against each other."""
+"""The rate of an engine on a disk: for benchmarks and plans, and to weigh directories against each other."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import os
+import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ MODES = ("read", "write", "mixed")
 _SYNCED_NBYTES = 16 * MIB
 _WEIGHED_NBYTES = 16 * MIB
 _WEIGHED_NAME = ".weighed"
+_MOST_ROUNDS, _LEAST_TRIAL_S = 3, 0.4
 
 
 def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
@@ -59,6 +61,15 @@ def weigh_directories(engine: IOEngine, directories: Sequence[Path], nbytes: int
     if max(rates) <= 1.25 * min(rates):
         rates = [1.0] * len(rates)
     return [rate / sum(rates) for rate in rates]
+
+
+def measure_modes(engine: IOEngine, path: str, nbytes: int, seconds: float) -> dict[str, float]:
+    """Measure bytes/s of each of MODES, in turn, in about `seconds`: medians of three trials, or of fewer if these
+    would be shorter than 0.4 s. Raises TransferError."""
+    rounds = max(1, min(_MOST_ROUNDS, int(seconds / len(MODES) / _LEAST_TRIAL_S)))
+    trial_s = seconds / len(MODES) / rounds
+    found = [[measure_rate(engine, path, nbytes, mode, trial_s) for mode in MODES] for _ in range(rounds)]
+    return {mode: statistics.median(rates) for mode, rates in zip(MODES, zip(*found, strict=True), strict=True)}
 
 
 def measure_rate(

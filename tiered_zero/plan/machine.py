@@ -55,8 +55,8 @@ class Disk:
     """The disk of a directory, or one described. None: not known.
 
     `path`: the directory, or the text that describes the disk. `nbytes`: free for this user. `mixed_bytes_per_s`: bytes
-    of both a second, half of them read and half written at the same time. `rated_nbytes`: what the maker lets be
-    written in its life.
+    of both a second, half of them read and half written at the same time; where that is not given, as if the disk did
+    one after the other. `rated_nbytes`: what the maker lets be written in its life.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
@@ -67,6 +67,11 @@ class Disk:
     write_bytes_per_s: _Rate | None = None
     mixed_bytes_per_s: _Rate | None = None
     rated_nbytes: _Rated | None = None
+
+    def __post_init__(self) -> None:
+        read, write = self.read_bytes_per_s, self.write_bytes_per_s
+        if self.mixed_bytes_per_s is None and read and write:
+            object.__setattr__(self, "mixed_bytes_per_s", 2 / (1 / read + 1 / write))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +136,11 @@ def from_description(
     host_nbytes: int | None = None,
     disks: Sequence[Disk] = (),
 ) -> Machine:
-    """Return `base` with the sizes and disks that are given in place of its own; None: a machine without rates."""
+    """Return `base` with the sizes and disks that are given in place of its own; None: a machine without rates. Memory
+    of a device that `base` lacks is that of an accelerator whose rates are not known."""
     machine = base or Machine(name="described by options")
+    if device_nbytes is not None and machine.device == "cpu":
+        machine = replace(machine, device="cuda", flops_per_s={})
     return replace(
         machine,
         device_nbytes=device_nbytes or machine.device_nbytes,
@@ -142,10 +150,7 @@ def from_description(
 
 
 def parse_disk(text: str) -> Disk:
-    """Read "2TB", "2TB:7GB/s,5GB/s" or "2TB:7GB/s,5GB/s:1200TBW". Raises ConfigError.
-
-    Reading and writing at once is taken to be as fast as half the bytes read, then half written.
-    """
+    """Read "2TB", "2TB:7GB/s,5GB/s" or "2TB:7GB/s,5GB/s:1200TBW". Raises ConfigError."""
     size, rates, rating, *more = (*text.split(":"), "", "")
     try:
         if any(more):
@@ -159,7 +164,6 @@ def parse_disk(text: str) -> Disk:
             nbytes=parse_hardware_nbytes(size),
             read_bytes_per_s=read,
             write_bytes_per_s=write,
-            mixed_bytes_per_s=2 / (1 / read + 1 / write) if read and write else None,
             rated_nbytes=_read_rating(rating) if rating else None,
         )
     except ValueError as error:

@@ -6,6 +6,7 @@ A name is here because a test outside its folder's own unit tests needs it; a fo
 
 from tiered_zero import record
 from tiered_zero.assembly import build as assembly_build
+from tiered_zero.assembly import rates as assembly_rates
 from tiered_zero.assembly import spec as assembly_spec
 from tiered_zero.assembly.estimate import estimate_of
 from tiered_zero.assembly.machine import SHUTDOWN

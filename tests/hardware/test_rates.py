@@ -1,0 +1,41 @@
+"""Rates are medians, and all of a slow machine's are measured; how high they are, no test says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tiered_zero.hardware import rates
+from tiered_zero.hardware.device.select import build_accelerator
+
+
+def test_a_rate_is_a_median_of_few_calls_after_one_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = 0.0, list[float]()
+
+    def work() -> None:
+        nonlocal now
+        calls.append(now)
+        now += (9.0, 0.1, 0.2, 0.4, 0.1, 0.4)[len(calls) - 1]
+
+    monkeypatch.setattr(rates.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(rates, "LIMIT_S", 2.0)
+    assert rates.median_rate(10.0, work) == pytest.approx(10 / 0.2) and len(calls) == 6
+    calls.clear()
+    monkeypatch.setattr(rates, "LIMIT_S", 0.05)
+    assert rates.median_rate(10.0, work) == pytest.approx(10 / 0.1) and len(calls) == 2, "slow work is done once"
+
+
+def test_each_type_that_the_device_multiplies_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "LIMIT_S", 0.0)
+    monkeypatch.setattr(rates, "_SHAPES", {True: (32, 16)})
+    monkeypatch.setattr(rates, "DTYPES", {**rates.DTYPES, "int4": torch.bits8})
+    accelerator = build_accelerator("cpu")
+    try:
+        found = rates.product_rates(accelerator)
+        assert found.keys() == {"bf16", "fp16", "fp32"}
+        assert all(0 < rate < math.inf for rate in found.values())
+        assert rates.link_rates(accelerator) == (None, None)
+    finally:
+        accelerator.close()

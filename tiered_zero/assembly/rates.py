@@ -1,0 +1,152 @@
+"""The rates of this machine on record: `doctor DIR --measure` and `bench io DIR` write them, `plan` reads them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+from tiered_zero.errors import ConfigError
+from tiered_zero.native.update import available_cpus, num_kernel_threads
+from tiered_zero.plan.machine import Disk, Machine, default_path, from_description, load_machine
+from tiered_zero.sizes import MIB, format_nbytes
+from tiered_zero.version import __version__
+
+TO_MEASURE = "measure them with `tiered-zero doctor DIR --measure`, DIR on the disk of nvme_path"
+
+_UPDATED_NUMEL = 32 * MIB
+_UPDATED_NBYTES = 28
+"""Of a parameter: fp32 master weight and two moments are read and written, a 16-bit gradient and weight one of both."""
+
+
+def measure_machine(disk: Disk) -> Machine:
+    """Measure what this machine's processors, memory and link reach, in some 5 s; `disk` has been measured before. Main
+    thread."""
+    from tiered_zero.hardware import rates
+    from tiered_zero.hardware.device.select import build_accelerator
+    from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
+
+    accelerator = build_accelerator()
+    try:
+        to_device, from_device = rates.link_rates(accelerator)
+        return replace(
+            _this_machine(),
+            device=accelerator.device.type,
+            device_nbytes=available_device_nbytes(accelerator.device),
+            host_nbytes=available_host_nbytes(),
+            flops_per_s=rates.product_rates(accelerator),
+            copy_bytes_per_s=rates.copy_rate(),
+            update_bytes_per_s=_update_rate(accelerator.shares_cores),
+            to_device_bytes_per_s=to_device,
+            from_device_bytes_per_s=from_device,
+            disks=(disk,),
+        )
+    finally:
+        accelerator.close()
+
+
+def _update_rate(shares_cores: bool) -> float:
+    """Measure AdamW of bf16 weights on the kernel's threads, or by torch's operations where there is no kernel."""
+    import torch
+
+    from tiered_zero.hardware.probe import available_host_nbytes
+    from tiered_zero.hardware.rates import median_rate
+    from tiered_zero.rules.kernel_rule import open_kernel
+    from tiered_zero.rules.native_rules import AdamRule
+    from tiered_zero.rules.rule import Run
+
+    numel = min(_UPDATED_NUMEL, available_host_nbytes() // 8 // _UPDATED_NBYTES)
+    master, grad = torch.zeros(numel), torch.full((numel,), 1e-3, dtype=torch.bfloat16)
+    state = {name: torch.zeros(numel) for name in ("exp_avg", "exp_avg_sq")}
+    run = Run(master=master, grad=grad, state=state, scalars={}, hyper={"lr": 1e-3}, out=master.bfloat16())
+    kernel = open_kernel(num_threads=num_kernel_threads(shares_cores=shares_cores))
+    try:
+        rule = AdamRule(decoupled=True, kernel=kernel)
+        return median_rate(_UPDATED_NBYTES * numel, lambda: rule.update([run]))
+    finally:
+        if kernel is not None:
+            kernel.close()
+
+
+def save_measured(machine: Machine) -> Machine:
+    """Replace this machine's record, but for disks of other directories; return it."""
+    with suppress(ConfigError):
+        before = load_measured()
+        paths = [disk.path for disk in machine.disks]
+        kept = [disk for disk in (before.disks if before else ()) if disk.path not in paths]
+        machine = replace(machine, disks=(*kept, *machine.disks))
+    machine.save(default_path())
+    return machine
+
+
+def save_disk(disk: Disk) -> None:
+    """Put a disk into this machine's record, whose other rates stay as they are."""
+    with suppress(ConfigError):
+        if (before := load_measured()) is not None:
+            save_measured(replace(before, date=_now(), disks=(disk,)))
+            return
+    save_measured(replace(_this_machine(), disks=(disk,)))
+
+
+def load_measured() -> Machine | None:
+    """Load this machine's record; None where there is none. Raises ConfigError where it is broken, or of another
+    machine."""
+    path = default_path()
+    if not path.exists():
+        return None
+    machine = load_machine(path)
+    if (machine.name, machine.num_cores) != (platform.node(), available_cpus()):
+        raise ConfigError(
+            f"The rates in {path} were measured on {machine.name} with {machine.num_cores} cores; this is "
+            f"{platform.node()} with {available_cpus()}. To replace them, {TO_MEASURE}."
+        )
+    return machine
+
+
+def machine_to_plan(
+    path: Path | None, device_nbytes: int | None, host_nbytes: int | None, disks: Sequence[Disk]
+) -> tuple[Machine, str]:
+    """Return the machine that a file describes, or this one as it was measured, with the sizes and disks of options in
+    place of its own; and a line that names it. Raises ConfigError for the file."""
+    base, line = None, f"The rates of this machine are not known; {TO_MEASURE}."
+    try:
+        if path is not None:
+            base = load_machine(path)
+            line = f"The machine is {base.name}, as {path} describes it."
+        elif (base := load_measured()) is not None:
+            line = f"Rates of this machine, measured {base.date}, are in {default_path()}."
+    except ConfigError as error:
+        if path is not None:
+            raise
+        line = str(error)
+    return from_description(base, device_nbytes=device_nbytes, host_nbytes=host_nbytes, disks=disks), line
+
+
+def rate_lines(machine: Machine) -> Iterator[str]:
+    """Yield what was measured, a line for each kind of work."""
+    products = (f"{name} {rate / 1e12:.3g} TFLOPS" for name, rate in machine.flops_per_s.items())
+    yield f"products of matrices: {', '.join(products)}"
+    memory = {"copies": machine.copy_bytes_per_s, "AdamW": machine.update_bytes_per_s}
+    link = {"to the device": machine.to_device_bytes_per_s, "from it": machine.from_device_bytes_per_s}
+    yield f"memory: {_rates(memory)}"
+    if any(link.values()):
+        yield f"link: {_rates(link)}"
+    for disk in machine.disks:
+        both = {"read": disk.read_bytes_per_s, "write": disk.write_bytes_per_s, "at once": disk.mixed_bytes_per_s}
+        yield f"disk of {disk.path}: {_rates(both)}"
+
+
+def _rates(rates: dict[str, float | None]) -> str:
+    return ", ".join(f"{name} {format_nbytes(rate)}/s" for name, rate in rates.items() if rate)
+
+
+def _this_machine() -> Machine:
+    name, cores = platform.node(), available_cpus()
+    return Machine(name=name, source=f"measured by tiered_zero {__version__}", date=_now(), num_cores=cores)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

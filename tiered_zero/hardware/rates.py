@@ -1,0 +1,80 @@
+"""Measure the rates of this machine that plans compute with: matrix products, host memory, the link to the device.
+
+assembly/rates.py measures what the optimizer reaches, and keeps all of it. Main thread; the device is idle.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from tiered_zero.hardware.check import COPY_NBYTES, NUM_COPIES, copy_buffers, launch_seconds
+from tiered_zero.hardware.device.accelerator import Accelerator
+from tiered_zero.sizes import MIB
+
+DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+REPEATS: Final = 5
+
+LIMIT_S: Final = 1.0
+"""Of the repeats of one rate: what is slow is repeated less often."""
+
+_SHAPES: Final = {True: (512, 512), False: (4096, 4096)}
+"""Tokens and hidden size of the products, on the CPU and on others. On two cores of Zen 5, alone, 512 x 512 reaches
+0.95 of the rate of 2048 x 2048 in fp32 and in bf16. With fewer tokens the time to read the weights comes on top."""
+
+_COPIED_NBYTES: Final = 128 * MIB
+
+
+def median_rate(amount: float, work: Callable[[], object]) -> float:
+    """Return the median of `amount` a second. `work` is called once before, for what the first call alone does."""
+    work()
+    rates: list[float] = []
+    end_s = time.perf_counter() + LIMIT_S
+    while not rates or (len(rates) < REPEATS and time.perf_counter() < end_s):
+        began_s = time.perf_counter()
+        work()
+        rates.append(amount / max(time.perf_counter() - began_s, 1e-9))
+    return statistics.median(rates)
+
+
+def product_rates(accelerator: Accelerator) -> Mapping[str, float]:
+    """Measure operations a second of an MLP's products, forward and both of backward, by the name of the type; without
+    the types that the device does not multiply."""
+    tokens, hidden = _SHAPES[accelerator.device.type == "cpu"]
+    rates = {}
+    for name, dtype in DTYPES.items():
+        with suppress(RuntimeError):  # of a type that it does not multiply
+            inputs, grads, weights = (
+                torch.randn(shape, device=accelerator.device).to(dtype)
+                for shape in ((tokens, hidden), (tokens, 4 * hidden), (4 * hidden, hidden))
+            )
+
+            def multiply(inputs: Tensor = inputs, grads: Tensor = grads, weights: Tensor = weights) -> None:
+                inputs @ weights.t(), grads @ weights, grads.t() @ inputs
+                accelerator.record_compute().wait()
+
+            rates[name] = median_rate(3 * 2 * tokens * hidden * 4 * hidden, multiply)
+    return rates
+
+
+def copy_rate() -> float:
+    """Measure the bytes that a copy within host memory reads and writes a second, on torch's threads."""
+    source, target = (torch.ones(_COPIED_NBYTES, dtype=torch.uint8) for _ in range(2))
+    return median_rate(2 * _COPIED_NBYTES, lambda: target.copy_(source))
+
+
+def link_rates(accelerator: Accelerator) -> tuple[float | None, float | None]:
+    """Measure bytes a second of pinned memory to the device, and from it; None where the device is the CPU."""
+    if accelerator.device.type == "cpu":
+        return None, None
+    with copy_buffers(accelerator) as launches:
+        seconds = [statistics.median(launch_seconds(accelerator, each) for _ in range(REPEATS)) for each in launches]
+    to_device, from_device = (NUM_COPIES * COPY_NBYTES / each for each in seconds)
+    return to_device, from_device
