@@ -1,4 +1,4 @@
-"""No network, and child processes alike; what all tests share is in tests/support/fixtures.py."""
+"""No network, child processes alike, and the ring of tests; what all tests share is in tests/support/fixtures.py."""
 
 import importlib
 import os
@@ -6,13 +6,16 @@ import os
 import pytest
 
 from tests.support.children import environment
+from tests.support.rings import choose_ring
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ |= environment()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A process that starts workers collects no test: it need not import torch, seconds before the first worker."""
+    """Choose the ring. A process that starts workers collects no test: it need not import torch, seconds before the
+    first worker."""
+    choose_ring(config)
     starts_workers = config.getoption("numprocesses", None) and not config.getoption("collectonly")
     if hasattr(config, "workerinput") or not starts_workers:
         config.pluginmanager.register(importlib.import_module("tests.support.fixtures"))

@@ -24,6 +24,7 @@ from tests.support.failed_tests import end_failed_test
 from tests.support.imports import freeze_imports
 from tests.support.inspection.insides import runs
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
+from tests.support.rings import mark_full
 from tiered_zero.io.preflight import filesystem_type, is_local
 from tiered_zero.native import find_library
 
@@ -40,6 +41,12 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
 def pytest_collection(session: pytest.Session) -> None:
     """See `import_tests`."""
     import_tests(session.config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """See `mark_full`."""
+    mark_full(item)
 
 
 @pytest.hookimpl(trylast=True)
