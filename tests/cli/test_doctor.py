@@ -113,7 +113,7 @@ def test_a_check_that_fails_is_a_finding(swap_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("no_leaks")
 def test_rates_are_measured_kept_and_shown(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of a second disk, next to the first one's."""
-    assert "none on record" in examine(swap_path)["rates"]["found"]
+    assert "are not known; measure them with `tiered-zero doctor DIR --measure`" in examine(swap_path)["rates"]["found"]
     for target, name, value in (
         (module, "_DISK_S", 0.5), (rates, "LIMIT_S", 0.0), (rates, "_SHAPES", {True: (32, 16)}),
         (rates, "_COPIED_NBYTES", MIB), (assembly_rates, "_UPDATED_NUMEL", MIB),

@@ -17,7 +17,7 @@ from tests.lagging.cuda import LaggingDevice
 from tests.lagging.faults import lane_does_not_wait
 from tiered_zero.cli import device_check
 from tiered_zero.cli.main import main
-from tiered_zero.hardware import check
+from tiered_zero.hardware import check, rates
 from tiered_zero.hardware.device.cuda import CudaAccelerator
 from tiered_zero.hardware.device.streams import StreamAccelerator
 from tiered_zero.sizes import MIB
@@ -72,6 +72,20 @@ def test_times_are_judged(device: LaggingDevice, both_s: float, cpu_s: float, st
     assert [finding.state for finding in found] == states, found
     assert all(bool(finding.fix) == (finding.state == POOR) for finding in found)
     accelerator.close()
+
+
+@on_device
+def test_products_and_link_of_a_device_have_rates(device: LaggingDevice) -> None:
+    pinned, accelerator = device.pinned_nbytes(), CudaAccelerator(torch.device("cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "COPY_NBYTES", 1 << 16)
+        patch.setattr(rates, "COPY_NBYTES", 1 << 16)
+        patch.setattr(rates, "_SHAPES", {False: (32, 16)})
+        patch.setattr(rates, "LIMIT_S", 0.0)
+        found = [*rates.link_rates(accelerator), *rates.product_rates(accelerator).values()]
+    assert len(found) >= 4 and all(rate is not None and rate > 0 for rate in found)
+    accelerator.close()
+    assert device.pinned_nbytes() == pinned
 
 
 @on_device

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -71,32 +70,23 @@ def _update_rate(shares_cores: bool) -> float:
             kernel.close()
 
 
-def save_measured(machine: Machine) -> Machine:
-    """Replace this machine's record, but for disks of other directories; return it."""
-    with suppress(ConfigError):
-        before = load_measured()
-        paths = [disk.path for disk in machine.disks]
-        kept = [disk for disk in (before.disks if before else ()) if disk.path not in paths]
-        machine = replace(machine, disks=(*kept, *machine.disks))
-    machine.save(default_path())
-    return machine
+def save_measured(machine: Machine) -> None:
+    """Replace this machine's record, but for disks of other directories."""
+    before, paths = on_record()[0], [disk.path for disk in machine.disks]
+    kept = [disk for disk in (before.disks if before else ()) if disk.path not in paths]
+    replace(machine, disks=(*kept, *machine.disks)).save(default_path())
 
 
 def save_disk(disk: Disk) -> None:
     """Put a disk into this machine's record, whose other rates stay as they are."""
-    with suppress(ConfigError):
-        if (before := load_measured()) is not None:
-            save_measured(replace(before, date=_now(), disks=(disk,)))
-            return
-    save_measured(replace(_this_machine(), disks=(disk,)))
+    save_measured(replace(on_record()[0] or _this_machine(), date=_now(), disks=(disk,)))
 
 
-def load_measured() -> Machine | None:
-    """Load this machine's record; None where there is none. Raises ConfigError where it is broken, or of another
-    machine."""
+def load_measured() -> Machine:
+    """Load this machine's record. Raises ConfigError where there is none, or it is broken, or of another machine."""
     path = default_path()
     if not path.exists():
-        return None
+        raise ConfigError(f"The rates of this machine are not known; {TO_MEASURE}.")
     machine = load_machine(path)
     if (machine.name, machine.num_cores) != (platform.node(), available_cpus()):
         raise ConfigError(
@@ -106,22 +96,24 @@ def load_measured() -> Machine | None:
     return machine
 
 
+def on_record() -> tuple[Machine | None, str]:
+    """Return this machine's record with a line that names it, or None with the reason."""
+    try:
+        machine = load_measured()
+    except ConfigError as error:
+        return None, str(error)
+    return machine, f"Rates of this machine, measured {machine.date}, are in {default_path()}."
+
+
 def machine_to_plan(
     path: Path | None, device_nbytes: int | None, host_nbytes: int | None, disks: Sequence[Disk]
 ) -> tuple[Machine, str]:
     """Return the machine that a file describes, or this one as it was measured, with the sizes and disks of options in
     place of its own; and a line that names it. Raises ConfigError for the file."""
-    base, line = None, f"The rates of this machine are not known; {TO_MEASURE}."
-    try:
-        if path is not None:
-            base = load_machine(path)
-            line = f"The machine is {base.name}, as {path} describes it."
-        elif (base := load_measured()) is not None:
-            line = f"Rates of this machine, measured {base.date}, are in {default_path()}."
-    except ConfigError as error:
-        if path is not None:
-            raise
-        line = str(error)
+    base, line = on_record()
+    if path is not None:
+        base = load_machine(path)
+        line = f"The machine is {base.name}, as {path} describes it."
     return from_description(base, device_nbytes=device_nbytes, host_nbytes=host_nbytes, disks=disks), line
 
 

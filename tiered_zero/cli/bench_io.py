@@ -11,7 +11,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def io(directory: Path, seconds: float, as_json: bool) -> None:
     click.echo(f"Measuring {directory} for at most {seconds:g} s.", err=True)
     with stop_on_signals(at_boundary=False):  # its file is removed
         report = measure_directory(directory, begun_s + seconds * (1 - _END_SHARE))
-    save_disk(disk_of(report))
+    save_disk(report["disk"])
     report["seconds"] = time.perf_counter() - begun_s
     if as_json:
         print_json(report)
@@ -84,7 +85,11 @@ def io(directory: Path, seconds: float, as_json: bool) -> None:
 
 
 def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSettings] = SETTINGS) -> dict[str, Any]:
-    """Try each of `choices` until `end_s`, by time.perf_counter(). Raises ConfigError, PlanError, StoreError."""
+    """Try each of `choices`, the default settings first, until `end_s`, by time.perf_counter().
+
+    "disk" has the rates of the default settings, which a run has unless its config says others. Raises ConfigError,
+    PlanError, StoreError.
+    """
     fstype = filesystem_type(directory)
     notes = [line.removeprefix("nvme_path ") for line in filesystem_warnings(str(directory), fstype)]
     swap = SwapDir.create([directory], owner_note="bench io")
@@ -92,7 +97,7 @@ def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSetting
         free_nbytes = shutil.disk_usage(directory).free
         path = str(swap.paths[0] / "bench.bin")
         nbytes = _fill(path, directory, free_nbytes, (end_s - time.perf_counter()) * _FILL_SHARE, notes)
-        tried = []
+        tried = list[dict[str, Any]]()
         for index, settings in enumerate(choices):
             selection = select_engine(swap.paths[0], settings=settings)
             seconds = max((end_s - time.perf_counter()) / (len(choices) - index), _LEAST_TRIAL_S)
@@ -100,39 +105,28 @@ def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSetting
                 rates = measure_modes(selection.engine, path, nbytes, seconds)
             finally:
                 selection.engine.close()
-            row: dict[str, Any] = {
-                "io_engine": selection.engine.name,
-                "block_size": settings.block_size,
-                "queue_depth": settings.queue_depth,
-                **{f"{mode}_bytes_per_s": rates[mode] for mode in MODES},
-            }
-            tried.append(row)
+            row = {"io_engine": selection.engine.name, **asdict(settings)}
+            tried.append(row | {f"{mode}_bytes_per_s": rate for mode, rate in rates.items()})
     finally:
         swap.remove()
+    by_default = {f"{mode}_bytes_per_s": tried[0][f"{mode}_bytes_per_s"] for mode in MODES}
+    disk = Disk(path=os.path.realpath(directory), nbytes=free_nbytes, **by_default)
     tried.sort(key=lambda row: math.prod(row[f"{mode}_bytes_per_s"] for mode in MODES), reverse=True)
     notes += selection.reasons[:-1]
     if not selection.direct:
         notes.append("O_DIRECT does not work here: rates are those of the page cache's writeback as well")
-    best = {name: tried[0][name] for name in tried[0] if name.endswith("_bytes_per_s")}
     return {
         "directory": str(directory),
         "file_system": fstype,
-        "free_nbytes": free_nbytes,
         "file_nbytes": nbytes,
+        "disk": disk,
         "aio": {**{name: tried[0][name] for name in ("block_size", "queue_depth")}, "intra_op_parallelism": 1},
         "tiered_zero": {"io_engine": tried[0]["io_engine"]},
-        "best": {"direct": selection.direct, "alignment": selection.alignment, **best},
+        "direct": selection.direct,
+        "alignment": selection.alignment,
         "tried": tried,
         "notes": notes,
     }
-
-
-def disk_of(report: Mapping[str, Any]) -> Disk:
-    """Return a report's disk with the rates of the default settings, which a run has unless its config says others."""
-    default = IOSettings().block_size, IOSettings().queue_depth
-    row = next(row for row in report["tried"] if (row["block_size"], row["queue_depth"]) == default)
-    rates = {name: row[name] for name in row if name.endswith("_bytes_per_s")}
-    return Disk(path=os.path.realpath(report["directory"]), nbytes=report["free_nbytes"], **rates)
 
 
 def _fill(path: str, directory: Path, free_nbytes: int, seconds: float, notes: list[str]) -> int:
@@ -163,7 +157,7 @@ def _print(report: dict[str, Any]) -> None:
         for row in report["tried"]
     ]
     print_table(("engine", "block", "depth", *MODES), rows, title="Best first")
-    access = f"O_DIRECT at {report['best']['alignment']}" if report["best"]["direct"] else "buffered"
+    access = f"O_DIRECT at {report['alignment']}" if report["direct"] else "buffered"
     click.echo(
         f"{report['seconds']:.0f} s on a file of {format_nbytes(report['file_nbytes'])}, "
         f"{report['file_system'] or 'unknown file system'}, {access}"

@@ -10,15 +10,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
 import click
 from rich.text import Text
 
-from tiered_zero.assembly.rates import TO_MEASURE, load_measured, measure_machine, rate_lines, save_measured
-from tiered_zero.cli.bench_io import disk_of, measure_directory
+from tiered_zero.assembly.rates import measure_machine, on_record, rate_lines, save_measured
+from tiered_zero.cli.bench_io import measure_directory
 from tiered_zero.cli.console import print_json, stdout
 from tiered_zero.cli.options import JSON_OPTION, parse_bytes
 from tiered_zero.errors import ConfigError, TieredZeroError
@@ -27,7 +26,6 @@ from tiered_zero.io.preflight import filesystem_type, filesystem_warnings, prefl
 from tiered_zero.io.select import ENGINES, select_engine
 from tiered_zero.native import find_library, why_missing
 from tiered_zero.native.update import UpdateKernel, available_cpus
-from tiered_zero.plan.machine import Machine
 from tiered_zero.sizes import GIB, MIB, format_nbytes
 from tiered_zero.stopping import stop_on_signals
 from tiered_zero.system.finding import BAD, GOOD, POOR, Finding
@@ -61,7 +59,7 @@ def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, 
             line = Text.assemble((f"{finding.state:<5}", _STYLES[finding.state]), f"{finding.name:<19}{finding.found}")
             stdout().print(line.append(f"; fix: {finding.fix}" if finding.fix else ""), soft_wrap=True)
     if as_json:
-        print_json({"directory": directory, "findings": findings, "machine": _on_record()})
+        print_json({"directory": directory, "findings": findings, "machine": on_record()[0]})
     asked = [finding for finding in findings if finding.name == "directory" or (on_device and finding.state == BAD)]
     if asked:  # the one question that the user has asked by name
         ctx.exit(1)
@@ -223,20 +221,7 @@ def _rates(directory: Path, measures: bool) -> Iterator[Finding]:
     if measures:
         with stop_on_signals(at_boundary=False):  # the disk's file is removed
             report = measure_directory(directory, time.perf_counter() + _DISK_S, (IOSettings(),))
-            save_measured(measure_machine(disk_of(report)))
-    try:
-        machine = load_measured()
-    except ConfigError as error:
-        yield Finding("rates", POOR, str(error))
-        return
-    if machine is None:
-        yield Finding("rates", GOOD, f"none on record; for the seconds that `plan` predicts, {TO_MEASURE}")
-        return
-    for line in rate_lines(machine):
-        yield Finding("rates", GOOD, f"{line} ({machine.date})")
-
-
-def _on_record() -> Machine | None:
-    with suppress(ConfigError):
-        return load_measured()
-    return None
+            save_measured(measure_machine(report["disk"]))
+    machine, line = on_record()
+    for found in (line, *(rate_lines(machine) if machine else ())):
+        yield Finding("rates", GOOD, found)

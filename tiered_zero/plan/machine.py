@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -17,37 +18,29 @@ from tiered_zero.errors import ConfigError
 from tiered_zero.sizes import parse_hardware_nbytes
 from tiered_zero.system.resources import opened
 
-_TERA: Final = {"t": 10**12, "p": 10**15}
+
+def _read_rate(text: str) -> int:
+    """Read "7GB/s". Raises ValueError."""
+    return parse_hardware_nbytes(text.strip().removesuffix("/s"))
 
 
-def _read_nbytes(value: Any) -> Any:
-    """Read "24GiB" and "7GB/s"; leave numbers."""
-    return parse_hardware_nbytes(value.strip().removesuffix("/s")) if isinstance(value, str) else value
-
-
-def _read_flops(value: Any) -> Any:
-    """Read "150TFLOPS"; leave numbers."""
-    return _tera(value, "flops") if isinstance(value, str) else value
-
-
-def _tera(text: str, unit: str) -> int:
+def _read_tera(text: str, unit: str) -> int:
     """Read a number with T or P before `unit`, such as "1200TBW" or "1.2PBW". Raises ValueError."""
     found = re.fullmatch(rf"(\d+\.?\d*) *([tp]){unit}", text.strip().lower())
     if found is None or not float(found[1]):
-        names = " or ".join(prefix + unit.upper() for prefix in "TP")
-        raise ValueError(f"{text!r:.100} is no number above zero with {names}")
-    return int(float(found[1]) * _TERA[found[2]])
+        raise ValueError(f"{text!r:.100} is no number above zero with T{unit.upper()} or P{unit.upper()}")
+    return int(float(found[1]) * {"t": 10**12, "p": 10**15}[found[2]])
 
 
-def _read_rating(value: Any) -> Any:
-    """Read "1200TBW"; leave numbers."""
-    return _tera(value, "bw") if isinstance(value, str) else value
+def _or_text(read: Callable[[str], int]) -> BeforeValidator:
+    """Let a field be text that `read` reads, as well as a number."""
+    return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
 
 
-_Nbytes = Annotated[int, BeforeValidator(_read_nbytes), Field(gt=0)]
-_Rate = Annotated[float, BeforeValidator(_read_nbytes), Field(gt=0, allow_inf_nan=False)]
-_Flops = Annotated[float, BeforeValidator(_read_flops), Field(gt=0, allow_inf_nan=False)]
-_Rated = Annotated[int, BeforeValidator(_read_rating), Field(gt=0)]
+_Nbytes = Annotated[int, _or_text(parse_hardware_nbytes), Field(gt=0)]
+_Written = Annotated[int, _or_text(partial(_read_tera, unit="bw")), Field(gt=0)]
+_Rate = Annotated[float, _or_text(_read_rate), Field(gt=0, allow_inf_nan=False)]
+_Flops = Annotated[float, _or_text(partial(_read_tera, unit="flops")), Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +59,7 @@ class Disk:
     read_bytes_per_s: _Rate | None = None
     write_bytes_per_s: _Rate | None = None
     mixed_bytes_per_s: _Rate | None = None
-    rated_nbytes: _Rated | None = None
+    rated_nbytes: _Written | None = None
 
     def __post_init__(self) -> None:
         read, write = self.read_bytes_per_s, self.write_bytes_per_s
@@ -155,7 +148,7 @@ def parse_disk(text: str) -> Disk:
     try:
         if any(more):
             raise ValueError("it has more than three parts")
-        both = [_read_nbytes(rate) for rate in rates.split(",")] if rates else []
+        both = [_read_rate(rate) for rate in rates.split(",")] if rates else []
         if rates and len(both) != 2:
             raise ValueError(f"{rates!r:.100} is not two rates, of reads and of writes")
         read, write = both or (None, None)
@@ -164,7 +157,7 @@ def parse_disk(text: str) -> Disk:
             nbytes=parse_hardware_nbytes(size),
             read_bytes_per_s=read,
             write_bytes_per_s=write,
-            rated_nbytes=_read_rating(rating) if rating else None,
+            rated_nbytes=_read_tera(rating, "bw") if rating else None,
         )
     except ValueError as error:
         form = "expected SIZE[:READ,WRITE[:TBW]], such as 2TB:7GB/s,5GB/s:1200TBW"
