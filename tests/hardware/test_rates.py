@@ -11,20 +11,19 @@ from tiered_zero.hardware import rates
 from tiered_zero.hardware.device.select import build_accelerator
 
 
-def test_a_rate_is_a_median_of_few_calls_after_one_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_is_a_median_of_few_calls_after_a_first(monkeypatch: pytest.MonkeyPatch) -> None:
     now, calls = 0.0, list[float]()
 
     def work() -> None:
         nonlocal now
         calls.append(now)
-        now += (9.0, 0.1, 0.2, 0.4, 0.1, 0.4)[len(calls) - 1]
+        now += (1.0, 0.1, 0.2, 0.4, 0.1, 0.4)[len(calls) - 1]
 
     monkeypatch.setattr(rates.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(rates, "LIMIT_S", 2.0)
-    assert rates.median_rate(10.0, work) == pytest.approx(10 / 0.2) and len(calls) == 6
-    calls.clear()
-    monkeypatch.setattr(rates, "LIMIT_S", 0.05)
-    assert rates.median_rate(10.0, work) == pytest.approx(10 / 0.1) and len(calls) == 2, "slow work is done once"
+    for limit_s, num_calls, seconds in ((9.0, 6, 0.2), (1.2, 3, 0.15), (0.5, 1, 1.0)):
+        monkeypatch.setattr(rates, "LIMIT_S", limit_s)
+        calls.clear()
+        assert (rates.median_rate(10.0, work), len(calls)) == (pytest.approx(10 / seconds), num_calls)
 
 
 def test_each_type_that_the_device_multiplies_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.fl
 REPEATS: Final = 5
 
 LIMIT_S: Final = 1.0
-"""Of the repeats of one rate: what is slow is repeated less often."""
+"""Of one rate: what is slow is repeated less often."""
 
 _SHAPES: Final = {True: (512, 512), False: (4096, 4096)}
 """Tokens and hidden size of the products, on the CPU and on others. On two cores of Zen 5, alone, 512 x 512 reaches
@@ -33,15 +33,14 @@ _COPIED_NBYTES: Final = 128 * MIB
 
 
 def median_rate(amount: float, work: Callable[[], object]) -> float:
-    """Return the median of `amount` a second. `work` is called once before, for what the first call alone does."""
-    work()
-    rates: list[float] = []
-    end_s = time.perf_counter() + LIMIT_S
-    while not rates or (len(rates) < REPEATS and time.perf_counter() < end_s):
+    """Return `amount` a second, the median of REPEATS calls after a first, which counts only where it alone takes
+    LIMIT_S."""
+    seconds: list[float] = []
+    while not seconds or (len(seconds) <= REPEATS and sum(seconds) < LIMIT_S):
         began_s = time.perf_counter()
         work()
-        rates.append(amount / max(time.perf_counter() - began_s, 1e-9))
-    return statistics.median(rates)
+        seconds.append(time.perf_counter() - began_s)
+    return amount / max(statistics.median(seconds[1:] or seconds), 1e-9)
 
 
 def product_rates(accelerator: Accelerator) -> Mapping[str, float]:
