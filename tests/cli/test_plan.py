@@ -365,3 +365,17 @@ def test_an_accelerator_has_a_row_for_the_temporaries_of_its_update() -> None:
     for options, is_planned in (((), False), (("--device-memory", "24GiB"), True)):
         kinds = {row["kind"] for row in plan_json(config, *options)[1]["rows"]}
         assert ("update_temporary" in kinds) == is_planned and "state" in kinds
+
+
+@pytest.mark.usefixtures("large_disk")
+def test_a_placement_is_chosen_for_a_machine_and_its_config_is_written(tmp_path: Path) -> None:
+    given, out = tmp_path / "config.json", tmp_path / "out.json"
+    offload = {"offload_optimizer": {"nvme_path": str(tmp_path)}}
+    given.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": offload, "train_batch_size": 1}))
+    machine = str(Path(CONFIG).parent / "machines" / "rtx4090.json")
+    options = ["--params", "7B", "--machine", machine, "--optimizer", "AdamW"]
+    code, values = plan_json(str(given), *options, "--sequence-length", "512", "--choose", str(out))
+    assert (code, values["problem"]) == (0, None)
+    assert len(values["choice"]) == 4 and values["choice"][1].startswith("  1. ")
+    again = plan_json(str(out), *options)[1]
+    assert again["rows"] == values["rows"] and again["choice"] is None

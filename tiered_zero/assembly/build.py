@@ -16,6 +16,7 @@ import torch
 
 from tiered_zero.activations.extents import HostPlace, NvmePlace, Place
 from tiered_zero.activations.mover import ActivationMover, MoverSettings
+from tiered_zero.assembly.choice import save_choice
 from tiered_zero.assembly.machine import SHUTDOWN, Machine, Source, find_source, open_machine, open_runtime
 from tiered_zero.assembly.spec import RunSpec, planning_notices
 from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async
@@ -155,7 +156,7 @@ def _check_plan(plan: Plan, ranks: Collectives) -> None:
 def _announce(run_spec: RunSpec, warnings: Sequence[str], collectives: Collectives) -> None:
     """Say on rank 0 what a user should know before the run starts, a line each."""
     if collectives.rank == 0:
-        for line in (*run_spec.config.notices, *warnings, *planning_notices(run_spec)):
+        for line in (*run_spec.config.notices, *warnings, *save_choice(run_spec), *planning_notices(run_spec)):
             logger.warning("%s", line)
         if run_spec.trains:
             run_spec.rule.announce()

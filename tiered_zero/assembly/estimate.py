@@ -13,10 +13,9 @@ from tiered_zero.plan.activations import ActivationEstimate, BlockShape, estimat
 def estimate_of(model: nn.Module, config: Config, length: int | None = None) -> ActivationEstimate | None:
     """Estimate the activations of a micro-batch of samples of `length` tokens; None: as long as the model takes.
     Returns None for a model that does not say its sizes, as those of Hugging Face do."""
-    sizes: Any = getattr(model, "config", None)
-    sizes = sizes.get_text_config() if hasattr(sizes, "get_text_config") else sizes
+    sizes = _sizes_of(model)
     hidden, layers = _size(sizes, "hidden", "hidden_size", "n_embd"), _size(sizes, "layers", "num_hidden_layers")
-    length = length or _size(sizes, "context", "max_position_embeddings", "n_positions")
+    length = length or most_tokens(model)
     if not hidden or not layers or not length:
         return None
     return estimate_activations(
@@ -27,6 +26,16 @@ def estimate_of(model: nn.Module, config: Config, length: int | None = None) -> 
         vocab=_size(sizes, "vocab", "vocab_size"),
         itemsize=4 if config.param_dtype_name == "float32" else 2,
     )
+
+
+def most_tokens(model: nn.Module) -> int:
+    """Return the tokens of the longest sample that the model says it takes; 0 for none."""
+    return _size(_sizes_of(model), "context", "max_position_embeddings", "n_positions")
+
+
+def _sizes_of(model: nn.Module) -> Any:
+    sizes: Any = getattr(model, "config", None)
+    return sizes.get_text_config() if hasattr(sizes, "get_text_config") else sizes
 
 
 def _size(sizes: Any, *names: str) -> int:

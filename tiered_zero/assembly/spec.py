@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tiered_zero.assembly.choice import Choice, choose_placement
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.device.select import find_device, shares_cores
@@ -26,6 +27,7 @@ from tiered_zero.params.guarded_parameter import ClosedEngine
 from tiered_zero.params.model_spec import list_params, module_tree, packed_nbytes, persistent_buffers
 from tiered_zero.params.param_handlers import handler_of
 from tiered_zero.plan.host_device import describe_resolved_tiers, resolve_host_tiers
+from tiered_zero.plan.machine import Machine
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.rank_facts import compare_facts
 from tiered_zero.plan.request import (
@@ -73,6 +75,8 @@ class RunSpec:
     plan: Plan
     sub_group_numel: int
     """Elements at which sub-groups are cut."""
+    choice: Choice | None = None
+    """Of the placement, with `tiered_zero.placement: "auto"`."""
 
     @property
     def trains(self) -> bool:
@@ -107,11 +111,13 @@ def specify_run(
     model_parameters: Iterable[Any] | None = None,
     machine: PlannedMachine | None = None,
     collectives: Collectives | None = None,
+    rates: Machine | None = None,
 ) -> RunSpec:
     """Lay the model out and plan its bytes. Reads no parameter's bytes; raises ConfigError and ModelError.
 
     Without an optimizer, given or in the config, the run evaluates: every parameter is frozen to it. `collectives`:
-    with the other ranks, which call this at the same time; the plans must agree (RankError).
+    with the other ranks, which call this at the same time; the plans must agree (RankError). `rates`: with which
+    placement "auto" predicts; None: those that were measured here.
     """
     ranks = collectives or SingleRank()
     _check_delayed(config, ranks.world_size)
@@ -121,14 +127,36 @@ def specify_run(
     _check_embeddings(model)
     check_memory(model, specs)
     source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
-    machine = machine or PlannedMachine()
+    specify = partial(
+        _specify, model=model, specs=specs, source=source, machine=machine or PlannedMachine(), ranks=ranks
+    )
+    choice: Choice | None = None
+    if config.tiered_zero.placement == "auto":
+        choice = choose_placement(config, model, lambda each: specify(each).plan, rates, ranks.world_size)
+        config = choice.candidates[0].config
+    run_spec = replace(specify(config), choice=choice)
+    if ranks.world_size > 1:  # before anything is allocated
+        compare_facts(_facts(run_spec), ranks.exchange)
+    return replace(run_spec, plan=_with_common_window(run_spec.plan, ranks))
+
+
+def _specify(
+    config: Config,
+    *,
+    model: nn.Module,
+    specs: dict[nn.Parameter, ParamSpec],
+    source: Optimizer,
+    machine: PlannedMachine,
+    ranks: Collectives,
+) -> RunSpec:
+    """Specify the run of a model whose parameters and optimizer have been looked at."""
     effective, request = _request(config, model, machine, ranks)
     rule, masters = _make_rule(source, request), master_format(request.state.format)
     if machine.device_nbytes is not None or find_device(config.tiered_zero.device).type != "cpu":
         request = replace(request, update=replace(request.update, temporaries=rule.temporaries))
     rules = unit_rules(effective, ranks.world_size, whole_params=not rule.elementwise)
     units = find_units(module_tree(model, specs), list(specs.values()), rules)
-    group_of = group_params(source, specs) if trains else {}
+    group_of = group_params(source, specs) if source.param_groups else {}
     rank = ranks.rank if request.ranks.shards_state else None
 
     def lay_out(numel: int) -> list[StateLayout]:
@@ -147,7 +175,7 @@ def specify_run(
     )
     layouts, plan, size = _plan_to_fit(lay_out, units, rule, size, request)
     check_params(masters, [layout.subgroup for layout in layouts], plan.tiers.params, plan.tiers.state)
-    run_spec = RunSpec(
+    return RunSpec(
         config=config,
         effective_config=effective,
         model=model,
@@ -160,9 +188,6 @@ def specify_run(
         plan=plan,
         sub_group_numel=size,
     )
-    if ranks.world_size > 1:  # before anything is allocated
-        compare_facts(_facts(run_spec), ranks.exchange)
-    return replace(run_spec, plan=_with_common_window(plan, ranks))
 
 
 def _check_delayed(config: Config, world_size: int) -> None:

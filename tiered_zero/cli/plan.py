@@ -75,6 +75,13 @@ _NO_ESTIMATE = (
     help="Plan for the machine of this file, as in configs/machines: its memories, disks and rates (default: this one, "
     "with the rates that `doctor --measure` has found).",
 )
+@click.option(
+    "--choose",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="OUT.json",
+    help="Choose the placement as tiered_zero.placement auto does, show the three best with their seconds, and write "
+    "the config of the first.",
+)
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this host.")
 @click.option(
     "--device-memory",
@@ -111,6 +118,7 @@ def plan(
     optimizer: str | None,
     sequence_length: int | None,
     machine_file: Path | None,
+    choose: Path | None,
     ranks: int,
     device_memory: int | None,
     host_memory: int | None,
@@ -134,6 +142,9 @@ def plan(
     settings = read_json(config)
     if optimizer is not None:
         settings["optimizer"] = {"type": optimizer}
+    if choose is not None:
+        own = settings["tiered_zero"] = {**settings.get("tiered_zero", {}), "placement": "auto"}
+        own["sequence_length"] = sequence_length or own.get("sequence_length")
     # Not imported for --help: torch takes seconds.
     from tiered_zero.assembly.estimate import estimate_of
     from tiered_zero.cli.planned_run import build_planned, count_parameters, specify_planned
@@ -142,7 +153,10 @@ def plan(
 
     loaded = load(settings, world_size=ranks, to_train=False)
     model = build_planned(chosen)
-    run = specify_planned(loaded, model, ranks, device_memory, host_memory)
+    rates = machine if machine_file is not None or disks else None
+    run = specify_planned(loaded, model, ranks, device_memory, host_memory, rates)
+    if choose is not None and run.choice is not None:
+        run.choice.save(choose)
     needs = directory_needs(run, ranks=ranks)
     directories, drives = look_at_drives(needs)
     if disks:
@@ -162,6 +176,7 @@ def plan(
             "rows": run.plan.rows,
             "activations": estimate,
             "machine": machine,
+            "choice": run.choice.lines if run.choice is not None else None,
             "directories": directories,
             "drives": drives,
         }
@@ -172,7 +187,13 @@ def plan(
         click.echo(f"{count_parameters(model):,} parameters: {chosen}")
         if ranks > 1:
             click.echo(f"Rank 0 of {ranks} on one host; the others need the same, or a little less.")
-        for line in (str(run.plan), *drive_lines(directories, drives), *lines, whose):
+        for line in (
+            *(run.choice.lines if run.choice is not None else ()),
+            str(run.plan),
+            *drive_lines(directories, drives),
+            *lines,
+            whose,
+        ):
             click.echo(line)
         if disks and not needs and machine_file is None:
             click.echo("--disk has no effect: nothing of this plan rests on nvme.")

@@ -18,6 +18,7 @@ from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.plan.gpt_shape import GPTConfig
+from tiered_zero.plan.machine import Machine
 from tiered_zero.rules.from_config import check_sections
 
 
@@ -57,14 +58,17 @@ def specify_planned(
     ranks: int = 1,
     device_nbytes: int | None = None,
     host_nbytes: int | None = None,
+    rates: Machine | None = None,
 ) -> RunSpec:
-    """Specify rank 0's run. `device_nbytes`, `host_nbytes`: of the machine, which the ranks share; None: this one's."""
+    """Specify rank 0's run. `device_nbytes`, `host_nbytes`: of the machine, which the ranks share; `rates`: by which a
+    placement is chosen. None: this one's."""
     check_sections(config)
     machine = PlannedMachine(device_nbytes=device_nbytes, host_nbytes=host_nbytes, ranks=ranks)
     collects = gc.isenabled()
     gc.disable()  # a million records, all in use: looking for garbage takes 60% of the time for 70e9 parameters
     try:
-        return specify_run(config, model, machine=machine, collectives=cast(Collectives, _PlannedRanks(ranks)))
+        planned = cast(Collectives, _PlannedRanks(ranks))
+        return specify_run(config, model, machine=machine, collectives=planned, rates=rates)
     finally:
         if collects:
             gc.enable()

@@ -189,7 +189,7 @@ def _sort(node: dict[str, Any], prefix: str, reading: Reading) -> dict[str, Any]
             _take_idle(key, value, reading, off)
         elif path in ("optimizer.params", "scheduler.params"):
             values[name] = _sort_params(path, value, reading)
-        elif value == "auto" and key.default != "auto":
+        elif value == "auto" and key.default != "auto" and path != "tiered_zero.placement":
             reading.auto[path] = key.default
         elif value is not None:
             values[name] = value

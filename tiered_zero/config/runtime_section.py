@@ -90,6 +90,17 @@ class RuntimeSection(Section):
         "cgroup leave. Buffers and sub-groups shrink to it; a plan that still needs more is refused, with the smallest "
         "limit that would do",
     )
+    placement: Literal["as_written", "auto"] = Field(
+        "as_written",
+        description="auto: where parameters, gradients, masters, state and activations rest, the update policy and "
+        "sub_group_size are chosen by predicted seconds, as far as the config leaves them out; offload_optimizer."
+        "nvme_path names the disk",
+    )
+    sequence_length: WholeOrNone = Field(
+        None,
+        ge=1,
+        description="tokens of a sample, for what placement auto predicts; null: what the model takes, at most 4096",
+    )
     state_limits: StateLimitsSection = StateLimitsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     activations: ActivationsSection = ActivationsSection()

@@ -377,6 +377,21 @@ class Config(Section):
         _check_gradients(self.zero_optimization.offload_optimizer, self.tiered_zero)
         return self
 
+    def filled_in(self, settings: Mapping[str, Any]) -> Config:
+        """Return the config with those of `settings` (path -> value) that it leaves out, and with a placement that is
+        as written. Raises ValidationError where they do not agree with what is written."""
+        values = self.model_dump(by_alias=True, exclude_unset=True)
+        for path, value in settings.items():
+            *sections, name = path.split(".")
+            node = values
+            for section in sections:
+                node = node.setdefault(section, {})
+            node.setdefault(name, value)
+        values.get("tiered_zero", {}).pop("placement", None)
+        filled = type(self).model_validate(values)
+        filled._reading = self._reading
+        return filled
+
     @property
     def batch(self) -> BatchSizes:
         """The resolved batch triangle."""

@@ -130,6 +130,15 @@ class ActivationEstimate:
     def boundaries_nbytes(self) -> int:
         return self.boundary_nbytes * self.num_boundaries
 
+    @property
+    def budget_nbytes(self) -> int:
+        """Bytes of a tier on which all inputs of blocks find room."""
+        return self.num_boundaries * align_up(self.boundary_nbytes, PAGE_NBYTES)
+
+    def needed_nbytes(self, plan: ActivationPlan | None) -> int:
+        """Bytes in the memory of what computes."""
+        return self.boundaries_nbytes - self.offloaded_nbytes(plan) + self.block_nbytes + self.logits_nbytes
+
     def offloaded_nbytes(self, plan: ActivationPlan | None) -> int:
         """Of the inputs, those that find room in the budget."""
         if plan is None or not plan.min_nbytes <= self.boundary_nbytes <= plan.in_flight_nbytes:

@@ -14,6 +14,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512, "n_positions": 128},
     "gpt2-30m": {"n_layer": 6, "n_embd": 512, "n_head": 8, "vocab_size": 16384},
     "gpt2-124m": {},
+    "gpt2-350m": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
     "gpt2-1.3b": {"n_layer": 24, "n_embd": 2048, "n_head": 16},
 }
 """Beside the defaults of transformers' GPT2Config, which are the 124M model's. Weights are random."""

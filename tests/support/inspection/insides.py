@@ -10,7 +10,7 @@ from tiered_zero.assembly import rates as assembly_rates
 from tiered_zero.assembly import spec as assembly_spec
 from tiered_zero.assembly.estimate import estimate_of
 from tiered_zero.assembly.machine import SHUTDOWN
-from tiered_zero.assembly.spec import planning_notices, specify_run
+from tiered_zero.assembly.spec import PlannedMachine, planning_notices, specify_run
 from tiered_zero.checkpoint import save as checkpoint_save
 from tiered_zero.checkpoint import tag, tag_writer, weights
 from tiered_zero.checkpoint.checkpoints import Checkpoints

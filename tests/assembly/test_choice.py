@@ -1,0 +1,138 @@
+"""What `tiered_zero.placement: "auto"` chooses: of settings that change no numbers, the fastest that fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.inspection.insides import PlannedMachine, specify_run
+from tiered_zero.config import load
+from tiered_zero.demo.gpt import build_gpt
+from tiered_zero.errors import ConfigError, PlanError
+from tiered_zero.plan.gpt_shape import GPTConfig
+from tiered_zero.plan.machine import Disk, Machine
+from tiered_zero.sizes import GIB, MIB, TIERS
+
+MODEL = GPTConfig(layers=8, hidden=512, context=128, vocab=8192)
+"""29 million parameters: 59 MB in bf16, 353 MB of state."""
+
+CHANGE_NO_NUMBERS = {
+    "zero_optimization.stage",
+    "zero_optimization.offload_param.device",
+    "zero_optimization.offload_param.nvme_path",
+    "zero_optimization.offload_param.max_in_cpu",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_model_persistence_threshold",
+    "zero_optimization.sub_group_size",
+    "tiered_zero.state_limits.device",
+    "tiered_zero.state_limits.host",
+    "tiered_zero.gradients",
+    "tiered_zero.activations.device",
+    "tiered_zero.activations.limit",
+    "tiered_zero.activations.nvme_path",
+    "tiered_zero.update",
+}
+
+
+def rates() -> Machine:
+    disk = Disk(path="disk", nbytes=GIB, read_bytes_per_s=7e9, write_bytes_per_s=5e9)
+    speeds = {"copy_bytes_per_s": 100e9, "update_bytes_per_s": 80e9}
+    link = {"to_device_bytes_per_s": 25e9, "from_device_bytes_per_s": 25e9}
+    return Machine(name="test", device="cuda", flops_per_s={"bf16": 1e14}, disks=(disk,), **speeds, **link)
+
+
+def specified(device: int, host: int, zero: dict[str, Any] | None = None, **own: Any) -> Any:
+    """The run of `auto` with so many MiB of memory. `zero`, `own`: keys that the user writes."""
+    config = {
+        "train_batch_size": 4,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": zero or {"offload_optimizer": {"nvme_path": "/swap"}},
+        "tiered_zero": {"placement": "auto", **own},
+    }
+    machine = PlannedMachine(device_nbytes=device * MIB, host_nbytes=host * MIB)
+    return specify_run(load(config), build_gpt(MODEL), machine=machine, rates=rates())
+
+
+def tiers_of(run: Any, kind: str) -> set[str]:
+    return {tier for tier in TIERS if run.plan.nbytes(tier, kind)}
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "params", "state"),
+    [
+        (2048, 2048, {"device"}, {"device"}),
+        (330, 2048, {"device"}, {"device", "host"}),
+        (140, 400, {"device"}, {"host", "nvme"}),
+        (60, 150, {"host"}, {"host", "nvme"}),
+    ],
+)
+def test_faster_tiers_are_filled_first(device: int, host: int, params: set[str], state: set[str]) -> None:
+    run = specified(device, host)
+    assert (tiers_of(run, "param"), tiers_of(run, "state")) == (params, state)
+    run.plan.check()
+
+
+def test_the_best_are_shown_with_seconds_bytes_and_wear_and_the_first_runs() -> None:
+    run = specified(140, 400)
+    shown = run.choice.candidates[:3]
+    assert sorted(shown, key=lambda each: each.step.seconds) == list(shown)
+    assert run.plan.rows == shown[0].plan.rows and run.config == shown[0].config
+    head, *lines = run.choice.lines
+    assert f"{len(run.choice.candidates)} that fit" in head and len(lines) == 3
+    for line in lines:
+        for part in (
+            " s a step, ",
+            " s of them ",
+            "parameters on ",
+            "state on ",
+            "host ",
+            "nvme ",
+            " written to disks",
+        ):
+            assert part in line
+
+
+def test_the_chosen_config_says_all_of_it() -> None:
+    run = specified(140, 400, sequence_length=64)
+    values = json.loads(run.choice.config_text)
+    assert "placement" not in values["tiered_zero"]
+    machine = PlannedMachine(device_nbytes=140 * MIB, host_nbytes=400 * MIB)
+    again = specify_run(load(values), build_gpt(MODEL), machine=machine)
+    assert again.choice is None and again.plan.rows == run.plan.rows and again.plan.tiers == run.plan.tiers
+
+
+def test_only_settings_that_change_no_numbers_are_tried() -> None:
+    for run in (specified(140, 400), specified(40, 250), specified(4096, 4096)):
+        for candidate in run.choice.candidates:
+            assert set(candidate.settings) <= CHANGE_NO_NUMBERS
+            assert candidate.config.tiered_zero.update in ("auto", "barrier", "overlapped")
+
+
+def test_what_the_config_says_stays() -> None:
+    run = specified(140, 2048, {"offload_optimizer": {"device": "cpu", "nvme_path": "/swap"}}, update="barrier")
+    assert all("nvme" not in tiers_of(each, "state") for each in run.choice.candidates)
+    assert {each.plan.update_policy.policy for each in run.choice.candidates} == {"barrier"}
+    run = specified(330, 2048, {"stage": 2, "offload_optimizer": {"nvme_path": "/swap"}})
+    assert tiers_of(run, "param") == {"device"}
+
+
+def test_memory_for_activations_is_left() -> None:
+    """Longer samples, of a machine that has no other limit, take room from parameters and state."""
+    short, long = (specified(400, 2048, sequence_length=length).plan for length in (16, 128))
+    assert long.needed_nbytes("device") + 10 * MIB < short.needed_nbytes("device") <= 350 * MIB
+
+
+def test_what_cannot_be_chosen_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="is allowed"):
+        specified(20, 20)
+    config = load({"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "tiered_zero": {"placement": "auto"}})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="doctor DIR --measure"):
+        specify_run(config, build_gpt(MODEL))

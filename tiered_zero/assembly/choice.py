@@ -1,0 +1,167 @@
+"""Choose the placement of a run by the rates of this machine: `tiered_zero.placement: "auto"`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from tiered_zero.assembly.estimate import estimate_of, most_tokens
+from tiered_zero.assembly.rates import TO_MEASURE, load_measured
+from tiered_zero.config.schema import Config
+from tiered_zero.errors import ConfigError
+from tiered_zero.plan.choice import NUM_SHOWN, Candidate, PlacementSearch
+from tiered_zero.plan.machine import Disk, Machine
+from tiered_zero.plan.planner import Plan
+from tiered_zero.plan.step_time import StepSeconds, Work, forward_flops, missing_rates, predict_step
+from tiered_zero.system.resources import opened
+
+if TYPE_CHECKING:
+    from tiered_zero.assembly.spec import RunSpec
+
+MOST_ASSUMED_TOKENS = 4096
+"""Of a sample, where the config does not say."""
+
+CONFIG_NAME = "placement.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was predicted: `candidates`, best first; the first is what runs. `tokens`: of a micro-batch."""
+
+    candidates: tuple[Candidate, ...]
+    tokens: int
+
+    @property
+    def config_text(self) -> str:
+        """The chosen config as JSON, which `load` reads."""
+        values = self.candidates[0].config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        return json.dumps(values, indent=2) + "\n"
+
+    @property
+    def lines(self) -> list[str]:
+        """What was predicted for the best: a line, and one for each."""
+        shown = self.candidates[:NUM_SHOWN]
+        return [
+            f"tiered_zero.placement: auto runs the first of {len(self.candidates)} that fit, by the predicted step of "
+            f"{self.tokens} tokens a micro-batch",
+            *(f"  {number}. {candidate.text}" for number, candidate in enumerate(shown, 1)),
+        ]
+
+    def save(self, path: Path) -> None:
+        """Write the chosen config, mode 0600. Raises OSError."""
+        with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) as fd:
+            os.write(fd, self.config_text.encode())
+
+
+def choose_placement(
+    config: Config, model: nn.Module, plan_of: Callable[[Config], Plan], rates: Machine | None, world_size: int
+) -> Choice:
+    """Plan the placements that fit, and sort them by predicted seconds. `rates`: None for those that were measured
+    here. Raises ConfigError without them, and with several ranks, whose collectives are not predicted."""
+    if world_size > 1:
+        raise ConfigError(
+            f"tiered_zero.placement: expected as_written with {world_size} ranks, whose collectives are not predicted; "
+            "found auto. Leave it out, and take what `tiered-zero plan CONFIG --choose OUT.json` writes for one rank."
+        )
+    length = _length(config, model)
+    search = PlacementSearch(
+        config=config,
+        plan_of=plan_of,
+        predict=make_predictor(config, model, rates),
+        estimate=estimate_of(model, config, length),
+        disk_nbytes=_free_nbytes(_paths(config), rates),
+    )
+    return Choice(candidates=tuple(search.run()), tokens=length * config.train_micro_batch_size_per_gpu)
+
+
+def make_predictor(config: Config, model: nn.Module, rates: Machine | None = None) -> Callable[[Plan], StepSeconds]:
+    """Return what predicts the step of a plan for the model and batch of `config`. Raises ConfigError."""
+    machine, length = rates or _rates_here(_paths(config)), _length(config, model)
+    estimate, tokens = estimate_of(model, config, length), length * config.train_micro_batch_size_per_gpu
+    dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[config.param_dtype_name]
+    width = estimate.boundaries_nbytes // (tokens * (4 if dtype == "fp32" else 2)) if estimate is not None else 0
+
+    def predict(plan: Plan) -> StepSeconds:
+        work = Work(
+            tokens=tokens,
+            forward_flops=forward_flops(plan.units, tokens, length=length, width=width),
+            accumulation=config.gradient_accumulation_steps,
+            dtype=dtype,
+            num_tensors=sum(param.requires_grad for param in model.parameters()),
+            recomputes=any(getattr(module, "gradient_checkpointing", False) for module in model.modules()),
+            activation_nbytes=estimate.offloaded_nbytes(plan.activations) if estimate is not None else 0,
+        )
+        if missing := missing_rates(plan, work, machine):
+            raise ConfigError(
+                f"tiered_zero.placement: {', '.join(missing)} of this machine are not known; {TO_MEASURE}."
+            )
+        return predict_step(plan, work, machine)
+
+    return predict
+
+
+def _length(config: Config, model: nn.Module) -> int:
+    """Tokens of a sample, as far as config or model say."""
+    most = most_tokens(model) or MOST_ASSUMED_TOKENS
+    return config.tiered_zero.sequence_length or min(most, MOST_ASSUMED_TOKENS)
+
+
+def _paths(config: Config) -> tuple[str, ...]:
+    zero = config.zero_optimization
+    return zero.offload_optimizer.nvme_paths or zero.offload_param.nvme_paths
+
+
+def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
+    """Bytes that are free where a run swaps: on the disks of `rates`, if it names any, or in the directories."""
+    if rates is not None and rates.disks:
+        sizes = [disk.nbytes for disk in rates.disks]
+        return None if None in sizes else sum(filter(None, sizes))
+    free = []
+    for path in map(os.path.abspath, paths):
+        while not os.path.isdir(path):
+            path = os.path.dirname(path)
+        free.append(shutil.disk_usage(path).free)
+    return min(free, default=None)
+
+
+def save_choice(run_spec: RunSpec) -> list[str]:
+    """Write the chosen config next to the run's report, or else in its swap directory. Returns what to say at start."""
+    choice, report = run_spec.choice, run_spec.config.tiered_zero.report
+    if choice is None:
+        return []
+    folder = os.path.dirname(report) if report is not None else next(iter(_paths(run_spec.config)), None)
+    if folder is None:
+        return choice.lines
+    path = Path(folder, CONFIG_NAME)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        choice.save(path)
+    except OSError as error:
+        return [*choice.lines, f"tiered_zero.placement: the chosen config cannot be written: {error}"]
+    return [*choice.lines, f"tiered_zero.placement: the chosen config is {path}"]
+
+
+def _rates_here(paths: Sequence[str]) -> Machine:
+    """Return this machine's record with the disks of these directories alone. Raises ConfigError where they were not
+    measured."""
+    machine = load_measured()
+    if machine is None:
+        raise ConfigError(f"tiered_zero.placement: the rates of this machine are not known; {TO_MEASURE}.")
+    disks = tuple(disk for disk in (_disk_of(path, machine.disks) for path in paths) if disk is not None)
+    return replace(machine, disks=disks)
+
+
+def _disk_of(path: str, disks: Sequence[Disk]) -> Disk | None:
+    """The disk that was measured in the file system of the path."""
+    while not os.path.isdir(path):
+        path = os.path.dirname(os.path.abspath(path))
+    device = os.stat(path).st_dev
+    same = [disk for disk in disks if os.path.isdir(disk.path) and os.stat(disk.path).st_dev == device]
+    return same[-1] if same else None

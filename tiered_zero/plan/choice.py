@@ -1,0 +1,215 @@
+"""Choose where everything rests: `tiered_zero.placement: "auto"`.
+
+Candidates differ in settings that change no numbers and that the config leaves out. Each pair of slowest tiers, of
+parameters and of state, is planned with as little as possible on faster ones; what room that plan leaves is filled, on
+the device, then in host memory. The predicted seconds of a step decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from tiered_zero.config.schema import Config
+from tiered_zero.errors import ConfigError, ModelError, PlanError
+from tiered_zero.plan.activations import ActivationEstimate
+from tiered_zero.plan.planner import Plan
+from tiered_zero.plan.request import RESERVED, RESERVED_SHARE
+from tiered_zero.plan.step_time import StepSeconds
+from tiered_zero.sizes import TIERS, format_nbytes
+
+NUM_SHOWN = 3
+NUM_TRIES = 4
+"""To fill a tier: buffers may grow with what rests there."""
+
+LARGE_SUB_GROUP_NUMEL = 1 << 22
+"""The largest that `sub_group_size` sets; left out, state that is transferred has a quarter of it."""
+
+_ZERO, _OWN = "zero_optimization.", "tiered_zero."
+_PARAM, _STATE = f"{_ZERO}offload_param.", f"{_ZERO}offload_optimizer."
+_ON_DEVICE = f"{_ZERO}stage3_model_persistence_threshold"
+
+Settings = Mapping[str, Any]
+"""Path of a key -> its value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A config that fits, its plan, and the step that is predicted for it."""
+
+    config: Config
+    plan: Plan
+    step: StepSeconds
+    settings: Settings = field(default_factory=dict)
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes that a step writes to disks."""
+        return sum(self.step.written_nbytes.values())
+
+    @property
+    def places(self) -> str:
+        """What rests where, and when the update runs."""
+        words = []
+        for what, kind in (("parameters", "param"), ("state", "state"), ("gradients", "gradient")):
+            sizes = {tier: self.plan.nbytes(tier, kind) for tier in TIERS}
+            on = [f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in sizes.items() if nbytes]
+            words.append(f"{what} on {' + '.join(on)}" if on else "")
+        if self.plan.activations is not None:
+            words.append(f"activations on {self.plan.activations.tier}")
+        size = self.config.zero_optimization.sub_group_size
+        words.append(f"update {self.plan.update_policy.policy}")
+        words.append(f"sub_group_size {size}" if size == LARGE_SUB_GROUP_NUMEL else "")
+        return ", ".join(filter(None, words))
+
+    @property
+    def text(self) -> str:
+        """One line: seconds, places, bytes of each tier, bytes written in a step, and why it takes so long."""
+        sizes = ", ".join(f"{tier} {format_nbytes(n)}" for tier in TIERS if (n := self.plan.nbytes(tier)))
+        bound = self.step.bound_by
+        return (
+            f"{self.step.seconds:.3g} s a step, {self.step.by_resource[bound]:.3g} s of them {bound}: {self.places}; "
+            f"in all {sizes}; {format_nbytes(self.written_nbytes)} written to disks"
+        )
+
+
+def _order(candidate: Candidate) -> tuple[float, int]:
+    """Of two that are as fast, to three digits, the one that writes less comes first."""
+    return float(f"{candidate.step.seconds:.3g}"), candidate.written_nbytes
+
+
+@dataclass(kw_only=True)
+class PlacementSearch:
+    """`plan_of`: plans a config, allocating nothing. `predict`: the step of a plan. `estimate`: of activations, for
+    which room is left where memory that is free is the limit. `disk_nbytes`: free there. None: not known."""
+
+    config: Config
+    plan_of: Callable[[Config], Plan]
+    predict: Callable[[Plan], StepSeconds]
+    estimate: ActivationEstimate | None = None
+    disk_nbytes: int | None = None
+    errors: list[Exception] = field(default_factory=list)
+
+    def run(self) -> list[Candidate]:
+        """Return the candidates that fit, best first. Raises what is wrong with the last one, which has least in
+        memory, if none fits."""
+        plans = [*self._placements()]
+        least = min((self._short_nbytes(plan) for _, plan in plans), default=0)
+        found = [self._candidate(*each) for each in plans if self._short_nbytes(each[1]) <= least]
+        for best in sorted(found, key=_order)[:NUM_SHOWN]:
+            for update in ("barrier", "overlapped"):
+                for size in ({}, {f"{_ZERO}sub_group_size": LARGE_SUB_GROUP_NUMEL}):
+                    settings = {**best.settings, f"{_OWN}update": update, **size}
+                    if plan := self._plan(settings):
+                        found.append(self._candidate(settings, plan))
+        if not found:
+            raise next((error for error in reversed(self.errors) if isinstance(error, PlanError)), self.errors[-1])
+        by_places: dict[str, Candidate] = {}
+        for candidate in sorted(found, key=_order):
+            by_places.setdefault(candidate.places, candidate)
+        return [*by_places.values()]
+
+    def _plan(self, settings: Settings, *, fits: bool = True) -> Plan | None:
+        """Plan what works, and `fits` if that is asked; None, with an entry in `errors`, for what does not."""
+        try:
+            plan = self.plan_of(self.config.filled_in(settings))
+            if not fits:
+                return plan
+            plan.check()
+            if self.disk_nbytes is not None and (needed := plan.nbytes("nvme")) > self.disk_nbytes:
+                raise PlanError(
+                    f"The plan needs {format_nbytes(needed)} on nvme; {format_nbytes(self.disk_nbytes)} are free there."
+                )
+        except (ValidationError, ConfigError, ModelError, PlanError) as error:
+            self.errors.append(error)
+            return None
+        return plan
+
+    def _candidate(self, settings: Settings, plan: Plan) -> Candidate:
+        config = self.config.filled_in(settings)
+        return Candidate(config=config, plan=plan, step=self.predict(plan), settings=settings)
+
+    def _placements(self) -> Iterator[tuple[Settings, Plan]]:
+        """Yield settings that differ in tiers and limits, the slowest tiers last."""
+        zero = self.config.zero_optimization
+        path = self._path
+        pages = "stage" not in zero.model_fields_set or zero.stage == 3
+        for param in self._devices if pages else ("none",):
+            for state in self._devices:
+                settings: dict[str, Any] = {f"{_PARAM}device": param, f"{_STATE}device": state}
+                settings |= {f"{section}nvme_path": path for section in (_PARAM, _STATE) if path}
+                if param != "none":
+                    settings |= {f"{_ZERO}stage": 3, f"{_PARAM}max_in_cpu": 0, _ON_DEVICE: 0}
+                yield from self._fill(settings, ("param", "state"))
+                if "none" not in (param, state):
+                    yield from self._fill(settings, ("state", "param"))
+
+    @property
+    def _path(self) -> Any:
+        zero = self.config.zero_optimization
+        sections = (zero.offload_optimizer, zero.offload_param, self.config.tiered_zero.activations)
+        return next((section.nvme_path for section in sections if section.nvme_paths), None)
+
+    @property
+    def _devices(self) -> tuple[str, ...]:
+        return ("none", "cpu", "nvme") if self._path else ("none", "cpu")
+
+    def _fill(self, settings: Settings, on_device: Sequence[str]) -> Iterator[tuple[Settings, Plan]]:
+        """Yield the settings with as much on faster tiers as there is room for, and the plan. `on_device`: what goes
+        there first."""
+        plan = self._plan(settings)
+        if plan is None:
+            return
+        moved = f"{_OWN}activations."
+        if self.estimate is not None and self._short_nbytes(plan) and f"{moved}device" not in settings:
+            more = {f"{moved}limit": self.estimate.budget_nbytes, f"{moved}nvme_path": self._path}
+            for device in self._devices[1:]:
+                yield from self._fill({**settings, **more, f"{moved}device": device}, on_device)
+        if plan.nbytes("nvme", "state") and not plan.nbytes("nvme", "gradient"):
+            settings = {**settings, f"{_OWN}gradients": "cpu"}  # they spare the disk at least as much as state does
+        for kind in on_device if "device" in plan.limits else ():
+            settings, plan = self._grow(settings, plan, "device", kind)
+        for kind in ("param", "state"):
+            if plan.nbytes("nvme", kind):
+                settings, plan = self._grow(settings, plan, "host", kind)
+        yield settings, plan
+
+    def _grow(self, settings: Settings, plan: Plan, tier: str, kind: str) -> tuple[Settings, Plan]:
+        """Put on `tier` as much of a kind as it has room for, without moving anything else from it."""
+        itemsize, room_of = 4 if self.config.param_dtype_name == "float32" else 2, self._room_nbytes
+        room = min(room_of(plan, tier), sum(plan.nbytes(other, kind) for other in TIERS))
+        for _ in range(NUM_TRIES):
+            if room <= 0:
+                break
+            if kind == "state":
+                more = {f"{_OWN}state_limits.{tier}": room}
+            elif tier == "host":
+                more = {f"{_PARAM}max_in_cpu": room // itemsize}
+            else:
+                numel = (plan.nbytes("device", "param") + room) // itemsize
+                more = {f"{_ZERO}stage3_param_persistence_threshold": numel, _ON_DEVICE: numel}
+            grown = self._plan({**settings, **more}, fits=False)
+            if grown is None or grown.rows == plan.rows:
+                break
+            missing = sum(max(0, min(0, room_of(plan, each)) - room_of(grown, each)) for each in grown.limits)
+            if tier in grown.pager_limits.limited_by and tier not in plan.pager_limits.limited_by:
+                missing += plan.pager_limits.live_nbytes - grown.pager_limits.live_nbytes
+            if missing <= 0:
+                return {**settings, **more}, grown
+            room -= missing
+        return settings, plan
+
+    def _short_nbytes(self, plan: Plan) -> int:
+        """Bytes that activations need, as estimated, beyond what the plan leaves them."""
+        return max(0, -self._room_nbytes(plan, "host" if plan.request.device_is_host else "device"))
+
+    def _room_nbytes(self, plan: Plan, tier: str) -> int:
+        """Bytes that the plan leaves of the tier, and which activations do not need."""
+        limit, source = plan.limits[tier]
+        room, computes = limit - plan.needed_nbytes(tier), "host" if plan.request.device_is_host else "device"
+        if self.estimate is None or tier != computes or RESERVED not in source:
+            return room  # a limit that the config sets is without activations
+        return room - max(0, self.estimate.needed_nbytes(plan.activations) - limit // (RESERVED_SHARE - 1))
