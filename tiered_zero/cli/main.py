@@ -21,6 +21,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "demo": Command("tiered_zero.cli.demo:demo", "Train what does not fit, in a minute, compared with plain PyTorch."),
     "train": Command("tiered_zero.cli.train:train", "Train a small GPT across the tiers that a config names."),
     "plan": Command("tiered_zero.cli.plan:plan", "Show the bytes that a run needs on each tier, before it is run."),
     "explain": Command(

@@ -1,0 +1,163 @@
+"""`tiered-zero demo [DIR]`: a model that plain PyTorch cannot train in a given memory, trained here in that memory, and
+the losses of both."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tiered_zero.cli.options import parsed
+from tiered_zero.errors import ConfigError, StoreError
+from tiered_zero.plan.gpt_shape import parse_count
+from tiered_zero.sizes import GIB, MIB, format_nbytes
+
+if TYPE_CHECKING:
+    from tiered_zero.demo.forms import Form
+
+HIDDEN, CONTEXT, NUM_STEPS = 1024, 32, 3
+PER_BLOCK = 12 * HIDDEN**2 + 13 * HIDDEN
+DEVICE_NBYTES, LEAST_HOST_NBYTES = 300 * MIB, 384 * MIB
+SPARE_NBYTES = 300 * MIB
+"""Beyond the plan: activations, the allocator's rests."""
+
+PLAIN_NBYTES, DISK_NBYTES, HOST_NBYTES = 16.5, 20, 2
+"""A parameter: of plain PyTorch, on the disk and in host memory here."""
+
+MIN_PARAMETERS, MAX_PARAMETERS = 100e6, 1e11
+
+
+def parse_layers(text: str) -> int:
+    """750M -> the number of blocks of about that many parameters. Raises ConfigError."""
+    count = parse_count(text)
+    if not MIN_PARAMETERS <= count <= MAX_PARAMETERS:
+        raise ConfigError(f"expected {MIN_PARAMETERS:.0e} to {MAX_PARAMETERS:.0e} parameters; found {text}")
+    return round(count / PER_BLOCK)
+
+
+@click.command("demo")
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path), default=Path("."))
+@click.option(
+    "--params", "layers", callback=parsed(parse_layers), default="750M", show_default=True, help="Size of the model."
+)
+def demo(directory: Path, layers: int) -> None:
+    """Train a model that does not fit: plain PyTorch runs out of memory, the same model here does not.
+
+    Three processes, about a minute on two idle cores: plain PyTorch with a limit on its memory; the same model in the
+    same memory, with its swap files in DIRECTORY; plain PyTorch without the limit, where this machine has the memory
+    for it. The losses must be equal in every bit. Everything that was written goes at the end.
+    """
+    from tiered_zero.demo.forms import Form
+    from tiered_zero.hardware.probe import available_host_nbytes
+
+    logging.getLogger("tiered_zero").setLevel(logging.ERROR)
+    count = layers * PER_BLOCK
+    host_nbytes = max(LEAST_HOST_NBYTES, HOST_NBYTES * count)
+    limit_nbytes = DEVICE_NBYTES + host_nbytes + SPARE_NBYTES
+    available_nbytes, plain_nbytes = available_host_nbytes(), int(PLAIN_NBYTES * count)
+    _check_room(directory, DISK_NBYTES * count, limit_nbytes + GIB // 2, available_nbytes)
+    limited = Form(
+        layers=layers,
+        hidden=HIDDEN,
+        context=CONTEXT,
+        steps=NUM_STEPS,
+        limit_nbytes=limit_nbytes,
+        device_nbytes=DEVICE_NBYTES,
+        host_nbytes=host_nbytes,
+    )
+    limit_text, plain_text = format_nbytes(limit_nbytes), format_nbytes(plain_nbytes)
+    click.echo(f"A GPT of {count / 1e6:,.0f}M parameters, {NUM_STEPS} steps of AdamW in fp32.")
+    click.echo(
+        f"\n1. Plain PyTorch, ended when it takes more than {limit_text} of memory. It needs about {plain_text}."
+    )
+    _, error = _train(limited)
+    if not error:
+        raise ConfigError("Plain PyTorch was expected to run out of memory here; it did not. Give a larger --params.")
+    click.echo(
+        f"\n2. tiered_zero in the same {limit_text}: {format_nbytes(DEVICE_NBYTES)} as the device, "
+        f"{format_nbytes(host_nbytes)} of host memory, the rest on disk."
+    )
+    with _own_directory(directory) as own:
+        here, error = _train(replace(limited, directory=str(own)))
+    if error:
+        raise ConfigError(f"Training here failed, as it should not: {error}")
+    if available_nbytes < plain_nbytes + GIB:
+        click.echo(
+            f"\n3. Not compared: plain PyTorch takes about {plain_text} without a limit, and "
+            f"{format_nbytes(available_nbytes)} are free. A smaller model can be: --params 250M."
+        )
+        return
+    click.echo("\n3. Plain PyTorch without the limit.")
+    there, error = _train(replace(limited, limit_nbytes=None))
+    if error or there != here:
+        raise ConfigError(f"The losses were expected to be equal in every bit; found {here} here, {there}. {error}")
+    click.echo(
+        f"\nThe {NUM_STEPS} losses are equal in every bit. How your own model would rest: tiered-zero plan --help"
+    )
+
+
+def _check_room(directory: Path, disk_nbytes: int, memory_nbytes: int, available_nbytes: int) -> None:
+    """Raise StoreError or ConfigError where the demo has no room."""
+    if not directory.is_dir():
+        raise StoreError(f"{directory}: expected a directory for the swap files; it does not exist.")
+    if (free := shutil.disk_usage(directory).free) < disk_nbytes:
+        raise StoreError(
+            f"{directory}: the demo writes {format_nbytes(disk_nbytes)} there, and {format_nbytes(free)} are free. "
+            "Name a directory on another disk, or give a smaller --params."
+        )
+    if available_nbytes < memory_nbytes:
+        raise ConfigError(
+            f"The demo takes {format_nbytes(memory_nbytes)} of memory, and {format_nbytes(available_nbytes)} are free. "
+            "Close other programs, or give a smaller --params."
+        )
+
+
+@contextmanager
+def _own_directory(parent: Path) -> Iterator[Path]:
+    """Make a directory for the block, and remove it with all that is in it."""
+    own = Path(tempfile.mkdtemp(prefix="tiered_zero-demo-", dir=parent))
+    try:
+        yield own
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def _train(form: Form) -> tuple[list[float], str]:
+    """Run `form` in a process of its own and print its steps. Return its losses, and its error or ""."""
+    began_s, losses, error = time.perf_counter(), list[float](), ""
+    command = [sys.executable, "-m", "tiered_zero.demo.forms", json.dumps(asdict(form))]
+    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}  # fewer page faults
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as child:
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                facts: dict[str, Any] = json.loads(line)
+                if "step" in facts:
+                    losses.append(facts["loss"])
+                    click.echo(f"   step {facts['step']}   loss {facts['loss']:.7f}   {facts['seconds']:5.1f} s")
+                elif "built_s" in facts:
+                    on_disk = f", {format_nbytes(facts['disk_nbytes'])} on disk" if facts["disk_nbytes"] else ""
+                    click.echo(f"   values of all weights in {facts['built_s']:.1f} s{on_disk}")
+                elif "peak_nbytes" in facts:
+                    click.echo(f"   peak of memory: {format_nbytes(facts['peak_nbytes'])}")
+                error = facts.get("error", "")
+            child.wait()
+        finally:
+            child.kill()  # Ctrl-C: its files go with their directory
+    error = error or (f"the process ended with code {child.returncode}" if child.returncode else "")
+    if error:
+        click.echo(f"   out after {time.perf_counter() - began_s:.1f} s: {error[:160]}")
+    return losses, error

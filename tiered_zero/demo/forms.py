@@ -1,0 +1,135 @@
+"""Three steps of one model in a process of their own, as plain PyTorch or over three tiers, for `tiered-zero demo`.
+
+    python -m tiered_zero.demo.forms '{"directory": null, ...}'
+
+Each line of its output is one JSON object: what it is ready for, a step's loss, an error, the peak of its memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tiered_zero
+from tiered_zero.demo.corpus import read_corpus
+from tiered_zero.demo.gpt import build_gpt
+from tiered_zero.plan.gpt_shape import GPTConfig
+
+LEARNING_RATE, SEED = 1e-6, 4
+WATCH_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """`directory`: of the swap files; None: plain PyTorch. `limit_nbytes`: of memory beyond what imports take; None: no
+    limit. `steps`: losses; the last step is a forward alone, for its loss needs no more."""
+
+    layers: int
+    hidden: int
+    context: int
+    steps: int
+    limit_nbytes: int | None
+    device_nbytes: int
+    host_nbytes: int
+    directory: str | None = None
+
+    @property
+    def model(self) -> GPTConfig:
+        return GPTConfig(layers=self.layers, hidden=self.hidden, context=self.context)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config of the tiers: everything on disk."""
+        nvme = {"device": "nvme", "nvme_path": self.directory}
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0,
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
+            "zero_optimization": {"stage": 3, "offload_param": {**nvme, "max_in_cpu": 0}, "offload_optimizer": nvme},
+            "tiered_zero": {
+                "device": "cpu",
+                "device_memory_limit": self.device_nbytes,
+                "host_memory_limit": self.host_nbytes,
+            },
+        }
+
+
+def run(form: Form) -> None:
+    """Train under the limit, beyond which this process ends. Raises what training raises."""
+    text = read_corpus()
+    memory = _MemoryWatch(form.limit_nbytes)
+    began_s = time.perf_counter()
+    torch.manual_seed(0)
+    if form.directory is None:
+        model = build_gpt(form.model, "cpu")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        engine = None
+    else:
+        engine = tiered_zero.initialize(model=build_gpt(form.model), config=form.config)[0]
+    _say(built_s=time.perf_counter() - began_s, disk_nbytes=engine.plan.nbytes("nvme") if engine else 0)
+    try:
+        for step in range(form.steps):
+            began_s = time.perf_counter()
+            batch = text.batch(step, 1, form.context, SEED)
+            loss = engine(*batch) if engine else model(*batch)
+            if engine:
+                engine.backward(loss)
+                engine.step()
+            elif step < form.steps - 1:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            _say(step=step + 1, loss=loss.item(), seconds=time.perf_counter() - began_s)
+        _say(peak_nbytes=memory.peak_nbytes)
+    finally:
+        if engine:
+            engine.close()
+
+
+class _MemoryWatch:
+    """Ends this process, as the kernel ends one, when its own memory grows by more than `limit_nbytes`. A thread looks
+    every WATCH_S. Not RLIMIT_DATA, which counts the stacks of threads too: on a large machine more than the model."""
+
+    def __init__(self, limit_nbytes: int | None) -> None:
+        self._limit_nbytes, self.peak_nbytes = limit_nbytes, 0
+        self._start_nbytes = self._anonymous_nbytes()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            self.peak_nbytes = max(self.peak_nbytes, self._anonymous_nbytes() - self._start_nbytes)
+            if self._limit_nbytes is not None and self.peak_nbytes > self._limit_nbytes:
+                _say(error="out of memory: this process was ended")
+                os._exit(1)
+            time.sleep(WATCH_S)
+
+    @staticmethod
+    def _anonymous_nbytes() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+def _say(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def main() -> None:
+    try:
+        run(Form(**json.loads(sys.argv[1])))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        _say(error=f"{type(error).__name__}: {error}")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
