@@ -91,6 +91,8 @@ class StepCounts:
         """`state`: checked."""
         self.micro_steps, self.global_steps = state["micro_steps"], state["global_steps"]
         self.boundary, self.was_applied = state["boundary"], state["was_applied"]
+        if self._managed and self.boundary is None:  # saved with another number of micro-batches
+            self.micro_steps -= self.micro_steps % self.num_micro_batches
         self._one_backward_each = state["one_backward_each"]
         self.grad_check = GradCheck(**state["grad_check"]) if state["grad_check"] is not None else None
         self.num_backwards = self._num_uses = 0

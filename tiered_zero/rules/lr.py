@@ -210,7 +210,7 @@ def _warmup(params: Mapping[str, Any], iteration: int) -> float:
     if not 0 <= iteration < num_steps:
         return float(iteration >= 0)
     is_linear = params["warmup_type"] == "linear"
-    return iteration / num_steps if is_linear else math.log(iteration + 1) / math.log(num_steps)
+    return iteration / num_steps if is_linear else (1 / math.log(num_steps)) * math.log(iteration + 1)
 
 
 _TRIED_STEPS = 3
