@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 import tiered_zero
 from tests.support.models import ParityGPT, batch, rows
@@ -104,6 +105,19 @@ def list_tensors(tag: Path) -> dict[str, torch.Tensor]:
 
 
 LOSSY = ("lossy_bf16_moments", "lossy_8bit_moments")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_codes_are_not_read_as_floats(swap_path: Path, tmp_path: Path) -> None:
+    """Distributed Checkpoint compares no dtypes."""
+    with tiered(build(0), swap_path, ("cpu", "cpu"), runtime={"state_format": LOSSY[1]}, **BF16) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path)
+    with DcpReader(tmp_path) as reader:
+        tensors = reader.reader.manifest.tensors
+        key = next(key for key in tensors if key.startswith("exp_avg/"))
+        with pytest.raises(CheckpointException, match="expected to hold floats"):
+            dcp.load({key: torch.zeros(tensors[key].shape)}, storage_reader=reader)
 
 
 @pytest.mark.parametrize("saved", LOSSY)

@@ -75,7 +75,13 @@ class DcpReader(StorageReader):
         """Read the items of a plan, in its order. Raises CorruptionError, TransferError and StoreError."""
         for item in plan.items:
             target = planner.resolve_tensor(item).detach()
-            target.copy_(self._read(item))
+            found = self._read(item)
+            if target.is_floating_point() and not found.is_floating_point():  # codes have scales, under another key
+                raise StoreError(
+                    f"{item.storage_index.fqn} was expected to hold floats; it is {found.dtype}. Load the checkpoint "
+                    "into a run with tiered_zero.state_format fp32, and save there."
+                )
+            target.copy_(found)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
