@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as state_dict
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tiered_zero
@@ -22,6 +24,7 @@ from tests.ranks.pool import RankPool
 from tests.support.inspection.insides import optimizer_state
 from tests.support.models import rows, two_layers
 from tests.support.trainers import Plain
+from tiered_zero.checkpoint.dcp import DcpReader
 from tiered_zero.optim import OffloadedOptimizer
 
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
@@ -37,26 +40,29 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def make_engine(path: str, zero: dict[str, Any]) -> tiered_zero.Engine:
+def make_config(path: str, zero: dict[str, Any]) -> dict[str, Any]:
     section = copy.deepcopy(zero)
     for value in section.values():
         if isinstance(value, dict) and value["device"] == "nvme":
             value["nvme_path"] = path
-    model = two_layers()
-    config = {
+    return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 0,
         "zero_optimization": section,
         "tiered_zero": {"device": "cpu", "host_memory_limit": "1GiB", "comm_timeout_s": 60},
     }
-    return tiered_zero.initialize(model=model, optimizer=adam(model), config=config)[0]
 
 
-def steps(trainer: Any, first: int) -> list[torch.Tensor]:
+def make_engine(path: str, zero: dict[str, Any]) -> tiered_zero.Engine:
+    model = two_layers()
+    return tiered_zero.initialize(model=model, optimizer=adam(model), config=make_config(path, zero))[0]
+
+
+def steps(trainer: Any, first: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Take three steps, each rank over other rows; return the weights then, on the CPU."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for index in range(first, first + 3):
-        trainer.backward(trainer(rows(world * index + rank)).square().mean())
+        trainer.backward(trainer(rows(world * index + rank).to(dtype)).square().mean())
         trainer.step()
     return [value.detach().clone() for value in trainer.module.state_dict().values()]
 
@@ -122,24 +128,71 @@ def test_an_offloaded_optimizer_keeps_its_moments_under_ddp(ranks: RankPool, swa
     ranks.run(move_offloaded, 2, str(swap_path), str(tmp_path))
 
 
-def move_from_fsdp2(swap_path: str, saved: str) -> None:
-    from torch.distributed.fsdp import fully_shard
+def recipe(name: str, ck: str = "", **names: Any) -> dict[str, Any]:
+    """Run a recipe of docs/migrating.md. Returns its names. `ck`: the directory that it calls so."""
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+    code = page.partition(f"<!-- recipe: {name} -->\n```python\n")[2].partition("```")[0]
+    assert code, name
+    names = {**vars(state_dict), "dcp": dcp, "DcpReader": DcpReader, "tiered_zero": tiered_zero, **names}
+    exec(code.replace('"ck"', repr(ck)), names)
+    return names
 
+
+def in_fsdp2() -> Plain:
+    """The same weights each time, with a moment of zeros."""
+    return Plain(fully_shard(two_layers(), mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),))), adam)
+
+
+def contents(trainer: Plain) -> list[torch.Tensor]:
+    """Weights and moments, whole."""
+    states = [trainer.optimizer.state[param] for param in trainer.module.parameters()]
+    values = [*trainer.module.parameters(), *(own[kind] for own in states for kind in ("exp_avg", "exp_avg_sq"))]
+    return [value.detach().full_tensor() for value in values]
+
+
+def move_from_fsdp2(swap_path: str, saved: str) -> None:
+    """Masters and moments of an engine in bf16 are those of the fp32 run too."""
     with group():
-        model = fully_shard(two_layers(), mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-        source = Plain(model, adam)
+        source = in_fsdp2()
         steps(source, 0)
         states = get_state_dict(source.module, source.optimizer)
         dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=saved)
-        whole = [value.full_tensor() for value in model.state_dict().values()]
-        moments = [source.optimizer.state[param]["exp_avg"].full_tensor() for param in model.parameters()]
-        with make_engine(swap_path, STAGES[3]) as target:
-            load(target, saved)
-            assert all(map(torch.equal, whole, target.module.state_dict().values()))
-            found = target.optimizer.state_dict()["state"]
-            assert all(torch.equal(value, found[index]["exp_avg"]) for index, value in enumerate(moments))
-            assert all(values["step"] == 3 for values in found.values())
+        expected = contents(source)
+        for more in ({}, {"bf16": {"enabled": True}}):
+            model, config = two_layers(), {**make_config(swap_path, STAGES[3]), **more}
+            for param in model.parameters():
+                param.data.zero_()
+            with recipe("from FSDP2", model=model, optimizer=adam(model), config=config, path=saved)[
+                "engine"
+            ] as engine:
+                names = [name for name, _ in model.named_parameters()]
+                found = [engine.peek(name) for name in names]
+                found += [engine.peek(name, kind) for name in names for kind in ("exp_avg", "exp_avg_sq")]
+                assert all(map(torch.equal, expected, found)), more
+                assert all(values["step"] == 3 for values in engine.optimizer.state_dict()["state"].values())
+
+
+def move_to_fsdp2(swap_path: str, saved: str) -> None:
+    """A run in bf16 loses nothing: masters go there."""
+    with group():
+        for more in ({}, {"bf16": {"enabled": True}}):
+            model = two_layers()
+            config = {**make_config(swap_path, STAGES[3]), **more}
+            with tiered_zero.initialize(model=model, optimizer=adam(model), config=config)[0] as engine:
+                steps(engine, 0, next(model.parameters()).dtype)
+                engine.save_checkpoint(f"{saved}/ck")
+                names = [name for name, _ in model.named_parameters()]
+                expected = [engine.peek(name) for name in names]
+                expected += [engine.peek(name, kind) for name in names for kind in ("exp_avg", "exp_avg_sq")]
+            target = in_fsdp2()
+            recipe("to FSDP2", ck=f"{saved}/ck", model=target.module, optimizer=target.optimizer)
+            assert all(map(torch.equal, expected, contents(target))), more
+            assert all(own["step"] == 3 for own in target.optimizer.state.values())
 
 
 def test_a_checkpoint_of_fsdp2_comes_in(ranks: RankPool, swap_path: Path, tmp_path: Path) -> None:
     ranks.run(move_from_fsdp2, 2, str(swap_path), str(tmp_path / "saved"))
+
+
+def test_a_checkpoint_goes_to_fsdp2(ranks: RankPool, swap_path: Path, tmp_path: Path) -> None:
+    ranks.run(move_to_fsdp2, 2, str(swap_path), str(tmp_path / "saved"))
