@@ -21,10 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tiered_zero
 from tests.ranks.pool import RankPool
-from tests.support.inspection.insides import optimizer_state
+from tests.support.inspection.insides import DcpReader, optimizer_state
 from tests.support.models import rows, two_layers
 from tests.support.trainers import Plain
-from tiered_zero.checkpoint.dcp import DcpReader
 from tiered_zero.optim import OffloadedOptimizer
 
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
