@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,8 @@ from tiered_zero import api
 from tiered_zero.data import TrainingLoader
 from tiered_zero.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from tiered_zero.engine.engine import Engine as DeepSpeedEngine
+from tiered_zero.errors import ModelError
+from tiered_zero.hardware.ranks.launcher import world_size_here
 from tiered_zero.update.handle import TieredOptimizer
 
 __all__ = ["DeepSpeedEngine", "initialize"]
@@ -36,6 +39,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, TieredOptimi
     """Do `tiered_zero.initialize`. At stage 3 parameters and the optimizer get attributes of DeepSpeed that TRL and
     Lightning read: `ds_numel` (elements), `ds_status` (AVAILABLE: a function fetches what it is called with) and
     `parameter_offload`."""
+    _check_accelerate()
     engine, optimizer, loader, scheduler = api.initialize(*args, **kwargs)
     if engine.zero_optimization_stage() == 3:
         for param in engine.module.parameters():
@@ -43,3 +47,16 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, TieredOptimi
         if optimizer is not None:
             vars(optimizer).update(parameter_offload=_ParameterOffload())
     return engine, optimizer, loader, scheduler
+
+
+def _check_accelerate() -> None:
+    """Raise ModelError where Accelerate, which splits the data, knows of fewer ranks than there are: with DeepSpeed and
+    without a GPU it takes each rank for the only one, unless the backend is named."""
+    state = sys.modules.get("accelerate.state")
+    known = state.PartialState._shared_state.get("num_processes") if state is not None else None
+    if known is not None and known != world_size_here():
+        raise ModelError(
+            f"Accelerate was expected to split the data over {world_size_here()} ranks; it knows of {known}. Name the "
+            'backend: Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]), or use_cpu=True in '
+            "TrainingArguments."
+        )
