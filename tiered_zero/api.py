@@ -14,7 +14,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from tiered_zero.assembly.build import build
 from tiered_zero.assembly.spec import specify_run
-from tiered_zero.concurrency.interrupts import INTERRUPTS, protected
 from tiered_zero.config.load import load
 from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
@@ -28,7 +27,6 @@ from tiered_zero.hardware.ranks.rank_device import choose_device
 from tiered_zero.update.handle import TieredOptimizer
 
 
-@protected
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -79,7 +77,6 @@ def initialize(
     settings = load(config, args, world_size_here())
     gather_numel = settings.zero_optimization.allgather_bucket_size
     collectives = make_collectives(settings.tiered_zero.comm_timeout_s, dist_init_required, gather_numel)
-    INTERRUPTS.install()
     try:
         collectives.open()
         choose_device(collectives, settings.tiered_zero.device)
@@ -93,8 +90,6 @@ def initialize(
         collectives.fail(f"initialize(): {type(error).__name__}: {error}")
         collectives.close()
         raise
-    finally:
-        INTERRUPTS.uninstall()  # unless an engine is open
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 

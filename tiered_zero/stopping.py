@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import final
 
-from tiered_zero.concurrency.interrupts import INTERRUPTS
-
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C."""
 
@@ -21,8 +19,7 @@ TERMINATED = 128 + signal.SIGTERM
 @final
 class StopRequest:
     """The request of a signal. `at_boundary`: the program ends its step, saves, and stops by itself; else, and from the
-    second signal on, Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit in the main thread, at a safe point of the
-    engine's call where one runs, and the next one at once. `code`: the exit code
+    second signal on, Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit in the main thread. `code`: the exit code
     of the first signal; None before it."""
 
     def __init__(self, at_boundary: bool) -> None:
@@ -49,8 +46,7 @@ class StopRequest:
             # not logged: the main thread may be inside of a log line
             os.write(2, self.answer)
         else:
-            stop = SystemExit(TERMINATED) if number == signal.SIGTERM else KeyboardInterrupt()
-            INTERRUPTS.raise_when_safe(stop, frame)
+            raise SystemExit(TERMINATED) if number == signal.SIGTERM else KeyboardInterrupt
 
 
 @contextmanager
@@ -58,9 +54,8 @@ def stop_on_signals(*, at_boundary: bool = True) -> Iterator[StopRequest]:
     """Let SIGTERM and Ctrl-C ask for the end of training, for the length of the block, instead of ending it at once.
 
     Gives what to look at after each `engine.step()`: it is true once a signal has come. A second signal ends
-    the engine's call at its next safe point, a third one at once, by SystemExit or KeyboardInterrupt, so that the
-    engine is closed and its files are removed. Enter it in the main thread. Outside of it SIGTERM ends the process as
-    the program or the system has it: the package handles SIGINT alone.
+    the engine's call at once, by SystemExit or KeyboardInterrupt, so that the engine is closed and its files are
+    removed; in the middle of an update the engine's use has ended then. Enter it in the main thread.
     """
     request = StopRequest(at_boundary)
     numbers = [signal.SIGTERM]

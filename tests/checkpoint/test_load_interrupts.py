@@ -14,7 +14,6 @@ from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint import checkpoints
 from tiered_zero.checkpoint.load import StateLoader
-from tiered_zero.concurrency.interrupts import INTERRUPTS
 from tiered_zero.errors import EngineFailedError
 
 
@@ -29,7 +28,6 @@ def test_one_interrupt_of_a_load_leaves_the_old_values_or_all_new_ones(
     def interrupted(*args: Any) -> Any:
         for _ in range(num_signals):
             os.kill(os.getpid(), signal.SIGINT)
-        INTERRUPTS.check()
         return original(*args)
 
     with tiered(ParityGPT(num_blocks=1), swap_path) as engine:
@@ -43,8 +41,10 @@ def test_one_interrupt_of_a_load_leaves_the_old_values_or_all_new_ones(
             engine.load_checkpoint(tmp_path / "saved")
         expected = before if at == "check" else saved
         assert differences(expected, everything(engine)) == []
+        if at == "check":
+            return
         num_signals = 2
         with pytest.raises(KeyboardInterrupt):
             engine.load_checkpoint(tmp_path / "saved")
-        with pytest.raises(EngineFailedError, match=r"(broken off|ended) in its middle"):
+        with pytest.raises(EngineFailedError, match="ended in its middle"):
             engine.save_checkpoint(tmp_path / "other")

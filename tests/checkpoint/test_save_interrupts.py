@@ -16,7 +16,6 @@ from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint.save import StateSaver
 from tiered_zero.checkpoint.tag import list_tags
-from tiered_zero.concurrency.interrupts import wait_for_event
 from tiered_zero.errors import StoreError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,13 +67,13 @@ def test_ctrl_c_in_a_save_leaves_the_tag_or_nothing(
 def test_ctrl_c_in_a_commit_comes_behind_it(
     update: str, swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wait of the store is no safe point; the commit is whole, and training and saving go on."""
+    """The commit is whole, and training and saving go on."""
     commit, is_there = SwapStore.commit, threading.Event()
 
     def interrupt_and_commit(self: SwapStore, *arguments: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         threading.Timer(0.2, is_there.set).start()
-        wait_for_event(is_there)
+        is_there.wait()
         commit(self, *arguments)
 
     with make(swap_path, update, "nvme", checkpoint={"in_place": True}) as engine:

@@ -149,7 +149,7 @@ def interrupt_between_stores(swap_path: str, save_dir: str, failing: int) -> dic
         patch.setattr(SwapStore, "confirm", confirm)
         with pytest.raises(KeyboardInterrupt if engine.global_rank == failing else RankError):
             engine.save_checkpoint(save_dir)
-    with suppress(EngineFailedError):  # an interrupt at no safe point ends it
+    with suppress(EngineFailedError):  # an interrupt ends it
         engine.close()
     assert len(confirmed) == (1 if engine.global_rank == failing else 2)
     return weights

@@ -1,7 +1,7 @@
 """Ends what a failed test has left open, so that no test behind it in the same process fails because of it.
 
-pytest keeps the traceback of a failure, whose frames hold the test's engine: its threads, its files and its handler of
-SIGINT would stay, and be found by the next test that looks for some.
+pytest keeps the traceback of a failure, whose frames hold the test's engine: its threads and its files would stay, and
+be found by the next test that looks for some.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import traceback
 from contextlib import suppress
 
 from tiered_zero import Engine
-from tiered_zero.concurrency.interrupts import INTERRUPTS
 from tiered_zero.optim import OffloadedOptimizer, ZeroRedundancyOptimizer
 
 _KINDS = (Engine, OffloadedOptimizer, ZeroRedundancyOptimizer)
@@ -26,11 +25,9 @@ def end_failed_test(error: BaseException | None) -> None:
     """
     gc.enable()  # the test may have disabled it
     sys.setprofile(None)
-    INTERRUPTS.pending = None
     closing = threading.Thread(target=_close_all, daemon=True)
     closing.start()
     closing.join(60)
-    INTERRUPTS.uninstall()
     seen: set[int] = set()
     while error is not None and id(error) not in seen:  # a cause may have the error as its context
         seen.add(id(error))

@@ -24,7 +24,6 @@ from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.checkpoint.in_place import AdoptedValues, Commits, DurableCopies, run_fingerprint
 from tiered_zero.checkpoint.run_state import RunState
 from tiered_zero.checkpoint.save import written_by
-from tiered_zero.concurrency.interrupts import INTERRUPTS
 from tiered_zero.concurrency.teardown import Teardown, once
 from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
@@ -94,8 +93,6 @@ def build(
     for line in source.found.lines if source.found is not None else ():
         logger.warning("%s", line)
     with restored_on_error(run_spec.source.param_groups), Teardown(SHUTDOWN) as resources:
-        INTERRUPTS.keep(resources)
-        resources.add("interrupts", partial(INTERRUPTS.drop, resources))
         handle = TieredOptimizer(run_spec.source) if run_spec.trains else None
         scheduler = make_scheduler(lr_scheduler, run_spec.config.scheduler, handle)
         runtime = _open_runtime(run_spec, collectives, resources)
@@ -119,7 +116,6 @@ def build(
 
         def place() -> None:
             nonlocal has_begun
-            INTERRUPTS.check()
             has_begun = True
             _place_model(run_spec, machine, parts, own_state, resources)
 
@@ -128,7 +124,6 @@ def build(
             machine.runtime.recorder.take_spans()  # of the start of the run, which no trace shows
             trim_malloc()
             parts.step.meter.begin()
-            INTERRUPTS.check()  # what comes now is undone no more
         except BaseException as error:
             if has_begun:
                 add_note(error, _BUILD_ANEW)
@@ -355,6 +350,7 @@ def _make_step(
             activations=activations,
             runtime=runtime,
             drain=drain,
+            reclaim=tiers.reclaim,
         ),
         config,
         plan.update_policy,

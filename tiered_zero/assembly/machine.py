@@ -57,7 +57,6 @@ SHUTDOWN = (
     "tiers",
     "rule",
     "ranks",  # the others are waited for, seconds at most
-    "interrupts",  # Python's own handler is back, if this was the last engine
 )
 """What ends a run, in this order; a start that fails ends what it has built in the same order."""
 

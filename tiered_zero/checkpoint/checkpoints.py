@@ -32,7 +32,7 @@ from tiered_zero.checkpoint.run_state import RunState
 from tiered_zero.checkpoint.save import AsyncSave, Capture
 from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, nothing_to_load, open_reader
 from tiered_zero.checkpoint.tag_writer import TagWriter
-from tiered_zero.concurrency.interrupts import shielded
+from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError
@@ -206,7 +206,7 @@ class Checkpoints:
             self._overwrite(found.path, partial(self._read, reader, matched, driver, parts))
             return dict(driver["client_state"])
 
-    @shielded
+    @hold_interrupts()
     def _overwrite(self, path: Path, read: Callable[[], None]) -> None:
         """Replace the run's state by what was checked. Where this raises some values are new and some old."""
         try:

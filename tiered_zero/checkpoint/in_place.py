@@ -64,7 +64,7 @@ from tiered_zero.checkpoint.ranks import SAVE
 from tiered_zero.checkpoint.run_state import RunState, committed_places, list_tensors, pack
 from tiered_zero.checkpoint.tag import FoundCheckpoint, open_stores
 from tiered_zero.checkpoint.tag_writer import TagWriter
-from tiered_zero.concurrency.interrupts import shielded
+from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all, wait_quietly
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ModelError, StoreError, UntaggedCommitError
@@ -156,7 +156,7 @@ class Commits:
             commit_id=commit_id,
         )
 
-    @shielded
+    @hold_interrupts()
     def _commit(self, manifest: TagManifest, shares: Sequence[Share], tag: TagWriter, pointer: Transfer) -> None:
         """Make the state durable on every rank, decide that it is the commit, and follow: updates may write, and the
         tag gets its name. Raises StoreError: the last commit stays, or which of the two it is is not known, as the

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from tiered_zero.concurrency.interrupts import shielded
+from tiered_zero.concurrency.interrupts import hold_interrupts
 
 logger = logging.getLogger("tiered_zero")
 
@@ -31,7 +31,7 @@ class Teardown:
         """Add an act where acts have no names."""
         self.add("", act)
 
-    @shielded
+    @hold_interrupts()
     def close(self) -> None:
         """Carry out what is left to do; raise the first error at the end. Does nothing once all is done."""
         first: Exception | None = None

@@ -11,8 +11,11 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final, NoReturn, final
 
-from tiered_zero.concurrency.interrupts import wait_for_event
 from tiered_zero.errors import EngineFailedError, StoreError, TieredZeroError
+
+STOPPED_S = 5.0
+"""A blocked wait that looks at the clock so late was stopped with its process (Ctrl-Z, a machine that slept): no limit
+counts it."""
 
 
 class Transfer(ABC):
@@ -52,7 +55,7 @@ class Completion(Transfer):
 
     def wait(self) -> None:
         if not self._event.is_set():
-            wait_for_event(self._event)
+            self._event.wait()
         if self.error is not None:
             raise self.error
 

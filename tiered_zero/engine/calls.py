@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from tiered_zero.checkpoint.checkpoints import Checkpoints
-from tiered_zero.concurrency.interrupts import INTERRUPTS, mark_protected
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.engine.train_step import TrainStep
-from tiered_zero.params.outside_modes import runs_outside_modes
+from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.plan.planner import Plan
 from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.report import StepReport
@@ -51,36 +50,28 @@ _Method = Callable[Concatenate[_Engine, _Arguments], _Result]
 
 def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Engine, _Arguments, _Result]:
     """Refuse a call of `method` while another thread is inside the engine, and inside of a forward, backward or step
-    (ModelError). Defer interrupts: see [Note: Interrupted calls]. One that comes as backward ends drops the step, as
-    any exception of backward does, unless its update has begun: then it comes as step() ends."""
+    (ModelError). As it ends raise the KeyboardInterrupt that was held back: see [Note: Interrupted calls]."""
 
     @wraps(method)
     def entered(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        INTERRUPTS.install()
         step, call = self._step, f"engine.{method.__name__}()"
         driver = step.pager.driver
+        driver.enter(call)
         try:
-            driver.enter(call)
-            try:
-                if method.__name__ != "peek":  # which looks at what is there
-                    step.recovery.check_outside(call, may_recompute=method.__name__ == "forward")
-                return method(self, *args, **kwargs)
-            finally:
-                driver.leave()
-        except BaseException as error:
-            INTERRUPTS.note(error)
+            if method.__name__ != "peek":  # which looks at what is there
+                step.recovery.check_outside(call, may_recompute=method.__name__ == "forward")
+            return method(self, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            driver.was_broken_off = True
             raise
         finally:
-            if INTERRUPTS.pending is not None and not (is_backward and step.policy.is_open):
-                try:
-                    INTERRUPTS.leave()
-                except BaseException:
-                    if is_backward:
-                        step.recovery.drop()
-                    raise
+            driver.leave()
+            if step.holds_interrupts:
+                step.end_hold()
 
-    is_backward = method.__name__ == "backward"
-    return mark_protected(entered)
+    return entered
 
 
 def end_unreferenced_run(process: OwnProcess, resources: Teardown) -> None:

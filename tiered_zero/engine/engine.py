@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from tiered_zero.concurrency.interrupts import shielded
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.engine.calls import EngineParts, count_tokens, end_unreferenced_run, halved, on_one_thread
@@ -17,7 +16,7 @@ from tiered_zero.engine.checkpoint_calls import CheckpointCalls
 from tiered_zero.engine.deepspeed_names import DeepSpeedNames
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import ModelError
-from tiered_zero.params.outside_modes import runs_outside_modes
+from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.plan.planner import Plan
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.spans import SAVE_LANE
@@ -224,7 +223,6 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         """Drop this step: drain transfers, evict units, drop gradients. Training goes on with the next forward."""
         self._step.abort()
 
-    @shielded
     def close(self) -> None:
         """Free every tier, stop every thread, remove the swap directory. Idempotent. Parameters off the device are
         gone: take `module.state_dict()` before. Raises EngineFailedError, with everything freed, if an update failed

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tiered_zero.concurrency.interrupts import protected, shielded
+from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.engine.param_events import ParamEvents
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
@@ -109,7 +109,7 @@ class FullValues:
             self.shards.change(
                 "optimizer state is set", lambda: self.state.write({param: values}, self.groups, only=param)
             )
-        except Exception as error:
+        except BaseException as error:
             self.events.policy.failures.set(error)  # partly the old state, partly the new
             raise
 
@@ -145,7 +145,7 @@ def full_values_of(param: nn.Parameter) -> FullValues | None:
     return found() if found is not None else None
 
 
-@protected
+@hold_interrupts()
 def get_master(param: nn.Parameter) -> torch.Tensor | None:
     """The fp32 master, a copy on the CPU; None for a parameter that no engine trains. Where masters are sharded every
     rank calls this, and the other functions of this module."""
@@ -153,20 +153,20 @@ def get_master(param: nn.Parameter) -> torch.Tensor | None:
     return values.read_master(param) if values is not None else None
 
 
-@shielded
+@hold_interrupts()
 def set_master(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the fp32 master, and the parameter to what it rounds to. Raises ModelError."""
     _expected(param).set_master(param, value)
 
 
-@protected
+@hold_interrupts()
 def get_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
     """State such as "exp_avg", fp32, a copy on the CPU; None before the first step."""
     values = full_values_of(param)
     return values.read_state(param, name) if values is not None else None
 
 
-@shielded
+@hold_interrupts()
 def set_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     """Set state such as "exp_avg". Raises ModelError before the first step."""
     _expected(param).set_state(param, name, value)

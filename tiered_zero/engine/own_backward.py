@@ -9,7 +9,6 @@ from typing import final
 
 import torch
 
-from tiered_zero.concurrency.interrupts import INTERRUPTS, protected
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.reducer import GradientReducer
 from tiered_zero.params.driver_thread import BACKWARD, Phase
@@ -58,7 +57,6 @@ class OwnBackward:
             return
         driver.begin_backward()
         phase.task = task
-        INTERRUPTS.install()
         phase.has_own_backward = phase.pass_name == "idle"
         end = partial(self._end)  # a new object, which nothing but autograd keeps
         self._ending = weakref.ref(end)
@@ -83,10 +81,9 @@ class OwnBackward:
         self._phase.has_own_backward = False
         self._pager.driver.end_backward()
 
-    @protected
     def _end(self) -> None:
         """Release what the backward holds, and finish the transfers of its gradients. On the thread that waits."""
-        self.abort()
         self._pager.end_pass()
         self._arrivals.end_own_backward()
         self._visible_gradients.show()
+        self.abort()  # last: where this was not reached the next call drops the step

@@ -12,7 +12,6 @@ from typing import Any, final
 import torch
 
 from tiered_zero.activations.mover import ActivationMover
-from tiered_zero.concurrency.interrupts import INTERRUPTS, shielded
 from tiered_zero.engine.counts import StepCounts
 from tiered_zero.engine.own_backward import CAUGHT, OwnBackward
 from tiered_zero.errors import ModelError, TieredZeroError
@@ -34,7 +33,7 @@ from tiered_zero.update.policy import UpdatePolicy
 class Movers:
     """The movers that `TrainStep` orders. `reducer`: averages gradients over ranks; None where there is one.
     `activations`: None where these stay on the device. `drain`: blocks until lanes and disk are idle, also after a call
-    that has failed."""
+    that has failed. `reclaim`: releases the staging buffers that it had leased."""
 
     pager: Pager
     scope: PassScope
@@ -46,6 +45,7 @@ class Movers:
     activations: ActivationMover | None
     runtime: Runtime
     drain: Callable[[], None]
+    reclaim: Callable[[], None]
 
 
 @final
@@ -68,15 +68,12 @@ class StepRecovery:
         self._counts, self._overflow, self._arrivals, self._meter = counts, overflow, arrivals, meter
         self._phase = movers.pager.phase
         self._ranks = movers.runtime.collectives
-        self._num_broken = INTERRUPTS.num_broken
         self._before_step: tuple[Any, Any] | None = None
 
     def check_outside(self, call: str, may_recompute: bool = False) -> None:
         """Raise ModelError where a hook of the user, or a signal's handler, makes `call` inside of a forward, backward
         or step(). The call would clear up what still runs, and find it half made. `may_recompute`: a backward that the
         user has started past the engine may make it."""
-        if INTERRUPTS.num_broken != self._num_broken:
-            self._latch_broken()
         if running := self._running(may_recompute):
             raise ModelError(
                 f"{call} was called inside of a {running}, by a hook or a signal's handler, where weights and state "
@@ -97,14 +94,16 @@ class StepRecovery:
     @contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
         """Run the block as a call in `phase`; drop the step, or latch, if it raises, and let the failure surface."""
-        self._phase.now = phase
         try:
+            self._phase.now = phase
             yield
         except BaseException as error:
-            INTERRUPTS.note(error)
-            self._ranks.fail(f"{type(error).__name__}: {error}")
-            self._end_failed()
-            self.latch_ranks(phase.value, error)
+            try:
+                self._ranks.fail(f"{type(error).__name__}: {error}")
+                self._end_failed(error)
+                self.latch_ranks(phase.value, error)
+            finally:
+                self._phase.now = Phase.IDLE
             if isinstance(error, Exception):
                 self._movers.policy.failures.surface(error)
             raise
@@ -119,30 +118,29 @@ class StepRecovery:
         self._before_step = None
 
     def recover(self) -> None:
-        """Begin a call: latch where a call of this process was broken off at any line; else clear up after a forward or
-        backward past the engine that has failed, which nothing of ours has seen. Raises ModelError in a forked child,
-        which has no lane whose job would end."""
-        if INTERRUPTS.num_broken != self._num_broken:
-            self._latch_broken()
+        """Begin a call: drop the step of a forward or backward past the engine that has failed, which nothing of ours
+        has seen, or of a call that was broken off. Raises ModelError in a forked child, which has no lane whose job
+        would end."""
+        pager, scope = self._movers.pager, self._movers.scope
         is_backward = self._own_backward.has_failed
-        if self._phase.now is Phase.IDLE and (is_backward or self._movers.pager.frames):
-            self._movers.pager.driver.process.check()
+        is_forward = bool(pager.frames) or (scope.is_direct and not scope.runs_directly())
+        was_broken_off = pager.driver.was_broken_off or (pager.copies.call and pager.copies.was_broken_off())
+        if self._phase.now is Phase.IDLE and (is_backward or is_forward or was_broken_off):
+            pager.driver.process.check()
             self._phase.now = Phase.BACKWARD if is_backward else Phase.FORWARD
-            self.fail_ranks(_caught_in_backward() if is_backward else None)
-            self._end_failed()
-
-    @shielded
-    def _end_failed(self) -> None:
-        """End the phase of a call that has failed: a forward's frames, or the step, or the engine."""
-        if INTERRUPTS.num_broken != self._num_broken:
-            self._latch_broken()
-        elif self._phase.now is Phase.FORWARD:
-            self._end_forward()
-        else:
-            if self._phase.now is Phase.UPDATE:
-                self.latch("step() has failed after its update had begun")
+            if is_backward or is_forward:
+                self.fail_ranks(_caught_in_backward() if is_backward else None)
             self.drop()
-        self._phase.now = Phase.IDLE
+            self._phase.now = Phase.IDLE
+
+    def _end_failed(self, error: BaseException) -> None:
+        """End the phase of a call that `error` has ended: a forward's frames, or the step, or the engine."""
+        if self._phase.now is Phase.FORWARD and isinstance(error, Exception):
+            self._end_forward()
+            return
+        if self._phase.now is Phase.UPDATE:
+            self.latch("step() has failed after its update had begun")
+        self.drop()
 
     def _end_forward(self) -> None:
         self._phase.has_own_backward = False
@@ -150,17 +148,17 @@ class StepRecovery:
         self._movers.scope.abort()
         self._movers.visible_gradients.show()
 
-    @shielded
     def drop(self) -> None:
         """Drop the step of a call whose own error is raised."""
         try:
             self.abort()
         except TieredZeroError:
             pass  # of a transfer whose gradient is dropped
-        except Exception as error:
+        except BaseException as error:
             self.latch(f"a step could not be dropped ({type(error).__name__}: {error})")
+            if not isinstance(error, Exception):
+                raise
 
-    @shielded
     def abort(self) -> None:
         """Drop the step: drain transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
         self._movers.policy.drop(self._movers.drain)
@@ -183,6 +181,8 @@ class StepRecovery:
             self._movers.gradients.abort()
             if self._movers.reducer is not None:
                 self._movers.reducer.abort()
+            self._movers.reclaim()
+            self._movers.pager.driver.was_broken_off = False
 
     def drop_gradients(self, are_taken: bool = False) -> None:
         """`are_taken`: the update has them; what is left are those that hooks of the optimizer have assigned since."""
@@ -201,12 +201,6 @@ class StepRecovery:
         """Refuse every later call."""
         if self._movers.policy.failures.error is None:
             self._movers.policy.latch(why)
-
-    def _latch_broken(self) -> None:
-        """Nothing waits here: the user wants to stop now."""
-        self._num_broken = INTERRUPTS.num_broken
-        self.latch("A call was broken off in its middle, as by a second Ctrl-C")
-        self._phase.now = Phase.IDLE
 
     def latch_ranks(self, what: str, error: BaseException) -> None:
         """With other ranks an error ends the run: they have made other collectives than this one."""

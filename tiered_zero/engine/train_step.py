@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from tiered_zero.concurrency.interrupts import INTERRUPTS, call_open, call_shielded, shielded
+from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.config.schema import Config
 from tiered_zero.engine.counts import StepCounts
 from tiered_zero.engine.own_backward import OwnBackward
@@ -21,9 +21,9 @@ from tiered_zero.errors import ModelError, NonFiniteError
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.check import GradCheck, check_gradients
 from tiered_zero.grads.overflow import OverflowGuard
+from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.driver_thread import CallPhase, Phase
-from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.plan.update_policy import UpdateChoice
 from tiered_zero.telemetry.report import StepMeter
 from tiered_zero.update.handle import TieredOptimizer
@@ -73,6 +73,9 @@ class TrainStep:
         self._is_clipping_asked = "gradient_clipping" in config.model_fields_set
         self._optimizer_in_backward = choice.optimizer_in_backward
         self._warned_of_no_gradient = False
+        self._hold = ExitStack()
+        self.holds_interrupts = False
+        """Whether a backward has begun updates, and its step has not ended."""
         self._handled = 0
         """The id of the exception that the program handled as it called a module directly."""
         self.visible_gradients.set_hidden()
@@ -87,12 +90,12 @@ class TrainStep:
         `kwargs`: of the call."""
         is_root = module is self.scope.model
         if is_root and self.scope.is_direct:  # it never runs inside itself: a forward that is open was interrupted
-            self._end_interrupted_forward()
+            self.pager.driver.check("A module's forward")
+            self.recover()
         is_direct = not self.pager.frames and self.pager.is_called_directly()
         if not is_direct and not self.pager.frames:  # a recomputation
             self.own_backward.notice()
         if is_direct:
-            INTERRUPTS.install()
             self.pager.driver.process.check()
             self.pager.driver.check("A module's forward")
             self.recover()
@@ -122,13 +125,6 @@ class TrainStep:
                 self.recovery.fail_ranks(error)
                 self.phase.now = Phase.IDLE
 
-    def _end_interrupted_forward(self) -> None:
-        """Close what an interrupted direct call of a module has left open: torch runs no forward hook after it."""
-        self.pager.driver.check("A module's forward")
-        self.recover()
-        self.scope.abort()
-        self.pager.abort()
-
     @runs_outside_modes
     def grad_ready(self, param: nn.Parameter) -> None:
         """Move `param.grad`, summed over all uses in this backward (of a tied weight too), home. Autograd's thread."""
@@ -151,7 +147,7 @@ class TrainStep:
     # -- the engine's calls --------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Clear up after a forward or backward past the engine that has failed; latch where a call was broken off."""
+        """Drop the step of a forward or backward past the engine that has failed, or of a call that was broken off."""
         if not self.is_closed:
             self.recovery.recover()
 
@@ -203,7 +199,7 @@ class TrainStep:
                 self.policy.prepare_evaluation()
             self.meter.num_tokens += num_tokens if torch.is_grad_enabled() else 0
             with self.pager.frame(), self.scope.saving_views():
-                return call_open(module, *args, **kwargs)
+                return module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool, by_steps: bool) -> None:
         """`by_steps`: divide the loss by the accumulation steps."""
@@ -230,10 +226,17 @@ class TrainStep:
             with self.scope.saving_views(), backward:
                 if step_follows and self.counts.global_steps:
                     self.policy.begin_backward()
-                # where the update begins in backward an interrupt waits for the end of the step
-                call = call_shielded if self.policy.is_open else call_open
-                call(scaled.backward, retain_graph=retain_graph)
+                    if self.policy.is_open:
+                        self._hold.enter_context(hold_interrupts())
+                        self.holds_interrupts = True
+                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self.counts.end_backward(self.pager.num_uses)
+
+    def end_hold(self) -> None:
+        """Raise the KeyboardInterrupt that was held back, unless updates have begun and their step is not taken."""
+        if not self.policy.is_open:
+            self.holds_interrupts = False
+            self._hold.close()
 
     def scaled(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
         """The loss divided by the accumulation steps and multiplied by the loss scale."""
@@ -255,7 +258,7 @@ class TrainStep:
             self.counts.check_managed(self.arrivals.num_own_backwards)
         if self.counts.is_boundary():
             self.scope.check_parameters()
-        with self.recovery.call(Phase.STEP):
+        with hold_interrupts(), self.recovery.call(Phase.STEP):
             self.recovery.begin_step()
             self.counts.was_applied = False
             boundary = self.counts.begin_step(self.pager.num_uses)
@@ -380,7 +383,6 @@ class TrainStep:
             optimizer.overflow = True
             self._end_step(are_taken=False)
 
-    @shielded
     def _end_step(self, are_taken: bool) -> None:
         self.recovery.drop_gradients(are_taken)
         self.recovery.end_step()
@@ -395,7 +397,6 @@ class TrainStep:
         values = self._groups.values()
         return self._reducer.check(counts.micro_steps, counts.global_steps, loss_scale, clipping, values)
 
-    @shielded
     def _update(self, optimizer: TieredOptimizer, lr_scheduler: Any, check: GradCheck) -> None:
         def apply() -> None:
             self.phase.now = Phase.UPDATE

@@ -13,8 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import final
 
-from tiered_zero.concurrency.interrupts import STOPPED_S
-from tiered_zero.concurrency.transfer import FailureLatch
+from tiered_zero.concurrency.transfer import STOPPED_S, FailureLatch
 from tiered_zero.errors import TransferError
 from tiered_zero.io.engine import File, IOEngine, IOSettings, IOTransfer, Request, dump_in_flight
 from tiered_zero.native import struct_fields

@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiered_zero.assembly.machine import SHUTDOWN, check_directories, clear_directories, open_machine, open_runtime
-from tiered_zero.concurrency.interrupts import INTERRUPTS, call_open, protected, shielded
+from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.load import load
 from tiered_zero.config.schema import Config
@@ -105,11 +104,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         self.num_steps = 0
         self.step_report: StepReport | None = None
         """Of the last step: seconds by cause, bytes by link, the most on each tier."""
-        INTERRUPTS.install()
-        try:
-            self._open()
-        finally:
-            INTERRUPTS.uninstall()  # unless it is open
+        self._open()
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -124,15 +119,14 @@ class OffloadedOptimizer(TierStateOptimizer):
         `on_written`: called on this thread with each parameter of the groups, in their order, once it has its new value
         or where it keeps the old one, while those behind are updated.
         """
-        INTERRUPTS.install()
         loss = None
         if closure is not None:
             with torch.enable_grad():
-                loss = call_open(closure)
+                loss = closure()
         self._update(on_written)
         return loss
 
-    @shielded
+    @hold_interrupts()
     def _update(self, on_written: Callable[[Tensor], None] | None) -> None:
         pipeline = self._current()
         self._check_loaded()
@@ -167,7 +161,7 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
-    @protected
+    @hold_interrupts()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch does. State moves to tiers with room for theirs, parameter by parameter."""
         before = len(self.param_groups)
@@ -185,7 +179,7 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    @protected
+    @hold_interrupts()
     def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Write `state_dict()` to safetensors files, one parameter at a time; return their paths. Raises StoreError."""
         pipeline = self._current()
@@ -194,7 +188,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         pipeline.stepper.cancel_prefetch()
         return write_state(Path(directory), _MovedState(pipeline.state, self.param_groups), self.param_groups)
 
-    @shielded
+    @hold_interrupts()
     def load_state(self, directory: str | os.PathLike[str]) -> None:
         """Load what `save_state` has written, one parameter at a time. Raises StoreError and ModelError if it does not
         fit."""
@@ -438,8 +432,6 @@ def _open_pipeline(source: Optimizer, owner: Optimizer, config: Config) -> _Pipe
     for line in (*check_directories(keys), *clear_directories(keys)):
         logger.warning("%s", line)
     with Teardown(SHUTDOWN) as resources:
-        INTERRUPTS.keep(resources)
-        resources.add("interrupts", partial(INTERRUPTS.drop, resources))
         accelerator = build_accelerator(str(params.device))
         runtime = open_runtime(plan, rule, accelerator, SingleRank(), resources)
         params.connect(accelerator)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from types import CodeType, FrameType
 from typing import final
 
 import torch
@@ -69,6 +70,9 @@ class DriverThread:
         self._in_backward: threading.Thread | None = None
         """The thread that runs a backward past the engine, or did when an exception ended it."""
         self._ending = threading.Lock()
+        self.was_broken_off = False
+        """Whether a KeyboardInterrupt or SystemExit has ended a call, perhaps between any two lines, since the last
+        abort. [Note: Interrupted calls]"""
         self.process = OwnProcess()
 
     @contextmanager
@@ -77,6 +81,11 @@ class DriverThread:
         self.enter(call)
         try:
             yield
+        except (Exception, GeneratorExit):
+            raise
+        except BaseException:
+            self.was_broken_off = True
+            raise
         finally:
             self.leave()
 
@@ -139,6 +148,22 @@ class DriverThread:
             if self._inside.get("thread") is ended:
                 self._depth = 0
                 self._inside.clear()
+
+
+def find_call(code: CodeType) -> FrameType | None:
+    """Find the innermost call of `code` on the caller's stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+def is_running(call: FrameType | None) -> bool:
+    """Whether `call` is on the caller's stack: torch calls no hook where an interrupt ends it."""
+    frame = sys._getframe(1) if call is not None else None
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
 
 
 BACKWARD = "A backward"

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tiered_zero.concurrency.interrupts import INTERRUPTS, mark_protected
 from tiered_zero.errors import ModelError, add_note
 from tiered_zero.params.guarded_parameter import ClosedEngine
 from tiered_zero.params.pager import Pager
@@ -26,7 +25,6 @@ _LOST = (
 
 
 @contextmanager
-@mark_protected
 def gathered(
     target: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False, modifier_rank: int = 0
 ) -> Iterator[None]:
@@ -44,18 +42,13 @@ def gathered(
         params = list(target.parameters())
     else:
         params = [target] if isinstance(target, nn.Parameter) else list(target)
-    INTERRUPTS.install()
     with gather(params, modify, modifier_rank), _saving_views(params):
-        if INTERRUPTS.pending is not None:
-            INTERRUPTS.leave()
         try:
             yield
         except BaseException as error:
             if modify and any(access_of(param) is not None for param in params):
                 add_note(error, _LOST)
             raise
-    if INTERRUPTS.pending is not None:
-        INTERRUPTS.leave()
 
 
 class WeightAccess(Protocol):
@@ -98,7 +91,6 @@ def _unpack(found: tuple[SavedViews, Saved]) -> torch.Tensor:
 
 
 @contextmanager
-@mark_protected
 def gather(params: Iterable[nn.Parameter], modify: bool, modifier_rank: int = 0) -> Iterator[None]:
     """Hold the units of `params` until the block ends. `modify`: write them back there."""
     with ExitStack() as stack:
@@ -121,7 +113,6 @@ def _paged(params: Iterable[nn.Parameter]) -> list[tuple[WeightAccess, PagedUnit
 
 
 @contextmanager
-@mark_protected
 def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool, modifier_rank: int) -> Iterator[None]:
     pager = access.pager
     with pager.driver.entered("gathered"), pager.changes.allow(paged) if modify else nullcontext():
@@ -135,8 +126,11 @@ def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool, modifier_
                 access.before_weights_write()
                 try:
                     pager.changes.write_back(paged, old, modifier_rank)
-                except MemoryError:
-                    access.latch(f"No memory was left in a change by hand of the parameters of {paged.unit.name}")
+                except BaseException as error:
+                    if isinstance(error, MemoryError) or not isinstance(error, Exception):
+                        access.latch(
+                            f"{type(error).__name__} ended a change by hand of the parameters of {paged.unit.name}"
+                        )
                     raise
         finally:
             changed = pager.changes.drop(paged)

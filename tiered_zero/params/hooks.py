@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tiered_zero.concurrency.interrupts import protected
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.gather import gather
@@ -153,13 +152,11 @@ class ModuleHooks:
             handle.remove()
         self._handles.clear()
 
-    @protected
     def _before_direct(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See [Note: Frames of modules]."""
         if not torch.compiler.is_compiling() and self._events.scope.enters_direct(module):
             self._events.pre_forward((), module, args, kwargs)
 
-    @protected
     def _after_direct(self, module: nn.Module, _args: Any, _output: Any) -> None:
         if not torch.compiler.is_compiling() and self._events.scope.leaves_direct(module):
             self._events.post_forward()
@@ -198,13 +195,11 @@ class ModuleHooks:
             self._handles.append(module.register_load_state_dict_pre_hook(before_load))  # type: ignore[no-untyped-call]
             self._handles.append(module.register_load_state_dict_post_hook(after_load))  # type: ignore[no-untyped-call]
 
-    @protected
     def _before_save(self, params: dict[str, nn.Parameter], module: nn.Module, *_: Any) -> None:
         if module is self._model or any(module._parameters.get(name) is not own for name, own in params.items()):
             self._events.scope.check_parameters()
         self._events.param_events.pre_state_dict(module)
 
-    @protected
     def _after_save(
         self, params: dict[str, nn.Parameter], _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
@@ -214,7 +209,6 @@ class ModuleHooks:
                 state[prefix + name] = copies.take(param)
         copies.stop()
 
-    @protected
     def _before_load(
         self,
         params: Iterable[nn.Parameter],
@@ -233,6 +227,5 @@ class ModuleHooks:
         block.__enter__()
         self._events.pager.loading.append(block)
 
-    @protected
     def _after_load(self, *_: Any) -> None:
         self._events.pager.loading.pop().__exit__(None, None, None)

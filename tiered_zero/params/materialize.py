@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from tiered_zero.concurrency.interrupts import INTERRUPTS
+from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.memory.host_memory import temporary_zeros, trim_malloc
 from tiered_zero.hardware.ranks.collectives import Collectives
@@ -279,13 +279,13 @@ def materialize_model(
     freed_nbytes = num_placed = 0
     num_parameters, next_line_s = sum(unit.numel for unit in units), time.monotonic() + PROGRESS_S
     for prefix, group in groupby(units, key=lambda unit: unit.module):
-        INTERRUPTS.check()
         params = [(unit, params_of(unit)) for unit in group]
-        materializer.fill(prefix, [param for _, own in params for param in own])
-        for unit, own in params:
-            placer.place(unit, own)
-            freed_nbytes += unit.nbytes
-            num_placed += unit.numel
+        with hold_interrupts():
+            materializer.fill(prefix, [param for _, own in params for param in own])
+            for unit, own in params:
+                placer.place(unit, own)
+                freed_nbytes += unit.nbytes
+                num_placed += unit.numel
         del params, own
         if freed_nbytes >= _TRIM_NBYTES:
             trim_malloc()

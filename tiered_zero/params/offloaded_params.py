@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import torch
 
+from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import read_slot, write_slot
 

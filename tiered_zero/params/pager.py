@@ -12,13 +12,13 @@ from torch import nn
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ModelError
+from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.driver_thread import CallPhase, DriverThread, Phase
 from tiered_zero.params.flat_storage import FlatStorage
 from tiered_zero.params.guarded_parameter import offloaded_error
 from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.param_changes import ParamChanges
 from tiered_zero.params.param_handlers import FaultHandler
 from tiered_zero.params.saved_views import SavedViews, TensorMover, changed_weights

@@ -10,12 +10,11 @@ from typing import final
 import torch
 from torch import nn
 
-from tiered_zero.concurrency.interrupts import shielded
 from tiered_zero.errors import ModelError, RankError
+from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable
 
 
@@ -107,7 +106,6 @@ class ParamChanges:
                 raise RankError(f"Rank {failed[0]} failed, which ends the run on all {len(found)} ranks: {message}")
 
     @runs_outside_modes
-    @shielded
     def write_back(self, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int = 0) -> None:
         """Write the parameters that user code has changed to their home, and to whatever was derived from them.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.errors import ModelError, TieredZeroError
+from tiered_zero.params.driver_thread import find_call, is_running
 from tiered_zero.params.pager import Pager
 
 _NO_TRANSFORM = (
@@ -50,12 +50,9 @@ class PassScope:
         self._depth = 0
 
     def runs_directly(self) -> bool:
-        """Whether the caller runs inside of a module that was called directly. torch calls no hook where an interrupt
-        ends a forward: so `is_direct` may be left of one, and its frame is on the stack no more."""
-        frame = sys._getframe(1) if self._call is not None else None
-        while frame is not None and frame is not self._call:
-            frame = frame.f_back
-        return frame is not None
+        """Whether the caller runs inside of a module that was called directly; `is_direct` may be left of one that an
+        interrupt has ended."""
+        return is_running(self._call)
 
     @contextmanager
     def saving_views(self) -> Iterator[None]:
@@ -115,10 +112,7 @@ class PassScope:
         self._refuse_tracing()
         self._pager.driver.enter(f"The forward of {type(module).__name__}")
         self.is_direct, self._opener = True, threading.get_ident()
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
-            frame = frame.f_back
-        self._call = frame
+        self._call = find_call(nn.Module._call_impl.__code__)
 
     def save_direct(self) -> None:
         """The module's frame is open: save views by name until `end_direct`."""

@@ -15,9 +15,9 @@ from typing import Any, Protocol, final
 import torch
 
 from tiered_zero.errors import ModelError
+from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.params.flat_storage import FlatStorage
 from tiered_zero.params.guarded_parameter import ClosedEngine
-from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.unit_state import UnitTable
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import final
 
 import torch
 from torch import nn
 
 from tiered_zero.errors import BudgetError
+from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.driver_thread import DriverThread
+from tiered_zero.params.driver_thread import DriverThread, find_call, is_running
 from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.unit_cache import UnitCache
 from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable
 from tiered_zero.sizes import format_nbytes
@@ -38,6 +39,8 @@ class ParamCopies:
     """Until the next frame: the unit read last, its version and its flat; before it those of the modules around its
     own, whose parameters come between others."""
     _depth: int = field(default=0, init=False)
+    call: FrameType | None = field(default=None, init=False)
+    """The frame of torch's call that takes a state_dict."""
 
     @property
     def is_open(self) -> bool:
@@ -47,14 +50,22 @@ class ParamCopies:
     def start(self, before_weights_read: Callable[[], None], params: Iterable[nn.Parameter]) -> None:
         """Begin a module's state_dict of `params`; those of its children begin and end inside. Raises BudgetError where
         shards are gathered and host memory has no room for the whole."""
+        if self.was_broken_off():
+            self._driver.was_broken_off = True
+            self.end()
         if not self._depth:
             with self._driver.entered("state_dict()"):
                 before_weights_read()
                 self._check_room(params)
                 self._driver.enter("state_dict()")
+            self.call = find_call(nn.Module.state_dict.__code__)
         else:
             self._driver.check("state_dict()")
         self._depth += 1
+
+    def was_broken_off(self) -> bool:
+        """Whether an interrupt has ended a state_dict."""
+        return self.call is not None and not is_running(self.call)
 
     def _check_room(self, params: Iterable[nn.Parameter]) -> None:
         """Every rank makes a whole copy: ranks of one host share what it has free, and all go on or none does."""
@@ -84,6 +95,7 @@ class ParamCopies:
         if self._depth:
             self._driver.leave()
         self._depth = 0
+        self.call = None
         self._by_param.clear()
         self._last.clear()
 
@@ -111,7 +123,7 @@ class ParamCopies:
                 return flat
         try:
             flat = self._offloaded_params.read(paged.unit)
-        except BaseException:
+        except Exception:
             self.end()
             raise
         around = [each for each in self._last if f"{paged.unit.module}.".startswith(f"{each[0].module}.")]

@@ -114,7 +114,7 @@ class UnitCache:
             fetch = paged.fetch = home.tier.fetch(home.slot, own, self._inventory.last_update(unit))
             if own.numel() < unit.numel:
                 paged.fetch = self._gather(paged, fetch)
-        except BaseException:  # the tier has waited for what it had begun; an interrupt comes as other ranks answer
+        except Exception:  # the tier has waited for what it had begun
             self.evict(paged)
             raise
 

@@ -8,7 +8,6 @@ from typing import final
 
 import torch
 
-from tiered_zero.concurrency.interrupts import shielded
 from tiered_zero.concurrency.transfer import Transfer, wait_all
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.runtime import Runtime
@@ -85,7 +84,6 @@ class UpdateGuard:
         self._swapped = {(unit, "param"): back for unit, back, _ in homes}
         self._swapped |= {(unit, "param_back"): home for unit, _, home in homes if home is not None}
 
-    @shielded
     def swap_param_buffers(self) -> None:
         """Swap the two homes of each unit; of one that lives on the device the back home is copied there. Where this
         fails it is called again."""

@@ -203,6 +203,7 @@ class NvmeTier(Tier):
     def drain(self) -> None:
         """Wait for what the disk still moves. The lanes are idle."""
         self.store.drain_all()
+        self._deferred = 0
 
     def close(self) -> None:
         """The records end with their store."""

@@ -26,7 +26,6 @@ from typing import final
 
 import torch
 
-from tiered_zero.concurrency.interrupts import INTERRUPTS, POLL_S
 from tiered_zero.concurrency.transfer import COMPLETED, Joined, Transfer, wait_quietly
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
@@ -195,8 +194,7 @@ class FlatWindows:
                         break
                     if (oldest := self._next_write()) is None:
                         with self._recorder.span(lane, "wait_lease", flat.name):
-                            self._changed.wait(POLL_S)
-                        INTERRUPTS.check()
+                            self._changed.wait()
                         continue
                     victim, writing = oldest
                 else:

@@ -104,6 +104,18 @@ class TierRack:
         for tier in self._all_nvme:
             tier.drain()
 
+    def reclaim(self) -> None:
+        """Release every staging buffer: lanes and disks are idle, and no step is open."""
+        for pool in (
+            self.param_staging,
+            self.state_staging,
+            self.gradient_staging,
+            self.gradient_windows,
+            self.activation_staging,
+        ):
+            if pool is not None:
+                pool.reclaim()
+
     @property
     def _all_nvme(self) -> list[NvmeTier]:
         return [*self._nvme.values(), *self._scratch.values()]

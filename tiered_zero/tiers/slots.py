@@ -1,8 +1,4 @@
-"""Move plain CPU tensors to and from slots: for initial values, state_dict and user changes. Slow: it blocks.
-
-Each buffer that is read begins with a safe point: what reads many slots is interrupted between two. The wait for a disk
-is none, for its bytes still arrive.
-"""
+"""Move plain CPU tensors to and from slots: for initial values, state_dict and user changes. Slow: it blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from tiered_zero.concurrency.interrupts import INTERRUPTS
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
@@ -27,7 +22,6 @@ def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None)
     assert staging is not None, "a tier without views is planned with staging buffers"
     out, at, end = torch.empty(nbytes, dtype=torch.uint8), offset, offset + nbytes
     while at < end:
-        INTERRUPTS.check()
         exact = range(at, min(at + staging.buffer_nbytes, align_up(end, PAGE_NBYTES)))
         window = _verified_window(home, exact, staging.buffer_nbytes)
         try:
@@ -82,7 +76,6 @@ def leased_slot(
     `read`, `write`: which bytes (from, to, whole pages) are read into the buffer before the block, and written back
     after it; of no consequence where the slot is lent in place, which may be on the device.
     """
-    INTERRUPTS.check()
     view = home.tier.view(home.slot)
     if view is not None:
         yield view

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tiered_zero.concurrency.interrupts import protected, shielded
+from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.errors import BudgetError, ModelError
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.ranks.agreement import agree
@@ -469,7 +469,7 @@ class TierStateOptimizer(Optimizer):
         else:
             self._reset()
 
-    @shielded
+    @hold_interrupts()
     def _reset(self) -> None:
         self._access.replace({}, self.param_groups)
 
@@ -478,7 +478,7 @@ class TierStateOptimizer(Optimizer):
         step."""
         self._access.create(params)
 
-    @protected
+    @hold_interrupts()
     def state_dict(self) -> dict[str, Any]:
         """Copy the state in torch's own format: fp32 CPU tensors in the parameters' shapes, from any tier and format.
 
@@ -489,7 +489,7 @@ class TierStateOptimizer(Optimizer):
         with self.state.reading():
             return super().state_dict()
 
-    @shielded
+    @hold_interrupts()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict()` or a plain torch optimizer of the same class gave, as torch does.
 
@@ -506,7 +506,7 @@ class TierStateOptimizer(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    @protected
+    @hold_interrupts()
     def read_state(self, param: nn.Parameter) -> ParamState:
         """Read one parameter's state, as `state_dict()` gives it, on every rank; empty before its first step."""
         return self.state.read_one(param)

@@ -19,7 +19,6 @@ from typing import Protocol
 
 import torch
 
-from tiered_zero.concurrency.interrupts import wait_for_event
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer
 from tiered_zero.errors import InternalError, PlanError
 
@@ -108,7 +107,7 @@ class LaneTransfer(Transfer):
             raise failure.error.with_traceback(failure.traceback)
 
     def _await_launch(self) -> None:
-        wait_for_event(self._launched)
+        self._launched.wait()
 
     def done(self) -> bool:
         return self._launched.is_set() and (self.marker is None or self.marker.query())

@@ -9,13 +9,16 @@ from typing import final
 
 import torch
 
-from tiered_zero.concurrency.interrupts import INTERRUPTS, POLL_S, STOPPED_S
+from tiered_zero.concurrency.transfer import STOPPED_S
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.memory.host_memory import HostArena, typed_view
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.telemetry.spans import Recorder
 
 logger = logging.getLogger("tiered_zero")
+
+_SLICE_S = 1.0
+"""A blocked wait looks at the clock this often."""
 
 
 @final
@@ -110,9 +113,8 @@ class StagingPool:
         looked_s = time.monotonic()
         until_s = looked_s + self._timeout_s
         while (left_s := until_s - looked_s) > 0:
-            if self._changed.wait_for(lambda: self.num_free or self._closed, min(left_s, POLL_S)):
+            if self._changed.wait_for(lambda: self.num_free or self._closed, min(left_s, _SLICE_S)):
                 return True
-            INTERRUPTS.check()
             before_s, looked_s = looked_s, time.monotonic()
             if looked_s - before_s > STOPPED_S:
                 until_s += looked_s - before_s
@@ -123,6 +125,11 @@ class StagingPool:
         now_s = time.monotonic()
         with self._changed:
             return [(lease.holder, now_s - lease.since_s) for lease in self._leased.values()]
+
+    def reclaim(self) -> None:
+        """Release every lease: nothing is in flight, and what had leased them was broken off."""
+        for lease in list(self._leased.values()):
+            lease.release()
 
     def close(self) -> None:
         """Give the buffers back to the arena; waiting threads raise. Leases still out are logged: their I/O was not

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from tiered_zero.concurrency.interrupts import INTERRUPTS
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.hardware.device.lanes import LaneTransfer, runs_on_lane
 from tiered_zero.hardware.ranks.rank_failures import CollectiveCall, RankFailures
@@ -52,7 +51,6 @@ class WaitContext:
             try:
                 while not is_over(POLL_S):
                     failures.check()
-                    INTERRUPTS.check()
                     if blocks_driver:
                         failures.check_blocked()
             finally:
