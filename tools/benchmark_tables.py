@@ -6,7 +6,7 @@ records.
 
 The last record of each name in records/*.jsonl counts; of a step's, the last for each model, number of tokens and
 clipping; of activations', the last for each hidden size, with torch's huge pages and without, and with fewer blocks of
-plain PyTorch.
+plain PyTorch; of placements that are chosen, the last for each part.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def last_records() -> dict[tuple[Any, ...], dict[str, Any]]:
             if record["name"] not in TABLES:
                 continue  # of a page of its own
             arguments = record["arguments"]
-            kind = arguments.get("clip", arguments.get("accumulation", 0.0))
+            kind = arguments.get("clip", arguments.get("accumulation", arguments.get("part", 0.0)))
             if record["name"] == "activations":
                 kind = arguments["hidden"], arguments.get("huge_pages", False), "plain_blocks" in arguments
             records[record["name"], arguments.get("model", ""), arguments.get("tokens", 0), kind] = record
@@ -212,6 +212,32 @@ def ranks_table(record: dict[str, Any]) -> str:
     return head(record, title) + "\n" + rows(columns, body)
 
 
+def auto_table(record: dict[str, Any]) -> str:
+    """Measured steps next to predicted ones; of a setting, each next to the best by hand."""
+    body = []
+    for name, seconds in record["median"].items():
+        setting, _, _ = name.rpartition(": ")
+        by_hand = [
+            own
+            for other, own in record["median"].items()
+            if setting and other.rpartition(": ")[0] == setting and not other.endswith(": auto")
+        ]
+        predicted = record["results"][name]["predicted_s"]
+        of_best = f"{seconds / min(by_hand):.2f}" if by_hand else ""
+        body.append([name, f"{seconds:.3f}", f"{predicted:.3f}", f"{predicted / seconds - 1:+.0%}", of_best])
+    part = record["arguments"]["part"]
+    title = (
+        "Predicted steps, and what placement auto chooses"
+        if part != "split"
+        else "Predicted steps, nvme/nvme, 64 tokens"
+    )
+    return (
+        head(record, f"{title}; bf16, clipping 1")
+        + "\n"
+        + rows(["case", "s", "predicted s", "error", "of the best by hand"], body)
+    )
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "step": step_table,
     "update": update_table,
@@ -220,6 +246,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "io": io_table,
     "checkpoint": checkpoint_table,
     "ranks": ranks_table,
+    "auto": auto_table,
 }
 """Record name -> its table, in the page's order."""
 

@@ -144,7 +144,7 @@ def plan(
         settings["optimizer"] = {"type": optimizer}
     if choose is not None:
         own = settings["tiered_zero"] = {**settings.get("tiered_zero", {}), "placement": "auto"}
-        own["sequence_length"] = sequence_length or own.get("sequence_length")
+        own |= {"sequence_length": sequence_length} if sequence_length else {}
     # Not imported for --help: torch takes seconds.
     from tiered_zero.assembly.estimate import estimate_of
     from tiered_zero.cli.planned_run import build_planned, count_parameters, specify_planned
@@ -152,6 +152,7 @@ def plan(
     from tiered_zero.hardware.probe import available_device_nbytes
 
     loaded = load(settings, world_size=ranks, to_train=False)
+    sequence_length = sequence_length or loaded.tiered_zero.sequence_length
     model = build_planned(chosen)
     rates = machine if machine_file is not None or disks else None
     run = specify_planned(loaded, model, ranks, device_memory, host_memory, rates)

@@ -7,6 +7,7 @@ the device, then in host memory. The predicted seconds of a step decide.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,19 +134,23 @@ class PlacementSearch:
         return Candidate(config=config, plan=plan, step=self.predict(plan), settings=settings)
 
     def _placements(self) -> Iterator[tuple[Settings, Plan]]:
-        """Yield settings that differ in tiers and limits, the slowest tiers last."""
+        """Yield settings that differ in tiers and limits, the slowest tiers last. A byte of host memory spares the disk
+        more if it holds parameters, which both passes read and the update writes, than if it holds state."""
         zero = self.config.zero_optimization
         path = self._path
         pages = "stage" not in zero.model_fields_set or zero.stage == 3
-        for param in self._devices if pages else ("none",):
-            for state in self._devices:
-                settings: dict[str, Any] = {f"{_PARAM}device": param, f"{_STATE}device": state}
-                settings |= {f"{section}nvme_path": path for section in (_PARAM, _STATE) if path}
-                if param != "none":
-                    settings |= {f"{_ZERO}stage": 3, f"{_PARAM}max_in_cpu": 0, _ON_DEVICE: 0}
-                yield from self._fill(settings, ("param", "state"))
-                if "none" not in (param, state):
-                    yield from self._fill(settings, ("state", "param"))
+        fits: set[tuple[str, str]] = set()
+        for param, state in itertools.product(self._devices if pages else ("none",), self._devices):
+            if (param == "nvme" and ("cpu", state) in fits) or (state == "nvme" and (param, "cpu") in fits):
+                continue  # nothing that host memory has no room for
+            settings: dict[str, Any] = {f"{_PARAM}device": param, f"{_STATE}device": state}
+            settings |= {f"{section}nvme_path": path for section in (_PARAM, _STATE) if path}
+            if param != "none":
+                settings |= {f"{_ZERO}stage": 3, f"{_PARAM}max_in_cpu": 0, _ON_DEVICE: 0}
+            for order in (("param", "state"), ("state", "param"))[: 1 if "none" in (param, state) else 2]:
+                for found in self._fill(settings, order):
+                    fits.add((param, state))
+                    yield found
 
     @property
     def _path(self) -> Any:

@@ -172,11 +172,9 @@ def grid(setting: Setting, directory: str) -> Iterator[tuple[str, dict[str, Any]
         for share in (0.0, 0.25, 0.5):
             limits = {"state_limits": {"host": round(share * STATE_NBYTES * num_parameters)}} if share else {}
             for update in ("overlapped", "barrier") if not share else ("overlapped",):
+                name = f"{params}/nvme {update}" + f", {share:.0%} of the state in host memory" * bool(share)
                 zero = placed(params, "nvme", directory)
-                yield (
-                    f"{params}/nvme {share:.0%} {update}",
-                    config_of(setting, directory, zero, {**limits, "update": update}),
-                )
+                yield name, config_of(setting, directory, zero, {**limits, "update": update})
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
