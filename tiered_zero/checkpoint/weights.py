@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from torch import nn
 from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.checkpoint.run_state import BUFFER, MASTER, PARAM, VALUE_KINDS, state_tensors, torch_dtype
 from tiered_zero.errors import InternalError, ModelError, StoreError
+from tiered_zero.params.hub_names import Conversion, to_files
 from tiered_zero.params.weight_paths import open_safetensors
 from tiered_zero.record.files import sync_directory, write_new_file
 from tiered_zero.sizes import MIB, align_up, format_nbytes
@@ -103,6 +104,35 @@ def model_weights(
 
 def _read(tensor: torch.Tensor, copy_of: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[torch.Tensor]:
     yield copy_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().to("cpu")
+
+
+def as_saved(model: nn.Module, tensors: Sequence[WeightTensor]) -> list[WeightTensor]:
+    """Name and cut the tensors of `model` as `save_pretrained` of transformers 5 does. What one tensor is cut into is
+    made at once, when the first part is read, and kept until the last is."""
+    own = {tensor.name: tensor for tensor in tensors}
+    found = []
+    for conversion in to_files(model, list(own)):
+        made = conversion.convert(lambda name: torch.empty(own[name].shape, dtype=own[name].dtype, device="meta"))
+        parts: dict[str, torch.Tensor] = {}
+        for name, value in made.items():
+            read = partial(_read_part, conversion, own, parts, name)
+            found.append(WeightTensor(name=name, dtype=value.dtype, shape=tuple(value.shape), read=read))
+    return found or list(tensors)
+
+
+def _read_part(
+    conversion: Conversion, own: Mapping[str, WeightTensor], parts: dict[str, torch.Tensor], name: str
+) -> Iterator[torch.Tensor]:
+    if conversion.converter is None:
+        yield from own[conversion.sources[0][1]].read()
+        return
+
+    def whole(source: str) -> torch.Tensor:
+        return torch.cat([part.reshape(-1) for part in own[source].read()]).view(own[source].shape)
+
+    if name not in parts:
+        parts.update(conversion.convert(whole))
+    yield parts.pop(name)
 
 
 def list_weights(

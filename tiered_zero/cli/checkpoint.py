@@ -110,19 +110,31 @@ def _span(tags: Sequence[str]) -> str:
 @click.option("--tag", help="Which checkpoint; default: the one that `latest` names, else the newest whole one.")
 @click.option("--dtype", type=click.Choice([*DTYPES]), default="fp32", show_default=True, help="Of parameters.")
 @click.option("--max-shard-size", callback=parse_bytes, default="5GB", show_default=True, help="Of a file: 500MB.")
+@click.option("--like", type=DIRECTORY, help="A model of transformers: take its names, config and tokenizer.")
 @click.option("--force", is_flag=True, help="Replace the weights of another model in OUT.")
 @JSON_OPTION
 def export(
-    directory: Path, out: Path, tag: str | None, dtype: str, max_shard_size: int, force: bool, as_json: bool
+    directory: Path,
+    out: Path,
+    tag: str | None,
+    dtype: str,
+    max_shard_size: int,
+    like: Path | None,
+    force: bool,
+    as_json: bool,
 ) -> None:
     """Write the weights of a checkpoint in DIRECTORY to OUT, as safetensors that plain torch and transformers load.
 
     fp32 weights are the masters; bf16 and fp16 ones are those rounded, as they were trained. The model is not built,
     and memory does not grow with it. Every byte read is checked. Earlier weights of the same model in OUT are replaced,
     those of another model only with --force.
+
+    With --like the files in OUT are those that the model in that directory has, so that from_pretrained(OUT) loads
+    them: experts one by one as on the hub, the config with the dtype of the export, the tokenizer.
     """
     import torch
 
+    from tiered_zero.checkpoint.model_directory import copy_config, named_as_in
     from tiered_zero.checkpoint.tag import find_checkpoint, open_reader
     from tiered_zero.checkpoint.weights import list_weights, write_weights
 
@@ -132,7 +144,13 @@ def export(
     with open_reader(found) as reader:
         info = reader.manifest
         weights = list_weights(reader, getattr(torch, DTYPES[dtype]))
+        if like is not None:
+            if out.exists() and out.samefile(like):
+                raise click.UsageError("OUT and --like are one directory. Name another OUT.")
+            weights = named_as_in(like, weights, {*info.aliases, *info.aliases.values()})
         paths = write_weights(out, weights, max_shard_nbytes=max_shard_size, replaces=force)
+        if like is not None:
+            paths += copy_config(like, out, DTYPES[dtype])
     nbytes = sum(path.stat().st_size for path in paths)
     if as_json:
         files = [str(path) for path in paths]

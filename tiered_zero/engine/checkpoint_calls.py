@@ -19,6 +19,7 @@ from tiered_zero.checkpoint.weights import (
     MAX_SHARD_NBYTES,
     WEIGHTS_NAME,
     WeightTensor,
+    as_saved,
     model_weights,
     reading_order,
     write_model_config,
@@ -146,7 +147,8 @@ class CheckpointCalls:
         `from_pretrained(save_dir)` of transformers and plain torch load.
 
         Weights larger than `max_shard_size` go to numbered files with an index. Tied weights are written under each of
-        their names, as `load_state_dict(strict=True)` wants them. A transformers model's config is written besides.
+        their names, as `load_state_dict(strict=True)` wants them. A model of transformers 5 is written as its
+        `save_pretrained` does, experts one by one, with its config.
         Earlier weights of this name are replaced at the end. Rank 0 writes; at stage 3 every rank calls this.
         """
         directory = _directory("save_16bit_model", save_dir)
@@ -168,6 +170,7 @@ class CheckpointCalls:
             return units[param].unit.index if param in units else -1  # without elements it is in none
 
         weights = model_weights(self._run.module, pager.copies.take, unit_of, exclude_frozen=exclude_frozen_parameters)
+        weights = as_saved(self._run.module, weights)
         max_nbytes = parse_nbytes(max_shard_size)
 
         def write(tensors: Sequence[WeightTensor]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -31,6 +31,7 @@ from tiered_zero.errors import ModelError
 from tiered_zero.hardware.memory.host_memory import temporary_zeros, trim_malloc
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.params.hub_names import Conversion, from_files
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.param_handlers import FaultHandler
 from tiered_zero.params.weight_paths import open_safetensors, weight_paths
@@ -56,6 +57,8 @@ class WeightFiles:
         """`paths`: of files, of an index, or of directories of models."""
         self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._paths: dict[str, str] = {}
+        self._converted: dict[str, Conversion] = {}
+        """By the names that the model has for what it makes."""
         for path in weight_paths(paths):
             try:
                 with open_safetensors(path) as file:
@@ -73,21 +76,24 @@ class WeightFiles:
     def check(self, model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> list[str]:
         """Notices about what the files hold in vain. Raises ModelError: a parameter on meta that no file has, or in
         another shape, or a dtype that is not converted; no parameter on meta at all."""
-        wanted = {spec.name: self._find(_names(spec)) for param, spec in specs.items() if param.is_meta}
-        if not wanted:
+        missing_values = [spec for param, spec in specs.items() if param.is_meta]
+        if not missing_values:
             raise ModelError(
                 "tiered_zero.weights names files for a model built on the meta device; found one with values of its "
                 "own, which they would not change. Build it under torch.device('meta'), or remove the key."
             )
+        used = self._convert_names(model)
+        wanted = {spec.name: self._find(_names(spec)) for spec in missing_values}
         known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        extra = sorted(self._paths.keys() - known - {name for name, _ in model.named_buffers(remove_duplicate=False)})
+        extra = sorted(
+            self._paths.keys() - used - known - {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        )
         if missing := [name for name, found in wanted.items() if found is None]:
             in_place = f", and without use {_some(extra)}" if extra else ""
             raise ModelError(
                 "tiered_zero.weights: expected every parameter on the meta device in the files, which hold "
                 f"{len(self._paths)} tensors; found none for {_some(missing)}{in_place}. Name the file that has them. "
-                "Files that name or split them in another way, as those of experts, transformers rewrites: "
-                "from_pretrained(...).save_pretrained(directory, save_original_format=False)."
+                "Files that name or split them in another way are read for models of transformers 5."
             )
         for name, own in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
             if not own.is_meta or name not in self._kinds:
@@ -112,11 +118,41 @@ class WeightFiles:
     def fill(self, target: torch.Tensor, names: Iterable[str]) -> None:
         """Copy the tensor under one of `names` into `target`, rounded to its dtype; leave it alone if there is none."""
         if (name := self._find(names)) is not None:
-            with open_safetensors(self._paths[name]) as file:
-                target.copy_(file.get_tensor(name))
+            with ExitStack() as opened:
+                files: dict[str, Any] = {}
+
+                def read(source: str) -> torch.Tensor:
+                    path = self._paths[source]
+                    if path not in files:
+                        files[path] = opened.enter_context(open_safetensors(path))
+                    found: torch.Tensor = files[path].get_tensor(source)
+                    return found
+
+                conversion = self._converted.get(name)
+                target.copy_(read(name) if conversion is None else conversion.convert(read)[name])
+
+    def _convert_names(self, model: nn.Module) -> set[str]:
+        """Find what the files have under other names. Returns these names. Raises ModelError."""
+        used: set[str] = set()
+        for conversion in from_files(model, self._paths):
+            try:
+                made = conversion.convert(
+                    lambda name: torch.empty(self._kinds[name][0], dtype=self._kinds[name][1], device="meta")
+                )
+            except Exception as error:
+                raise ModelError(
+                    f"tiered_zero.weights: transformers cannot make {conversion.target} of "
+                    f"{_some([name for _, name in conversion.sources])} in the files ({error}). Name all files of one "
+                    "model of this configuration."
+                ) from error
+            for name in made.keys() - self._paths.keys():
+                self._converted[name] = conversion
+                self._kinds[name] = tuple(made[name].shape), made[name].dtype
+                used.update(source for _, source in conversion.sources)
+        return used
 
     def _find(self, names: Iterable[str]) -> str | None:
-        return next((name for name in names if name in self._paths), None)
+        return next((name for name in names if name in self._paths or name in self._converted), None)
 
 
 def _is_float(dtype: torch.dtype) -> bool:
