@@ -1,4 +1,4 @@
-"""Store of gradients between backward and the update."""
+"""Store gradients between backward and the update."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tiered_zero.tiers.step_gradients import StepGradients
 
 
 class GradientStore:
-    """Take each gradient from autograd and add it up at its unit's home, on the device or in host memory.
+    """Takes each gradient from autograd and adds it up at its unit's home, on the device or in host memory.
 
-    Sums of units whose gradients rest on the device run on compute; copies and sums to the host run on the reduce lane.
-    A unit's gradient waits for the unit's last update, which still reads the one before. Driver or autograd's thread.
+    Sums on the device run on compute; copies and sums to host memory run on the reduce lane. A gradient first waits for
+    the unit's last update, which may still read the one before. Driver or autograd's thread.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class GradientStore:
         norms: GradNorm,
         overflow: OverflowGuard,
     ) -> None:
-        """`overflow`: has the loss scale, which multiplies gradients at their homes."""
+        """`overflow`: holds the loss scale, which multiplies gradients at their homes."""
         self.homes = GradientHomes(params, units, inventory, runtime, in_flight)
         self.param_grads = ParamGrads(self.homes, overflow)
         self._units, self._places = self.homes.units, self.homes.places
@@ -56,13 +56,14 @@ class GradientStore:
     # -- filling -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Measure gradients in their transfer if this is the last backward of the step: later ones change the norms."""
+        """Measure gradients during their transfer if this is the step's last backward; a later one would change the
+        norms."""
         self._measures_norms = is_last
 
     def accumulate(self, param: nn.Parameter) -> Unit | None:
-        """Move `param.grad` to its home and add it to what is there; the parameter is left without one.
+        """Move `param.grad` to its home, adding it to what is there, and set `param.grad` to None.
 
-        Returns the parameter's unit once all of its gradients of this backward have come.
+        Returns the parameter's unit once all of its gradients of this backward have arrived.
         """
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
@@ -90,9 +91,9 @@ class GradientStore:
         return unit
 
     def _store(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
-        """Bring a gradient [numel] to its home, which holds whole units."""
+        """Move a gradient [numel] to its home. The home holds whole units."""
         index = entry.param.index
-        if not gradients.arrived:  # else a gradient of the unit that came before has waited
+        if not gradients.arrived:  # else an earlier gradient of this unit has waited
             self.homes.wait_update(gradients.unit)
         if gradients.shown:
             self.param_grads.store_shown(gradients)
@@ -102,8 +103,8 @@ class GradientStore:
         gradients.zeroed.discard(index)
         place = slice(entry.start, entry.stop)
         if not gradients.on_device:
-            if index in gradients.arrived:  # a part of the graph that ran twice
-                self._in_flight.flush()  # a batch has one gradient of a parameter
+            if index in gradients.arrived:  # a part of the graph ran twice
+                self._in_flight.flush()  # a batch has one gradient per parameter
             arrival = Arrival(index=index, place=place, source=source, adds=adds)
             self._in_flight.send(gradients, arrival, measures=self._measures_norms)
         elif adds:
@@ -112,8 +113,8 @@ class GradientStore:
             gradients.flat[place].copy_(source)
 
     def _keep_waiting(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
-        """Keep this rank's gradient [numel] on the device until a bucket takes it. Add it to one that waits, in
-        fp32."""
+        """Keep this rank's gradient [numel] on the device until a bucket takes it; add it in fp32 to one that is kept
+        already."""
         waiting, index = gradients.waiting, entry.param.index
         if index in waiting:
             total = waiting[index].to(torch.float32) + source
@@ -124,7 +125,7 @@ class GradientStore:
         waiting[index] = source
 
     def free_taken(self, taken: Mapping[int, torch.Tensor]) -> None:
-        """Buckets have copied what they took of `UnitGradients.waiting`."""
+        """Free the memory of what buckets have copied out of `UnitGradients.waiting`."""
         self._ledger.discharge("device", "gradient_in_flight", sum(source.nbytes for source in taken.values()))
 
     def receive(
@@ -138,13 +139,13 @@ class GradientStore:
         divisor: float = 1.0,
         measures: bool = False,
     ) -> Transfer:
-        """Bring reduced gradients to elements `span` of their unit's flat: the one way to the home of a shard. Driver
-        or autograd's thread.
+        """Move reduced gradients to elements `span` of their unit's flat. Every gradient of a shard takes this way.
+        Driver or autograd's thread.
 
-        `source`: [n], complete once `after` is done, and the home's to read until the transfer that is returned is.
-        `adds`: to what earlier reductions of this step brought, in fp32, instead of replacing it. `divisor`: of
-        `source`, which then changes. `measures`: squares are summed as the averages pass: of those on the device where
-        no more are added, of those in host memory at their home.
+        `source`: [n], complete once `after` is done; it may be read until the returned transfer is done. `adds`: add in
+        fp32 to what earlier reductions of this step brought, instead of replacing it. `divisor`: divide `source` by it,
+        in place. `measures`: also sum the squares of the averages: on the device if nothing more is added there, in
+        host memory at their home.
         """
         gradients = self._units[unit.index]
         self.homes.wait_update(unit)
@@ -163,15 +164,16 @@ class GradientStore:
                     for index, more in span_squares(target if source.is_cpu else source, span, unit).items():
                         squares.setdefault(index, []).extend(more)
 
-        marks = [after, self._accelerator.record_compute()]  # which has turned the flat to fp32, or set it to 0
+        marks = [after, self._accelerator.record_compute()]  # compute has made the flat fp32, or set it to 0
         gradients.last = gradients.submit(self._accelerator.lane("reduce"), bring, marks, [source])
         return gradients.last
 
     def show_sum(self, param: nn.Parameter) -> None:
-        """Add what is at home to `param.grad`, which then replaces it: hooks see the sum, as in plain PyTorch.
+        """Add the gradient at home to `param.grad`, so that hooks see the sum, as in plain PyTorch; the sum replaces it
+        at home.
 
-        Of a unit of which every rank keeps a shard, or that has been reduced, hooks see this rank's gradient of this
-        backward."""
+        If ranks keep shards of the unit, or it has been reduced, hooks see this rank's gradient of this backward
+        instead."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
         if grad is None or (place := self._places.get(param)) is None:
@@ -192,10 +194,10 @@ class GradientStore:
             GRAD_SLOT.__set__(param, total)
 
     def finish_transfers(self) -> None:
-        """End a backward: what is left on the device is what has not reached its home yet. Raises transfer errors."""
+        """End a backward: keep on the device only gradients whose transfers have not ended. Raises transfer errors."""
         self._in_flight.end_backward()
         for gradients in self._units.values():
-            if gradients.shown:  # users may hold views of it
+            if gradients.shown:  # users may hold views of the flat
                 gradients.wait_transfers()
 
     def end_backward(self) -> None:
@@ -203,11 +205,11 @@ class GradientStore:
             gradients.arrived.clear()
 
     def wait_transfers(self) -> None:
-        """Block until every gradient so far rests at its home, the empty ones too."""
+        """Block until every gradient so far is at its home, including empty ones."""
         self.homes.wait_transfers()
 
     def freeze(self, unit: Unit, into: StepGradients) -> None:
-        """Detach one unit's gradients for an update that begins in backward: later ones of this step are refused."""
+        """Detach a unit's gradients for an update that begins in backward; later gradients of this step are refused."""
         gradients = self._units[unit.index]
         self.param_grads.store_shown(gradients)
         gradients.expire_views()
@@ -215,13 +217,13 @@ class GradientStore:
         gradients.frozen = True
 
     def keep(self, unit: Unit) -> None:
-        """An update that is under way needs nothing but this unit's gradients, once they are there, to be done with
-        them: leave those from NVMe in memory until then."""
+        """Keep a unit's gradients from NVMe in memory once they are there: the update under way will soon be done with
+        them."""
         if (flat := self._units[unit.index].paged) is not None:
             self._accelerator.lane("reduce").submit(partial(flat.windows.keep, flat), waits=False)
 
     def detach_step(self) -> StepGradients:
-        """Return this step's gradients for its update, and begin the next step without any.
+        """Return this step's gradients for its update, and begin the next step without gradients.
 
         The update reads them in place: a unit's next gradient waits for its update, or goes to the spare flat.
         """
@@ -234,12 +236,12 @@ class GradientStore:
         return step
 
     def discard(self) -> None:
-        """Discard this step's gradients, also those that a failed backward left on parameters, once all transfers have
-        ended. Raises the first transfer error."""
+        """Discard this step's gradients, including those that a failed backward left on parameters, after all transfers
+        have ended. Raises the first transfer error."""
         try:
             self._in_flight.drain()
             for gradients in self._units.values():
-                if gradients.num_sums:  # what comes next is written to the same memory
+                if gradients.num_sums:  # the next gradients are written to the same memory
                     gradients.wait_transfers()
         finally:
             for gradients in self._units.values():
@@ -251,11 +253,11 @@ class GradientStore:
             self.param_grads.take_unstored()
 
     def abort(self) -> None:
-        """Free what a `discard` that failed has left. The lanes are idle."""
+        """Free what a failed `discard` has left. The lanes are idle."""
         self._in_flight.clear()
 
     def zero(self) -> None:
-        """Set gradients to 0 instead of None, also those of earlier steps since they were last set to None."""
+        """Set gradients to 0 instead of None, including those of earlier steps since they were last set to None."""
         for gradients in self._units.values():
             if gradients.present or gradients.earlier or gradients.num_sums:
                 self.homes.wait_update(gradients.unit)
@@ -263,19 +265,19 @@ class GradientStore:
                 gradients.set_zero()
 
     def reset_zero(self) -> None:
-        """Forget which gradients `zero` sets to 0: all were set to None."""
+        """Clear the record of what `zero` sets to 0: all gradients were set to None."""
         for gradients in self._units.values():
             gradients.earlier.clear()
 
     def accumulators(self) -> list[Any]:
-        """List the node of autograd that brings the gradient of each parameter, where it gets one."""
+        """Return autograd's node that accumulates the gradient of each trainable parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             return [get_gradient_edge(param).node for param in self._places if param.requires_grad]
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def present(self) -> Sequence[tuple[ParamSpec, torch.Tensor]]:
-        """Parameters with a gradient and its [numel] view, in the order of `model.parameters()`."""
+        """Return the parameters with a gradient, and its [numel] view, in the order of `model.parameters()`."""
         found: list[tuple[ParamSpec, torch.Tensor]] = []
         for gradients, entry in self._found():
             with gradients.opened() as flat:
@@ -284,8 +286,8 @@ class GradientStore:
         return found
 
     def norms(self) -> Sequence[tuple[ParamSpec, Norm]]:
-        """Parameters with a gradient and its norm, in the order of `model.parameters()`; those that were not taken when
-        the gradient arrived are taken now."""
+        """Return the parameters with a gradient, and its norm, in the order of `model.parameters()`. Computes the norms
+        that were not taken on arrival."""
         found = self._found()
         norms: dict[int, Norm] = {}
         missing: dict[int, torch.Tensor] = {}
@@ -308,12 +310,12 @@ class GradientStore:
         ]
 
     def _norm_at_home(self, gradients: UnitGradients, entry: FlatEntry) -> Norm:
-        assert gradients.paged is None or not gradients.frozen, "measured as it came: the update frees it"
+        assert gradients.paged is None or not gradients.frozen, "measured on arrival: the update frees it"
         with gradients.opened() as flat:
             return self._norms.of(flat[entry.start : entry.stop])
 
     def _found(self) -> list[tuple[UnitGradients, FlatEntry]]:
-        """List the gradients of the step, in the order of `model.parameters()`."""
+        """Return the gradients of the step, in the order of `model.parameters()`."""
         found = {}
         for gradients in self._units.values():
             for entry in gradients.unit.entries:
@@ -322,6 +324,6 @@ class GradientStore:
         return list(map(found.__getitem__, sorted(found)))
 
     def close(self) -> None:
-        """Lanes have ended."""
+        """Drop all gradients. The lanes have ended."""
         self._in_flight.clear()
         self.homes.close()

@@ -1,4 +1,4 @@
-"""The hook between autograd and the gradient store."""
+"""Receive gradients from autograd's hooks and pass them to the store."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tiered_zero.layout.flat import Unit
 @final
 @dataclass(eq=False, repr=False)
 class GradientArrivals:
-    """Passes each gradient that autograd has completed to the store, after the hooks of users.
+    """Passes each gradient that autograd has completed to the store, after the users' hooks. Runs on autograd's thread
+    while the driver waits.
 
-    `take` is the first post-accumulate hook of every parameter. Where users have such hooks too, they find the gradient
-    in `param.grad` (with what earlier backwards of the step gave, as in plain PyTorch), and what they leave there goes
-    to the store with the next gradient, or when the backward ends.
+    `take` is the first post-accumulate hook of every parameter. Users' own hooks find the gradient in `param.grad`,
+    summed with earlier backwards of the step as in plain PyTorch; what they leave there goes to the store with the next
+    gradient, or when the backward ends.
 
-    Gradients of a backward that the engine did not start (`loss.backward()`) are divided by `_num_micro_batches`, as
-    DeepSpeed does; with `_scales_loss` (fp16) it is refused. A loss that `engine.scale` made is taken as it is.
-    Autograd's thread, while the driver waits.
+    Gradients of a backward that the engine did not start (`loss.backward()`) are divided by `_num_micro_batches`, as in
+    DeepSpeed, unless `engine.scale` made the loss. With `_scales_loss` (fp16) such a backward is refused.
 
-    `_reducer`: of many ranks. `_on_unit_complete`: called once every gradient of a unit has come in a backward.
+    `_reducer`: with many ranks. `_on_unit_complete`: called when every gradient of a unit has arrived in a backward.
     """
 
     _store: GradientStore
@@ -43,15 +43,16 @@ class GradientArrivals:
     """Parameters whose users' hooks may still run."""
     _is_engines: bool = field(default=False, init=False)
     _frees_graph: bool = field(default=False, init=False)
-    """Whether the engine's own backward runs, and its graph cannot run again."""
+    """Whether the engine's own backward runs, and frees its graph."""
     _is_scaled: bool = field(default=False, init=False)
     num_own_backwards: int = field(default=0, init=False)
-    """Those that the engine did not start, and that have brought gradients since `reset`."""
+    """Backwards since `reset` that the engine did not start and that brought gradients."""
     _is_counted: bool = field(default=False, init=False)
 
     @contextmanager
     def engine_backward(self, *, is_last: bool, frees_graph: bool) -> Iterator[None]:
-        """The engine's own backward runs inside. Raises what failed on the gradients' way. `is_last`: of its step."""
+        """Run the engine's own backward inside. Raises errors of the gradients' transfers. `is_last`: the step's last
+        one."""
         self._is_engines, self._frees_graph = True, frees_graph
         try:
             self._begin_reduction(is_last)
@@ -64,7 +65,7 @@ class GradientArrivals:
             self._store.end_backward()
 
     def take(self, param: nn.Parameter) -> None:
-        """`param.grad` is complete for one pass."""
+        """Take `param.grad`, which is complete for this pass, after the users' hooks."""
         if self._waiting:
             self._take_waiting()
         if not self._is_engines:
@@ -72,7 +73,7 @@ class GradientArrivals:
             self._is_counted = True
             self._begin_reduction(is_last=False)
             self._scale(param)
-        with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter's hooks are no bytes
+        with torch._C.DisableTorchFunctionSubclass():  # reading hooks is no use of a guarded parameter's bytes
             hooks = param._post_accumulate_grad_hooks
         if hooks is not None and len(hooks) > 1:
             self._store.show_sum(param)
@@ -81,60 +82,60 @@ class GradientArrivals:
             self._accumulate(param)
 
     def refuse(self, param: nn.Parameter) -> None:
-        """Drop what a backward that is refused has added to `param.grad`."""
+        """Drop what a refused backward has added to `param.grad`."""
         with torch._C.DisableTorchFunctionSubclass():
             GRAD_SLOT.__set__(param, None)
 
     def note_use(self, units: Sequence[Unit], inputs: Sequence[Any]) -> None:
-        """The forward of a module that owns `units` begins, with `inputs`, and autograd records it or will compute it
-        again. Driver thread."""
+        """Note that the forward of a module that owns `units` begins, with `inputs`, and that autograd records or will
+        recompute it. Driver thread."""
         if self._reducer is not None:
             self._reducer.note_use(units, inputs, self._pass_mark)
 
     def note_backward(self, unit: Unit) -> None:
-        """A backward begins to use a unit that is gathered for it."""
+        """Note that a backward begins to use a unit that is gathered for it."""
         if self._reducer is not None and self._reducer.is_open:
             self._take_waiting()
             self._reducer.note_backward(unit.index)
 
     def _pass_mark(self, mark: UseMark) -> None:
-        """A backward has met a mark, perhaps one that reduces nothing (`torch.autograd.grad`)."""
+        """Note that a backward has reached a mark. It may be one that reduces nothing (`torch.autograd.grad`)."""
         if self._reducer is not None and self._reducer.is_open:
             self._take_waiting()
             self._reducer.pass_mark(mark)
         elif self._frees_graph:
-            mark.is_met = True  # a later backward, which reduces, finds no gradient behind it
+            mark.is_met = True  # a later backward, which reduces, finds no more gradients there
 
     def begin_own_backward(self) -> None:
-        """A backward runs that the engine did not start. If it gathers parameters, its reduction begins before the
-        first gather, and not with the first gradient: those of two ranks may be on two sides of a gather, and each rank
-        would wait for the other."""
+        """Begin a backward that the engine did not start. If it gathers parameters, begin its reduction now, before the
+        first gather: if it began with the first gradient, two ranks might begin on two sides of a gather and wait for
+        each other."""
         self._is_counted = False
         if self._reducer is not None and self._reducer.shards_params and self._brings_gradients():
             self._begin_reduction(is_last=False)
 
     def _brings_gradients(self) -> bool:
-        """Whether the backward that runs adds to the gradients of parameters, as that of `torch.autograd.grad` does
+        """Return whether the running backward accumulates gradients of parameters; that of `torch.autograd.grad` does
         not."""
-        if torch.autograd.Variable._execution_engine.is_checkpoint_valid():  # a plain one, of every leaf
+        if torch.autograd.Variable._execution_engine.is_checkpoint_valid():  # a plain backward, to every leaf
             return True
         try:
             return any(map(torch._C._will_engine_execute_node, self._store.accumulators()))
-        except RuntimeError:  # torch.autograd.grad() of a parameter
+        except RuntimeError:  # torch.autograd.grad() with respect to a parameter
             return False
 
     def expect(self, scaled: torch.Tensor) -> None:
-        """Take the gradients of `scaled` as they are: `engine.scale` made this loss."""
+        """Take the gradients of `scaled` without dividing them: `engine.scale` made this loss."""
         scaled.register_hook(self._begin_scaled)  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
-        """Gradients are dropped or taken by a step."""
+        """Clear the counts of a step, whose gradients are dropped or taken."""
         self._waiting.clear()
         self._is_scaled = False
         self.num_own_backwards = 0
 
     def abort(self) -> None:
-        """No backward runs any more."""
+        """Clear everything: no backward runs any more."""
         self.reset()
         self._is_engines = self._frees_graph = False
 
@@ -151,7 +152,7 @@ class GradientArrivals:
         self._is_scaled = False
 
     def end_own_backward(self) -> None:
-        """A backward has ended that the engine did not start. Raises what failed on the gradients' way."""
+        """End a backward that the engine did not start. Raises errors of the gradients' transfers."""
         self._take_waiting()
         self._end_reduction()
         self._store.finish_transfers()
@@ -177,7 +178,7 @@ class GradientArrivals:
             param = self._waiting.pop(0)
             self._accumulate(param)
             with torch._C.DisableTorchFunctionSubclass():
-                if param.grad_dtype is None:  # `show_sum`
+                if param.grad_dtype is None:  # set by `show_sum`
                     param.grad_dtype = param.dtype
 
     def _accumulate(self, param: nn.Parameter) -> None:

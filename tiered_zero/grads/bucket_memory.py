@@ -1,4 +1,4 @@
-"""Lend the memory of gradient buckets, a fixed number of which are reduced at once."""
+"""Lend memory to gradient buckets, so that a fixed number is reduced at once."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tiered_zero.hardware.runtime import Runtime
 
 @final
 class BucketMemory:
-    """The memory of buckets, free or with a reduction under way. On the thread of the reducer.
+    """The memory of buckets, each free or with a reduction under way. Used on the reducer's thread.
 
     A bucket without memory waits for the oldest, which bounds the gradients on the device.
     """
 
     def __init__(self, memory: Sequence[torch.Tensor], runtime: Runtime) -> None:
-        """`memory`: [n] uint8 each."""
+        """`memory`: for each bucket, [n] uint8."""
         self._runtime = runtime
         self.on_device = any(not each.is_cpu for each in memory)
         self._free = deque(memory)
         self._under_way: deque[tuple[torch.Tensor, Transfer]] = deque()
-        """Memory of a bucket, and what frees it; the oldest first."""
+        """The memory of each bucket under way and the transfer that frees it, oldest first."""
 
     def close(self) -> None:
         """Drop the memory."""
@@ -33,13 +33,13 @@ class BucketMemory:
         self._under_way.clear()
 
     def take(self) -> torch.Tensor:
-        """Take the memory of one bucket, however long it waits for the oldest."""
+        """Take the memory of one bucket; wait for the oldest if none is free."""
         if not self._free:
             self._finish_oldest()
         return self._free.popleft()
 
     def hold(self, memory: torch.Tensor, received: Transfer) -> None:
-        """Keep memory until its bucket's sums are at their homes: `received`."""
+        """Keep memory until `received`: its bucket's sums are at their homes."""
         self._under_way.append((memory, received))
 
     def finish_all(self) -> None:
@@ -48,7 +48,7 @@ class BucketMemory:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        """Wait until the oldest bucket's sums are at their homes. On a device compute waits, which fills its memory
+        """Wait until the oldest bucket's sums are at their homes. On a device make compute wait, which fills the memory
         next."""
         memory, received = self._under_way.popleft()
         with self._runtime.recorder.span("compute", "wait_grad"):

@@ -1,4 +1,4 @@
-"""May this step's gradients be applied, and with what factor?"""
+"""Check a step's gradients: may they be applied, and with what factor?"""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class GradCheck:
-    """The result of a gradient check. `norm`: global L2 norm of the unscaled gradients. `grad_scale`: what the update
-    multiplies gradients by (unscale and clip in one). `first_bad`: the first parameter whose gradient is not finite."""
+    """The result of a gradient check. `norm`: global L2 norm of the unscaled gradients. `grad_scale`: the factor by
+    which the update multiplies gradients, to unscale and clip at once. `first_bad`: the first parameter whose gradient
+    is not finite."""
 
     finite: bool
     norm: float
@@ -31,10 +32,11 @@ def check_gradients(
     max_norm: float,
     device: torch.device = CPU,
 ) -> GradCheck:
-    """The arithmetic of torch.nn.utils.clip_grad_norm_, from each parameter's norm on: the norm of the norms, in fp32.
+    """Compute the global norm and clip factor as torch.nn.utils.clip_grad_norm_ does from the norms of parameters, in
+    fp32.
 
     `norms`: of gradients scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not clip.
-    `device`: where compute runs, and adds up all norms whatever tier gradients rest on. One wait of the host.
+    `device`: adds up all norms; it is the device of compute, whatever tier gradients rest on. The host waits once.
     """
     on_host = torch.tensor([norm for _, norm in norms if isinstance(norm, float)], dtype=torch.float32, device="cpu")
     numbers = iter(on_host.to(device).unbind())
@@ -53,7 +55,7 @@ def check_gradients(
 
 
 def check_squares(squares: float, first_bad: str | None, loss_scale: float, max_norm: float) -> GradCheck:
-    """Check the gradients of many ranks. `squares`: the sum of squares in fp64 over all of them, of gradients scaled by
+    """Check the gradients of many ranks. `squares`: the fp64 sum of squares over all ranks, of gradients scaled by
     `loss_scale`, the same on every rank. `first_bad`: the first parameter whose gradient is not finite on any rank."""
     finite = first_bad is None
     norm = math.sqrt(squares) / loss_scale if squares >= 0 else math.nan

@@ -1,4 +1,4 @@
-"""Homes of all gradients: where each parameter's lies, what is waited for, and how a home turns to fp32."""
+"""Hold all gradients at their homes: find a parameter's, wait for it, turn a home to fp32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiered_zero.tiers.inventory import Inventory
 logger = logging.getLogger("tiered_zero")
 
 GRAD_SLOT: Any = torch.Tensor.grad
-"""The descriptor of autograd's own attribute, past the `grad` property of guarded parameters."""
+"""The descriptor of autograd's own attribute; it bypasses the `grad` property of guarded parameters."""
 
 _PRESENT: Callable[[UnitGradients], set[int]] = attrgetter("present")
 
@@ -38,8 +38,8 @@ CHANGED_GRADIENT = (
 
 @final
 class GradientHomes:
-    """The gradients of every unit at their homes, for the store, which fills them, and for `param.grad`. Driver or
-    autograd's thread."""
+    """The gradients of all units at their homes. The store fills them and `param.grad` reads them. Driver or autograd's
+    thread."""
 
     def __init__(
         self,
@@ -51,16 +51,16 @@ class GradientHomes:
     ) -> None:
         self.units = {gradients.unit.index: gradients for gradients in units}
         self.places = {param: (self.units[unit.index], entry) for param, (unit, entry) in params.items()}
-        """None of an empty parameter, which is in no unit."""
+        """Parameter -> its unit's gradients and its entry. An empty parameter is in no unit and not here."""
         self.storages = {storage for each in self.units.values() for storage in each.storages()}
         self._inventory = inventory
         self._in_flight = in_flight
         self._recorder = runtime.recorder
         self._ledger = runtime.ledger
         self._windows = {each.paged.windows for each in self.units.values() if each.paged is not None}
-        """Of gradients that rest on NVMe."""
+        """Host memory windows of gradients that rest on NVMe."""
         self._extra_nbytes: Counter[str] = Counter()
-        """Tier -> bytes that the plan does not hold, see `promote`."""
+        """Tier -> bytes beyond the plan, see `promote`."""
 
     @property
     def has_gradients(self) -> bool:
@@ -68,14 +68,14 @@ class GradientHomes:
         return any(map(_PRESENT, self.units.values()))
 
     def wait_update(self, unit: Unit) -> None:
-        """Block until the unit's last update has read its gradients. Raises the error of one that has failed."""
+        """Block until the unit's last update has read its gradients. Raises the error of a failed update."""
         update = self._inventory.last_update(unit)
         if update is not None and not update.written.done():
             with self._recorder.span("compute", "wait_update", unit.name):
                 update.computed.wait()
 
     def wait_transfers(self) -> None:
-        """Block until every gradient so far rests at its home, the empty ones too."""
+        """Block until every gradient so far is at its home, including empty ones."""
         self._in_flight.wait_all()
         for gradients in self.units.values():
             if gradients.shard is not None or gradients.num_sums:
@@ -84,8 +84,8 @@ class GradientHomes:
             windows.finish_writes()
 
     def promote(self, gradients: UnitGradients, why: str = _SECOND_BACKWARD) -> None:
-        """Turn the unit's flat to fp32, if it is not: for the second gradient of a parameter in a step planned without
-        sums (several backwards), as 16-bit sums would round. `why`: the warning of any other cause."""
+        """Turn the unit's flat to fp32 unless it is. Needed when a parameter gets a second gradient in a step that was
+        planned for one backward: a 16-bit sum would round. `why`: the warning for another cause."""
         if gradients.flat.dtype == torch.float32:
             return
         if gradients.paged is not None:
@@ -116,7 +116,7 @@ class GradientHomes:
         self.storages |= gradients.storages()
 
     def close(self) -> None:
-        """Lanes have ended."""
+        """Drop all gradients. The lanes have ended."""
         self.places.clear()
         self.units.clear()
         for tier, nbytes in self._extra_nbytes.items():
@@ -125,7 +125,7 @@ class GradientHomes:
 
 
 def _sum_nbytes(gradients: UnitGradients) -> int:
-    """Bytes of the unit's gradients as fp32 sums; none for a unit of fp32, whose gradients are sums anyway."""
+    """Return the bytes of the unit's gradients as fp32 sums; 0 for an fp32 unit, whose gradients are fp32 anyway."""
     if gradients.unit.dtype == torch.float32:
         return 0
     return 4 * gradients.flat.numel() * (1 if gradients.spare is None else 2)

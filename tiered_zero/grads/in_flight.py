@@ -1,10 +1,10 @@
-"""Gradients on their way from the device to host memory: back-pressure, and when their device memory is freed.
+"""Move gradients from the device to host memory, limit how many are under way, and free their device memory.
 
 [Note: Waits for gradients]
-Copies leave as gradients come, and the host waits for those of a whole unit: the lane's stream is in order, so the last
-one stands for all. Autograd's thread waits where a third unit's gradients find no room, the update where it needs them,
-and a window of gradients on NVMe before it is written: the first of the three, for the others find the same transfer
-complete. Sums in host memory are waited for buffer by buffer, on the lane.
+Copies start as gradients come, and the host waits for a whole unit at a time: the lane's stream is in order, so waiting
+for the last copy is enough. Whoever comes first waits: autograd's thread, when a third unit's gradients find no room;
+the update, when it needs them; or a window of gradients on NVMe, before it is written. The others find the transfer
+complete. For sums in host memory the lane waits, buffer by buffer.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.sizes import align_up
 
 SUM_CHUNK_NUMEL = 1 << 15
-"""Sums on the reduce lane go in chunks of so many elements: few enough for torch to stay on the lane's one thread."""
+"""Elements that the reduce lane adds at once: few enough that torch stays on the lane's one thread."""
 
 BATCH_NBYTES = 1 << 20
-"""Gradients of one unit go together until they are so many bytes, or the unit's last one has come: a job of the lane
-costs more than the copy of a bias. Those that are added up in host memory, until they fill a staging buffer: each is
-waited for."""
+"""Gradients of a unit are sent together once they reach this size or the unit's last one has come: a job of the lane
+costs more than the copy of a bias. Those that are added up in host memory fill a staging buffer instead, since each job
+waits."""
 
 STAGED_ALIGNMENT = 64
-"""Of gradients in one staging buffer, in bytes: a cache line."""
+"""Alignment in bytes of gradients in one staging buffer: a cache line."""
 
 NUM_KEPT = 4
-"""Transferred batches kept before they are freed. Autograd's thread frees them, in order, so that every step meets
-the same heap: freed by the reduce lane, at varying times, they left holes of 25 MiB in it.
+"""Transferred batches kept before they are freed. Autograd's thread frees them, in order, so that every step meets the
+same heap: when the reduce lane freed them, at varying times, they left holes of 25 MiB.
 """
 
 
-def land(source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: float = 1.0) -> None:
-    """Copy `source` [n], which `divisor` changes, to the first elements of `target`, or add it. On the reduce lane."""
+def copy_or_add(source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: float = 1.0) -> None:
+    """Copy or add `source` [n], after dividing it in place by `divisor`, to the first elements of `target`. On the
+    reduce lane."""
     for low in range(0, source.numel(), SUM_CHUNK_NUMEL):
         chunk = source[low : low + SUM_CHUNK_NUMEL]
         into = target[low:][: chunk.numel()]
@@ -53,7 +54,8 @@ def land(source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: flo
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A gradient `source` [n] of the parameter `index`, for elements `place` of its unit's flat. `adds`: to those."""
+    """One gradient on its way: `source` [n] of the parameter `index`, for elements `place` of its unit's flat. `adds`:
+    add it."""
 
     index: int
     place: slice
@@ -63,8 +65,8 @@ class Arrival:
 
 @final
 class GradientBatch(Transfer):
-    """Gradients of one unit that one job brings home. It is sent when it is full or complete, or as the driver or
-    autograd's thread waits for it. `measures`: their norms are taken too."""
+    """Gradients of one unit that one job moves to their home. It is sent when it is full or complete, or when the
+    driver or autograd's thread waits for it. `measures`: also take their norms."""
 
     def __init__(self, gradients: UnitGradients, measures: bool, send: Callable[[], None]) -> None:
         """`send`: sends the open batch."""
@@ -80,13 +82,13 @@ class GradientBatch(Transfer):
     def wait(self) -> None:
         if self.job is None:
             self._send()
-        if self.job is not None:  # else it was dropped
+        if self.job is not None:  # else the batch was dropped
             self.job.wait()
 
 
 @dataclass(eq=False, kw_only=True)
 class _Load:
-    """What one staging buffer holds: `parts` of gradients, whose sources are in it once `arrival` is done."""
+    """One staging buffer in use. `parts`: gradients whose sources are in the buffer once `arrival` is done."""
 
     lease: Lease
     parts: list[GradCopy] = field(default_factory=list)
@@ -95,11 +97,11 @@ class _Load:
 
 @final
 class InFlightGradients:
-    """Bounds the gradients on the device whose transfer has not ended. Driver or autograd's thread."""
+    """Limits the gradients on the device whose transfer has not ended. Driver or autograd's thread."""
 
     def __init__(self, runtime: Runtime, limit_nbytes: int, staging: StagingPool | None, norms: GradNorm) -> None:
-        """`limit_nbytes`: autograd waits for the oldest when there are more. `staging`: where gradients are summed in
-        host memory."""
+        """`limit_nbytes`: beyond it autograd waits for the oldest. `staging`: used where gradients are summed in host
+        memory."""
         self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
         self._span = runtime.accelerator.timer(runtime.recorder)
         self._limit_nbytes = limit_nbytes
@@ -107,15 +109,16 @@ class InFlightGradients:
         self._norms = norms
         self._open: GradientBatch | None = None
         self._batches: deque[GradientBatch] = deque()
-        """Those that are sent, the oldest first."""
+        """Batches that were sent, oldest first."""
         self._in_flight_nbytes = 0
-        """Of both."""
+        """Bytes of the open batch and of `_batches`."""
         self._transferred: deque[GradientBatch] = deque()
-        """Those whose gradients are to be freed, the oldest first."""
+        """Batches whose gradients are to be freed, oldest first."""
         self._transferred_nbytes = 0
 
     def send(self, gradients: UnitGradients, arrival: Arrival, *, measures: bool) -> None:
-        """Send a gradient, perhaps with the next ones of its unit; wait for the oldest until there is room."""
+        """Send a gradient, possibly together with the next ones of its unit. Wait for the oldest until there is
+        room."""
         nbytes, batch = arrival.source.nbytes, self._open
         sums = self._staging if arrival.adds and not arrival.source.is_cpu else None
         if batch is not None and (
@@ -136,7 +139,7 @@ class InFlightGradients:
             self.flush()
 
     def flush(self) -> None:
-        """Send what waits for more gradients of its unit."""
+        """Send the open batch, which was waiting for more gradients of its unit."""
         batch, self._open = self._open, None
         if batch is None:
             return
@@ -148,18 +151,18 @@ class InFlightGradients:
         self._batches.append(batch)
 
     def _measure_on_device(self, batch: GradientBatch) -> None:
-        """Launch the norms of those whose targets will hold what was computed here. On the CPU they are taken in the
-        pass that copies."""
+        """Launch the norms of gradients that are not added to others. On the CPU the copy takes norms in the same
+        pass."""
         new = [arrival for arrival in batch.arrivals if not arrival.adds]
         norms = self._norms.on_device([arrival.source for arrival in new])
         batch.gradients.norms.update((arrival.index, norm) for arrival, norm in zip(new, norms, strict=True))
 
     def _bring(self, batch: GradientBatch) -> None:
-        """On the reduce lane: launch the copies; wait for none but those that are added up in host memory."""
+        """Launch the copies, on the reduce lane. Wait only for those that are added up in host memory."""
         gradients, norms = batch.gradients, batch.gradients.norms
         on_device = not batch.arrivals[0].source.is_cpu
         for arrival in batch.arrivals:
-            if arrival.adds or not on_device or not batch.measures:  # others have been measured
+            if arrival.adds or not on_device or not batch.measures:  # the others have been measured
                 norms.pop(arrival.index, None)
         with (
             gradients.opened("reduce") as flat,
@@ -186,10 +189,10 @@ class InFlightGradients:
                 norms.update(zip(left, self._norms.in_memory(list(left.values())), strict=True))
 
     def receive(self, source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: float) -> None:
-        """Copy `source` [n], which `divisor` changes, to `target`, or add it there. On the reduce lane; the host waits
-        for the device where they are added up in host memory."""
+        """Copy or add `source` [n], divided in place by `divisor`, to `target`. On the reduce lane; the host waits for
+        the device if it adds in host memory."""
         if source.is_cpu and target.is_cpu:
-            land(source, target, adds=adds, divisor=divisor)
+            copy_or_add(source, target, adds=adds, divisor=divisor)
             return
         if divisor != 1.0:
             source.div_(divisor)
@@ -202,8 +205,8 @@ class InFlightGradients:
             self._add([GradCopy(index=-1, target=target, source=source, adds=adds)])
 
     def _add(self, copies: Sequence[GradCopy]) -> None:
-        """On the reduce lane: to host memory by way of staging buffers, then into the fp32 sums. Each buffer is filled
-        with all that it holds, and waited for once; where there are two, one is on its way while the other is added."""
+        """Add gradients to fp32 sums in host memory through staging buffers. Fill each buffer, wait for it once, add
+        its parts; with two buffers one is filled while the other is added. On the reduce lane."""
         coming: deque[_Load] = deque()
         try:
             for parts in self._loads(copies):
@@ -226,7 +229,7 @@ class InFlightGradients:
                 load.lease.release()
 
     def _loads(self, copies: Sequence[GradCopy]) -> Iterator[list[tuple[int, GradCopy]]]:
-        """Cut the copies into what a staging buffer holds: the first byte there, and the part."""
+        """Cut the copies into lists that fill one staging buffer each: (first byte in the buffer, part)."""
         room = 0 if self._staging is None else self._staging.buffer_nbytes
         parts: list[tuple[int, GradCopy]] = []
         used = 0
@@ -249,23 +252,23 @@ class InFlightGradients:
             self._norms.copy_threaded(coming[0].parts)
         else:
             for part in coming[0].parts:
-                land(part.source, part.target, adds=part.adds)
+                copy_or_add(part.source, part.target, adds=part.adds)
         coming.popleft().lease.release()
 
     def end_backward(self) -> None:
-        """Wait until what is left is within the limit, and free the rest. Raises transfer errors."""
+        """Wait until the gradients under way are within the limit, and free the rest. Raises transfer errors."""
         self.flush()
         self._wait(self._limit_nbytes)
         self._free(0, 0)
 
     def wait_all(self) -> None:
-        """Block until every transfer has ended, those of empty gradients too. Raises the first error in a call."""
+        """Block until every transfer has ended, including those of empty gradients. Raises one error per call."""
         self._wait(-1)
 
     def drain(self) -> None:
-        """Wait for every transfer, whatever fails. Raises the first error."""
+        """Wait for every transfer even if some fail. Raises the first error."""
         failure: Exception | None = None
-        while self._batches or self._open is not None:  # each failure ends one wait, of a batch that is gone then
+        while self._batches or self._open is not None:  # each failure ends one wait, and its batch is removed
             try:
                 self.wait_all()
             except Exception as error:
@@ -275,7 +278,7 @@ class InFlightGradients:
             raise failure
 
     def clear(self) -> None:
-        """Free everything, also what a wait that failed has left. The lanes are idle."""
+        """Free everything, including what a failed wait has left. The lanes are idle."""
         for batch in (*self._batches, *self._transferred):
             batch.arrivals.clear()
         self._open = None
@@ -306,8 +309,8 @@ class InFlightGradients:
         self._free(NUM_KEPT, allowed_nbytes - self._in_flight_nbytes)
 
     def _awaited(self, allowed_nbytes: int) -> Transfer:
-        """The batch that is waited for where too much is in flight: the last of the oldest unit; the oldest, where all
-        are of one unit, and its other gradients may go on; the last of all, where none is to be left."""
+        """Return the batch to wait for when too much is in flight: the last of the oldest unit; the oldest batch if all
+        are of one unit, so that its others go on; the last of all if none may be left."""
         if allowed_nbytes < 0:
             return self._batches[-1]
         oldest = self._batches[0]
@@ -316,7 +319,7 @@ class InFlightGradients:
         return next(batch for batch in reversed(self._batches) if batch.gradients is oldest.gradients)
 
     def _free(self, num_kept: int, allowed_nbytes: int) -> None:
-        """Free the oldest transferred batches until at most so many, and so many bytes, are left."""
+        """Free the oldest transferred batches until at most `num_kept`, and `allowed_nbytes`, are left."""
         while len(self._transferred) > num_kept or (self._transferred and self._transferred_nbytes > allowed_nbytes):
             freed = self._transferred.popleft()
             freed.arrivals.clear()

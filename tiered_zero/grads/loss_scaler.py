@@ -1,4 +1,4 @@
-"""The fp16 loss scale, static or dynamic, after DeepSpeed's rule."""
+"""Adapt the fp16 loss scale, static or dynamic, as DeepSpeed does."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ _FACTOR = 2.0
 
 
 class LossScaler:
-    """`scale` multiplies the loss; `update` is called once a step with whether the gradients overflowed.
+    """Holds `scale`, the factor of the loss. Call `update` once a step with whether the gradients overflowed.
 
-    `loss_scale` > 0 is static. 0 is dynamic, from 2**initial_scale_power: an overflow uses up one of `hysteresis`
-    credits, and the last credit stays: from then on every overflow halves the scale, down to `min_loss_scale`. The
+    `loss_scale` > 0 is static. 0 is dynamic, starting at 2**initial_scale_power. Each overflow uses up one of
+    `hysteresis` credits, except the last: from then on every overflow halves the scale, down to `min_loss_scale`. The
     scale doubles when the steps since the last overflow, less one, are a positive multiple of `loss_scale_window`.
     Credits are refilled when the scale doubles, or, with `consecutive_hysteresis`, by every good step.
+
     Source: DeepSpeed 0.19, runtime/fp16/loss_scaler.py, DynamicLossScaler.update_scale.
     """
 
     def __init__(self, section: Fp16Section) -> None:
-        """Raises ConfigError for a floor above the first scale; the section has checked the rest."""
+        """Raises ConfigError if the floor is above the first scale; the section has checked the rest."""
         power, floor = section.initial_scale_power, section.min_loss_scale
         self.dynamic = section.loss_scale == 0
         self.scale = 2.0**power if self.dynamic else float(section.loss_scale)
@@ -38,7 +39,7 @@ class LossScaler:
         self._credits = section.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """End of a step: adapt `scale`. Raises NonFiniteError, and stays as it is, on an overflow at the floor."""
+        """Adapt `scale` at the end of a step. Raises NonFiniteError, without a change, on an overflow at the floor."""
         if not self.dynamic:
             return
         if overflow:
@@ -67,12 +68,12 @@ class LossScaler:
         self.scale = max(self.scale / _FACTOR, floor)
 
     def state_dict(self) -> dict[str, float | int]:
-        """Plain numbers; with the same settings, `load_state_dict` continues bit for bit."""
+        """Return plain numbers. With the same settings, `load_state_dict` continues from them bit for bit."""
         counts = {"step": self._step, "last_overflow": self._last_overflow, "credits": self._credits}
         return {"scale": self.scale, **counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state. A static scale stays what the config says, as the config is the later word."""
+        """Load a saved state. A static scale keeps the config's value, which is the newer one."""
         if not self.dynamic:
             return
         missing = self.state_dict().keys() - state.keys()

@@ -1,5 +1,6 @@
-"""The L2 norm of one gradient, with torch's bits: on the accelerator where it was computed there, else in the pass that
-brings it to its home where there is a kernel; and the sum of squares of those of a rank's shards."""
+"""Compute the L2 norm of a gradient, bit for bit as torch does, and the sum of squares of a rank's shards. A norm is
+taken on the accelerator if the gradient was computed there; else, if there is a kernel, in the pass that copies the
+gradient to its home."""
 
 from __future__ import annotations
 
@@ -14,21 +15,21 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.native.update import CopyNorm, Dtype, UpdateKernel
 
 SQUARES_CHUNK_NUMEL = 1 << 18
-"""Elements whose squares are summed at once in fp64: 2 MiB beside the gradients, and one order of sums anywhere."""
+"""Elements whose squares are summed at once in fp64: 2 MiB of extra memory, and the same order of sums everywhere."""
 
 NONE_BAD = -1
 Norm = float | torch.Tensor
-"""Of fp32: a number where it was taken in host memory, 0-d where the gradient rests."""
+"""An fp32 norm: a number if it was taken in host memory, else a 0-d tensor on the gradient's device."""
 
 _DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 _fused_tails: dict[str, bool | None] = {}
-"""Level of the kernel -> how ATen's vector_norm was compiled, or None where the kernel does not give its bits."""
+"""Level of the kernel -> how ATen's vector_norm was compiled, or None if the kernel does not reproduce its bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradCopy:
-    """A gradient `source` [n], on the device, of the parameter `index`, that goes to `target` [n] in host memory, or is
-    added there, in the target's dtype."""
+    """A gradient `source` [n], of the parameter `index`, to be copied or added to `target` [n] in host memory, in the
+    target's dtype."""
 
     index: int
     target: torch.Tensor
@@ -38,10 +39,10 @@ class GradCopy:
 
 @final
 class GradNorm:
-    """The norm that `clip_grad_norm_` takes of one parameter's gradient, in fp32. Not finite if an element is not.
+    """Takes the fp32 norm that `clip_grad_norm_` takes of one gradient; not finite if an element is not. Any thread.
 
-    torch converts 16-bit gradients in a pass of their own and adds in another; the kernel gives the same bits in one.
-    Whether it does is tried once; where not (ARM, another compiler), torch is taken. Any thread.
+    torch converts 16-bit gradients in one pass and adds in another; the kernel gives the same bits in one pass. Whether
+    it does on this machine is tried once; if not (ARM, another compiler), torch is used.
     """
 
     def __init__(self, kernel: UpdateKernel | None) -> None:
@@ -53,22 +54,23 @@ class GradNorm:
                 self._kernel, self._fused_tail = kernel, fused_tail
 
     def of(self, grad: torch.Tensor) -> Norm:
-        """`grad`: [n] contiguous."""
+        """Return the norm of `grad`, [n] contiguous."""
         return self.in_memory([grad])[0] if grad.is_cpu else self.on_device([grad])[0]
 
     def in_memory(self, grads: Sequence[torch.Tensor]) -> list[float]:
-        """Take the norms of gradients [n] in host memory: one a thread, where the kernel takes them."""
+        """Return the norms of gradients [n] in host memory. The kernel, if it can take them, uses one thread for
+        each."""
         if self._kernel is None or any(grad.dtype not in _DTYPES for grad in grads):
             return [float(torch.linalg.vector_norm(grad, 2, dtype=torch.float32).item()) for grad in grads]
         return self._kernel.copy_norms(list(map(_scan, grads)), fused_tail=self._fused_tail, threaded=True)
 
     def on_device(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Launch the norms of gradients [n] on an accelerator, 0-d each, by the call of `clip_grad_norm_` there: one
-        order of sums wherever the gradients go from here. Driver or autograd's thread."""
+        """Launch the norms of gradients [n] on an accelerator, 0-d each, with the call that `clip_grad_norm_` makes:
+        the order of sums is the same wherever the gradients rest. Driver or autograd's thread."""
         return torch._foreach_norm(list(grads), 2, dtype=torch.float32) if grads else []
 
     def fuses(self, copies: Sequence[GradCopy]) -> bool:
-        """Whether `copy` takes these."""
+        """Return whether `copy` can take these copies."""
         if self._kernel is None:
             return False
         for copy in copies:
@@ -78,19 +80,19 @@ class GradNorm:
         return True
 
     def copy(self, copies: Sequence[GradCopy]) -> list[float]:
-        """Make the copies, in their order; return the norm of what each target then holds."""
-        assert self._kernel is not None, "as `fuses` says"
+        """Make the copies in order, and return the norm of what each target then holds."""
+        assert self._kernel is not None, "`fuses` was asked"
         return self._kernel.copy_norms(list(map(_row, copies)), fused_tail=self._fused_tail)
 
     def copy_threaded(self, copies: Sequence[GradCopy]) -> None:
         """Make the copies on the kernel's threads, without norms. No two have the same target."""
-        assert self._kernel is not None, "as `fuses` says"
+        assert self._kernel is not None, "`fuses` was asked"
         self._kernel.copy(list(map(_row, copies)))
 
 
 def _row(copy: GradCopy) -> CopyNorm:
     target, source = copy.target, copy.source
-    assert target.numel() == source.numel(), "a gradient has one place"
+    assert target.numel() == source.numel(), "source and target have the same elements"
     return source.data_ptr(), target.data_ptr(), source.numel(), _DTYPES[source.dtype], _DTYPES[target.dtype], copy.adds
 
 
@@ -110,8 +112,8 @@ def _find_fused_tail(kernel: UpdateKernel) -> bool | None:
 
 
 def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, list[torch.Tensor]]:
-    """Sum the squares of elements `span` of a unit's gradients, [n] averages, in fp64: 0-d each, by parameter. Launches
-    where `values` lie."""
+    """Sum the squares of averages in fp64, by parameter: lists of 0-d tensors. `values`: [n], elements `span` of the
+    unit's gradients. Launches on their device."""
     squares: dict[int, list[torch.Tensor]] = {entry.param.index: [] for entry in unit.entries}
     for entry in unit.entries:
         stop = min(entry.stop, span.stop)
@@ -123,9 +125,9 @@ def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, lis
 
 
 def sum_squares(units: Iterable[UnitGradients], spans: Mapping[int, Sequence[range]]) -> tuple[float, int]:
-    """Return the sum of squares of the averaged gradients in this rank's shards, in fp64, and the index of the first
-    parameter with one that is not finite, else NONE_BAD. `spans`: of a unit, the elements that this rank reduces, as
-    its buckets cut them. What was not measured as it arrived is read at its home. One wait of the host for the
+    """Return the fp64 sum of squares of the averaged gradients in this rank's shards, and the index of the first
+    parameter whose gradient is not finite, or NONE_BAD. `spans`: unit -> the elements that this rank reduces, as its
+    buckets cut them. Gradients that were not measured on arrival are read at their home. The host waits once for the
     device."""
     found: list[tuple[int, list[torch.Tensor]]] = []
     for each in units:
@@ -150,7 +152,7 @@ def sum_squares(units: Iterable[UnitGradients], spans: Mapping[int, Sequence[ran
 
 
 def _on_host(numbers: Sequence[torch.Tensor]) -> list[float]:
-    """Return the values of 0-d tensors, in their order; those of the device come together."""
+    """Return the values of 0-d tensors in their order. Those on the device are copied together."""
     on_device = [number for number in numbers if not number.is_cpu]
     came = iter(torch.stack(on_device).tolist() if on_device else ())
     return [float(number) if number.is_cpu else next(came) for number in numbers]

@@ -1,4 +1,4 @@
-"""Whether a step is skipped because its gradients are not finite."""
+"""Decide whether to skip a step because its gradients are not finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_SKIPPED_IN_A_ROW = 100
 
 @dataclass(frozen=True, kw_only=True)
 class OverflowCounts:
-    """`nonfinite_in_a_row` counts steps that were applied too, where nothing checks for overflow."""
+    """Counts of steps. `nonfinite_in_a_row` includes steps that were applied because nothing checks for overflow."""
 
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -28,9 +28,9 @@ class OverflowCounts:
 
 @final
 class OverflowGuard:
-    """Skip steps whose gradients are not finite, and adapt the loss scale. Driver thread.
+    """Skips steps whose gradients are not finite, and adapts the loss scale. Driver thread.
 
-    `checks`: else a step with such gradients is applied, with a warning, as plain PyTorch does in fp32.
+    `checks`: False applies such steps with a warning, as plain PyTorch does in fp32.
     """
 
     def __init__(self, scaler: LossScaler | None, checks: bool) -> None:
@@ -51,19 +51,19 @@ class OverflowGuard:
         return self.counts, self.scaler.state_dict() if self.scaler is not None else None
 
     def restore(self, state: tuple[OverflowCounts, Mapping[str, Any] | None]) -> None:
-        """`state`: what `state()` gave before a step that is dropped."""
+        """Restore what `state()` returned before a step that is dropped."""
         self.counts, scaler_state = state
         if self.scaler is not None and scaler_state is not None:
             self.scaler.load_state_dict(scaler_state)
 
     def allows(self, check: GradCheck, step: int) -> bool:
-        """Count the gradient check of `step` and update the loss scale; return whether the step is applied.
+        """Count the gradient check of `step`, update the loss scale, and return whether to apply the step.
 
-        Raises NonFiniteError where training cannot go on; the step is counted then.
+        Raises NonFiniteError if training cannot go on; the step is counted then, too.
         """
         counts = self.counts
         in_a_row = 0 if check.finite else counts.nonfinite_in_a_row + 1
-        warns = in_a_row & (in_a_row - 1) == 0  # 1, 2, 4, ...: a warning, not a flood
+        warns = in_a_row & (in_a_row - 1) == 0  # warn at 1, 2, 4, ... in a row
         if check.finite or not self._checks:
             if not check.finite and warns:
                 logger.warning("step %d: the gradient of %s is not finite", step, check.first_bad)

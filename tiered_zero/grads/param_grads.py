@@ -1,4 +1,4 @@
-"""`param.grad` between backward and step(): read from the gradient's home, changed, assigned and brought back."""
+"""Give users `param.grad` between backward and step(): read, change or assign it, and store it at its home."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tiered_zero.layout.flat import FlatEntry
 
 @final
 class ParamGrads:
-    """Shows users the gradients at their homes, and takes what they assign. Driver thread; `store_shown` and
-    `take_unstored` autograd's too."""
+    """Shows users the gradients at their homes, and stores those they assign. Driver thread; `store_shown` and
+    `take_unstored` also run on autograd's."""
 
     def __init__(self, homes: GradientHomes, overflow: OverflowGuard) -> None:
-        """`overflow`: has the loss scale, which multiplies gradients at their homes."""
+        """`overflow`: holds the loss scale, which multiplies gradients at their homes."""
         self._homes, self._overflow = homes, overflow
         self._hidden: str | None = None
 
@@ -31,25 +31,24 @@ class ParamGrads:
         return self._homes.has_gradients
 
     def set_hidden(self, why: str | None) -> None:
-        """Refuse to read and assign `param.grad` from now on, with the reason `why`; None allows both."""
+        """Refuse to read and assign `param.grad` from now on, with the reason `why`; None allows both again."""
         self._hidden = why
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return `param.grad` between backward and step(): a live view of the gradient's home, to be read and changed
-        in place. Under a loss scale it is a copy in fp32 without that factor; changes of it count as well. Waits until
-        the gradient is there. Raises ModelError while hidden. Driver thread."""
+        """Return `param.grad` between backward and step(): a live view of the gradient's home that users may change in
+        place. Under a loss scale it is an fp32 copy without that factor, whose changes count too. Waits until the
+        gradient is there. Raises ModelError while hidden. Driver thread."""
         if (place := self._homes.places.get(param)) is None or place[1].param.index not in place[0].present:
             return None
         self._refuse_if_hidden(place[1])
         return place[0].show(place[1], self._overflow.loss_scale)
 
     def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
-        """Do `param.grad = value`; None drops the gradient. The tensor itself is the gradient until the next
-        backward or step() copies it to its home.
+        """Do `param.grad = value`; None drops the gradient. The tensor itself is the gradient until the next backward
+        or step() copies it to its home.
 
-        `value`: of the parameter's shape, of the dtype and on the device of the parameter or of the gradient's home; or
-        fp32 where there is a loss scale, by which it is not multiplied. Raises ModelError for others, and while hidden.
-        Driver thread."""
+        `value`: of the parameter's shape, with the dtype and device of the parameter or of the gradient's home; under a
+        loss scale also fp32, without that factor. Raises ModelError for others, and while hidden. Driver thread."""
         if (place := self._homes.places.get(param)) is None:
             return
         gradients, entry = place
@@ -61,26 +60,26 @@ class ParamGrads:
         if value is None:
             gradients.remove(entry)
             return
-        if value is gradients.shown.get(index):  # as in `param.grad *= 2`
+        if value is gradients.shown.get(index):  # `param.grad *= 2` assigns the same tensor
             return
         gradients.check_new(entry, value)
         devices, dtypes = (param.device, gradients.flat.device), [gradients.unit.dtype, gradients.flat.dtype]
         if self._overflow.loss_scale != 1.0:
             dtypes.append(torch.float32)
-            value = value.detach()  # it may be the copy of another gradient, which ends before this one
+            value = value.detach()  # it may be the copy of another gradient, which expires before this one
         if value.shape != entry.param.shape or value.dtype not in dtypes or value.device not in devices:
             raise ModelError(
                 f"A gradient of shape {tuple(entry.param.shape)}, {gradients.unit.dtype}, on {param.device} was "
                 f"expected for {entry.param.name}; found shape {tuple(value.shape)}, {value.dtype}, on {value.device}."
             )
         if value.untyped_storage()._cdata in self._homes.storages:
-            value = value.detach().clone()  # a view of another gradient's home, which may get another value first
+            value = value.detach().clone()  # it views another gradient's home, which may change first
         self._homes.wait_update(gradients.unit)
         gradients.assign(entry, value)
 
     def collect_assigned(self) -> None:
-        """Copy the gradients that users assigned to their homes, before a step; also those assigned while a forward or
-        a backward was running."""
+        """Copy the gradients that users assigned to their homes before a step, including those assigned during forward
+        or backward."""
         for param, grad in self.take_unstored():
             self.assign(param, grad)
         for gradients in self._units():
@@ -88,7 +87,7 @@ class ParamGrads:
                 self.store_shown(gradients)
 
     def assigned(self) -> dict[nn.Parameter, torch.Tensor]:
-        """List the gradients that users have assigned and that are not at their homes yet."""
+        """Return the gradients that users have assigned and that are not at their homes yet."""
         with torch._C.DisableTorchFunctionSubclass():
             found = {param: GRAD_SLOT.__get__(param) for param in self._homes.places}
         for param, (gradients, entry) in self._homes.places.items():
@@ -97,8 +96,7 @@ class ParamGrads:
         return {param: grad for param, grad in found.items() if grad is not None}
 
     def store_shown(self, gradients: UnitGradients) -> None:
-        """Copy home the gradients of a unit that users assigned, and those that they changed of which they have
-        copies."""
+        """Copy to their homes the gradients of a unit that users assigned, and the copies that users changed."""
         for entry in gradients.unit.entries if self._hidden is not None else ():
             if entry.param.index in gradients.assigned:
                 self._refuse_if_hidden(entry)
@@ -112,7 +110,7 @@ class ParamGrads:
                 gradients.replace(entry, value if scale == 1.0 else value.to(torch.float32) * scale)
 
     def take_unstored(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Take the gradients that are in autograd's own attribute, which no hook has moved to their homes."""
+        """Take the gradients out of autograd's own attribute that no hook has moved to their homes."""
         found = []
         with torch._C.DisableTorchFunctionSubclass():
             for param in self._homes.places:

@@ -1,4 +1,4 @@
-"""Exchange among ranks in a step: the call that each makes, and its part of the gradient check."""
+"""Exchange a step's calls between ranks: check that they match, and combine each rank's part of the gradient check."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _BACKWARD, _STEP = b"b", b"s"
 
 @final
 class RankCalls:
-    """Exchanges flags as a backward that reduces begins, and in step(): which of them is set on any rank. Raises
-    RankError, on every rank, where another one makes another call. Driver thread, or autograd's while the driver waits.
+    """Exchanges flags between ranks when a backward that reduces begins and in step(); returns which are set on any
+    rank.
 
-    `num_sums`: reductions of this step that this rank has the sums of, which must be those of the others too.
+    Raises RankError on every rank if one makes another call. Driver thread, or autograd's while the driver waits.
+    `num_sums`: reductions of this step whose sums this rank holds; the others must hold the same number.
     """
 
     def __init__(self, ranks: Collectives) -> None:
@@ -38,8 +39,8 @@ class RankCalls:
         return self._agree((_STEP, global_steps, micro_steps, num_sums), flags, f"step {global_steps}")
 
     def add_squares(self, squares: float, bad: int, group_values: bytes) -> tuple[float, int]:
-        """Return the sum of all ranks' `squares`, in their order, and their first `bad` parameter, else NONE_BAD.
-        Raises RankError where they have other `group_values`: JSON of the values of param groups."""
+        """Return the sum of all ranks' `squares`, in rank order, and their first `bad` parameter, or NONE_BAD. Raises
+        RankError if ranks differ in `group_values`, the JSON of the values of param groups."""
         message = _SQUARES.pack(squares, bad, crc32(group_values))
         found = [_SQUARES.unpack(each) for each in self._ranks.exchange(message, "the gradient norm")]
         if len({values for _, _, values in found}) > 1:
@@ -57,7 +58,7 @@ class RankCalls:
         found = self._ranks.exchange(_CALL.pack(*call) + packed, what, kind="step or backward")
         calls = [_CALL.unpack_from(message) for message in found]
         if len(set(calls)) > 1 or len({len(message) for message in found}) > 1:
-            counts = len({each[:3] for each in calls}) == 1  # else where they are says enough
+            counts = len({each[:3] for each in calls}) == 1  # else steps and backwards tell them apart
             texts = ", ".join(f"rank {rank} {_text(each, counts)}" for rank, each in enumerate(calls))
             raise RankError(
                 f"engine.backward() and engine.step() were expected in the same order on every rank; {texts}. Give "
@@ -71,14 +72,15 @@ class RankCalls:
 
 def _text(call: tuple[bytes, int, int, int], counts: bool) -> str:
     kind, number, part, num_sums = call
-    if kind == b"{":  # JSON of hardware/agreement.py
+    if kind == b"{":  # a JSON message of hardware/agreement.py
         return "makes another call, such as save_checkpoint()"
     where = f"is at step {number}, micro-batch {part}" if kind == _STEP else f"runs backward {part} after step {number}"
     return f"{where}, with {num_sums} sums of gradients" if counts else where
 
 
 def _other_values(messages: Sequence[bytes]) -> RankError:
-    """`messages`: of each rank, JSON of the values of its param groups."""
+    """Return the error that names the values that differ. `messages`: for each rank, the JSON of its param groups'
+    values."""
     ranks = [json.loads(message) for message in messages]
     for index, groups in enumerate(zip(*ranks, strict=True)):
         for name in groups[0]:

@@ -1,10 +1,10 @@
-"""Average gradients over ranks: in backward where each rank keeps its shard of them or `overlap_comm` says so, else
-inside step().
+"""Average gradients over ranks: in backward if each rank keeps its shard of them or `overlap_comm` says so, else in
+step().
 
-The order of collectives is that of `layout.buckets`, and which buckets are reduced is agreed before: in backward those
-of units that some rank has used in forward, in step() those of parameters that some rank has a gradient of. Neither
-depends on when a gradient or a transfer is complete; nor does the place of a reduction among gathers, see [Note: Places
-of reductions]. Numbers: see [Note: Order of sums over ranks].
+Collectives go in the order of `layout.buckets`. Ranks first agree which buckets to reduce: in backward those of units
+that some rank has used in forward, in step() those of parameters with a gradient on some rank. Neither this nor the
+place of a reduction among gathers ([Note: Places of reductions]) depends on when a gradient or a transfer is complete.
+Numbers: see [Note: Order of sums over ranks].
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from tiered_zero.layout.flat import Unit
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """The reduction of gradients. `buckets`: in their order. `gathers`: every rank gets the whole average, not only
-    that of its shards. `before`, `after`: what gradients, and their sums, are divided by. `dtype`: of the sums; None:
-    that of the gradients. `overlaps`: backward goes on while a bucket is reduced. `shards_params`: backward gathers
-    parameters between buckets. `in_backward`: where gradients are whole, the last backward of a step reduces them."""
+    """How gradients are reduced. `buckets`: in their order. `gathers`: every rank gets the whole average, not only that
+    of its shards. `before`, `after`: divisors of the gradients and of their sums. `dtype`: of the sums; None: the
+    gradients' own. `overlaps`: backward goes on while a bucket is reduced. `shards_params`: backward gathers parameters
+    between buckets. `in_backward`: the last backward of a step reduces whole gradients."""
 
     buckets: Sequence[Bucket]
     gathers: bool
@@ -52,22 +52,20 @@ class Reduction:
 class GradientReducer:
     """Averages the gradients of all ranks, bucket by bucket. Driver thread, or autograd's while the driver waits.
 
-    Afterwards each rank's shard of a unit's flat holds the average, and `present` of every unit is that of all ranks
-    together: a parameter that some rank's backward has not reached counts as zeros there.
+    Afterwards each rank's shard of a unit's flat holds the average, and `present` of every unit is the union over
+    ranks: a parameter that some rank's backward has not reached counts as zeros there.
 
-    [Note: Gradients of shards]
-    Where each rank keeps its shards of gradients only, every backward reduces: a bucket follows the one before once
-    this rank's gradients of its units are complete, so that it is under way while backward goes on; where parameters
-    are gathered in backward, once backward has passed its units ([Note: Places of reductions]). A unit that this
-    rank's forward has not used is complete at once, with zeros; what is not complete when backward ends goes then, as
-    it is. A gradient that comes after its unit's bucket has left (a unit that was not noticed in forward, a parameter
-    that had no gradient before) waits for the next backward, which begins by reducing it, or for step().
-    A bucket without memory waits for the oldest, which every rank has started before.
+    [Note: Gradients of shards] If each rank keeps only its shards of gradients, every backward reduces. A bucket is
+    reduced after the one before it, once this rank's gradients of its units are complete, while backward goes on; if
+    backward gathers parameters, once backward has passed its units ([Note: Places of reductions]). A unit that this
+    rank's forward has not used is complete at once, with zeros. Buckets that are left when backward ends are reduced
+    then, as they are. A gradient that comes after its unit's bucket was reduced (of a unit not noticed in forward, or a
+    parameter that had none before) waits for step() or for the next backward, which reduces it first. A bucket without
+    memory waits for the oldest, which every rank has started before.
 
-    [Note: Whole gradients in backward]
-    With `overlap_comm`, and gradients on the device, the last backward of a step does the same with whole gradients, of
-    which the flats hold the sum over micro-batches. Reduced units then have the average in this rank's shard, and what
-    else backward brings waits as gradients of shards do: its average is added.
+    [Note: Whole gradients in backward] With `overlap_comm` and gradients on the device, the last backward of a step
+    does the same with whole gradients, whose flats hold the sum over micro-batches. This rank's shard of a reduced unit
+    then holds the average. Later gradients of the unit wait as gradients of shards do, and their average is added.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class GradientReducer:
         memory: Sequence[torch.Tensor],
         reduction: Reduction,
     ) -> None:
-        """`units`: all that are trainable, in static order. `memory`: of buckets, [n] uint8 each."""
+        """`units`: all trainable units, in static order. `memory`: for each bucket, [n] uint8."""
         self._store = store
         self._units = {each.unit.index: each for each in units}
         self._runtime = runtime
@@ -87,7 +85,7 @@ class GradientReducer:
         self._accelerator = runtime.accelerator
         self._memory = BucketMemory(memory, runtime)
         self._own_spans: dict[int, list[range]] = {}
-        """Unit -> the parts of this rank's shard, as buckets cut it: squares are summed part by part."""
+        """Unit -> the parts of this rank's shard, as buckets cut it; squares are summed part by part."""
         for bucket in reduction.buckets:
             for part in bucket.parts:
                 self._own_spans.setdefault(part.unit.index, []).append(part.spans[self._collectives.rank])
@@ -95,26 +93,26 @@ class GradientReducer:
         self.is_sharded = any(each.shard is not None for each in units)
         self.shards_params = reduction.shards_params
         self._queue: deque[Bucket] = deque()
-        """Buckets that this backward still reduces."""
+        """Buckets that this backward still has to reduce."""
         self._receiving: frozenset[int] = frozenset()
-        """Units that it reduces."""
+        """Units that this backward reduces."""
         self._adding: frozenset[int] = frozenset()
-        """Of those, units that earlier reductions of this step have sums of."""
+        """Units among `_receiving` that hold sums of earlier reductions of this step."""
         self._sources: dict[int, Mapping[int, torch.Tensor]] = {}
-        """Unit -> this rank's gradients [numel] that its buckets are filled from, by parameter: what comes after the
-        first of them waits, and is of none."""
+        """Unit -> this rank's gradients [numel] that fill its buckets, by parameter. A gradient that comes after its
+        first bucket was filled waits instead."""
         self._uses = UnitUses()
-        """Says when a bucket leaves where parameters are whole."""
+        """Decides when a bucket is reduced if parameters are whole."""
         self._order = UseOrder()
-        """Says it where they are gathered in backward."""
+        """Decides it if parameters are gathered in backward."""
         parts = [part for bucket in reduction.buckets for part in bucket.parts]
         self._bucket_order = [part.unit.index for part in parts if part.is_first]
         self._wide: frozenset[int] = frozenset()
-        """Units that are reduced in fp32, as some rank has gradients of several backwards to add up."""
+        """Units that are reduced in fp32, because some rank adds up gradients of several backwards."""
         self.is_open = False
-        """Whether a backward that reduces has begun, and not ended."""
+        """Whether a backward that reduces has begun and not ended."""
         self._is_last = False
-        """Whether shards are complete once these reductions are: in the last backward of a step, and in step()."""
+        """Whether shards are complete after these reductions, in the last backward of a step and in step()."""
         self._calls = RankCalls(self._collectives)
 
     def close(self) -> None:
@@ -125,21 +123,21 @@ class GradientReducer:
     # -- in backward ---------------------------------------------------------------------------------------------------
 
     def note_use(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[[UseMark], None]) -> None:
-        """The forward of a module that owns `units` begins; autograd records it, or computes it again. `on_met` calls
-        `pass_mark`. See [Note: Marks of uses]."""
+        """Note that the forward of a module that owns `units` begins and that autograd records or recomputes it.
+        `on_met` must call `pass_mark`. See [Note: Marks of uses]."""
         self._uses.note(units, inputs, on_met)
 
     @property
     def marks_uses(self) -> bool:
-        """Whether `note_use` is to be called."""
+        """Whether `note_use` must be called."""
         return self.reduces_in_backward and not self.shards_params
 
     def note_forward(self, index: int) -> None:
-        """A forward begins to use a unit that is gathered for it; autograd records it, or computes it again."""
+        """Note that a forward begins to use a gathered unit and that autograd records or recomputes it."""
         self._order.note_forward(index)
 
     def note_backward(self, index: int) -> None:
-        """A backward begins to use a unit that is gathered for it: reduce the buckets that it has passed."""
+        """Note that a backward begins to use a gathered unit, and reduce the buckets that it has passed."""
         if not self.is_open:
             return
         self._order.note_backward(index)
@@ -148,13 +146,13 @@ class GradientReducer:
 
     @property
     def reduces_in_backward(self) -> bool:
-        """Whether a backward may reduce, which every rank then makes."""
+        """Whether a backward may reduce; every rank must then run it."""
         return self.is_sharded or self._reduction.in_backward
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Agree with the other ranks on the units that this backward reduces. Raises RankError where they do something
-        else. Does nothing inside another backward, as where autograd recomputes, nor where step() reduces. `is_last`:
-        of its step; the same on every rank."""
+        """Agree with the other ranks on the units that this backward reduces. Raises RankError if a rank does something
+        else. Does nothing inside another backward (autograd recomputes) or if step() reduces. `is_last`: whether it is
+        the step's last one; the same on every rank."""
         if self.is_open or not (self.is_sharded or (is_last and self._reduction.in_backward)):
             return
         self.is_open = True
@@ -166,7 +164,7 @@ class GradientReducer:
         either = self._calls.begin_backward(flags, self._num_sums)
         used = [index for index, is_used in zip(self._units, either, strict=False) if is_used]
         self._widen(has_more and not self.is_sharded for has_more in either[len(units) :])
-        if self.is_sharded:  # each backward's gradients are averaged by themselves
+        if self.is_sharded:  # gradients of each backward are averaged separately
             self._reduce_all(i for i, is_late in zip(self._units, either[len(units) :], strict=True) if is_late)
         self._receive_next(used)
         for index in sorted(self._receiving):
@@ -178,26 +176,26 @@ class GradientReducer:
         self._order.begin_backward(index for index in self._bucket_order if index in self._receiving)
 
     def pass_mark(self, mark: UseMark) -> None:
-        """The backward has met a mark of `note_use`."""
+        """Note that the backward has reached a mark of `note_use`."""
         self._uses.meet(mark)
         self.reduce_complete()
 
     def reduce_complete(self) -> None:
-        """Reduce the next buckets, as far as this rank's gradients of them are complete. A gradient has come."""
+        """Reduce the next buckets whose gradients are complete on this rank. Called when a gradient has come."""
         if self.shards_params:
             return
         while self._queue and all(map(self._is_complete, self._queue[0].units & self._receiving)):
             self._reduce(self._queue.popleft())
 
     def end_backward(self) -> None:
-        """Reduce the buckets that are left, as they are."""
+        """Reduce the remaining buckets as they are."""
         while self._queue:
             self._reduce(self._queue.popleft())
         self.is_open = False
         self._uses.end_backward(self._units.values())
 
     def abort(self) -> None:
-        """Drop the backward that was open: every rank does."""
+        """Drop the open backward, on every rank."""
         self._queue.clear()
         self._sources.clear()
         self._uses.abort()
@@ -205,19 +203,20 @@ class GradientReducer:
         self.is_open = False
 
     def _is_complete(self, index: int) -> bool:
-        return index in self._sources or self._uses.is_complete(self._units[index])  # taken by an earlier bucket
+        return index in self._sources or self._uses.is_complete(self._units[index])  # an earlier bucket took it
 
     def _waits_apart(self, index: int) -> bool:
-        """Whether buckets take what waits of the unit, rather than what its flat holds."""
+        """Return whether buckets take the unit's waiting gradients instead of its flat."""
         return self._units[index].shard is not None or index in self._adding
 
     def _receive_next(self, units: Iterable[int]) -> None:
-        """`units`: what the next reductions are of."""
+        """Set the units that the next reductions cover."""
         self._receiving = frozenset(units)
         self._adding = frozenset(index for index in self._receiving if self._units[index].num_sums)
 
     def _widen(self, flags: Iterable[bool]) -> None:
-        """`flags`: agreed, of each unit: whether gradients of several backwards may be added up before its bucket."""
+        """Choose the units to reduce in fp32. `flags`: agreed, for each unit: whether a rank may have added up several
+        backwards."""
         self._wide = frozenset(index for index, is_wide in zip(self._units, flags, strict=True) if is_wide)
 
     # -- in step() -----------------------------------------------------------------------------------------------------
@@ -230,11 +229,10 @@ class GradientReducer:
         max_norm: float,
         group_values: Sequence[Mapping[str, str]] = (),
     ) -> GradCheck:
-        """Reduce what is left of this step's gradients, and check them: every rank gets the same norm, factor and
-        decision.
+        """Reduce the rest of this step's gradients and check them. Every rank gets the same norm, factor and decision.
 
-        `micro_steps`, `global_steps`, `group_values` (of each param group): what must be the same on every rank. Raises
-        RankError where they differ.
+        `micro_steps`, `global_steps`, `group_values` (of each param group) must be equal on all ranks. Raises RankError
+        if they differ.
         """
         with self._runtime.recorder.span("compute", "reduce_ranks"):
             self._is_last = True
@@ -242,7 +240,7 @@ class GradientReducer:
             self._memory.finish_all()
             for each in self._units.values():
                 if not each.on_device:
-                    each.wait_transfers()  # the host reads them
+                    each.wait_transfers()  # the host reads the gradients
             own, bad = sum_squares(self._units.values(), self._own_spans)
             squares, bad = self._calls.add_squares(own, bad, json.dumps(group_values).encode())
         self._uses.end_step()
@@ -255,8 +253,9 @@ class GradientReducer:
         return sum(each.num_sums for each in self._units.values())
 
     def _agree_on_presence(self, micro_steps: int, global_steps: int) -> frozenset[int]:
-        """Agree with the other ranks on which parameters have a gradient, and which units hold sums of several; return
-        the units that step() reduces: what still waits, and whole units with gradients that no backward has reduced."""
+        """Agree with the other ranks which parameters have a gradient and which units hold sums of several backwards.
+        Return the units that step() reduces: those with waiting gradients, and whole units that no backward has
+        reduced."""
         entries = [(each, entry) for each in self._units.values() for entry in each.unit.entries]
         flags = [entry.param.index in each.present for each, entry in entries]
         units = self._units.values()
@@ -277,7 +276,7 @@ class GradientReducer:
                 self._store.homes.wait_update(each.unit)
                 for entry in absent:
                     each.flat[entry.start : entry.stop] = 0
-            elif index not in reduced:  # zero_grad() set the other ranks' gradients to 0
+            elif index not in reduced:  # zero_grad() on the other ranks set their gradients to 0
                 self._store.homes.wait_update(each.unit)
                 with each.opened() as flat:
                     flat.zero_()
@@ -286,14 +285,14 @@ class GradientReducer:
     # -- one bucket ----------------------------------------------------------------------------------------------------
 
     def _reduce_all(self, units: Iterable[int]) -> None:
-        """Reduce what there is of these units: the same on every rank."""
+        """Reduce what these units, the same on every rank, have."""
         self._receive_next(units)
         for bucket in self._reduction.buckets:
             if bucket.units & self._receiving:
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Start to reduce a bucket, and to bring its sums to the homes of gradients."""
+        """Start to reduce a bucket and to bring its sums to their homes."""
         for index in bucket.units & self._receiving:
             if self._waits_apart(index) and index not in self._sources:
                 self._sources[index] = self._units[index].take_waiting()
@@ -316,15 +315,15 @@ class GradientReducer:
             self._memory.finish_all()
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
-        """In which a bucket is reduced: that of its gradients, fp32 where some are sums over micro-batches."""
+        """Return the dtype in which a bucket is reduced: the configured one; fp32 for sums over micro-batches; else the
+        gradients' own."""
         if self._reduction.dtype is not None:
             return self._reduction.dtype
         own: torch.dtype = bucket.parts[0].unit.dtype
         return torch.float32 if bucket.units & self._wide else own
 
     def _pack(self, bucket: Bucket, packed: torch.Tensor) -> None:
-        """Fill a bucket with this rank's gradients, divided by what they are to be divided by before their sum, and
-        with zeros where it has none."""
+        """Fill a bucket with this rank's gradients, divided by `Reduction.before`, and zeros where it has none."""
         for part in bucket.parts:
             index, is_apart = part.unit.index, self._waits_apart(part.unit.index)
             if part.is_first and index in self._receiving and not is_apart:
@@ -349,7 +348,7 @@ class GradientReducer:
         out[position - span.start :].zero_()
 
     def _divide(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """In the wider of the two dtypes."""
+        """Divide by `Reduction.before`, in the wider of the two dtypes."""
         if values.device != out.device:
             values = values.to(out.device)
         if out.itemsize > values.itemsize:
@@ -357,7 +356,7 @@ class GradientReducer:
         torch.div(values, self._reduction.before, out=out)
 
     def _receive(self, bucket: Bucket, packed: torch.Tensor, done: Transfer) -> Transfer:
-        """Bring a bucket's sums to their homes once it is reduced; return the last of the transfers, which are in
+        """Bring a bucket's sums to their homes once it is reduced. Return the last of the transfers, which complete in
         order."""
         rank = self._collectives.rank
         for part in bucket.parts:
@@ -365,7 +364,7 @@ class GradientReducer:
                 continue
             each = self._units[part.unit.index]
             if part.is_first:
-                each.squares = {}  # those of an earlier sum
+                each.squares = {}  # drop those of an earlier sum
             adds, divisor = part.unit.index in self._adding, self._reduction.after
             spans = list(zip(part.spans, part.starts, strict=True))
             for owner, (span, start) in enumerate(spans) if self._reduction.gathers else [(rank, spans[rank])]:

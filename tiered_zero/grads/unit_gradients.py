@@ -1,4 +1,4 @@
-"""The gradients of one unit at their home, and what users see of them as `param.grad`."""
+"""Hold one unit's gradients at their home, and what users see of them as `param.grad`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tiered_zero.tiers.tier import Tier
 
 
 class ExpiredGradient(torch.Tensor):
-    """A `param.grad` that was kept beyond its step: its memory holds other values by now, so every use is refused."""
+    """A `param.grad` kept beyond its step. Its memory holds other values now, so every use is refused."""
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -38,22 +38,21 @@ class ExpiredGradient(torch.Tensor):
 
 @dataclass(kw_only=True)
 class UnitGradients:
-    """`flat`: [P] of the unit's dtype, or fp32 where micro-batches are summed; zeros between entries. Empty where they
-    rest on NVMe, as `paged` and `paged_spare`: `opened` gives them in any case.
+    """The gradients of one unit. All sets and dicts hold parameter indices. The store changes it, on the driver or
+    autograd's thread.
 
-    All sets and dicts are of parameter indices. `present`: parameters with a gradient in this step. `arrived`: those of
-    this backward. `norms`: of gradients that were measured as they arrived. `squares`: parts of the sum of squares of
-    averages that were, in this rank's shard. `last`: the event of the one that left the
-    device last. `frozen`: their update has begun. `spare`: a second flat, where the update of one step runs under the
-    backward of the next. `shown`: what users got as `param.grad`: a view of the flat in the parameter's shape; under a
-    loss scale, or on NVMe, a copy without it; or, for those in `assigned`, the user's own tensor, which
-    `store_assigned` copies into the flat. `zeroed`: present, with
-    value 0 and nothing to add to. `earlier`: had a gradient since zero_grad() last set gradients to None.
-
-    `shard`: with many ranks, where each keeps the sums of its own shard only: which elements of the unit's flat `flat`
-    holds; None: all. `num_sums`: reductions that `flat` has the sum of (of a whole unit, in this rank's shard); the
-    content of a shard is undefined where there is none. `waiting`: of a shard, or of a unit that has been reduced: this
-    rank's gradients [numel] that no bucket has taken, in fp32 where they are sums.
+    `flat`: [P] of the unit's dtype, or fp32 if micro-batches are summed; zeros between entries. Empty for gradients on
+    NVMe, which `paged` and `paged_spare` hold; `opened` returns the flat in both cases. `spare`: a second flat, if the
+    update of one step runs under the next backward. `present`: parameters with a gradient in this step. `arrived`:
+    those of this backward. `norms`: of gradients measured on arrival. `squares`: parts of the sum of squares of
+    averages measured on arrival, in this rank's shard. `last`: the transfer that left the device last. `frozen`: the
+    update of these gradients has begun. `shown`: what users got as `param.grad`: a view of the flat in the parameter's
+    shape; a copy under a loss scale or on NVMe; or the user's own tensor for those in `assigned`, which
+    `store_assigned` copies into the flat. `zeroed`: present with value 0, so nothing is added. `earlier`: had a
+    gradient since zero_grad() last set gradients to None. `shard`: with many ranks, if each keeps the sums of its own
+    shard only, the elements of the unit's flat that `flat` holds; None: all. `num_sums`: how many reductions `flat` (of
+    a whole unit: this rank's shard of it) is the sum of; if 0, the content of a shard is undefined. `waiting`: this
+    rank's gradients [numel] of a shard or of a reduced unit that no bucket has taken, in fp32 if they are sums.
     """
 
     unit: Unit
@@ -89,8 +88,8 @@ class UnitGradients:
         windows: FlatWindows | None = None,
         cuts: Iterable[int] = (),
     ) -> UnitGradients:
-        """Reserve the slots that the unit's gradients rest in, `nbytes` each. `windows`: of a tier that cannot be
-        addressed; `cuts`: the first elements of what the update reads of it, in the unit's flat."""
+        """Reserve the slots for the unit's gradients, `nbytes` each. `windows`: for a tier that cannot be addressed.
+        `cuts`: the first elements of the parts that the update reads, in the unit's flat."""
         start = 0 if shard is None else shard.start
         numel = unit.numel if shard is None else len(shard)
         padding = tuple(_padding(unit)) if shard is None else ()
@@ -125,12 +124,12 @@ class UnitGradients:
         return "device" if self.on_device else "host"
 
     def storages(self) -> set[int]:
-        """Identify the memory of both flats."""
+        """Return the identities of the memory of both flats."""
         return {flat.untyped_storage()._cdata for flat in (self.flat, self.spare) if flat is not None}
 
     @cached_property
     def start(self) -> int:
-        """The element of the unit's flat that `flat` begins with."""
+        """The first element of the unit's flat that `flat` holds."""
         return 0 if self.shard is None else self.shard.start
 
     @property
@@ -145,13 +144,14 @@ class UnitGradients:
         return bool(self.waiting if self.shard is not None or self.num_sums else self.present)
 
     def opened(self, lane: str = "compute") -> AbstractContextManager[torch.Tensor]:
-        """`flat`, in memory: for those on NVMe inside the block only. On `lane`, or on the driver for "compute"."""
+        """Return a context with `flat` in memory; if it rests on NVMe, only inside the block. On `lane`, or on the
+        driver for "compute"."""
         return nullcontext(self.flat) if self.paged is None else self.paged.windows.open(self.paged, lane)
 
     def submit(
         self, lane: Lane, job: Callable[[], None], after: Sequence[Transfer], holds: Sequence[torch.Tensor]
     ) -> Transfer:
-        """Submit a job that launches copies to `opened`, which is written to NVMe only once they are complete."""
+        """Submit a job that launches copies to `opened`. The window is written to NVMe only after they are complete."""
         if (paged := self.paged) is None:
             return lane.submit(job, after=after, holds=holds, waits=False)
         transfer = LaneTransfer(launched=threading.Event())
@@ -173,7 +173,7 @@ class UnitGradients:
         )
 
     def swap(self) -> None:
-        """Exchange `flat` and `spare`, where there is one: an update reads the first under the next backward."""
+        """Exchange `flat` and `spare`, if there is one: an update reads the old `flat` under the next backward."""
         if self.spare is not None:
             self.flat, self.spare = self.spare, self.flat
         if self.paged_spare is not None:
@@ -186,7 +186,7 @@ class UnitGradients:
         self.present.clear()
         self.arrived.clear()
         self.norms.clear()
-        self.squares = {}  # a job that failed may still fill the old one
+        self.squares = {}  # a failed job may still fill the old dict
         self.zeroed.clear()
         if self.shown:
             self.expire_views()
@@ -197,17 +197,17 @@ class UnitGradients:
             self.paged = self.paged.next()
 
     def wait_transfers(self) -> None:
-        """Block until every gradient of the unit that has left the device is at its home. Raises what failed there."""
+        """Block until every gradient that has left the device is at its home. Raises the errors of the transfers."""
         if self.last is not None:
             self.last.wait()
 
     def copy(self, entry: FlatEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Copy one parameter's gradient, in the parameter's shape, to a tensor of `dtype`; None: as it is."""
+        """Copy one parameter's gradient, in the parameter's shape. `dtype`: None keeps that of the flat."""
         with self.opened() as flat:
             return entry.param.view(flat[entry.start : entry.stop]).to(dtype or flat.dtype, copy=True)
 
     def show(self, entry: FlatEntry, loss_scale: float) -> torch.Tensor:
-        """Return what `param.grad` is, the same object until the step ends; the gradient is present."""
+        """Return the `param.grad` of a present gradient: the same object until the step ends."""
         index = entry.param.index
         if index not in self.assigned:
             self.wait_transfers()
@@ -222,7 +222,8 @@ class UnitGradients:
         return self.copy(entry) if loss_scale == 1.0 else self.copy(entry, torch.float32).mul_(1 / loss_scale)
 
     def take_changed(self, loss_scale: float) -> list[tuple[FlatEntry, torch.Tensor]]:
-        """End the copies that users hold as `param.grad`; return what they assigned or changed, without the scale."""
+        """Expire the copies that users hold as `param.grad`, and return the gradients that they assigned or changed,
+        unscaled."""
         if not self.shown:
             return []
         self.wait_transfers()
@@ -239,17 +240,18 @@ class UnitGradients:
         return found
 
     def entries_present(self) -> dict[int, torch.Tensor]:
-        """View the [numel] of each gradient at its home, by parameter."""
+        """Return a view [numel] of each gradient at its home, by parameter."""
         present = (entry for entry in self.unit.entries if entry.param.index in self.present)
         return {entry.param.index: self.flat[entry.start : entry.stop] for entry in present}
 
     def take_waiting(self) -> dict[int, torch.Tensor]:
-        """Return this rank's gradients that wait for a bucket, by parameter; `GradientStore.free_taken` follows."""
+        """Return and clear this rank's gradients that wait for a bucket, by parameter. Call `GradientStore.free_taken`
+        later."""
         taken, self.waiting = self.waiting, {}
         return taken
 
     def check_new(self, entry: FlatEntry, grad: torch.Tensor) -> None:
-        """Raise ModelError where the unit cannot take a gradient of the parameter."""
+        """Raise ModelError if the unit cannot take this gradient of the parameter."""
         if grad.layout is not torch.strided:
             raise ModelError(
                 f"The gradient of {entry.param.name} is sparse; gradients are reduced as dense arrays. "
@@ -263,28 +265,28 @@ class UnitGradients:
             )
 
     def assign(self, entry: FlatEntry, value: torch.Tensor) -> None:
-        """Make `value` the gradient, in place of what was there."""
+        """Make `value` the parameter's gradient, replacing any other."""
         self.remove(entry)
         self.shown[entry.param.index] = value
         self.assigned.add(entry.param.index)
         self.present.add(entry.param.index)
 
     def remove(self, entry: FlatEntry) -> None:
-        """Leave the parameter without a gradient."""
+        """Remove the parameter's gradient."""
         index = entry.param.index
         self.expire_views([index])
         for owner in (self.present, self.assigned, self.zeroed):
             owner.discard(index)
 
     def adds_to(self, index: int) -> bool:
-        """Whether another gradient of the parameter is added, rather than stored."""
+        """Return whether a further gradient of the parameter is added rather than stored."""
         return index in self.present and index not in self.zeroed
 
     def store_assigned(self) -> None:
         """Copy the tensors that users assigned into the flat.
 
-        torch sums the norm of a tensor in the order of its memory, which the copy does not keep: where it differs the
-        norm is that of the user's own tensor."""
+        torch sums the norm in the order of a tensor's memory, which the copy changes: if strides differ, take the norm
+        of the user's own tensor."""
         if not self.assigned:
             return
         self.wait_transfers()
@@ -303,7 +305,7 @@ class UnitGradients:
             self.norms[entry.param.index] = torch.linalg.vector_norm(value, 2, dtype=torch.float32)
 
     def set_zero(self) -> None:
-        """Set every gradient since `zero_grad()` last set gradients to None to 0."""
+        """Set to 0 every gradient since `zero_grad()` last set gradients to None."""
         self.wait_transfers()
         self.present |= self.earlier
         self.waiting.clear()
@@ -325,7 +327,7 @@ class UnitGradients:
         self.norms.clear()
 
     def expire_views(self, indices: Iterable[int] | None = None) -> None:
-        """Refuse the views of the flat that users may hold: it is used for something else."""
+        """Expire the views of the flat that users may hold: its memory is used again."""
         for index in tuple(self.shown) if indices is None else indices:
             view = self.shown.pop(index, None)
             if view is not None and index not in self.assigned:
@@ -333,14 +335,14 @@ class UnitGradients:
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Compare tensors of one dtype; a NaN equals itself."""
+    """Compare the bits of tensors of one dtype; a NaN equals itself."""
     bits = torch.int32 if left.itemsize == 4 else torch.int16
     return torch.equal(left.view(bits), right.view(bits))
 
 
 def _padding(unit: Unit) -> Iterator[slice]:
-    """Yield the gaps between entries and after the last, which are zeroed. The rest is written before it is read, and
-    takes no memory until then."""
+    """Yield the gaps between entries and after the last, which must be zeroed. The rest of the flat is written before
+    it is read, and takes no memory until then."""
     stops = [0, *(entry.stop for entry in unit.entries)]
     starts = [*(entry.start for entry in unit.entries), unit.numel]
     for stop, start in zip(stops, starts, strict=True):

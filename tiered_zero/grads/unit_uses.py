@@ -1,4 +1,4 @@
-"""Uses of units by forwards, and the progress of a backward through them."""
+"""Track which units a forward has used, and how far a backward has come through them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.layout.flat import Unit
 
 NO_MARK = 1 << 62
-"""Later than any mark."""
+"""A number later than any mark."""
 
 
 @final
 class UseMark:
-    """A hook on the input of one call of a module. It lives as long as the graph that autograd has recorded of it.
+    """A hook on the input of one call of a module. It lives as long as the graph that autograd recorded of the call.
 
-    `number`: in the order of calls. `is_met`: whether a backward has come to it."""
+    `number`: in the order of calls. `is_met`: whether a backward has reached it."""
 
-    __torch_unserializable__ = True  # a tensor with the hook may be saved
+    __torch_unserializable__ = True  # users may save a tensor that has the hook
 
     def __init__(self, number: int, on_met: Callable[[UseMark], None]) -> None:
         self.number = number
@@ -35,35 +35,34 @@ class UseMark:
 
 @final
 class UnitUses:
-    """Says when a unit gets no more gradients in a backward, also where some of its parameters get none.
+    """Tells when a unit gets no more gradients in a backward, even if some of its parameters get none. Driver or
+    autograd's thread.
 
-    [Note: Marks of uses]
-    Autograd runs what it can in the opposite order of forward. So the gradient of a module's input is complete after
-    everything that the module has computed, and a hook on the input finds all gradients of the module's parameters.
-    `note` puts one on an input of each call of a module that owns units. Once it is met backward is through that call,
-    and through all later ones, also those that the loss does not depend on: a unit is passed when no call of it was
-    earlier, of those that no backward has met. Without such an input (token ids), or where parameters are used outside
-    of their module, nothing marks the use; a unit is then passed once all parameters that have had a gradient before
-    have one. What comes later all the same waits in the store, and costs memory and time only. Driver thread, or
-    autograd's.
+    [Note: Marks of uses] Autograd runs nodes in the reverse order of forward if it can. So the gradient of a module's
+    input is complete after all gradients of the module's parameters, and a hook on the input sees them all. `note` puts
+    such a hook, a mark, on an input of each call of a module that owns units. When backward meets a mark, it has passed
+    that call and all later ones, including those that the loss does not depend on. So a unit is passed when backward
+    has met or passed the marks of all its calls. A call without such an input (token ids), or a parameter used outside
+    of its module, has no mark; the unit is then passed once all parameters that ever had a gradient have one. A
+    gradient that comes later all the same waits in the store, which costs memory and time only.
     """
 
     def __init__(self) -> None:
         self._numbers = count()
         self._marks: dict[int, WeakSet[UseMark]] = {}
-        """Unit -> its uses in graphs that are still there."""
+        """Unit -> its uses in graphs that still exist."""
         self._unmarked: set[int] = set()
-        """Units that were used, since the last step(), where nothing could be marked."""
+        """Units used since the last step() without a mark."""
         self._front = NO_MARK
-        """The number of the earliest mark that the backward that runs has met."""
+        """The number of the earliest mark that the running backward has met."""
         self._seen: dict[int, set[int]] = {}
         """Unit -> parameters that have had a gradient."""
 
     def note(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[[UseMark], None]) -> None:
-        """The forward of a module that owns `units` begins, with `inputs`. `on_met`: is called with the mark, where a
-        backward comes to it."""
+        """Note that the forward of a module that owns `units` begins, with `inputs`. `on_met` is called with the mark
+        when a backward reaches it."""
         indices = [unit.index for unit in units]
-        # the gradient of a leaf is not in the order of forward
+        # an input that autograd has computed: hooks of leaves do not run in the order of forward
         marked = next((each for each in inputs if isinstance(each, torch.Tensor) and each.grad_fn is not None), None)
         if marked is not None:
             mark = UseMark(next(self._numbers), on_met)
@@ -74,20 +73,20 @@ class UnitUses:
             self._unmarked.update(indices)
 
     def meet(self, mark: UseMark) -> None:
-        """A backward has come to a mark."""
+        """Note that a backward has reached a mark."""
         mark.is_met = True
         self._front = min(self._front, mark.number)
 
     def is_expected(self, index: int) -> bool:
-        """Whether a backward may bring gradients of the unit."""
+        """Return whether a backward may bring gradients of the unit."""
         return bool(self._marks.get(index)) or index in self._unmarked
 
     def is_complete(self, each: UnitGradients) -> bool:
-        """Whether this rank's gradients of the unit have all come in the backward that runs."""
+        """Return whether all of this rank's gradients of the unit have come in the running backward."""
         index = each.unit.index
         if not self.is_expected(index) or len(each.arrived) == len(each.unit.entries):
             return True
-        marks = list(self._marks.get(index, ()))  # of graphs that a collection may end at any time
+        marks = list(self._marks.get(index, ()))  # a copy: garbage collection may end graphs at any time
         if marks and index not in self._unmarked:
             last = max(mark.number for mark in marks)
             return last >= self._front and all(mark.is_met or mark.number > self._front for mark in marks)
@@ -104,7 +103,7 @@ class UnitUses:
         self._unmarked.clear()
 
     def abort(self) -> None:
-        """No backward runs any more, and the step is dropped."""
+        """Clear the step: no backward runs any more, and the step is dropped."""
         self._front = NO_MARK
         self._marks.clear()
         self.end_step()

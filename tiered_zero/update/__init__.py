@@ -1,6 +1,7 @@
-"""Update of sub-groups: the policy, the stepper that streams them through an update rule, the handle.
+"""Run the optimizer over sub-groups: when an update runs (policy), how state streams through it (stepper), what the
+user holds (handle).
 
 Promise: every sub-group with a gradient is updated once a step, in the order in which the next forward needs its units,
-whatever the tiers and the policy; numbers depend on the rule alone. Owner: the update worker, for the leases of the
-sub-group in hand; the driver for everything else. Never: a collective, or a module, on the update worker.
+whatever the tiers and the policy; the numbers depend on the rule alone. Owner: the update worker owns the leases of its
+sub-group; the driver owns everything else. Never: a collective or a module on the update worker.
 """

@@ -1,4 +1,4 @@
-"""The job of one update, and optimizer in backward: sub-groups become ready while backward completes gradients."""
+"""Describe one update, and feed it in backward: a sub-group becomes ready once all its gradients are complete."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from tiered_zero.update.state_view import GradientSource
 
 
 class ReadyQueue:
-    """Sub-groups in the order in which the next forward needs them, among those that are ready. Any thread.
+    """A queue of the sub-groups that are ready to be updated, in the order in which the next forward needs them. Any
+    thread.
 
-    Update windows are nested (last gradient out, first forward in), so the shallowest ready one is always the right
-    one, once its gradients have arrived: an accelerator's backward is launched ahead of the device. After `close`
-    nothing is added; `take_skipped` names sub-groups that this step leaves as they are.
+    The shallowest ready sub-group comes first: its gradients are complete last and its forward runs first, so windows
+    are nested. One whose gradients have arrived goes ahead of it, because an accelerator's backward is launched ahead
+    of the device. After `close` nothing is added. `take_skipped` returns the sub-groups that this step does not update.
     """
 
     def __init__(self, ready: Iterable[StateLayout] = (), skipped: Iterable[StateLayout] = ()) -> None:
@@ -30,7 +31,7 @@ class ReadyQueue:
         self._ready = {layout.subgroup.index: layout for layout in ready}
         self._order = sorted(self._ready)
         self._added = list(self._ready)
-        """Those that have become ready since the last `take_among`."""
+        """Sub-groups that became ready since the last `take_among`."""
         self._skipped = list(skipped)
         self._closed = False
         self._notified = False
@@ -53,7 +54,7 @@ class ReadyQueue:
             self._changed.notify()
 
     def clear(self, keep: Collection[int] = ()) -> list[StateLayout]:
-        """Remove what is not taken yet, but for the sub-groups in `keep`. Returns what is removed."""
+        """Remove all waiting sub-groups except those in `keep`, and return what was removed."""
         with self._changed:
             dropped = [layout for index, layout in self._ready.items() if index not in keep]
             self._ready = {index: layout for index, layout in self._ready.items() if index in keep}
@@ -61,13 +62,13 @@ class ReadyQueue:
             return dropped
 
     def peek(self) -> StateLayout | None:
-        """Return the shallowest that is ready now."""
+        """Return the shallowest ready sub-group; None if there is none."""
         with self._changed:
             return self._ready[self._order[0]] if self._order else None
 
     def choose(self, gradients: GradientSource) -> StateLayout | None:
-        """Return the shallowest that is ready and whose gradients have arrived; where none have, that which became
-        ready first, for gradients arrive in this order."""
+        """Return the shallowest ready sub-group whose gradients have arrived. If none have arrived, return the one that
+        became ready first: gradients arrive in that order."""
         with self._changed:
             for index in self._order:
                 layout = self._ready[index]
@@ -76,14 +77,14 @@ class ReadyQueue:
             return next(iter(self._ready.values()), None)
 
     def take(self, layout: StateLayout) -> None:
-        """Remove what `choose` gave; something shallower may have come before it since, or all have been removed."""
+        """Remove `layout` wherever it stands in the queue; do nothing if it was removed meanwhile."""
         with self._changed:
             if self._ready.pop(index := layout.subgroup.index, None) is not None:
                 del self._order[bisect_left(self._order, index)]
 
     def take_among(self, subgroups: Collection[int]) -> list[StateLayout]:
-        """Remove and return those of these sub-groups that have become ready since the last call, in the order given;
-        where only a few have, in the order in which they became ready."""
+        """Remove and return those of `subgroups` that became ready since the last call: in the order of `subgroups`,
+        or, if only a few became ready, in that order."""
         with self._changed:
             added, self._added = self._added, []
             found = [i for i in added if i in subgroups] if len(added) < len(subgroups) else subgroups
@@ -98,12 +99,12 @@ class ReadyQueue:
             return skipped
 
     def has_ended(self) -> bool:
-        """Return whether the queue is closed, and everything that was ready is taken."""
+        """Return whether the queue is closed and empty."""
         with self._changed:
             return self._closed and not self._ready
 
     def notify(self) -> None:
-        """End a `wait_change`, the next one if there is none now."""
+        """Wake the thread in `wait_change`, or let the next `wait_change` return at once."""
         with self._changed:
             self._notified = True
             self._changed.notify()
@@ -116,7 +117,7 @@ class ReadyQueue:
             return bool(self._ready)
 
     def wait_change(self) -> None:
-        """Block until a sub-group is ready, the queue is closed, or `notify` was called since the last time."""
+        """Block until a sub-group is ready, the queue is closed, or `notify` was called since the last return."""
         with self._changed:
             while not (self._ready or self._closed or self._notified):
                 self._changed.wait()
@@ -125,15 +126,16 @@ class ReadyQueue:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateJob:
-    """One optimizer step, with everything that may change before it is done.
+    """The input of one update.
 
-    `groups`: the param groups' values when the step was taken. `after`: compute's mark then: parameters on the device
-    are written after what compute had launched. `after_of`: sub-group -> the same, of one that became ready later.
-    `param_kind`: which home of a unit takes the new parameters ("param", or "param_back" for a delayed update).
-    `unit_updates`: unit index -> what to complete. `every_subgroup`: also those without a gradient, whose parameters
-    are written anew. `queue`: sub-groups that become ready one by one; None: all those with a gradient. `on_device`:
-    only those whose state rests on the device (True) or does not (False); the others count as written. `computed`: done
-    once every update is computed, while the last are still written, or when the job fails.
+    `groups`: copies of the param groups' values when the step was taken. `after`: what compute had launched by then; it
+    may read parameters on the device, so they are written after it. `after_of`: sub-group -> the same, for a sub-group
+    that became ready later. `param_kind`: the slots that take the new parameters: "param", or "param_back" for a
+    delayed update. `unit_updates`: unit index -> the `UnitUpdate` to complete. `every_subgroup`: process sub-groups
+    without a gradient too, so that their parameters are written to the new slots. `queue`: delivers sub-groups as they
+    become ready; None: process all that have a gradient. `on_device`: process only sub-groups whose state rests on the
+    device (True) or elsewhere (False), and count the others as written. `computed`: completes when every update is
+    computed (the last may still be written) or the job fails.
     """
 
     gradients: GradientSource
@@ -150,10 +152,10 @@ class UpdateJob:
 
 
 class EagerUpdate:
-    """Feeds a running job: a sub-group is ready when the gradients of all its units are complete. Driver thread.
+    """Queues a sub-group of a running job as soon as the gradients of all its units are complete. Driver thread.
 
-    `freeze(unit, into)`: detaches a unit's gradients from the gradient store. `keep(unit)`: every sub-group with a part
-    of it is ready, so that they may stay where they are until its update is computed.
+    `freeze(unit, into)` moves a unit's gradients from the gradient store to the job. `keep(unit)` is called once every
+    sub-group of the unit is queued: its gradients may then stay in place until they are used.
     """
 
     def __init__(
@@ -180,15 +182,15 @@ class EagerUpdate:
         self.job = UpdateJob(gradients=self._gradients, grad_scale=1.0, groups=groups, after=after, queue=self._queue)
 
     def updates(self, unit: Unit) -> bool:
-        """Whether a sub-group holds a part of the unit."""
+        """Return whether a sub-group holds a part of the unit."""
         return unit.index in self._layouts_of
 
     def incomplete(self, units: Sequence[Unit]) -> list[Unit]:
-        """List the units whose gradients were not complete in backward."""
+        """Return the units whose gradients were not complete in backward."""
         return [unit for unit in units if unit.index not in self.job.unit_updates]
 
     def add(self, unit: Unit, after: Transfer) -> None:
-        """Begin the update of the unit: its gradients are complete, and compute does not use it beyond `after`."""
+        """Begin the unit's update: its gradients are complete, and compute reads its parameters only until `after`."""
         self._freeze(unit, self._gradients)
         for layout in self._layouts_of[unit.index]:
             waits_for = self._waits_for[layout.subgroup.index]
@@ -202,7 +204,8 @@ class EagerUpdate:
                         self._keep(segment.unit)
 
     def finish(self, gradients: StepGradients, after: Transfer) -> None:
-        """Add what has a gradient and was not begun, and skip the rest: the step is taken. `after`: compute's mark."""
+        """Queue the remaining sub-groups that have a gradient, skip the others, and close the queue. `step()` calls
+        this. `after`: what compute has launched."""
         self._gradients.fill(gradients)
         for layout in self._layouts:
             if layout.subgroup.index in self._queued:
@@ -215,7 +218,7 @@ class EagerUpdate:
         self._queue.close()
 
     def cancel(self) -> bool:
-        """End the job without what it has not begun. Returns whether it may have begun anything."""
+        """End the job without the sub-groups that it has not begun. Return whether it may have begun any."""
         self._queue.clear()
         self._queue.close()
         return bool(self._queued)

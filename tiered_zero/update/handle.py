@@ -1,5 +1,5 @@
-"""The optimizer that the user holds: a real torch.optim.Optimizer whose step is the engine's; its param groups, which
-the engine shares with the user's optimizer and its schedulers."""
+"""Provide the torch.optim.Optimizer that the user holds: its `step` is the engine's, and it shares its param groups
+with the user's optimizer and schedulers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("tiered_zero")
 
 
 class EngineCalls(Protocol):
-    """The calls of the engine that the optimizer makes."""
+    """The engine methods that `TieredOptimizer` calls."""
 
     @property
     def loss_scale(self) -> float: ...
@@ -44,11 +44,11 @@ class EngineCalls(Protocol):
 
 
 class TieredOptimizer(TierStateOptimizer):
-    """Live `param_groups` over the model's parameters; state rests on the tiers, and `state` shows which have any.
+    """The optimizer that `initialize()` returns. Its `param_groups` are live; its state rests on the tiers.
 
-    Every LR scheduler of torch drives it, and changes to a group's values take effect at the next step. `param_groups`
-    are the very dicts of `source` where the user brought an optimizer, so that schedulers built on that one still work;
-    hooks registered on either are those of both.
+    Any torch LR scheduler works with it, and a changed group value takes effect at the next step. If the user passed an
+    optimizer (`source`), both share the same group dicts, so schedulers built on `source` still work; hooks registered
+    on either run for both.
     """
 
     overflow = False
@@ -73,9 +73,9 @@ class TieredOptimizer(TierStateOptimizer):
         TierStateOptimizer.state.fset(self, value)  # type: ignore[attr-defined]
 
     def take_reset(self) -> None:
-        """Start the state anew where the program has set `state` of its own optimizer to an empty mapping. Every use of
-        the state calls this first. Where an update has begun in backward this raises once; the step may then be taken
-        with the old state, and the first use after it starts anew."""
+        """Reset the state if the program has assigned an empty mapping to `state` of its own optimizer. Every use of
+        the state calls this first. Raises once if an update has begun in backward: the step may then be taken with the
+        old state, and the next use resets it."""
         given = self._source.state
         if given is self._access or not isinstance(self._access, StateAccess) or not self._access.is_open:
             return
@@ -93,7 +93,7 @@ class TieredOptimizer(TierStateOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """Return what `backward` multiplies the loss by: of fp16, else 1."""
+        """Return the factor by which `backward` multiplies the loss: 1 unless the model trains in fp16."""
         return self._calls().loss_scale
 
     cur_scale = loss_scale
@@ -105,8 +105,8 @@ class TieredOptimizer(TierStateOptimizer):
         policy: UpdatePolicy,
         at_end: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Send calls to `engine` once the run is built, read and write state on its tiers, and redirect calls of the
-        user's own optimizer here. `at_end` registers the acts that end that, each before what it ends begins."""
+        """Connect the optimizer to the built run: calls go to `engine`, state is on its tiers, and calls of the user's
+        own optimizer come here. `at_end(act)` registers an act that undoes a part of this when the run closes."""
         self._engine = engine
         self.state = access = StateAccess(state, policy, self.param_groups)
         at_end(access.close)
@@ -114,9 +114,8 @@ class TieredOptimizer(TierStateOptimizer):
         self._source.state = access  # type: ignore[assignment]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Call the closure, if there is one, and do `engine.step()`: it counts a micro-batch, and updates at an
-        accumulation boundary, without a clip that the config does not ask for. Returns what the closure returned. Hooks
-        before the step are called behind it."""
+        """Call the closure, if any, then `engine.step()`, and return the closure's result. Counts a micro-batch;
+        updates at an accumulation boundary; clips only if the config says so. Pre-step hooks run after the closure."""
         calls, loss = self._calls(), None
         if closure is not None:
             with torch.enable_grad():
@@ -124,10 +123,10 @@ class TieredOptimizer(TierStateOptimizer):
         calls.step(by_optimizer=True)
         return loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch then leaves it alone: hooks fire in `update`
+    step.hooked = True  # type: ignore[attr-defined]  # so torch does not wrap it: `update` runs the hooks
 
     def check_scheduler(self, scheduler: Any) -> None:
-        """Raise ConfigError for what `engine.step()` cannot step as the schedule of this optimizer."""
+        """Raise ConfigError if `engine.step()` cannot step this scheduler."""
         if not hasattr(scheduler, "step"):
             raise ConfigError(
                 "lr_scheduler must be a scheduler, or a callable that makes one of an optimizer; found "
@@ -145,8 +144,8 @@ class TieredOptimizer(TierStateOptimizer):
             )
 
     def update(self, act: Callable[[], None]) -> None:
-        """Make one optimizer step by `act`, between the step hooks. The engine's call, at accumulation boundaries; a
-        step that is skipped fires no hooks, as with torch's GradScaler."""
+        """Run one optimizer step, `act`, between the step hooks. The engine calls this at accumulation boundaries. A
+        skipped step runs no hooks, as with torch's GradScaler."""
         self._act = act
         try:
             self._update_between_hooks()
@@ -154,30 +153,32 @@ class TieredOptimizer(TierStateOptimizer):
             del self._act
         self.overflow = False
         for optimizer in (self, self._source):
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # by which schedulers check the order of steps
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it for the order of calls
 
     @Optimizer.profile_hook_step
     def _update_between_hooks(self) -> None:
         self._act()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do `engine.zero_grad()`."""
+        """Call `engine.zero_grad()`."""
         self._calls().zero_grad(set_to_none)
 
     def group_options(self) -> list[dict[str, Any]]:
-        """List the values of each param group; "params" is how many it has."""
+        """Return the options of each param group, with the number of its parameters as "params"."""
         return [{**group, "params": len(group["params"])} for group in self.param_groups]
 
     def checked_group_options(self, options: Any) -> list[dict[str, Any]]:
-        """Complete `options`, which are untrusted. Raises ModelError where the class cannot step with them."""
+        """Validate and complete `options`, which are untrusted. Raises ModelError if the optimizer cannot step with
+        them."""
         completed = self._completed_options(options)
         self.state.check_groups(completed)
         return completed
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Set the values of the param groups, as `checked_group_options` returned them, in place: schedulers and the
-        engine see one list, and a learning rate that is a tensor stays that tensor. Values that a group has and
-        `options` lack stay, and so does the choice of torch's code: a checkpoint may be of a run that chose other."""
+        """Set the options of the param groups to what `checked_group_options` returned. Groups change in place, so that
+        schedulers and the engine share one list; a learning rate that is a tensor stays that tensor. Options missing
+        from `options` keep their values, and so do `fused` and the like, which a checkpoint may have chosen
+        otherwise."""
         for group, new in zip(self.param_groups, options, strict=True):
             for name, value in new.items():
                 own = group.get(name)
@@ -222,15 +223,15 @@ class TieredOptimizer(TierStateOptimizer):
 
 @final
 class ParamGroupWatch:
-    """Refuses what would be lost: a new list of groups, and groups with other parameters than at the start, or with
-    another choice of torch's code.
+    """Refuses changes of param groups that the run cannot follow: a new list, other parameters, another choice of torch
+    code.
 
-    Values of a group are read at each step; which parameters it has is laid out once. The optimizers may be garbage
-    before the engine. Driver thread, at each call: compares pointers only.
+    Group values are read at each step; which parameters a group has is laid out once. The optimizers may be freed
+    before the engine. Driver thread, at each call: it only compares pointers.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        """`optimizers`: those that share one list of groups."""
+        """`optimizers`: they share one list of groups."""
         self._groups: list[dict[str, Any]] = optimizers[0].param_groups if optimizers else []
         self._params: list[list[nn.Parameter]] = [list(group["params"]) for group in self._groups]
         self._chosen = [[bool(group.get(option)) for option in _CODE_OPTIONS] for group in self._groups]
@@ -238,20 +239,20 @@ class ParamGroupWatch:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
 
     def values(self) -> list[dict[str, str]]:
-        """Describe the values of each group that the update reads, which every rank has alike."""
+        """Return the group values that the update reads, as text. They must be equal on all ranks."""
         return [
             {name: _describe(group[name]) for name in self._names if isinstance(group.get(name), _VALUES)}
             for group in self._groups
         ]
 
     def take_reset(self) -> None:
-        """Start the state anew where the program has set `state` of its own optimizer to an empty mapping."""
+        """Reset the state if the program has assigned an empty mapping to `state` of its own optimizer."""
         for ref in self._optimizers[:1]:
             if isinstance(handle := ref(), TieredOptimizer):
                 handle.take_reset()
 
     def check(self) -> None:
-        """Raise ModelError where the list, the parameters of a group or its choice of code were changed."""
+        """Raise ModelError if the list, the parameters of a group or its choice of torch code changed."""
         for ref in self._optimizers:
             if (owner := ref()) is not None and owner.param_groups is not self._groups:
                 raise ModelError(
@@ -284,7 +285,7 @@ class ParamGroupWatch:
 
 
 _CODE_OPTIONS = ("fused", "capturable", "differentiable")
-"""Without foreach, which has the bits of the for-loop form."""
+"""`foreach` is not here: its results equal those of the for-loop form bit for bit."""
 _VALUES = (bool, int, float, str, tuple, list, Tensor)
 
 
@@ -294,7 +295,7 @@ def _describe(value: Any) -> str:
 
 @contextmanager
 def restored_on_error(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Restore the param groups, whose learning rates schedulers set as they are built, where the run does not start."""
+    """Restore the param groups if the run does not start: schedulers set learning rates when they are built."""
     before = [dict(group) for group in groups]
     try:
         yield
@@ -309,8 +310,8 @@ _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_
 
 
 def _redirect(source: Optimizer, handle: TieredOptimizer, at_end: Callable[[Callable[[], None]], None]) -> None:
-    """Send the calls of the user's own instance to `handle`. `at_end` registers what undoes that. The
-    user's instance does not keep the engine alive."""
+    """Send the calls of the user's own optimizer to `handle`, without keeping it alive. `at_end` registers the
+    undoing."""
     owner = weakref.ref(handle)
     before = {name: vars(source)[name] for name in _REDIRECTED if name in vars(source)}
     redirects = {name: MethodType(_redirected(name, owner), source) for name in _REDIRECTED}
@@ -339,8 +340,8 @@ def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[...,
 
 
 def make_scheduler(given: Any, section: SchedulerSection | None, handle: TieredOptimizer | None) -> Any:
-    """Return the user's scheduler, or what the user's callable makes, or else the config's; None where nothing is
-    trained. Raises ConfigError."""
+    """Return the user's scheduler, or the one that the user's callable or the config makes; None if nothing is trained.
+    Raises ConfigError."""
     if handle is None:
         if given is not None:
             raise ConfigError(

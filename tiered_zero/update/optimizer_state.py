@@ -1,5 +1,4 @@
-"""The optimizer state of a run in torch's format, read from and written to the tiers sub-group by sub-group, and
-brought together where ranks have shards of it."""
+"""Convert a run's optimizer state between the tiers and torch's format, sub-group by sub-group and across ranks."""
 
 from __future__ import annotations
 
@@ -39,11 +38,11 @@ logger = logging.getLogger("tiered_zero")
 
 @dataclass(eq=False, repr=False)
 class OptimizerState:
-    """Reads and writes what torch's optimizer keeps in `state`. Driver thread, while no update runs; blocks.
+    """Reads and writes the optimizer state in torch's format. Driver thread, while no update runs; blocks.
 
-    fp32 masters are no part of it: they follow the parameters' values. A state format without loss, and a plain torch
-    optimizer, give the same bits after any number of moves between them. `_params`: by name.
-    `shards`: of the state; where each rank has parts of it only every rank calls `read`.
+    It leaves out fp32 masters, which follow the parameters. Moving state to a plain torch optimizer and back, any
+    number of times, keeps its bits if the state format is lossless. `_params`: by name. `shards`: the ranks' parts of
+    the state; if it is sharded, all ranks must call `read` together.
     """
 
     _params: Mapping[str, nn.Parameter]
@@ -55,12 +54,12 @@ class OptimizerState:
         return self._view.rule
 
     def stepped(self) -> list[nn.Parameter]:
-        """List the parameters that have state."""
+        """Return the parameters that have state."""
         found = {self._params[piece.param.name]: None for x in self._view.layouts for piece in self._stepped(x)}
         return list(found)
 
     def _stepped(self, layout: StateLayout, only: nn.Parameter | None = None) -> list[ParamPiece]:
-        """List the pieces that have state, of every parameter or of one."""
+        """Return the pieces that have state, of all parameters or of `only`."""
         stepped = self._view.scalars.stepped(layout)
         return stepped if only is None else [piece for piece in stepped if self._params[piece.param.name] is only]
 
@@ -69,7 +68,7 @@ class OptimizerState:
         return frozenset(name for name, param in self._params.items() if param in params)
 
     def is_stepped(self, param: nn.Parameter) -> bool:
-        """Whether a parameter has state on any rank. Every rank calls it."""
+        """Return whether a parameter has state on any rank. Every rank calls it."""
         return any(self.shards.each("optimizer state is set", lambda: any(own is param for own in self.stepped())))
 
     # -- out -----------------------------------------------------------------------------------------------------------
@@ -77,9 +76,9 @@ class OptimizerState:
     def read(
         self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None = None
     ) -> dict[nn.Parameter, ParamState]:
-        """Copy the state of every parameter that has any, or of one: on the CPU, fp32 where its format has fewer bits.
+        """Copy the state of all parameters that have any, or of `only`, to the CPU; formats below fp32 become fp32.
 
-        `groups`: the live param groups. Raises BudgetError where the copies do not fit into free host memory.
+        `groups`: the live param groups. Raises BudgetError if the copies do not fit into free host memory.
         """
         if self.shards.is_sharded:
             found = self._read_sharded(groups, only)
@@ -90,13 +89,13 @@ class OptimizerState:
             param: found[param]
             for group in groups
             for param in group["params"]
-            if found.get(param)  # some classes keep nothing for a parameter that they have stepped
+            if found.get(param)  # some optimizer classes keep no state for a parameter
         }
 
     def _read_own(
         self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None
     ) -> dict[nn.Parameter, ParamState]:
-        """Copy what this rank has: of an array that it has parts of the other elements are undefined."""
+        """Copy this rank's state. In an array that is split over ranks the other ranks' elements are undefined."""
         found: dict[nn.Parameter, ParamState] = {}
         view = self._view
         for layout in view.layouts:
@@ -116,7 +115,7 @@ class OptimizerState:
     def _read_sharded(
         self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None
     ) -> dict[nn.Parameter, ParamState]:
-        """Join the parts of all ranks, on each of them."""
+        """Return the state joined from all ranks, on every rank."""
         shards, ranks, own = self.shards, self.shards.readers, dict[nn.Parameter, ParamState]()
         sizes = agree(ranks, "optimizer state is read", lambda: self._needed_nbytes(only))
         names = {param: name for name, param in self._params.items()}
@@ -140,8 +139,9 @@ class OptimizerState:
         return found
 
     def _joined(self, param: ParamSpec, own: torch.Tensor | None, form: Sequence[Any], rank: int) -> Any:
-        """Return one value of a parameter's state as all readers have it. `own`: what this rank has of an array.
-        `form`: from `_described`, on `rank`, which has the whole of an array unless the rule is elementwise."""
+        """Return one value of a parameter's state, joined from all ranks. `own`: this rank's part if the value is an
+        array. `form`: the value's description by `_described` on `rank`, which holds the whole array if the rule is not
+        elementwise."""
         kind, value, *rest = form
         if kind != "array":
             return value if kind == "value" else torch.tensor(value, dtype=getattr(torch, kind))
@@ -159,7 +159,7 @@ class OptimizerState:
         return array
 
     def _needed_nbytes(self, only: nn.Parameter | None) -> int:
-        """Bytes of the copies of what this rank has."""
+        """Return the bytes that copies of this rank's state take."""
         return sum(
             self._exported_nbytes(layout, piece)
             for layout in self._view.layouts
@@ -184,7 +184,7 @@ class OptimizerState:
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def check(self, states: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ModelError where `write` could not go on from `states` with the values of `groups`."""
+        """Raise ModelError if `write` cannot go on from `states` with the values of `groups`."""
         for layout in self._view.layouts:
             for piece in layout.subgroup.pieces:
                 param, hyper = self._params[piece.param.name], groups[piece.group]
@@ -200,7 +200,7 @@ class OptimizerState:
             logger.warning("optimizer state of %d parameters that are not trained is left out", idle)
 
     def check_groups(self, groups: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ModelError where a step fails with the values of `groups`, but not with this run's `own`."""
+        """Raise ModelError if a step fails with the values of `groups` but not with this run's `own`."""
         changed = [index for index, new in enumerate(groups) if new["params"] and changes(own[index], new)]
         for index in changed:
             if (error := self._try_group(groups[index])) is not None and self._try_group(own[index]) is None:
@@ -214,7 +214,7 @@ class OptimizerState:
                     self._check_planned(layout, piece, groups[piece.group])
 
     def _try_group(self, group: Mapping[str, Any]) -> Exception | None:
-        """Take some steps of a small parameter, and return what they raise."""
+        """Take a few steps on a small parameter; return the exception that they raise, or None."""
         shape = tuple(min(length, 3) for length in group["params"][0].shape)
         shape = (max(1, math.prod(shape)),) if self._rule.elementwise else shape
         try:
@@ -245,8 +245,8 @@ class OptimizerState:
         groups: Sequence[Mapping[str, Any]],
         only: nn.Parameter | None = None,
     ) -> None:
-        """Replace the whole state by `states`, which `check` has passed; parameters without any start anew. `only`:
-        replace that of one parameter, which has some, alone."""
+        """Replace the state of all parameters, or of `only`, by `states`, which `check` has accepted. Parameters that
+        `states` lacks start without state."""
         num_rounded, view = 0, self._view
         for layout in view.layouts:
             pieces = layout.subgroup.pieces if only is None else self._stepped(layout, only)
@@ -255,7 +255,7 @@ class OptimizerState:
             has_state = view.scalars.has_state(layout)
             if not given and (only is not None or not has_state):
                 continue
-            # bytes that were written at once are read and written at once, so that they are verified
+            # bytes that were written together are read and written together, so that checksums verify them
             first = 0 if has_state or not layout.initial_nbytes else layout.state_start
             last = layout.nbytes if has_state else layout.initial_nbytes
             with view.leased(layout, slice(first, last), slice(first, layout.nbytes)) as raw:
@@ -269,14 +269,14 @@ class OptimizerState:
 
 
 def check_name(name: str, known: Collection[str]) -> None:
-    """Raise ModelError unless a parameter's state has a tensor `name`."""
+    """Raise ModelError unless a parameter's state has a tensor called `name`."""
     if name not in known:
         expected = " or ".join(map(repr, sorted(known))) or "of no name (this rule keeps none)"
         raise ModelError(f"Expected optimizer state {expected}; found {name!r}.")
 
 
 def _described(values: ParamState) -> dict[str, list[Any]]:
-    """Each value as JSON: what an array is, or the value itself."""
+    """Describe each value as JSON: dtype and shape of an array, or the value itself."""
     found: dict[str, list[Any]] = {}
     for name, value in values.items():
         if not isinstance(value, torch.Tensor):
@@ -294,8 +294,8 @@ NO_COPY = "An optimizer whose state rests on tiers cannot be copied or pickled. 
 
 
 def creates_state(groups: Sequence[Mapping[str, Any]], grads: Collection[torch.Tensor]) -> bool:
-    """Return whether a step of an optimizer without state is that by which torch.distributed.checkpoint wants state
-    created: every group has an lr, which is 0, and all `grads` are 0."""
+    """Return whether this is the step by which torch.distributed.checkpoint creates state: lr is 0 in every group and
+    all `grads` are 0. The caller has checked that the optimizer has no state."""
     return bool(grads) and all(group.get("lr") == 0 for group in groups) and not any(grad.any() for grad in grads)
 
 
@@ -309,8 +309,7 @@ def refuse_state(*_: object) -> NoReturn:
 
 @final
 class OffloadedState:
-    """The `optimizer.state[param]` while the state rests on a tier: lists its names, and refuses every other use as a
-    dict."""
+    """The value of `optimizer.state[param]`: lists the names of the state tensors and refuses every other use."""
 
     def __init__(self, access: StateAccess, param: nn.Parameter) -> None:
         self._access, self._param = access, param
@@ -324,8 +323,8 @@ class OffloadedState:
 
 @final
 class StateAccess(Mapping[nn.Parameter, ParamState]):
-    """The `state` of an optimizer whose state rests on the tiers: lists the parameters that have state. What it returns
-    of one refuses to be used, for a change to it would be lost. Driver thread.
+    """The `state` mapping of an optimizer whose state rests on the tiers: iterates over the parameters that have state.
+    Its items refuse to be used, because a change to them would be lost. Driver thread.
     """
 
     def __init__(self, state: OptimizerState, policy: UpdatePolicy, groups: list[dict[str, Any]]) -> None:
@@ -348,7 +347,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         return OffloadedState(self, param) if self._copies is None else self._copies[param]  # type: ignore[return-value]
 
     def __setitem__(self, param: nn.Parameter, value: object) -> None:
-        """Accept what was returned, as code does that moves state to a device."""
+        """Accept an item that this mapping returned: code that moves state to a device assigns it back."""
         if not isinstance(value, OffloadedState):
             refuse_state()
 
@@ -359,7 +358,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Return items inside: copies of the whole state as it is now."""
+        """Make items readable inside the block: they are copies of the state at its start."""
         if self._copies is not None:
             yield
             return
@@ -373,11 +372,11 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         return self._flushed().read(self._groups, only=param).get(param, {})
 
     def check_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Raise ModelError where a step fails with these values of the param groups."""
+        """Raise ModelError if a step fails with these values of the param groups."""
         self._flushed().check_groups(groups, self._groups)
 
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
-        """`groups`: the values that the param groups are about to have."""
+        """Replace the whole state. `groups`: the values that the param groups get next. Raises ModelError."""
         state = self._open()
 
         def check() -> None:
@@ -390,11 +389,11 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         try:
             state.shards.change("optimizer state is loaded", lambda: state.write(states, groups))
         except Exception as error:
-            self._policy.failures.set(error)  # partly the old state, partly the new
+            self._policy.failures.set(error)  # state is partly old and partly new
             raise
 
     def create(self, params: Collection[nn.Parameter]) -> None:
-        """Create the state of `params` by one update with gradients of zero, which counts as no step."""
+        """Create the state of `params` by an update with zero gradients, which does not count as a step."""
         names = self._open().names_of(params)
         self._policy.update_now(ZeroGradients(names))
 
@@ -403,7 +402,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         return self._state is not None
 
     def close(self) -> None:
-        """Refuse every access from now on: the engine ends, and its tiers with it."""
+        """Refuse every access from now on: the run ends and its tiers are closed."""
         self._state = None
 
     def _flushed(self) -> OptimizerState:
@@ -420,7 +419,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
 
 @final
 class ZeroGradients:
-    """A `GradientSource` of zeros, for the parameters in `names`."""
+    """A `GradientSource` of zeros for the parameters in `names`."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -441,7 +440,7 @@ class ZeroGradients:
         out.tensor.zero_()
 
     def wait_transfers(self, *_: Unit) -> None:
-        """Nothing is under way."""
+        """Return at once: no transfer is under way."""
 
     release = release_all = wait_transfers
 
@@ -450,14 +449,14 @@ class ZeroGradients:
 
 
 class TierStateOptimizer(Optimizer):
-    """Reads and loads `state`, a `StateAccess`. `_source`: a plain optimizer of the class that is stepped."""
+    """An optimizer whose `state` is a `StateAccess`. `_source`: a plain torch optimizer of the same class."""
 
     _source: Optimizer
     _access: StateAccess
 
     @property  # type: ignore[override]
     def state(self) -> StateAccess:
-        """The parameters that have state. Set it to an empty mapping to start the state of all of them anew."""
+        """The parameters that have state. Assign an empty mapping to reset the state of all parameters."""
         return self._access
 
     @state.setter
@@ -474,28 +473,30 @@ class TierStateOptimizer(Optimizer):
         self._access.replace({}, self.param_groups)
 
     def create_state(self, params: Collection[nn.Parameter]) -> None:
-        """Give `params` the state that a step with gradients of zero leaves. The engine's call; it counts as no
+        """Create the state that a step with zero gradients would leave. The engine calls this; it does not count as a
         step."""
         self._access.create(params)
 
     @hold_interrupts()
     def state_dict(self) -> dict[str, Any]:
-        """Copy the state in torch's own format: fp32 CPU tensors in the parameters' shapes, from any tier and format.
+        """Copy the state in torch's own format: fp32 CPU tensors in the parameters' shapes, from any tier and state
+        format.
 
-        Waits for the updates under way. fp32 masters are no part of it: they follow `module.state_dict()`, in whose
-        16 bits those of a 16-bit model lose their last ones. Raises BudgetError where the tensors do not fit into free
-        host memory. Where state is sharded (many ranks, stage 1 and up) every rank calls this, and gets the whole.
+        Waits for the updates under way. It leaves out the fp32 masters: they follow `module.state_dict()`, so the
+        masters of a 16-bit model lose the bits that 16 bits do not hold. Raises BudgetError if the tensors do not fit
+        into free host memory. If state is sharded (many ranks, stage 1 and up) every rank calls this and gets the whole
+        state.
         """
         with self.state.reading():
             return super().state_dict()
 
     @hold_interrupts()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict()` or a plain torch optimizer of the same class gave, as torch does.
+        """Load the result of `state_dict()`, from this class or a plain torch optimizer of the same class.
 
-        Values of the param groups change in place, so that schedulers and the engine see one list. Arrays are rounded
-        where tiered_zero.state_format has fewer bits; a warning says so. Raises ModelError, with nothing changed, where
-        groups, shapes or keys do not fit. With many ranks every rank calls this with the whole state.
+        Param groups change in place, so that schedulers and the engine share one list. Arrays are rounded if
+        tiered_zero.state_format has fewer bits, with a warning. Raises ModelError, with nothing changed, if groups,
+        shapes or keys do not fit. With many ranks every rank calls this with the whole state.
         """
         given = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -508,14 +509,14 @@ class TierStateOptimizer(Optimizer):
 
     @hold_interrupts()
     def read_state(self, param: nn.Parameter) -> ParamState:
-        """Read one parameter's state, as `state_dict()` gives it, on every rank; empty before its first step."""
+        """Return one parameter's state as in `state_dict()`, on every rank; empty before its first step."""
         return self.state.read_one(param)
 
     def __getstate__(self) -> NoReturn:
         raise ModelError(NO_COPY)
 
     def _matched(self, given: Mapping[str, Any]) -> tuple[dict[nn.Parameter, ParamState], list[dict[str, Any]]]:
-        """Match state to parameters, and complete the groups' new values, with "params", as the class itself does."""
+        """Match the state to this optimizer's parameters and complete the loaded groups. Raises ModelError."""
         try:
             states, saved = given["state"], deepcopy(given["param_groups"])
             sizes = [len(group["params"]) for group in saved]
@@ -541,7 +542,7 @@ class TierStateOptimizer(Optimizer):
             new["params"] = group["params"]
             if "param_names" in group:
                 new.setdefault("param_names", group["param_names"])
-        twin = bare_copy(self._source)  # torch's classes convert what older versions of them have saved
+        twin = bare_copy(self._source)  # its __setstate__() converts what older versions of torch have saved
         found = {params[key]: dict(values) for key, values in states.items()}
         try:
             twin.__setstate__({"state": defaultdict(dict, found), "param_groups": saved})
@@ -551,7 +552,7 @@ class TierStateOptimizer(Optimizer):
                 f"{type(error).__name__} over it: {error}. Load the state of an optimizer of this class."
             ) from error
         for group, new in zip(self.param_groups, saved, strict=True):
-            # torch's __setstate__() adds to the defaults what a class may not have as an option
+            # torch's __setstate__() fills in options; a class may lack some of them
             if missing := sorted((self._source.defaults.keys() & group.keys()) - new.keys()):
                 raise ModelError(
                     f"The state_dict was expected to have every option of {type(self._source).__name__} in its param "
@@ -562,7 +563,7 @@ class TierStateOptimizer(Optimizer):
 
 
 def replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
-    """Give each group these values and no others, in place."""
+    """Replace the values of each group in place."""
     for group, new in zip(groups, values, strict=True):
         group.clear()
         group.update(new)

@@ -1,4 +1,4 @@
-"""Updates that run under compute: exact ones, in the order of the next forward, and delayed ones.
+"""Run updates under compute: exactly, in the order of the next forward, or one step late.
 
 See [Note: Update policies].
 """
@@ -26,24 +26,24 @@ class UnitGuard(WeightGuard, Protocol):
     """Keeps compute from using units whose update is under way."""
 
     def block_for_update(self) -> None:
-        """Guard every trainable unit, and drop what the device holds of it."""
+        """Guard every trainable unit and drop its bytes on the device."""
 
     def block_unit_for_update(self, unit: Unit) -> bool:
-        """Guard one unit in backward; return False, with nothing done, while the unit is in use."""
+        """Guard one unit in backward. Return False and do nothing if the unit is in use."""
 
     def unblock(self) -> None:
-        """Unblock the units blocked in backward: no update has begun."""
+        """Unblock the units that were blocked in backward; no update has begun."""
 
     def begin_back_update(self) -> None:
-        """Choose the slots that a delayed update that begins now writes, and compute reads once it is published."""
+        """Choose the back slots, which the delayed update that begins now writes."""
 
     def swap_param_buffers(self) -> None:
-        """Make compute read them. Where this fails it is called again."""
+        """Swap the front and back slots of every unit. Idempotent: it is retried after a failure."""
 
 
 class OverlappedPolicy(UpdatePolicy):
-    """Runs updates on the update lane, under compute. `guard`: blocks units until their last updates, which
-    `inventory` has, are done."""
+    """Runs updates on the update lane, under compute. `guard` blocks a unit until its last update, in `inventory`, is
+    done."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class OverlappedPolicy(UpdatePolicy):
         guard: UnitGuard,
         open_eagerly: Callable[[Sequence[Mapping[str, Any]], Transfer], EagerUpdate] | None = None,
     ) -> None:
-        """`open_eagerly`: opens an update of frozen groups in backward, after compute's mark; None where a gradient
-        check comes first."""
+        """`open_eagerly`: opens an update in backward, from frozen groups and a mark of what compute has launched; None
+        if a gradient check comes first."""
         super().__init__(stepper, groups, guard)
         self._inventory = inventory
         self._units = units
@@ -66,7 +66,7 @@ class OverlappedPolicy(UpdatePolicy):
         self._open: EagerUpdate | None = None
         self._started: UpdateJob | None = None
         self._running: list[Transfer] = []
-        """Jobs on the update lane, in order: one that still writes, and one behind it."""
+        """Jobs on the update lane, in order: at most one that still writes and one that follows it."""
 
     def begin_backward(self) -> None:
         if self._open_eagerly is None:
@@ -131,7 +131,7 @@ class OverlappedPolicy(UpdatePolicy):
         super().latch(why)
         error = self.failures.error
         assert error is not None
-        for unit in self._units:  # also of a job that never came to its lane
+        for unit in self._units:  # including those of a job that was never submitted
             if (unit_update := self._inventory.last_update(unit)) is not None:
                 unit_update.fail(error)
 
@@ -156,7 +156,7 @@ class OverlappedPolicy(UpdatePolicy):
         return all(event.done() for event in self._running)
 
     def _join(self) -> None:
-        """Wait for the updates under way. Raises the first error, once: after that `check` does."""
+        """Wait for the updates under way. Raises their first error, once; later `check` raises."""
         if not self._running:
             return
         errors: list[Exception] = []
@@ -168,12 +168,12 @@ class OverlappedPolicy(UpdatePolicy):
                     except Exception as error:
                         errors.append(error)
         finally:
-            self._running = [event for event in self._running if not event.done()]  # where the wait was interrupted
+            self._running = [event for event in self._running if not event.done()]  # some remain after an interrupt
         if errors:
             raise errors[0]
 
     def _wait_computed(self) -> None:
-        """Block until the last update does not need its gradients any more, though it may still write."""
+        """Block until the last update has read its gradients; it may still write."""
         self.check_untouched("Another backward begins")
         if self._started is not None:
             with self._runtime.recorder.span("compute", "wait_update"):
@@ -184,20 +184,20 @@ class OverlappedPolicy(UpdatePolicy):
     def _add_unit_update(self, unit: Unit, job: UpdateJob) -> None:
         unit_update = job.unit_updates[unit.index] = UnitUpdate()
         self._inventory.set_last_update(unit, unit_update)
-        if (error := self.failures.error) is not None:  # the job ended before it could see this one
+        if (error := self.failures.error) is not None:  # the job failed before it could see this update
             unit_update.fail(error)
 
     def _start(self, job: UpdateJob) -> None:
         while self._running and self._running[0].done():
-            self._running.pop(0).wait()  # its error, if it has one, ends this one too
+            self._running.pop(0).wait()  # raises the error of that job, if any
         self.run_behind(partial(self._step, job), after=[job.after])
-        self._runtime.accelerator.lane("update").submit(partial(self._end, job))  # also of a job that was not launched
+        self._runtime.accelerator.lane("update").submit(partial(self._end, job))  # even if the step was not launched
         self._started = job
 
 
 class DelayedPolicy(UpdatePolicy):
-    """Runs updates one step late. `exact`: the policy of the first `start_step` steps, which joins the updates of all
-    steps. The updates of the others write the back slots of its `guard`."""
+    """Runs updates one step late, into the back slots of the units. `exact`: the policy of the first `start_step`
+    steps; its lane runs all updates."""
 
     def __init__(self, exact: OverlappedPolicy, start_step: int) -> None:
         super().__init__(exact._stepper, exact._groups, exact.guard)
@@ -205,14 +205,14 @@ class DelayedPolicy(UpdatePolicy):
         self._exact = exact
         self._start_step = start_step
         self._is_unpublished = False
-        """Whether an update of the back slots was begun and not published yet."""
+        """Whether an update of the back slots was begun and is not published yet."""
         self._is_publishing = False
 
     def begin_backward(self) -> None:
-        """Leave reading ahead to the update that runs."""
+        """Do nothing: the update that runs reads ahead itself."""
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Publish the delayed update first: what is saved is the state of one step."""
+        """Publish the delayed update first, so that a save holds the state of one step."""
         self._finish()
         return super().at_cut(job)
 
@@ -243,7 +243,7 @@ class DelayedPolicy(UpdatePolicy):
 
     def check(self) -> None:
         super().check()
-        if self._is_publishing:  # also what has failed
+        if self._is_publishing:  # also after a failed attempt
             self._exact.guard.swap_param_buffers()
             self._is_unpublished = False
             self._is_publishing = False

@@ -1,4 +1,4 @@
-"""The masters and state of parameters of which each rank has a part: read on the ranks together, and changed on all."""
+"""Read masters and state that are split over ranks, and change them on all ranks together."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Result = TypeVar("Result")
 
 @final
 class ParamShards:
-    """The ranks' shards of masters and state, of the parameters in `units` that are `trained` (by name).
+    """The ranks' shards of masters and state, for the parameters in `units` whose names are in `trained`.
 
-    Where state is sharded every rank makes each call, in the same order, and waits for the others; else a rank may read
-    alone, and all of them change values together. Driver thread.
+    If state is sharded, every rank makes each call in the same order and waits for the others. Otherwise a rank may
+    read alone, and changes are still made on all ranks together. Driver thread.
     """
 
     def __init__(
@@ -32,24 +32,24 @@ class ParamShards:
 
     @property
     def readers(self) -> Collectives:
-        """Those that take part in a read."""
+        """The ranks that take part in a read: all if state is sharded, else this one."""
         return self._ranks if self.is_sharded else SingleRank()
 
     def read(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on the readers and return this rank's result; what it raises on one is raised on all."""
+        """Run `act` on the readers and return this rank's result; an error on one rank is raised on all."""
         return _run(self.readers, call, act)
 
     def change(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on every rank and return this rank's result; what it raises on one is raised on all."""
+        """Run `act` on every rank and return this rank's result; an error on one rank is raised on all."""
         return _run(self._ranks, call, act)
 
     def spec(self, name: str) -> ParamSpec:
-        """Return the parameter of that name."""
+        """Return the spec of the parameter called `name`."""
         return self._places[name][1].param
 
     def gather(self, param: ParamSpec, flat: torch.Tensor) -> torch.Tensor:
-        """Fill `flat`, [numel] on the CPU in the order of the parameter's memory, with the readers' parts of it, and
-        return it: this rank's part is there."""
+        """Fill `flat` with the other ranks' parts of the parameter, and return it. It holds this rank's part: [numel]
+        on the CPU, in the parameter's memory order."""
         if not self.is_sharded:
             return flat
         unit, entry = self._places[param.name]
@@ -61,13 +61,13 @@ class ParamShards:
         return flat
 
     def same(self, value: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return rank 0's `value`, of `dtype` on the CPU. It has one shape on all ranks."""
+        """Return rank 0's `value`, as `dtype` on the CPU. Its shape is the same on all ranks."""
         whole = value.detach().to("cpu", dtype, copy=True)
         self._ranks.broadcast(whole, 0, "a value that is set")
         return whole
 
     def each(self, call: str, act: Callable[[], Result]) -> list[Result]:
-        """Run `act` on every rank and return all results, JSON, in rank order; what it raises on one is raised on
+        """Run `act` on every rank and return all results, which are JSON, in rank order; an error on one is raised on
         all."""
         return agree(self._ranks, call, act)
 

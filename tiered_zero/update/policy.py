@@ -1,31 +1,31 @@
-"""Update policies: inside step(), under the next forward, or one step late.
+"""Decide when an update runs: inside step(), under the next forward, or one step late.
 
 [Note: Update policies]
-`barrier`: step() returns when every weight is updated, as DeepSpeed does.
+`barrier`: step() returns when every weight is updated, as in DeepSpeed.
 `overlapped`: step() returns after the gradient check. The update runs on its own lane in the order in which the next
-forward needs the units; using a unit waits for that unit's update and for nothing else. Update windows are nested
-(last gradient out, first forward in), so this order is optimal and exact. Where no check is needed (no clipping, no
-overflow check) a unit's update begins in backward, as soon as its gradients are complete; a second backward in such a
-step, or reading weights or gradients before step(), is refused, for it would see both old and new
+forward needs the units; using a unit waits for that unit's update only. Update windows are nested (the last gradient to
+complete belongs to the first unit of forward), so this order is optimal, and results are exact. Without clipping and
+overflow check a unit's update begins in backward, as soon as its gradients are complete. A second backward in such a
+step, or reading weights or gradients before step(), would see both old and new values and is refused
 (`tiered_zero.optimizer_in_backward: false` allows them). Such a backward begins once every update of the last step is
-computed; what that still writes goes on, ahead of what backward starts.
+computed; the last writes go on, ahead of those that backward starts.
 `delayed`: ZeRO-Offload's one-step delayed parameter update (Ren et al. 2021, section 5.2). After `delay_start_step`
 exact steps the update of step i runs while forward and backward of step i+1 compute with the parameters from before
-it: theta(i+1) = update(theta(i), gradient at theta(i-1)). New 16-bit parameters are written to other slots and
-gradients are double-buffered, so neither side sees half of the other's work; the next step() publishes.
+it: theta(i+1) = update(theta(i), gradient at theta(i-1)). New 16-bit parameters go to separate back slots and
+gradients are double-buffered, so neither side sees half of the other's work; the next step() publishes the new values.
 
 [Note: Update of shards]
-Where ranks have shards of the state and whole parameters, `barrier` runs on every rank: the update lane steps this
-rank's shards, and the driver starts to gather each unit once its shard is written, in static order. So gathers run
-under the update of the units behind, every rank issues them in the same order, and weights are whole when step()
-returns. `overlapped` would leave gathers to the next forward, which one rank alone may run; `delayed` to whatever reads
-weights first, which is not the same on every rank.
+If ranks hold shards of the state but whole parameters, `barrier` runs on every rank: the update lane steps this rank's
+shards, and the driver starts to gather each unit once its shard is written, in static order. So gathers overlap the
+updates of later units, every rank issues them in the same order, and weights are whole when step() returns.
+`overlapped` would leave gathers to the next forward, which one rank alone may run; `delayed` to the first read of
+weights, which may differ between ranks.
 
 [Note: State on several tiers]
-Sub-groups whose state rests on the device are updated by the driver inside step(), in compute's own order: nothing is
-gained by running them later, for compute would wait for itself, and no stream has to be ordered after another. The
-others follow as above, but do not begin in backward. `delayed` is refused with such state, and where all state is on
-the device `barrier` is taken.
+The driver updates sub-groups whose state rests on the device inside step(), in compute's own order: running them later
+gains nothing, since compute would wait for itself, and this order needs no synchronization of streams. The other
+sub-groups follow as above, but do not begin in backward. `delayed` is refused with such state; if all state is on the
+device, `barrier` is used.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from tiered_zero.update.stepper import StreamingStepper
 
 
 class WeightGuard(Protocol):
-    """Keeps compute from weights of before an update."""
+    """Keeps compute from using weights from before an update."""
 
     def invalidate(self) -> None:
-        """Drop what the device holds of trainable units."""
+        """Drop the device copies of trainable units."""
 
     def end_update(self) -> None:
-        """Take the values of resident units as new."""
+        """Mark the values of resident units as new."""
 
 
 class UpdatePolicy(ABC):
-    """Runs updates. Called from the driver thread between backward and forward.
+    """Runs updates. The driver calls it between backward and forward.
 
-    `failures`: keeps the error of an update that failed. State is rewritten in place, so no later step runs.
+    `failures`: keeps the error of a failed update. State is rewritten in place, so no later step runs.
     """
 
     def __init__(self, stepper: StreamingStepper, groups: Sequence[dict[str, Any]], guard: WeightGuard) -> None:
@@ -69,7 +69,7 @@ class UpdatePolicy(ABC):
         self._groups = groups
         self.failures = FailureLatch()
         self.num_applied = 0
-        """Steps applied so far, those before a resume included."""
+        """Steps applied so far, including those before a resume."""
 
     @property
     def groups(self) -> Sequence[dict[str, Any]]:
@@ -78,26 +78,26 @@ class UpdatePolicy(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Finish the updates under way, and block compute from what is about to change: the step will be applied. May
-        raise, or be followed by `drop`, with nothing changed."""
+        """Finish the updates under way and block compute from what is about to change. If this raises, or `drop`
+        follows, nothing has changed."""
 
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
-        """Run the update of the prepared step now, or block every read of weights that wait for it. Where this raises,
-        half an update may be done: the caller then calls `latch`."""
+        """Run the update of the prepared step now, or block every read of weights that must wait for it. If this
+        raises, half an update may be done: the caller then calls `latch`."""
 
     @abstractmethod
     def _finish(self) -> None:
-        """Wait for the updates under way, and make them visible."""
+        """Wait for the updates under way and make them visible."""
 
-    # -- three ways to end ---------------------------------------------------------------------------------------------
+    # -- ways to end an update -----------------------------------------------------------------------------------------
 
     def finish(self, *, before_write: bool = False) -> None:
-        """Return when every update so far is done and visible. Raises the error of one that fails during the wait, and
-        EngineFailedError if one has failed before: what would be read is partly of its step.
+        """Return when every update so far is done and visible.
 
-        `before_write`: state or parameters are about to be changed by hand, so what was read ahead is dropped, and a
-        save that reads them is waited for.
+        Raises the error of an update that fails during the wait, and EngineFailedError if one has failed before, since
+        state is then partly new. `before_write`: the caller is about to change state or parameters, so drop what was
+        read ahead and wait for a save that reads them.
         """
         self._finish()
         if before_write:
@@ -105,58 +105,58 @@ class UpdatePolicy(ABC):
             self._stepper.wait_held()
 
     def drop(self, drain: Callable[[], None]) -> None:
-        """Drop the step: nothing more of it begins, and what was read ahead is dropped. `drain`: blocks until the lanes
-        are idle. Raises only what `drain` raises; latches where half of the update is done."""
+        """Drop the step: begin no more of its updates and drop what was read ahead. `drain`: blocks until the lanes are
+        idle. Raises only what `drain` raises. Latches if half of the update is done."""
         drain()
         self._cancel_prefetch()
 
     def latch(self, why: str) -> None:
-        """Fail after a change of weights or state that was not completed, and wake every thread that waits for them;
-        `check` raises from now on."""
+        """Record a change of weights or state that was not completed, and wake every thread that waits for it. From now
+        on `check` raises."""
         self.failures.set(EngineFailedError(why))
 
     # -- in a step -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise EngineFailedError once an update has failed."""
+        """Raise EngineFailedError if an update has failed."""
         if self.failures.error is not None:
             self.failures.check(_refusal)
 
     def check_untouched(self, act: str) -> None:
-        """Raise ModelError where `act` comes too late, because an eager update is open."""
+        """Raise ModelError if an eager update is open, so that `act` comes too late."""
         return
 
     def update_now(self, gradients: GradientSource) -> None:
-        """Run an update that changes no weight on this thread, between two steps, as none of them. Other ranks may not
-        run it."""
+        """Run an update on this thread, between two steps, that changes no weight and does not count as a step. It
+        needs no other rank."""
         self.finish(before_write=True)
         self._step(self._job(gradients, 1.0))
         self._guard.end_update()
 
     def begin_backward(self) -> None:
-        """Begin the only backward of a step: read its state ahead, and allow updates of complete units."""
+        """Prepare for the only backward of a step: read its state ahead and allow updates of complete units."""
         self._prefetch()
 
     def unit_ready(self, unit: Unit) -> None:
-        """Begin the unit's update where updates begin in backward: its gradients are complete."""
+        """Begin the unit's update, now that its gradients are complete, if updates begin in backward."""
         return
 
     @property
     def is_open(self) -> bool:
-        """Whether an eager update runs or waits for gradients: step() has not taken its step yet."""
+        """Whether an eager update runs or waits for gradients, before step() has taken its step."""
         return False
 
     def prepare_evaluation(self) -> None:
-        """Make every update visible to the forward that begins. Exact policies wait for what is used, as in
-        training."""
+        """Make every update visible to the forward that begins. Exact policies do nothing here: using a unit waits for
+        its update."""
         return
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Run `job` between two updates: behind every write of the last, before the next begins. An asynchronous save
-        begins there.
+        """Run `job` between two updates: after every write of the last, before the next begins. An asynchronous save
+        starts there.
 
-        On the update lane where updates run on it, else at once. `finish` waits for it; the transfer carries its error.
-        Raises ModelError while an update is open in backward, EngineFailedError after a failure.
+        It runs on the update lane if updates do, else at once. `finish` waits for it; the transfer carries its error.
+        Raises ModelError while an update is open in backward, and EngineFailedError after a failure.
         """
         self.check_untouched("State is to be saved")
         self.check()
@@ -165,11 +165,11 @@ class UpdatePolicy(ABC):
         return cut
 
     def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
-        """Run `act` behind the update that is under way."""
+        """Run `act` after the update that is under way."""
         act()
 
     def _cancel_prefetch(self) -> None:
-        """Drop the state that was read ahead. Does nothing while an update runs, which reads ahead itself."""
+        """Drop the state that was read ahead, unless an update runs, which reads ahead itself."""
         if self._is_idle():
             self._stepper.cancel_prefetch()
 
@@ -200,7 +200,7 @@ class UpdatePolicy(ABC):
     def _step(self, job: UpdateJob) -> None:
         try:
             if self.failures.error is not None:
-                self.failures.check()  # of the job before, which was still writing when this one was started
+                self.failures.check()  # the job before may have failed after this one was started
             self._stepper.step(job)
         except BaseException as error:
             self.failures.set(error)
@@ -212,15 +212,15 @@ class UpdatePolicy(ABC):
 
     @staticmethod
     def _end(job: UpdateJob) -> None:
-        """Nothing reads the job's gradients any more; also of one that was not launched."""
-        if not job.on_device:  # the job of the other state follows
+        """Release the job's gradients and complete it, even if it was never launched."""
+        if not job.on_device:  # the job for the other tiers still needs the gradients
             job.gradients.release_all()
         job.computed.complete()
 
 
 def _refusal(error: BaseException) -> str:
-    """Say why nothing can go on after `error`, and what to do."""
-    if isinstance(error, EngineFailedError) and error.__cause__ is None:  # of `latch`
+    """Explain why nothing can go on after `error`, and what to do."""
+    if isinstance(error, EngineFailedError) and error.__cause__ is None:  # set by `latch`
         text = f"{error}; weights and state are partly new and partly those before."
     else:
         text = (
@@ -231,7 +231,7 @@ def _refusal(error: BaseException) -> str:
 
 
 class BarrierPolicy(UpdatePolicy):
-    """Updates inside step()."""
+    """Runs updates inside step()."""
 
     def prepare(self) -> None:
         self._guard.invalidate()
@@ -249,8 +249,8 @@ class BarrierPolicy(UpdatePolicy):
         written: Callable[[Unit], None],
         runtime: Runtime,
     ) -> None:
-        """Apply on the update lane; call `written`, on the driver, for each of `units` that has a gradient once its
-        parameters are where they rest, in their order, while those behind are updated."""
+        """Apply on the update lane. For each of `units` that has a gradient, in order, call `written` on the driver
+        once its parameters are written, while later units are updated."""
         self.num_applied += 1
         changed = [u for u in units if any(gradients.has(u, entry.param) for entry in u.entries)]
         updates = {unit.index: UnitUpdate() for unit in changed}
@@ -262,14 +262,14 @@ class BarrierPolicy(UpdatePolicy):
                     updates[unit.index].written.wait()
                 written(unit)
         finally:
-            update.wait()  # raises its error, of which that of a unit comes
+            update.wait()  # raises the original error, ahead of the unit's
 
     def _finish(self) -> None:
         self.check()  # no update is under way between steps
 
 
 class UnitGather(Protocol):
-    """Makes whole units of the shards that ranks have updated. `units`: those that the optimizer steps, in static
+    """Gathers whole units from the shards that ranks have updated. `units`: those that the optimizer steps, in static
     order, the same on every rank. Driver thread."""
 
     units: Sequence[Unit]
@@ -278,7 +278,7 @@ class UnitGather(Protocol):
 
 
 class GatheringPolicy(BarrierPolicy):
-    """Updates this rank's shards inside step(), and gathers those of all ranks. See [Note: Update of shards]."""
+    """Updates this rank's shards inside step() and gathers those of all ranks. See [Note: Update of shards]."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class GatheringPolicy(BarrierPolicy):
 
     def apply(self, gradients: GradientSource, grad_scale: float) -> None:
         gathers: list[Transfer] = []
-        self.apply_in_order(  # of gradients that any rank has, as they have exchanged
+        self.apply_in_order(  # ranks have agreed which units have gradients
             gradients,
             grad_scale,
             self._gather.units,

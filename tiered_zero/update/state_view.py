@@ -1,4 +1,4 @@
-"""Read and write the state of a rank's parameters: masters and arrays in the slots of sub-groups, scalars in memory."""
+"""Read and write a rank's optimizer state: masters and arrays in the slots of sub-groups, scalars in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tiered_zero.tiers.tier import BufferView, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
 
 MASTER = "master"
-"""The key of a 16-bit parameter's fp32 master, where no checkpoint but the optimizer's state_dict holds it."""
+"""The key of a 16-bit parameter's fp32 master in the state_dict of an optimizer without an engine."""
 
 ParamState = dict[str, Any]
 """One parameter's state as `torch.optim.Optimizer.state` holds it: arrays of any shape, 0-d tensors, plain values."""
@@ -35,15 +35,16 @@ PieceScalars = Mapping[int, Mapping[str, Any]]
 
 @final
 class Scalars:
-    """The scalars of the pieces that were stepped, by sub-group. A sub-group without an entry has no state besides its
-    masters; a piece without one starts anew. Neighbours that share an object are stepped together."""
+    """The scalars of the pieces that were stepped, by sub-group. A sub-group without an entry has masters and no other
+    state; a piece without an entry has no state. Neighbouring pieces that share one object of scalars are stepped
+    together."""
 
     def __init__(self, layouts: Sequence[StateLayout], of_subgroups: Mapping[int, PieceScalars] | None = None) -> None:
         self._layouts = layouts
         self._of = dict(of_subgroups or {})
 
     def has_state(self, layout: StateLayout) -> bool:
-        """Whether the sub-group's slot holds state besides its masters: from its first update on."""
+        """Return whether the sub-group's slot holds state in addition to masters, as it does after its first update."""
         return layout.subgroup.index in self._of
 
     @property
@@ -55,24 +56,25 @@ class Scalars:
         return self._of.get(layout.subgroup.index, {})
 
     def stepped(self, layout: StateLayout) -> list[ParamPiece]:
-        """List the pieces of a sub-group that have state."""
+        """Return the pieces of a sub-group that have state."""
         own = self.of(layout)
         return [piece for piece in layout.subgroup.pieces if own.get(piece.index)]
 
     def replace(self, layout: StateLayout, scalars: PieceScalars) -> None:
-        """Replace those of a sub-group, whose slot holds state from now on."""
+        """Replace a sub-group's scalars; its slot now holds state."""
         self._of[layout.subgroup.index] = scalars
 
     def drop(self, layout: StateLayout) -> None:
-        """Start the sub-group anew at its next step: its slot holds masters alone."""
+        """Drop a sub-group's scalars: its slot now holds masters alone, and its next step initializes state."""
         self._of.pop(layout.subgroup.index, None)
 
     def copy(self) -> Scalars:
-        """Those of now: an update replaces them, and changes none."""
+        """Copy the present scalars. An update replaces entries and changes none."""
         return Scalars(self._layouts, self._of)
 
     def by_name(self) -> dict[str, Mapping[str, Any]]:
-        """Parameter name -> its scalars, of those that were stepped. Raises InternalError where pieces disagree."""
+        """Return parameter name -> scalars for all parameters with state. Raises InternalError if pieces of one
+        disagree."""
         found: dict[str, Mapping[str, Any]] = {}
         for layout in self._layouts:
             scalars = self.of(layout)
@@ -88,11 +90,11 @@ class Scalars:
 
 @final
 class StateView:
-    """The masters, state arrays and scalars of this rank's sub-groups, wherever their slots rest.
+    """The masters, state arrays and scalars of this rank's sub-groups, on whatever tier their slots are.
 
-    The one class that knows in which form they rest: what reads and writes them between two updates asks it. It keeps
-    one invariant: a parameter's value is its master rounded to the parameter's dtype. The driver between steps, the
-    thread that steps in them; what touches a slot blocks.
+    The only class that knows how they are stored: all reads and writes between two updates go through it. It keeps one
+    invariant: a parameter's value is its master rounded to the parameter's dtype. Used by the driver between steps and
+    by the stepping thread within them; access to a slot blocks.
     """
 
     def __init__(
@@ -113,37 +115,39 @@ class StateView:
 
     @property
     def need_params(self) -> bool:
-        """Whether masters are made of the parameters, too."""
+        """Whether masters are computed from the parameters and stored bits."""
         return any(layout.masters.needs_params for layout in self.layouts)
 
     def cuts(self, unit: Unit) -> list[int]:
-        """List the first element of each part of the unit that a sub-group has."""
+        """Return the first element of each part of the unit that a sub-group holds."""
         return [segment.unit_start for _, segment in self._segments(unit)]
 
     def store_masters(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Store first values: `flat` [P] fp32 on the CPU."""
+        """Store the initial masters of the unit from `flat`, [P] fp32 on the CPU."""
         for layout, segment in self._segments(unit):
             parts = [torch.zeros(segment.numel, dtype=dtype) for dtype in layout.masters.dtypes]
             layout.masters.replace(parts, segment.part_of(flat))
             self._write(layout, segment, parts)
 
     def replace_masters(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Set every master of the unit: `flat` [P] fp32 on the CPU. The parameters are its rounded values already."""
+        """Set every master of the unit from `flat`, [P] fp32 on the CPU. The parameters already hold the rounded
+        values."""
         for layout, segment in self._segments(unit):
             parts = self._read(layout, segment)
             layout.masters.replace(parts, segment.part_of(flat))
             self._write(layout, segment, parts)
 
     def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
-        """Set masters that do not round to `flat` to its values: it was set by hand. `flat`: [P] of the unit's dtype,
-        on the CPU. `old`: [P], what it was before, where masters need the parameters."""
+        """Set the masters that do not round to `flat` to its values, after user code changed the parameters. `flat`:
+        the new parameters, [P] of the unit's dtype on the CPU. `old`: the former ones, [P], if masters need them."""
         for layout, segment in self._segments(unit):
             before = None if old is None else segment.part_of(old)
             if parts := layout.masters.follow(self._read(layout, segment), segment.part_of(flat), before):
                 self._write(layout, segment, parts)
 
     def read_masters(self, unit: Unit, params: torch.Tensor | None = None) -> torch.Tensor:
-        """Read [P] fp32 to the CPU; zeros where no sub-group holds the unit. `params`: [P], where they are needed."""
+        """Read the unit's masters, [P] fp32, to the CPU; zeros where no sub-group holds the unit. `params`: the
+        parameters, [P], if masters need them."""
         flat = torch.zeros(unit.numel)
         for layout, segment in self._segments(unit):
             own = None if params is None else segment.part_of(params)
@@ -168,7 +172,7 @@ class StateView:
     def leased(
         self, layout: StateLayout, read: slice, write: slice | None = None
     ) -> AbstractContextManager[torch.Tensor]:
-        """Lease the bytes of a sub-group's slot: see `leased_slot`."""
+        """Lease the bytes of a sub-group's slot; see `leased_slot`."""
         return leased_slot(self.inventory.home(layout.subgroup, "state"), self.staging, read, write)
 
     def initialize(
@@ -178,18 +182,18 @@ class StateView:
         pieces: Sequence[ParamPiece],
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Make the first state of `pieces` in `raw`, the slot's bytes, where it is zero now."""
+        """Initialize the state of `pieces` in `raw`, the slot's bytes, which are zero there."""
         views = layout.views(raw)
         for piece in pieces:
             self.rule.init_state(layout.state(raw, piece, piece.start, piece.stop, views), groups[piece.group])
 
     def export(self, layout: StateLayout, raw: torch.Tensor, piece: ParamPiece, into: ParamState) -> None:
-        """Copy what torch's optimizer holds for a piece that was stepped to `into`, the state of its whole parameter.
-        `raw`: the slot's bytes."""
+        """Copy the state of a stepped piece, in torch's format, into `into`, the state of its whole parameter. `raw`:
+        the slot's bytes."""
         state = layout.state(raw, piece, piece.start, piece.stop)
         if layout.masters.needs_params:
             for name in state.keys() & {self.rule.unsigned_field}:
-                state[name] = state[name].abs()  # its signs belong to the masters
+                state[name] = state[name].abs()  # the sign bits belong to the masters
         values = self.rule.export_state(state, self.scalars.of(layout)[piece.index])
         if layout.has_own_masters:
             master = layout.master(raw)[piece.start : piece.stop]
@@ -215,8 +219,8 @@ class StateView:
         *,
         anew: bool,
     ) -> int:
-        """Invert `export`: set the pieces of `given` (by index) from the state of their whole parameters. `anew`: all
-        others have their first state. Returns how many arrays were rounded."""
+        """Set the pieces of `given` (by index) from the state of their whole parameters: the inverse of `export`.
+        `anew`: initialize all other pieces. Returns the number of arrays that were rounded."""
         marks = layout.marks(raw)
         signs = None if marks is None else marks.clone()
         before: PieceScalars = {} if anew else self.scalars.of(layout)
@@ -239,17 +243,17 @@ class StateView:
             new = self.rule.import_state(values, state, groups[piece.group])
             num_rounded += self._num_rounded(state, new, values)
             known = last, before.get(piece.index, {})
-            last = next((own for own in known if same(own, new)), new)  # shared by neighbours of one history
+            last = next((own for own in known if same(own, new)), new)  # neighbours share one object, see `Scalars`
             scalars[piece.index] = last
         if marks is not None and signs is not None:
-            marks.abs_().copysign_(signs)  # which belong to the masters
+            marks.abs_().copysign_(signs)  # the sign bits belong to the masters
         self.scalars.replace(layout, scalars)
         return num_rounded
 
     def _num_rounded(
         self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any], values: Mapping[str, Any]
     ) -> int:
-        """Count the arrays in `values` that have other values in `state`, whose dtype has fewer bits."""
+        """Count the arrays in `values` that lost bits when they were stored in `state`."""
         narrow = [
             name
             for name in values.keys() & state.keys()
@@ -264,7 +268,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _cut(piece: ParamPiece, value: torch.Tensor) -> torch.Tensor:
-    """[numel]: the piece's elements of an array over its whole parameter."""
+    """Return the piece's elements, [numel], of an array over its whole parameter."""
     return piece.param.flatten(value.detach())[piece.param_start : piece.param_start + piece.numel]
 
 
@@ -272,7 +276,7 @@ def _cut(piece: ParamPiece, value: torch.Tensor) -> torch.Tensor:
 
 
 class GradientSource(Protocol):
-    """The gradients of one step. `StepGradients` has those that an engine has gathered. Any one thread at a time."""
+    """The gradients of one step; `StepGradients` holds those of an engine. One thread at a time."""
 
     def has(self, unit: Unit, param: ParamSpec) -> bool:
         """Return whether the parameter has a gradient in this step."""
@@ -281,54 +285,55 @@ class GradientSource(Protocol):
         """Return whether `wait_transfers` would return at once."""
 
     def wait_transfers(self, unit: Unit) -> None:
-        """Block until the unit's gradients are where `part` says."""
+        """Block until the unit's gradients are readable by `part`."""
 
     def on_device(self, unit: Unit) -> bool:
-        """Return whether `part` lies on the device."""
+        """Return whether `part` returns memory on the device."""
 
     def part(self, segment: Segment) -> torch.Tensor:
-        """View the gradients of a segment, [numel]; undefined where a parameter has none."""
+        """Return a view of the gradients of a segment, [numel]; elements of parameters without a gradient are
+        undefined."""
 
     def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
-        """Start to read the gradients of a segment, which rest on NVMe, to all of `out`; None where there are none."""
+        """Start to read the gradients of a segment from NVMe into all of `out`. Return None if they are not there."""
 
     def release(self, unit: Unit) -> None:
-        """The unit's update is computed."""
+        """Release the unit's gradients: its update is computed."""
 
     def release_all(self) -> None:
-        """The update is over, well or badly."""
+        """Release all gradients: the update has ended or failed."""
 
 
 class ParameterSink(Protocol):
-    """The parameters that an update writes, segment by segment. The thread that steps.
+    """The parameters that an update writes, segment by segment. Used by the thread that steps.
 
-    `kind`: which values: "param", or "param_back" of a delayed update.
+    `kind`: "param", or "param_back" for a delayed update.
     """
 
     def is_resident(self, segment: Segment) -> bool:
-        """Return whether the parameters rest on the device, where they outlive the run."""
+        """Return whether the parameters rest on the device and outlive the run there."""
 
     def view(self, segment: Segment, kind: str, *, on_device: bool) -> torch.Tensor | None:
-        """View the parameters where an update there can write them in place, [numel] of the unit's dtype; None where
-        they pass through a staging buffer."""
+        """Return a view, [numel] of the unit's dtype, that the update can write in place; None if new values go through
+        a staging buffer."""
 
     def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
-        """Start to copy the present values to `window`, or, where that is None, to the view of `kind`. None where they
+        """Start to copy the present values to `window` or, if that is None, to the view of `kind`. Return None if they
         are there already."""
 
     def write(
         self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
     ) -> tuple[Transfer, int | None]:
-        """Start to write new values, which are in host memory, to where they rest. Returns the transfer, and the offset
-        of the bytes that `unit_update` forwards until it is done. `after`: compute's mark: what may still read the
+        """Start to write new values from host memory to their home. Returns the transfer and the offset of the bytes
+        that `unit_update` forwards until it is done. `after`: what compute has launched; it may still read the
         parameters."""
 
 
 @dataclass(eq=False, repr=False)
 class UnitParameters:
-    """The parameters of an engine's units: in their homes, or in the flats of units that live on the device.
+    """The parameters of an engine's units, in their homes or in the flats of units that live on the device.
 
-    `_device_flat`: the flat of such a unit.
+    `_device_flat`: returns the flat of a unit that lives on the device.
     """
 
     _inventory: Inventory

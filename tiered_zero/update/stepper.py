@@ -1,4 +1,4 @@
-"""Read i+1 | update i | write i-1: the optimizer's way through the sub-groups."""
+"""Stream sub-groups through the update: read i+1 | update i | write i-1."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 
 class StreamingStepper:
-    """Steps sub-groups in order; with state on nvme as many are in flight as there are staging buffers.
+    """Updates sub-groups in order. With state on NVMe as many are in flight as there are staging buffers.
 
-    `params`: what it writes. One step at a time, on the thread that calls `step`.
+    `params`: the parameters to write. One step at a time, on the thread that calls `step`.
     """
 
     def __init__(
@@ -37,75 +37,76 @@ class StreamingStepper:
         params: ParameterSink,
         gradient_dtypes: Mapping[int, torch.dtype] | None = None,
     ) -> None:
-        """`gradient_dtypes`: of gradients that rest on NVMe, by unit."""
+        """`gradient_dtypes`: unit index -> dtype, for gradients that rest on NVMe."""
         self._view = view
         self._rule = view.rule
         self._runtime = runtime
         self._io = SubGroupIO(view.inventory, runtime, view.staging, params, gradient_dtypes or {})
         self.io = SubGroupIO(view.inventory, runtime, view.staging, params)
-        """Of saves and loads, without room for gradients."""
+        """For saves and loads: its leases have no room for gradients."""
         self._prefetcher = Prefetcher(self._io, self._open_nowait)
         self._stages = view.staging is not None
         self._retire_lane = runtime.accelerator.lane("retire") if self._stages else None
         self._ending = threading.Event()
         self._held: Mapping[int, Transfer] = {}
-        """Sub-group -> the end of what reads its state elsewhere."""
+        """Sub-group -> the transfer that ends when a save has read its state."""
         self._reading: Transfer = COMPLETED
 
     @cached_property
     def has_device_state(self) -> bool:
-        """Whether the state of some sub-group rests on the device. Homes of state never change."""
+        """Whether any sub-group's state rests on the device. Homes of state never change."""
         return any(self._io.updates_on_device(layout.subgroup) for layout in self._view.layouts)
 
     @cached_property
     def _reads(self) -> bool:
-        """Whether anything is read for the update of some sub-group."""
+        """Whether the update of any sub-group reads from a tier."""
         return any(map(self._io.reads, self._view.layouts))
 
     def freeze_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Copy the values of the live param groups for the step that is taken: schedulers change them while it runs.
-        The live groups get what the step itself makes of them."""
+        """Copy the live param groups for this step, since schedulers change them while it runs. The live groups get the
+        values that the step itself computes."""
         frozen = list(map(copied_group, groups))
         self._rule.advance_groups(groups, frozen)
         return frozen
 
     def record_compute(self) -> Transfer:
-        """Mark what compute has launched: what it may still read of parameters that an update writes. Driver thread."""
+        """Return a mark of what compute has launched; it may still read parameters that an update writes. Driver
+        thread."""
         return self._runtime.accelerator.record_compute()
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """Start to read what the next step will most likely begin with, as far as that is not under way."""
+        """Start to read what the next step probably needs first, unless it is being read."""
         if self._stages:
             self._prefetcher.read()
 
     def cancel_prefetch(self) -> None:
-        """Drop what was read ahead: state changes, or the next step needs something else."""
+        """Drop what was read ahead, because state changes or the next step needs other sub-groups."""
         self._prefetcher.cancel()
 
     def end(self) -> None:
-        """Skip updates from now on of which nothing outlives the engine: state and parameters are all off the device.
-        Any thread."""
+        """Skip updates from now on whose state and parameters are all off the device: the engine closes and nothing
+        would read them. Any thread."""
         self._ending.set()
 
     def hold(self, until: Mapping[int, Transfer], reading: Transfer = COMPLETED) -> None:
-        """Update a sub-group only once its transfer in `until` is done: a save reads it where it rests. `reading`: the
-        end of all that it reads, parameters too; it never fails. On the thread that steps."""
+        """Delay the update of each sub-group until its transfer in `until` is done: a save reads it in place. `reading`
+        ends when the save has read everything, parameters too; it never fails. Called on the thread that steps."""
         self._held, self._reading = until, reading
 
     def wait_held(self) -> None:
-        """Return once nothing reads state or parameters elsewhere: they are about to be changed by hand, or buffers
-        that it may have leased to be taken back."""
+        """Wait until a save has read everything: the caller is about to change state or parameters, or to take buffers
+        back."""
         self._reading.wait()
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, job: UpdateJob) -> None:
-        """Update every sub-group that has a gradient once; return when all of it is written.
+        """Update every sub-group that has a gradient once; return when everything is written.
 
-        Raises TransferError or CorruptionError before a sub-group is changed from bytes that cannot be trusted; what
-        was stepped before that stays stepped. A failure reaches every unit update that is not complete.
+        Raises TransferError or CorruptionError before a sub-group is changed from bytes that cannot be trusted;
+        sub-groups stepped before that stay stepped. A failure fails every unit update that is not complete.
         """
         step = _Step(
             job=job,
@@ -131,8 +132,8 @@ class StreamingStepper:
             step.prefetcher.end_step()
 
     def _fill(self, step: _Step) -> None:
-        """Begin to read what is ready: first all that was prefetched; then in order, as buffers are free. Where nothing
-        is read, for all rests in memory, one at a time is opened: in backward a shallower one may follow."""
+        """Begin to read ready sub-groups: first all that were prefetched, then others in order while buffers are free.
+        If nothing needs to be read, open one at a time, since a shallower one may become ready in backward."""
         if self._ending.is_set():
             step.progress.count_skipped(self._drop_unseen(step))
         step.progress.count_skipped(step.queue.take_skipped())
@@ -141,7 +142,7 @@ class StreamingStepper:
                 step.opened.append(prefetched)
                 self._read_gradients(prefetched, step.job)
         while self._reads or not step.opened:
-            # one whose gradients have arrived, which step() has waited for where the job has no queue
+            # with a queue gradients may be under way: take one whose gradients have arrived
             layout = step.queue.peek() if step.job.queue is None else step.queue.choose(step.job.gradients)
             if layout is None:
                 return
@@ -155,12 +156,12 @@ class StreamingStepper:
                 return
 
     def _read_gradients(self, work: SubGroupWork, job: UpdateJob) -> None:
-        """Read the gradients beside the state, where step() has waited for all of them."""
+        """Read the gradients together with the state if step() has waited for all of them."""
         if job.queue is None:
             self._io.read_gradients(work, job.gradients)
 
     def _update_one(self, step: _Step) -> None:
-        """Wait for the reads of the first that is opened, update it, start its writes."""
+        """Wait for the reads of the first opened sub-group, update it and start its writes."""
         if not step.opened:
             return
         work = step.opened[0]
@@ -178,12 +179,12 @@ class StreamingStepper:
         step.written.append(step.opened.popleft())
 
     def _retire(self, step: _Step) -> None:
-        """Release the buffers of what is written, oldest first, and prefetch into what nothing ready needs.
+        """Release the buffers of written sub-groups, oldest first, and prefetch into buffers that no ready one needs.
 
-        A write is waited for where nothing goes on without its buffer, or nothing else is to come; where only gradients
-        are missing, block until there are some or the oldest work is written."""
+        Wait for a write only if nothing goes on without its buffer or nothing else follows. If only gradients are
+        missing, block until some arrive or the oldest work is written."""
         all_computed = not step.opened and step.queue.has_ended()
-        if all_computed:  # what was skipped last too: forward waits for it, not for writes
+        if all_computed:  # count those skipped last: forward waits for them
             step.progress.count_skipped(step.queue.take_skipped())
             step.job.computed.complete()
         self._prefetch(step)
@@ -207,7 +208,8 @@ class StreamingStepper:
             step.prefetcher.read()
 
     def _notify_when_written(self, work: SubGroupWork, queue: ReadyQueue) -> None:
-        """Let the retire lane wait for the writes of `work`, then notify the queue. Their errors are the stepper's."""
+        """Wait for the writes of `work` on the retire lane, then notify the queue. The stepper itself raises their
+        errors."""
         if work.is_watched or self._retire_lane is None:
             return
         work.is_watched = True
@@ -220,7 +222,7 @@ class StreamingStepper:
         self._retire_lane.submit(notify)
 
     def _drop_unseen(self, step: _Step) -> list[StateLayout]:
-        """Remove and return the sub-groups, not updated yet, of which nothing rests on the device."""
+        """Remove and return the sub-groups, not updated yet, that have nothing on the device."""
         seen = {x.subgroup.index for x in self._view.layouts if self._io.resident_part(x.subgroup).segments}
         unseen = [work for work in step.opened if work.subgroup.index not in seen]
         self._io.cancel(unseen)
@@ -253,9 +255,9 @@ class StreamingStepper:
 
     @contextmanager
     def _gradients(self, work: SubGroupWork, gradients: GradientSource) -> Iterator[list[torch.Tensor]]:
-        """Each segment's gradients, on the device of its state. Those of a unit whose state is split over tiers rest in
-        host memory: for the part on the device they are copied back, into the room of gradients in flight, all of which
-        have left it by now."""
+        """Return each segment's gradients on the device of its state. If a unit's state is split over tiers its
+        gradients rest in host memory. The part for state on the device is copied back into the room of gradients in
+        flight, which is empty by now."""
         segments = work.subgroup.segments
         read = work.grads or [None] * len(segments)
         grads = [gradients.part(s) if part is None else part for s, part in zip(segments, read, strict=True)]
@@ -287,7 +289,7 @@ class StreamingStepper:
         self._io.bind_outputs(work)
         for segment, out, grad in zip(work.subgroup.segments, work.outs, grads, strict=True):
             master = layout.masters.bind(masters[segment.start : segment.stop], out)
-            position = 0  # in the segment, as are `first` and `last`
+            position = 0  # relative to the segment, like `first` and `last`
             for pieces in self._spans(segment, gradients, scalars):
                 first, last = pieces[0].start - segment.start, pieces[-1].stop - segment.start
                 parts = [master, grad, out]
@@ -307,7 +309,7 @@ class StreamingStepper:
                     )
                 )
                 stepped.append(pieces)
-                # what is not stepped (padding, no gradient) stays what its master says
+                # elements that are not stepped (padding, no gradient) keep the value of their master
                 if position < first:
                     unstepped.append((master[position:first], out[position:first]))
                 position = last
@@ -322,8 +324,8 @@ class StreamingStepper:
         self._view.scalars.replace(layout, scalars)
 
     def _spans(self, segment: Segment, gradients: GradientSource, scalars: PieceScalars) -> list[list[ParamPiece]]:
-        """List neighbouring pieces that one `Run` can take: with a gradient, the same group and the same scalars.
-        Pieces that were stepped together from the start share one object of scalars."""
+        """Return runs of neighbouring pieces that one `Run` can take: with gradients, in one group, sharing one object
+        of scalars (as pieces do that were stepped together from the start)."""
         spans: list[list[ParamPiece]] = []
         last: ParamPiece | None = None
         for piece in segment.pieces:
@@ -345,7 +347,7 @@ class StreamingStepper:
 
 @dataclass(kw_only=True)
 class _Step:
-    """One step under way. `opened`: sub-groups that are being read; `written`: those that are being written."""
+    """One step under way. `opened`: sub-groups being read. `written`: sub-groups being written."""
 
     job: UpdateJob
     queue: ReadyQueue
@@ -356,18 +358,18 @@ class _Step:
 
 
 class _Progress:
-    """Completes a unit's update when the last sub-group with a part of the unit is computed, and written."""
+    """Completes a unit's update when the last sub-group with a part of it is computed and, later, written."""
 
     def __init__(self, job: UpdateJob, layouts: Sequence[StateLayout]) -> None:
         self._unit_updates = unit_updates = job.unit_updates
         self._gradients = None if job.on_device else job.gradients
-        """Released by the job of the state that is not on the device, which comes last."""
+        """Released by the job for state off the device, which runs last."""
         self._uncomputed: Counter[int] = Counter()
         for layout in layouts:
             for segment in layout.subgroup.segments:
                 self._uncomputed[segment.unit.index] += 1
         self._unwritten = self._uncomputed.copy()
-        for index, unit_update in list(unit_updates.items()):  # to which the driver may add
+        for index, unit_update in list(unit_updates.items()):  # a copy: the driver may add some
             if not self._unwritten[index]:
                 unit_update.complete()
 
@@ -403,16 +405,16 @@ class _Progress:
 
 
 class Prefetcher:
-    """Reads the sub-groups that a step will need next, in the order of the step before, into staging buffers that are
-    free; all but one, which is left to others.
+    """Reads the sub-groups that a step will need next, in the order of the step before, into free staging buffers; it
+    leaves one buffer free.
 
-    [Note: Reading ahead]
-    While an update waits for gradients the disk can read the state that those will need. Once a step has begun all of
-    its sub-groups, it can read what the next one begins with: during its own last writes, the forward, and the head's
-    share of backward, which completes no gradient. What changes state between two steps calls `cancel` first.
+    [Note: Reading ahead] While an update waits for gradients, the disk can read the state that they will need. Once a
+    step has begun all of its sub-groups, it can read those that the next step begins with: during its own last writes,
+    the forward and the head's part of backward, which completes no gradient. Code that changes state between two steps
+    calls `cancel` first.
 
-    `open_nowait(layout, param_kind)`: a sub-group with its reads under way, None while no buffer is free. One thread at
-    a time: the one that steps, and between steps the driver.
+    `open_nowait(layout, param_kind)`: starts the reads of a sub-group; None while no buffer is free. One thread at a
+    time: the one that steps, and between steps the driver.
     """
 
     def __init__(self, io: SubGroupIO, open_nowait: Callable[[StateLayout, str], SubGroupWork | None]) -> None:
@@ -422,21 +424,21 @@ class Prefetcher:
         self._works: dict[int, SubGroupWork] = {}
         """Sub-group -> its work, in the order of the reads."""
         self._expected: deque[StateLayout] = deque()
-        """What may be read after these."""
+        """Sub-groups to read after those in `_works`."""
         self._order: list[StateLayout] = []
-        """The sub-groups of the last step that read any, as it began them."""
+        """The sub-groups that the last step read, in the order in which it began them."""
         self._begun: set[int] = set()
         self._ended: list[StateLayout] = []
         self._all_begun = False
 
     @property
     def subgroups(self) -> Collection[int]:
-        """Return the indices of those that are read, or being read."""
+        """The indices of the sub-groups that are being read or were read."""
         return self._works.keys()
 
     def read(self) -> None:
-        """Start to read what is expected next, as far as buffers are free. Leave a read that is refused to the step
-        that needs it, which raises the error."""
+        """Start to read the next expected sub-groups while buffers are free. If a read is refused, stop: the step that
+        needs it raises the error."""
         with suppress(TieredZeroError):
             while self._io.num_free > 1 and (layout := self._next()) is not None:
                 if (work := self._open_nowait(layout, self._param_kind)) is None:
@@ -446,14 +448,14 @@ class Prefetcher:
     def _next(self) -> StateLayout | None:
         while self._expected:
             layout = self._expected.popleft()
-            # a delayed update exchanges the homes of the parameters that masters would be made of
+            # a delayed update swaps the parameters' homes, and these masters would be made from them
             is_fixed = self._param_kind == "param" or not layout.masters.needs_params
             if is_fixed and layout.subgroup.index not in self._begun:
                 return layout
         return None
 
     def evict_last(self) -> bool:
-        """Free the buffer of the last one, for one that was not expected. False without any."""
+        """Free the buffer of the last sub-group read, for one that was not expected. Return False if there is none."""
         if not self._works:
             return False
         _, last = self._works.popitem()
@@ -462,7 +464,7 @@ class Prefetcher:
         return True
 
     def cancel(self) -> None:
-        """Drop what was read: state is about to change, or the order is another than expected."""
+        """Drop what was read: state is about to change, or the order differs from the expected one."""
         self._expected = deque(self._order)
         for index, work in list(self._works.items()):
             self._io.cancel([work])
@@ -477,16 +479,16 @@ class Prefetcher:
         self._ended, self._all_begun = [], False
 
     def take(self, layout: StateLayout) -> SubGroupWork:
-        """Begin one of `subgroups`."""
+        """Begin a prefetched sub-group."""
         self._begun.add(layout.subgroup.index)
         return self._works.pop(layout.subgroup.index)
 
     def note_begun(self, work: SubGroupWork) -> None:
-        """Note a sub-group that is begun and was not prefetched."""
+        """Note that a sub-group which was not prefetched is begun."""
         self._begun.add(work.subgroup.index)
 
     def note_ended(self, work: SubGroupWork) -> None:
-        """Note a sub-group that is written. They end in the order in which they were begun."""
+        """Note that a sub-group is written. They end in the order in which they were begun."""
         if work.lease is None or not work.reads:
             return
         self._ended.append(work.layout)
@@ -494,7 +496,8 @@ class Prefetcher:
             self._expected.append(work.layout)
 
     def expect_next_step(self) -> None:
-        """Expect the sub-groups of the next step: all of this one are begun, and those still expected do not come."""
+        """Expect the sub-groups of the next step: this one has begun all of its own, and the rest of the expected ones
+        will not come."""
         if not self._all_begun:
             self._all_begun = True
             self.cancel()
@@ -505,7 +508,7 @@ class Prefetcher:
         self.expect_next_step()
         if self._ended:
             self._order = self._ended
-        else:  # it was aborted, or had nothing to read
+        else:  # the step was aborted or read nothing
             self._expected = deque(self._order)
         self.read()
 
@@ -515,8 +518,7 @@ class Prefetcher:
 
 
 class NullPrefetcher(Prefetcher):
-    """Reads nothing, for a step over state that rests on the device; frees a buffer of `other` where the step needs
-    one."""
+    """Reads nothing, for a step over state on the device. Frees a buffer of `other` if the step needs one."""
 
     def __init__(self, other: Prefetcher) -> None:
         super().__init__(other._io, other._open_nowait)

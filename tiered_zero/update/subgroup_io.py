@@ -1,4 +1,4 @@
-"""Transfers of sub-groups: state and parameters to staging buffers, and back to their homes."""
+"""Move the state, parameters and gradients of sub-groups to staging buffers and back to their homes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from tiered_zero.update.state_view import GradientSource, ParameterSink
 
 @dataclass(kw_only=True)
 class SubGroupWork:
-    """One sub-group in flight. `param_kind`: which home of a unit takes the new parameters. `raw`: [n] uint8, its
-    state, in place or staged. `lease`: staged state, then the staged 16-bit parameters. `home`: of the state;
-    `is_staged`: it cannot be addressed; `on_device`: it rests there, and is updated there. `reads`: the transfers that
-    fill the state and, where masters need them, the parameters. `outs`: where the rule writes each segment's
-    parameters: [numel] of the unit's dtype; `windows`: the part of the lease that they go through, None where they are
-    written in place. `grads`: each segment's gradients, [numel], once they are read; None: where they rest in memory.
-    `pending`: which staged parameters, by their first byte in the unit, can be forwarded until they
-    are written. `is_last`: its state is not read again. `is_watched`: the stepper is notified once it is written.
+    """One sub-group in flight.
+
+    `param_kind`: the slots that take the new parameters. `raw`: its state, [n] uint8, in place or in the lease.
+    `lease`: the staged state, then the staged 16-bit parameters. `home`: the slot of the state. `is_staged`: the state
+    cannot be addressed in its slot. `on_device`: the state rests and is updated on the device. `reads`: the transfers
+    that fill the state and, if masters need them, the parameters. `outs`: for each segment, where the rule writes its
+    parameters: [numel] of the unit's dtype. `windows`: for each segment, the staging memory of its parameters; None if
+    they are written in place. `grads`: for each segment, its gradients as read, [numel]; None if they rest in memory.
+    `pending`: the staged parameters, by their first byte in the unit, that can be forwarded until they are written.
+    `is_last`: the state is not read again. `is_watched`: the stepper is notified when it is written.
     """
 
     subgroup: SubGroup
@@ -55,10 +57,10 @@ class SubGroupWork:
 
 @dataclass(eq=False, repr=False)
 class SubGroupIO:
-    """Brings sub-groups to where they are updated, and back to their homes. Any one thread at a time.
+    """Reads sub-groups to where they are updated, and writes them to their homes. One thread at a time.
 
-    A staging buffer holds one sub-group's state and, where parameters are not updated in place, its parameters; behind
-    them its gradients, where those rest on NVMe: `_gradient_dtypes` has theirs, by unit.
+    A staging buffer holds one sub-group's state, then its parameters unless they are updated in place, then its
+    gradients if they rest on NVMe. `_gradient_dtypes`: unit index -> dtype of such gradients.
     """
 
     _inventory: Inventory
@@ -69,14 +71,14 @@ class SubGroupIO:
 
     @property
     def num_free(self) -> int:
-        """Staging buffers that are free."""
+        """The number of free staging buffers."""
         return self._staging.num_free if self._staging is not None else 0
 
     def updates_on_device(self, subgroup: SubGroup) -> bool:
         return self._inventory.home(subgroup, "state").tier.name == "device"
 
     def reads(self, layout: StateLayout) -> bool:
-        """Whether state, parameters or gradients are read to where the sub-group is updated."""
+        """Return whether the sub-group's state, parameters or gradients are copied before its update."""
         home = self._inventory.home(layout.subgroup, "state")
         is_staged = home.tier.view(home.slot) is None
         return is_staged or layout.masters.needs_params or bool(self._gradient_dtypes)
@@ -84,7 +86,7 @@ class SubGroupIO:
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def resident_part(self, subgroup: SubGroup) -> SubGroup:
-        """The part of a sub-group whose parameters rest on the device, and outlive the engine."""
+        """Return the part of a sub-group whose parameters rest on the device and outlive the engine."""
         return replace(subgroup, segments=tuple(s for s in subgroup.segments if self._params.is_resident(s)))
 
     def open_nowait(
@@ -96,11 +98,11 @@ class SubGroupIO:
         part: SubGroup | None = None,
         reads: bool = True,
     ) -> SubGroupWork | None:
-        """Start the reads of a sub-group; None while no staging buffer is free.
+        """Start the reads of a sub-group. Return None while no staging buffer is free.
 
-        `initialized`: it has state besides its masters. `part`: the segments that are updated, for the last time: no
-        more than they need is read, and their state is not written; None: all. `reads`: False where all of it is about
-        to be replaced."""
+        `initialized`: it has state in addition to its masters. `part`: update only these segments, for the last time:
+        read no more than they need and do not write their state. `reads`: False if everything is about to be
+        replaced."""
         home = self._inventory.home(layout.subgroup, "state")
         raw = home.tier.view(home.slot)
         staged, on_device = raw is None, home.tier.name == "device"
@@ -148,14 +150,14 @@ class SubGroupIO:
         return work
 
     def _read_params(self, work: SubGroupWork) -> None:
-        """Read the old parameters to where the new ones will be written, where they are not there already."""
+        """Read the old parameters to where the new ones will be written, unless they are there already."""
         for segment, _, window in self._places(work):
             read = self._params.read(segment, work.param_kind, window)
             if read is not None:
                 work.reads.append(read)
 
     def bind_outputs(self, work: SubGroupWork) -> None:
-        """Choose where the rule writes: into the lease, behind the state, or into the parameters' home."""
+        """Choose where the rule writes: to the lease, after the state, or to the parameters' home."""
         work.outs, work.windows = [], []
         for segment, view, window in self._places(work):
             if view is None and work.on_device:
@@ -163,7 +165,7 @@ class SubGroupIO:
             elif view is None:
                 assert window is not None, "a segment without a view is staged"
                 view = window.tensor.view(segment.unit.dtype)
-            if work.layout.masters.follows_params and window is not None:  # not before: they are the user's
+            if work.layout.masters.follows_params and window is not None:  # only now: the user may change them before
                 read = self._params.read(segment, work.param_kind, window)
                 if read is not None:
                     self.wait(read, work)
@@ -171,8 +173,8 @@ class SubGroupIO:
             work.windows.append(window)
 
     def _places(self, work: SubGroupWork) -> list[tuple[Segment, torch.Tensor | None, BufferView | None]]:
-        """Locate each segment's parameters: in place, or in the lease, behind the state. Homes that a delayed update
-        swaps are those of now."""
+        """Return where each segment's parameters are: in place, or in the lease after the state. Call it anew after a
+        delayed update has swapped homes."""
         places: list[tuple[Segment, torch.Tensor | None, BufferView | None]] = []
         start = work.layout.nbytes if work.is_staged else 0
         for segment in work.subgroup.segments:
@@ -186,12 +188,12 @@ class SubGroupIO:
         return places
 
     def _gradient_nbytes(self, segment: Segment) -> int:
-        """Bytes of the segment's gradients in the lease."""
+        """Return the bytes of the segment's gradients in the lease."""
         dtype = self._gradient_dtypes.get(segment.unit.index)
         return 0 if dtype is None else segment.numel * dtype.itemsize
 
     def read_gradients(self, work: SubGroupWork, gradients: GradientSource) -> None:
-        """Start to read the gradients that rest on NVMe, if any do, once; all of them have come."""
+        """Start to read the gradients that rest on NVMe, at most once. They must all have arrived."""
         if not self._gradient_dtypes or work.grads is not None:
             return
         work.grads = []
@@ -218,15 +220,15 @@ class SubGroupIO:
         *,
         masters_alone: bool = False,
     ) -> None:
-        """Start the writes of state and parameters. `unit_updates`: unit index -> what forwards parameters until they
-        are written. `after`: compute's mark, recorded by the driver: what may still read the parameters on the device.
-        `masters_alone`: there is no state besides the masters."""
+        """Start the writes of state and parameters. `unit_updates`: unit index -> the update that forwards parameters
+        until they are written. `after`: what compute had launched; it may still read the parameters on the device.
+        `masters_alone`: there is no state but the masters."""
         home, on_device = work.home, work.on_device
         if work.is_staged and not work.is_last:
             assert work.lease is not None
             nbytes = work.layout.master_nbytes if masters_alone else work.layout.nbytes
             work.writes.append(home.tier.write(home.slot, BufferView(work.raw[:nbytes], work.lease.memory[:nbytes])))
-        if on_device and any(work.windows):  # on the stream that has made them
+        if on_device and any(work.windows):  # on the stream that computed them
             for window, out in zip(work.windows, work.outs, strict=True):
                 if window is not None:
                     self._runtime.accelerator.copy(window.tensor, as_bytes(out))
@@ -238,12 +240,12 @@ class SubGroupIO:
                 work.writes.append(written)
                 if unit_update is not None and offset is not None:
                     work.pending.append((unit_update, offset))
-        if on_device and runs_on_lane():  # whose stream compute does not wait for
+        if on_device and runs_on_lane():  # compute does not wait for the lane's stream
             work.writes.append(self._runtime.accelerator.record())
 
     def finish(self, work: SubGroupWork) -> None:
-        """Wait until the work is written, and release its buffer."""
-        for event in reversed(work.writes):  # of one lane the last comes last: the thread sleeps once
+        """Wait until the work is written and release its buffer."""
+        for event in reversed(work.writes):  # a lane completes in order: wait once, for its last write
             self.wait(event, work)
         for unit_update, offset in work.pending:
             unit_update.retire(offset)
@@ -251,7 +253,7 @@ class SubGroupIO:
             work.lease.release()
 
     def cancel(self, works: Sequence[SubGroupWork]) -> None:
-        """Release the buffers of works that are not needed, once all transfers that use them have ended."""
+        """Release the buffers of works that are not needed, after all transfers that use them have ended."""
         for work in works:
             for event in (*work.reads, *work.writes):
                 with self._span(work):
