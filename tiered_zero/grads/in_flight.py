@@ -2,7 +2,7 @@
 
 [Note: Waits for gradients]
 Copies start as gradients come, and the host waits for a whole unit at a time: the lane's stream is in order, so waiting
-for the last copy is enough. Whoever comes first waits: autograd's thread, when a third unit's gradients find no room;
+for the last copy is enough. One of three waits first: autograd's thread, when a third unit's gradients find no room;
 the update, when it needs them; or a window of gradients on NVMe, before it is written. The others find the transfer
 complete. For sums in host memory the lane waits, buffer by buffer.
 """
