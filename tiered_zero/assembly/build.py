@@ -29,8 +29,8 @@ from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
 from tiered_zero.engine.calls import EngineParts
 from tiered_zero.engine.engine import Engine
+from tiered_zero.engine.entry import Movers
 from tiered_zero.engine.full_values import FullValues
-from tiered_zero.engine.recovery import Movers
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import PlanError, add_note
 from tiered_zero.grads.accumulator import GradientStore

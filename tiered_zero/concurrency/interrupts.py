@@ -2,7 +2,7 @@
 
 [Note: Interrupted calls]
 Python's own handler of SIGINT raises KeyboardInterrupt on the main thread, between any two lines, of ours too. The call
-that it ends drops its step: `StepRecovery.abort` ends what runs, and resets what the step has used. Where the step
+that it ends drops its step: `Entrance.abort` ends what runs, and resets what the step has used. Where the step
 cannot be dropped any more (inside of `step()`, in a backward whose updates have begun, where a load replaces values, in
 an in-place commit, in `close()`) it would end the engine's use, and with it the work since the last save. So it is
 raised behind those. A second one is raised at once, and so is what a handler of the program raises: where it ends what

@@ -59,7 +59,7 @@ def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Eng
         driver.enter(call)
         try:
             if method.__name__ != "peek":  # which looks at what is there
-                step.recovery.check_outside(call, may_recompute=method.__name__ == "forward")
+                step.entrance.check_outside(call, may_recompute=method.__name__ == "forward")
             return method(self, *args, **kwargs)
         except Exception:
             raise

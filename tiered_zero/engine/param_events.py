@@ -8,8 +8,7 @@ from typing import final
 import torch
 from torch import nn
 
-from tiered_zero.engine.own_backward import OwnBackward
-from tiered_zero.engine.recovery import Movers, StepRecovery
+from tiered_zero.engine.entry import Entrance, Movers
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.driver_thread import Phase
@@ -21,20 +20,18 @@ class ParamEvents:
     Driver thread, or autograd's while the driver waits in backward.
     """
 
-    def __init__(
-        self, movers: Movers, own_backward: OwnBackward, recovery: StepRecovery, arrivals: GradientArrivals
-    ) -> None:
+    def __init__(self, movers: Movers, entrance: Entrance, arrivals: GradientArrivals) -> None:
         self.pager = movers.pager
         self.policy = movers.policy
         self._accelerator = movers.runtime.accelerator
-        self._own_backward, self._recovery, self._arrivals = own_backward, recovery, arrivals
+        self._entrance, self._arrivals = entrance, arrivals
         self._reducer = movers.reducer
 
     def before_weights_read(self) -> None:
         """Wait for every update, and make a delayed one visible. Called by `gathered`, state_dict and copies."""
         self.pager.driver.process.check()
         if not self.pager.is_running() and self.pager.phase.now is Phase.IDLE:
-            self._recovery.recover()
+            self._entrance.recover()
         self.policy.finish()
         self._accelerator.check_compute()
 
@@ -44,7 +41,7 @@ class ParamEvents:
 
     def latch(self, why: str) -> None:
         """Refuse every later call: a change of weights has failed half way."""
-        self._recovery.latch(why)
+        self._entrance.latch(why)
 
     def pre_state_dict(self, module: nn.Module) -> None:
         """Begin a module's state_dict: make every update visible, and copy each parameter once until it ends."""
@@ -53,12 +50,12 @@ class ParamEvents:
 
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
         """Make `params`, arguments of `function`, usable, or raise; the first is guarded."""
-        self._own_backward.notice()
+        self._entrance.notice_backward()
         self.pager.fault_in(params, function)
 
     def notice_backward(self) -> None:
         """A backward is about to need a parameter: follow one that the user has started past the engine."""
-        self._own_backward.notice()
+        self._entrance.notice_backward()
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
         """Reduce what backward has passed before another unit is gathered. See [Note: Places of reductions]."""

@@ -14,9 +14,8 @@ from torch import nn
 from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.config.schema import Config
 from tiered_zero.engine.counts import StepCounts
-from tiered_zero.engine.own_backward import OwnBackward
+from tiered_zero.engine.entry import Entrance, Movers
 from tiered_zero.engine.param_events import ParamEvents
-from tiered_zero.engine.recovery import Movers, StepRecovery
 from tiered_zero.errors import ModelError, NonFiniteError
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.check import GradCheck, check_gradients
@@ -63,9 +62,8 @@ class TrainStep:
         self.arrivals = GradientArrivals(
             self.gradients, num_micro_batches, scales_loss, self.unit_grads_complete, self._reducer
         )
-        self.own_backward = OwnBackward(self.pager, self.arrivals, self.visible_gradients, self._reducer)
-        self.recovery = StepRecovery(movers, self.counts, overflow, self.arrivals, self.own_backward, self.meter)
-        self.param_events = ParamEvents(movers, self.own_backward, self.recovery, self.arrivals)
+        self.entrance = Entrance(movers, self.counts, overflow, self.arrivals, self.meter)
+        self.param_events = ParamEvents(movers, self.entrance, self.arrivals)
         self._groups = movers.groups
         self._activations = movers.activations
         self._trains = trains
@@ -94,7 +92,7 @@ class TrainStep:
             self.recover()
         is_direct = not self.pager.frames and self.pager.is_called_directly()
         if not is_direct and not self.pager.frames:  # a recomputation
-            self.own_backward.notice()
+            self.entrance.notice_backward()
         if is_direct:
             self.pager.driver.process.check()
             self.pager.driver.check("A module's forward")
@@ -122,7 +120,7 @@ class TrainStep:
             error = sys.exc_info()[1]
             if error is not None and id(error) != self._handled:
                 self.phase.now = Phase.FORWARD
-                self.recovery.fail_ranks(error)
+                self.entrance.fail_ranks(error)
                 self.phase.now = Phase.IDLE
 
     @runs_outside_modes
@@ -133,7 +131,7 @@ class TrainStep:
             raise ModelError(NO_OPTIMIZER)
         if torch._C._current_graph_task_id() != self.phase.task:
             try:
-                self.own_backward.notice()
+                self.entrance.notice_backward()
             except ModelError:  # of another thread's backward
                 self.arrivals.refuse(param)
                 raise
@@ -149,7 +147,7 @@ class TrainStep:
     def recover(self) -> None:
         """Drop the step of a forward or backward past the engine that has failed, or of a call that was broken off."""
         if not self.is_closed:
-            self.recovery.recover()
+            self.entrance.recover()
 
     def check(self, trains: bool = False) -> None:
         """Begin a call: clear up after an interrupted one. Raises EngineFailedError once an update has failed, and
@@ -157,7 +155,7 @@ class TrainStep:
         parameters."""
         if self.is_closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
-        self.recovery.recover()
+        self.entrance.recover()
         try:
             self.policy.check()
             if trains:
@@ -258,8 +256,8 @@ class TrainStep:
             self.counts.check_managed(self.arrivals.num_own_backwards)
         if self.counts.is_boundary():
             self.scope.check_parameters()
-        with hold_interrupts(), self.recovery.call(Phase.STEP):
-            self.recovery.begin_step()
+        with hold_interrupts(), self.entrance.call(Phase.STEP):
+            self.entrance.begin_step()
             self.counts.was_applied = False
             boundary = self.counts.begin_step(self.pager.num_uses)
             self.arrivals.num_own_backwards = 0
@@ -306,7 +304,7 @@ class TrainStep:
                 return ranks.exchange(data, "a message of the program")
             except BaseException as error:
                 ranks.fail(f"{type(error).__name__}: {error}")
-                self.recovery.latch_ranks("exchange", error)
+                self.entrance.latch_ranks("exchange", error)
                 raise
 
     def flush(self) -> None:
@@ -318,12 +316,12 @@ class TrainStep:
         """Drop the step: drain transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
         self.recover()
         if not self.is_closed:
-            self.recovery.abort()
+            self.entrance.abort()
 
     @contextmanager
     def _pass(self, phase: Phase) -> Iterator[None]:
         """Run the block as a forward or a backward."""
-        with self.recovery.call(phase):
+        with self.entrance.call(phase):
             self.visible_gradients.hide()
             with self.runtime.recorder.span("compute", phase.value):
                 yield
@@ -343,9 +341,9 @@ class TrainStep:
         self.policy.check_untouched("Gradients are dropped")
         if not self.zero_grad_drops:
             return
-        with self.recovery.call(Phase.DROP):
+        with self.entrance.call(Phase.DROP):
             if set_to_none:
-                self.recovery.drop_gradients()
+                self.entrance.drop_gradients()
                 self.gradients.reset_zero()
             else:
                 self.arrivals.reset()
@@ -373,7 +371,7 @@ class TrainStep:
         try:
             is_applied = self.overflow.allows(check, self.counts.global_steps)
         except NonFiniteError:
-            self.recovery.end_step()  # training ends here, and this step is counted
+            self.entrance.end_step()  # training ends here, and this step is counted
             raise
         if is_applied:
             self.policy.prepare()
@@ -384,8 +382,8 @@ class TrainStep:
             self._end_step(are_taken=False)
 
     def _end_step(self, are_taken: bool) -> None:
-        self.recovery.drop_gradients(are_taken)
-        self.recovery.end_step()
+        self.entrance.drop_gradients(are_taken)
+        self.entrance.end_step()
 
     def _check_gradients(self, by_optimizer: bool) -> GradCheck:
         """Check this rank's gradients, or reduce those of all ranks and check the averages."""
@@ -411,7 +409,7 @@ class TrainStep:
             raise
         except Exception:
             if self.counts.was_applied:  # the error of a hook, or of the scheduler: the step is made all the same
-                self.recovery.end_step()
+                self.entrance.end_step()
                 self.phase.now = Phase.IDLE
             raise
         self._end_step(are_taken=True)

@@ -21,7 +21,7 @@ class Phase(Enum):
     DROP: gradients of the step are being dropped. STEP: until its update begins. UPDATE: until the step is complete.
 
     A call enters its phase as it begins, and leaves it as the last thing that it does; if it raises, on its way out
-    (`StepRecovery.call`).
+    (`Entrance.call`).
     """
 
     IDLE = "idle"
@@ -38,7 +38,7 @@ class CallPhase:
 
     `TrainStep` sets `now`, `step_follows`: whether the backward that runs is of a micro-batch that ends its step, and
     `records`: whether autograd records the outermost forward, inside which reentrant checkpoints stop that for a while.
-    `OwnBackward` sets `has_own_backward`, and `task`: autograd's number of the backward that was admitted last. Driver
+    `Entrance` sets `has_own_backward`, and `task`: autograd's number of the backward that was admitted last. Driver
     thread, or autograd's while the driver waits in backward.
     """
 

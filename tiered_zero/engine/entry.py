@@ -1,26 +1,27 @@
-"""Clean up after a call that did not finish. See [Note: Interrupted calls]."""
+"""Enter an engine and leave it: which calls run, a backward past the engine, and the one way in which they fail."""
 
 from __future__ import annotations
 
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 
 from tiered_zero.activations.mover import ActivationMover
 from tiered_zero.engine.counts import StepCounts
-from tiered_zero.engine.own_backward import CAUGHT, OwnBackward
 from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.reducer import GradientReducer
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.params.driver_thread import Phase
+from tiered_zero.params.driver_thread import BACKWARD, Phase
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
 from tiered_zero.params.visible_gradients import VisibleGradients
@@ -48,10 +49,13 @@ class Movers:
     reclaim: Callable[[], None]
 
 
+_CAUGHT = "an exception that its program has caught"
+
+
 @final
-class StepRecovery:
-    """Drops the step of a call that has failed, or latches the engine where the update has begun. `TrainStep` holds it
-    and goes through it into each phase. Driver thread.
+class Entrance:
+    """Enters each phase of an engine, and leaves it: a call that fails, a backward past the engine too, ends in
+    `abort`, or latches the engine where the update has begun. Driver thread, or autograd's while the driver waits.
     """
 
     def __init__(
@@ -60,15 +64,15 @@ class StepRecovery:
         counts: StepCounts,
         overflow: OverflowGuard,
         arrivals: GradientArrivals,
-        own_backward: OwnBackward,
         meter: StepMeter,
     ) -> None:
-        self._movers = movers
-        self._own_backward = own_backward
+        self._movers, self._pager = movers, movers.pager
         self._counts, self._overflow, self._arrivals, self._meter = counts, overflow, arrivals, meter
         self._phase = movers.pager.phase
         self._ranks = movers.runtime.collectives
         self._before_step: tuple[Any, Any] | None = None
+        self._ending: weakref.ref[Callable[[], None]] | None = None
+        """What autograd calls at the end of a backward past the engine."""
 
     def check_outside(self, call: str, may_recompute: bool = False) -> None:
         """Raise ModelError where a hook of the user, or a signal's handler, makes `call` inside of a forward, backward
@@ -97,6 +101,8 @@ class StepRecovery:
         try:
             self._phase.now = phase
             yield
+        except GeneratorExit:
+            raise  # of a block that an interrupt has kept from being entered, as it is dropped
         except BaseException as error:
             try:
                 self._ranks.fail(f"{type(error).__name__}: {error}")
@@ -121,8 +127,8 @@ class StepRecovery:
         """Begin a call: drop the step of a forward or backward past the engine that has failed, which nothing of ours
         has seen, or of a call that was broken off. Raises ModelError in a forked child, which has no lane whose job
         would end."""
-        pager, scope = self._movers.pager, self._movers.scope
-        is_backward = self._own_backward.has_failed
+        pager, scope = self._pager, self._movers.scope
+        is_backward = self._backward_has_failed()
         is_forward = bool(pager.frames) or (scope.is_direct and not scope.runs_directly())
         was_broken_off = pager.driver.was_broken_off or (pager.copies.call and pager.copies.was_broken_off())
         if self._phase.now is Phase.IDLE and (is_backward or is_forward or was_broken_off):
@@ -133,20 +139,61 @@ class StepRecovery:
             self.drop()
             self._phase.now = Phase.IDLE
 
+    # -- a backward past the engine --------------------------------------------------------------------------------
+
+    def notice_backward(self) -> None:
+        """Begin to follow the backward that runs, unless it is the engine's or is followed. Autograd keeps a callback
+        of ours while the backward runs. It calls it at the end, or drops it when an exception ends the backward.
+        Backwards that reentrant checkpoints run inside of it are a part of it. Called before a parameter is fetched
+        and when a gradient comes. Raises ModelError while another thread is inside the engine."""
+        phase, driver, task = self._phase, self._pager.driver, torch._C._current_graph_task_id()
+        if task == -1:
+            if phase.has_own_backward and not driver.is_other():
+                phase.has_own_backward = False  # an exception has ended it; the next call drops the step
+                self._pager.end_pass()
+            return
+        if task == phase.task:
+            return
+        driver.check(BACKWARD)
+        if phase.now is Phase.BACKWARD or (self._ending is not None and self._ending() is not None):
+            phase.task = task
+            return
+        driver.begin_backward()
+        phase.task = task
+        phase.has_own_backward = phase.pass_name == "idle"
+        end = partial(self._end_backward)  # a new object, which nothing but autograd keeps
+        self._ending = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._arrivals.begin_own_backward()
+
+    def _end_backward(self) -> None:
+        """Release what the backward holds, and finish the transfers of its gradients. On the thread that waits."""
+        self._pager.end_pass()
+        self._arrivals.end_own_backward()
+        self._movers.visible_gradients.show()
+        self._stop_following()  # last: where this was not reached the next call drops the step
+
+    def _stop_following(self) -> None:
+        self._ending = None
+        self._phase.has_own_backward = False
+        self._pager.driver.end_backward()
+
+    def _backward_has_failed(self) -> bool:
+        """Whether an exception has ended the backward that was followed last. Between calls."""
+        if self._ending is None or self._ending() is None:
+            return self._ending is not None
+        return torch._C._current_graph_task_id() == -1 and not self._pager.driver.is_other()
+
+    # -- failures --------------------------------------------------------------------------------------------------
+
     def _end_failed(self, error: BaseException) -> None:
         """End the phase of a call that `error` has ended: a forward's frames, or the step, or the engine."""
         if self._phase.now is Phase.FORWARD and isinstance(error, Exception):
-            self._end_forward()
+            self.abort(keeps_gradients=True)
             return
         if self._phase.now is Phase.UPDATE:
             self.latch("step() has failed after its update had begun")
         self.drop()
-
-    def _end_forward(self) -> None:
-        self._phase.has_own_backward = False
-        self._movers.pager.abort()
-        self._movers.scope.abort()
-        self._movers.visible_gradients.show()
 
     def drop(self) -> None:
         """Drop the step of a call whose own error is raised."""
@@ -159,14 +206,22 @@ class StepRecovery:
             if not isinstance(error, Exception):
                 raise
 
-    def abort(self) -> None:
-        """Drop the step: drain transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
-        self._movers.policy.drop(self._movers.drain)
-        self._own_backward.abort()
-        self._movers.pager.abort()
-        self._movers.scope.abort()
-        if self._movers.activations is not None:
-            self._movers.activations.abort()
+    def abort(self, *, keeps_gradients: bool = False) -> None:
+        """End what runs, and drop the step: drain transfers, evict units, drop gradients, in this order. Raises the
+        error of a gradient's transfer. `keeps_gradients`: a forward raised, where the state is whole; what is fetched
+        goes on, and the gradients of earlier micro-batches stay."""
+        movers = self._movers
+        self._phase.has_own_backward = False
+        if not keeps_gradients:
+            movers.policy.drop(movers.drain)  # with what backward has begun, and what was read ahead
+            self._stop_following()
+        movers.pager.abort()
+        movers.scope.abort()
+        if keeps_gradients:
+            movers.visible_gradients.show()
+            return
+        if movers.activations is not None:
+            movers.activations.abort()
         self._meter.clear()
         if self._before_step is not None:
             counts, overflow = self._before_step
@@ -178,11 +233,11 @@ class StepRecovery:
             self.drop_gradients()
         finally:
             self._arrivals.abort()
-            self._movers.gradients.abort()
-            if self._movers.reducer is not None:
-                self._movers.reducer.abort()
-            self._movers.reclaim()
-            self._movers.pager.driver.was_broken_off = False
+            movers.gradients.abort()
+            if movers.reducer is not None:
+                movers.reducer.abort()
+            movers.reclaim()
+            movers.pager.driver.was_broken_off = False
 
     def drop_gradients(self, are_taken: bool = False) -> None:
         """`are_taken`: the update has them; what is left are those that hooks of the optimizer have assigned since."""
@@ -212,10 +267,10 @@ class StepRecovery:
         """End the run on all ranks where a forward or backward past the engine has ended early on this one, between
         collectives of it: the others wait there, and this rank's program goes on. `error`: None where the program has
         handled it by now, so that it is not known."""
-        name = self._phase.now.value
-        if not self._own_backward.others_wait:
+        name, reducer = self._phase.now.value, self._movers.reducer
+        if reducer is None or not (reducer.shards_params or reducer.is_open):
             return
-        text = CAUGHT if error is None else f"{type(error).__name__}: {error}"
+        text = _CAUGHT if error is None else f"{type(error).__name__}: {error}"
         self._ranks.fail(f"its {name} past the engine was ended by {text}")
         if self._movers.policy.failures.error is None:
             self.latch(f"a {name} past the engine was ended by {text}, which ends the run on all ranks")
