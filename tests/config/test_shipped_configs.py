@@ -89,8 +89,8 @@ def test_comments_and_dotted_keys_are_dropped(tmp_path: Path) -> None:
     [
         ({"scheduler": {"type": "CosineLR"}}, r"scheduler\.type: expected one of .*found 'CosineLR'\. Did you mean"),
         (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
-            "warmup_num_steps: expected greater than or equal to 1; found 0",
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}},
+            "warmup_num_steps: expected greater than or equal to 0; found -1",
         ),
         ({"optimizer": {"type": "Odd"}}, "'Odd' is no known optimizer"),
     ],

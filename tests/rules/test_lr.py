@@ -42,8 +42,10 @@ def test_warmup_log() -> None:
     assert rates("WarmupLR", 13, warmup_max_lr=0.5, warmup_num_steps=10) == pytest.approx(expected)
 
 
-def test_warmup_of_one_step_takes_two() -> None:
-    params = {"warmup_max_lr": 1.0, "warmup_num_steps": 1}
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_shorter_warmup_takes_two_steps(num_steps: int) -> None:
+    """As in DeepSpeed; Trainer and Accelerate write 0 for "auto" by default."""
+    params = {"warmup_max_lr": 1.0, "warmup_num_steps": num_steps}
     assert rates("WarmupLR", 4, **params) == pytest.approx([0.0, 0.0, 1.0, 1.0])
     assert rates("WarmupLR", 4, **params, warmup_type="linear") == pytest.approx([0.0, 0.0, 0.5, 1.0])
 
@@ -259,7 +261,7 @@ def test_unknown_types(kind: str, nearest: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "params", "text"),
     [
-        ("WarmupLR", {"warmup_num_steps": 0}, "greater than or equal to 1"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "greater than or equal to 0"),
         ("WarmupLR", {"warmup_type": "cubic"}, "'log' or 'linear'"),
         ("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}, "warmup_max_lr: expected one value or 1"),
         ("WarmupDecayLR", {}, "total_num_steps"),

@@ -268,7 +268,7 @@ class OneCycle(Schedule):
 
 
 class _Warmup(Schedule):
-    warmup_num_steps: Whole = Field(1000, ge=1)
+    warmup_num_steps: Whole = Field(1000, ge=0)
     warmup_type: Literal["log", "linear"] = "log"
 
 
