@@ -293,13 +293,18 @@ def hooks_are_set_in_one_file(source: Source) -> Found:
             "from torch import Tensor\nsetattr(Tensor, 'cuda', f)",
         ]
     },
-    innocent={"tiered_zero/a.py": ["import torch\nx = torch.ones(2)\nself.x = torch.ones"]},
+    innocent={
+        "tiered_zero/a.py": ["import torch\nx = torch.ones(2)\nself.x = torch.ones"],
+        "tiered_zero/deepspeed/a.py": ["import torch\ntorch.Tensor.ds_status = 1"],
+    },
 )
 def torch_is_not_patched(source: Source) -> Found:
+    """DeepSpeed's own attributes, `ds_...`, replace nothing: tiered_zero.deepspeed may add them."""
     stored = [node for node in source.nodes(ast.Attribute) if not isinstance(node.ctx, ast.Load)]
     setattrs = [node.args[0] for node in source.nodes(ast.Call) if ast.unparse(node.func) == "setattr"]
     for node in [*stored, *setattrs]:
-        if source.full_name(node).startswith("torch."):
+        is_of_deepspeed = source.path.startswith(DEEPSPEED) and getattr(node, "attr", "").startswith("ds_")
+        if source.full_name(node).startswith("torch.") and not is_of_deepspeed:
             yield node.lineno, f"{ast.unparse(node)} is torch's own: wrap it, do not replace it"
 
 

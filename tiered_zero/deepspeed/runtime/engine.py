@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 
 from tiered_zero import api
@@ -38,12 +39,14 @@ class _ParameterOffload:
 def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, TieredOptimizer, TrainingLoader | None, Any]:
     """Do `tiered_zero.initialize`. At stage 3 parameters and the optimizer get attributes of DeepSpeed that TRL and
     Lightning read: `ds_numel` (elements), `ds_status` (AVAILABLE: a function fetches what it is called with) and
-    `parameter_offload`."""
+    `parameter_offload`. Every tensor has `ds_status`: TRL's losses ask what autograd has saved of a weight, which is no
+    parameter where saved-tensor hooks are set."""
     _check_accelerate()
     engine, optimizer, loader, scheduler = api.initialize(*args, **kwargs)
     if engine.zero_optimization_stage() == 3:
+        torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
         for param in engine.module.parameters():
-            vars(param).update(ds_numel=param.numel(), ds_status=ZeroParamStatus.AVAILABLE)
+            vars(param).update(ds_numel=param.numel())
         if optimizer is not None:
             vars(optimizer).update(parameter_offload=_ParameterOffload())
     return engine, optimizer, loader, scheduler
