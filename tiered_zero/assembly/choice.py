@@ -102,7 +102,7 @@ def make_predictor(config: Config, model: nn.Module, rates: Machine | None = Non
             raise ConfigError(
                 f"tiered_zero.placement: {', '.join(missing)} of this machine are not known; {TO_MEASURE}."
             )
-        return predict_step(plan, work, machine)
+        return predict_step(plan, work, machine, finds_hidden=False)
 
     return predict
 

@@ -147,8 +147,9 @@ def missing_rates(plan: Plan, work: Work, machine: Machine) -> list[str]:
     return [name for name, rate in needed.items() if not rate]
 
 
-def predict_step(plan: Plan, work: Work, machine: Machine) -> StepSeconds:
-    """Predict a step, and from which tokens on each tier is hidden. `machine` lacks none of `missing_rates`."""
+def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool = True) -> StepSeconds:
+    """Predict a step, and from which tokens on each tier is hidden. `machine` lacks none of `missing_rates`.
+    `finds_hidden`: the tokens are searched, which takes some ten predictions."""
     rates = _Rates(plan, machine)
     seconds, by_resource, num_events = _simulate(plan, work, rates)
     step = StepSeconds(
@@ -160,6 +161,8 @@ def predict_step(plan: Plan, work: Work, machine: Machine) -> StepSeconds:
         ),
         num_events=num_events,
     )
+    if not finds_hidden:
+        return step
     hidden = {tier: _hidden_from(tier, plan, work, machine) for tier in ("host", "nvme") if _is_used(plan, tier)}
     return replace(step, hidden_from_tokens=hidden)
 

@@ -1,13 +1,14 @@
 """Does a step take what was predicted, and is what placement "auto" chooses as fast as the best placement by hand?
 
-    python tools/bench/auto.py --dir /mnt/nvme --only split,choice-1,choice-2 --out records/auto.jsonl
+    python tools/bench/auto.py --dir /mnt/nvme --only split,choice-1,choice-2,choice-3 --out records/auto.jsonl
 
 The rates of the machine are measured first (`tiered-zero doctor DIR --measure`), in each part anew. Parts:
-  split               parameters and state on NVMe, clipping 1, host memory for a quarter, a half and three quarters of
-                      the state: seconds of a step, measured and predicted
-  choice-1, choice-2  in five settings (model, host memory, tokens) what auto chooses, next to a grid by hand: tiers of
-                      parameters and state, how much state host memory holds, and the update policy
-Each case runs in a process of its own; after two steps to warm up the median of the others counts.
+  split          parameters and state on NVMe, clipping 1, host memory for a quarter, a half and three quarters of the
+                 state: seconds of a step, measured and predicted
+  choice-1 to 3  in five settings (model, host memory, tokens) what auto chooses, next to a grid by hand: tiers of
+                 parameters and state, how much state host memory holds, and the update policy
+Each part takes at most five minutes on two cores. Each case runs in a process of its own; after two steps to warm up
+the median of the others counts.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ SETTINGS = {
     "choice-1": (
         Setting(model="gpt2-124m", tokens=64, host_nbytes=5 * GIB // 4),
         Setting(model="gpt2-124m", tokens=64, host_nbytes=4 * GIB),
-        Setting(model="gpt2-124m", tokens=256, host_nbytes=3 * GIB // 2),
     ),
     "choice-2": (
+        Setting(model="gpt2-124m", tokens=256, host_nbytes=3 * GIB // 2),
         Setting(model="gpt2-124m", tokens=16, host_nbytes=GIB),
-        Setting(model="gpt2-350m", tokens=64, host_nbytes=3 * GIB),
     ),
+    "choice-3": (Setting(model="gpt2-350m", tokens=64, host_nbytes=3 * GIB),),
     "smoke": (Setting(model="tiny", tokens=16, host_nbytes=GIB),),
 }
 SPLIT_MODELS = ("gpt2-124m", "gpt2-350m")
@@ -246,7 +247,7 @@ def measure_choices(
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="split,choice-1,choice-2", help="parts, separated by commas")
+    parser.add_argument("--only", default="split,choice-1,choice-2,choice-3", help="parts, separated by commas")
     parser.add_argument("--steps", type=int, default=4, help="measured steps a case, after two to warm up")
     parser.add_argument("--dir", default=".", help="where the swap directories are made, and the disk measured")
     parser.add_argument("--out", help="append a record for each part to this file of JSON lines")
