@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.inspection.insides import PlannedMachine, specify_run
+from tiered_zero.cli.planned_run import specify_planned
 from tiered_zero.config import load
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError, PlanError
@@ -136,3 +137,5 @@ def test_what_cannot_be_chosen_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="doctor DIR --measure"):
         specify_run(config, build_gpt(MODEL))
+    with pytest.raises(ConfigError, match="expected as_written with 2 ranks"):
+        specify_planned(config, build_gpt(MODEL), ranks=2)
