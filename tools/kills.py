@@ -1,7 +1,6 @@
 """Kill real training processes at random moments, and record whether each went on with the bits of an undisturbed run.
 
-    python tools/kills.py --kills 300                  appends a record a round, at most 30 kills of one run
-    python tools/kills.py --insert docs/faults.md      puts the table of all records between its markers
+    python tools/kills.py --kills 300    appends a record a round, at most 30 kills of one run
 
 Runs commit in place after each step: scripts under several update policies, state formats and placements,
 `tiered-zero train --save --save-every 1 --resume`, and several ranks, of which one or all are killed. A round that lost
@@ -11,13 +10,11 @@ a step or ended with other bits is recorded as failed, and the exit code is 1. O
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # an installed tiered_zero goes before the checkout's
     sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
@@ -27,7 +24,6 @@ from tests.crash.kills import CASES, RANK_CASES, Killed, kill_command, kill_rank
 from tools.bench.record import append_record
 
 RECORDS = Path(__file__).resolve().parent / "bench" / "records" / "kills.jsonl"
-BEGIN, END = "<!-- kills:begin -->", "<!-- kills:end -->"
 COMMAND = "tiered-zero train"
 RANKS = {str(case): case for case in RANK_CASES}
 NAMES = [*map(", ".join, CASES), COMMAND, *RANKS]
@@ -57,40 +53,12 @@ def kill(name: str, num_kills: int, seed: int, directory: Path) -> Killed:
     return kill_script(scratch, swap_path, cases[name], num_kills, seed)
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    """Markdown; one line a case."""
-    text = "| training | kills | of these in a save | steps | what came of it |\n|---|---|---|---|---|\n"
-    for name in dict.fromkeys(record["arguments"]["case"] for record in records):
-        own = [record for record in records if record["arguments"]["case"] == name]
-        good = [record["killed"] for record in own if record["killed"] is not None]
-        kills, in_save, steps = (
-            sum(killed[field] for killed in good) for field in ("num_kills", "num_in_save", "num_steps")
-        )
-        what = "the last loss" if name == COMMAND else "the bits"
-        came = f"each went on, and ended with {what} of the run that was never killed"
-        if failures := [record["failure"] for record in own if record["killed"] is None]:
-            came = f"{len(failures)} of {len(own)} rounds failed: {failures[-1][:100]}"
-        text += f"| {name} | {kills} | {in_save} | {steps} | {came} |\n"
-    return text
-
-
-def insert(document: Path, path: Path) -> None:
-    """Write the table of the records in `path` between the markers of a document. Raises ValueError without markers."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    text = document.read_text()
-    begin, end = text.find(BEGIN), text.find(END)
-    if not 0 <= begin < end:
-        raise ValueError(f"{document}: expected {BEGIN} and after it {END}")
-    document.write_text(f"{text[: begin + len(BEGIN)]}\n{table(records)}{text[end:]}")
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=0, help="of the first round, which it chooses")
     parser.add_argument("--dir", type=Path, help="where swap directories and checkpoints are made")
     parser.add_argument("--out", type=Path, default=RECORDS, metavar="RECORDS")
-    parser.add_argument("--insert", type=Path, metavar="DOCUMENT")
     options = parser.parse_args(arguments)
     failed = 0
     for name, num_kills, seed in rounds(options.kills, options.seed):
@@ -110,8 +78,6 @@ def main(arguments: list[str] | None = None) -> int:
             failure=failure,
         )
         print(f"{name}: {killed or failure}", flush=True)
-    if options.insert is not None:
-        insert(options.insert, options.out)
     return 1 if failed else 0
 
 

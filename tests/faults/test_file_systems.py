@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.faults.conftest import EnterRow
 from tests.faults.test_rot import punch
 from tests.record.test_runs import dead_run
 from tests.support.faulty_runs import (
@@ -55,18 +54,17 @@ def steps_with_parity(path: Path, policy: str) -> str:
 
 
 @on(*KINDS)
-def test_every_file_system_trains(disk: Path, enter_row: EnterRow, request: pytest.FixtureRequest) -> None:
+def test_every_file_system_trains(disk: Path, request: pytest.FixtureRequest) -> None:
     kind = request.node.callspec.params["disk"]
     for policy in POLICIES if kind in ("ext4", "ramfs") else ("overlapped",):
         came = steps_with_parity(disk, policy)
-        enter_row(f"the swap directory lies on {kind}", policy, came)
     if kind == "ramfs":
         assert "buffered" in came
 
 
 @on(*KINDS)
 def test_a_run_whose_owner_has_ended_is_removed_where_one_machine_alone_can_hold_it(
-    disk: Path, enter_row: EnterRow, request: pytest.FixtureRequest
+    disk: Path, request: pytest.FixtureRequest
 ) -> None:
     kind = request.node.callspec.params["disk"]
     with build(disk, "barrier"):
@@ -77,10 +75,9 @@ def test_a_run_whose_owner_has_ended_is_removed_where_one_machine_alone_can_hold
     assert (item.run.state, item.removed) == (("unknown", False) if kind == "fuse" else ("dead", True))
     assert kind != "fuse" or collect_garbage(disk, unknown=True)[0].removed
     assert list(disk.iterdir()) == []
-    enter_row("the owner of a run has ended", kind, f"swap gc: {item.run.state}")
 
 
-def test_a_file_system_without_o_direct(swap_path: Path, enter_row: EnterRow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_o_direct(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any mount: every open with O_DIRECT is refused, as such file systems do."""
     real_open = os.open
 
@@ -93,11 +90,10 @@ def test_a_file_system_without_o_direct(swap_path: Path, enter_row: EnterRow, mo
     for policy in POLICIES:
         came = steps_with_parity(swap_path, policy)
         assert "buffered" in came
-        enter_row("open with O_DIRECT is refused", policy, came)
 
 
 @on("ext4", "xfs", "btrfs", "tmpfs")
-def test_a_disk_too_small_at_the_start(disk: Path, enter_row: EnterRow, request: pytest.FixtureRequest) -> None:
+def test_a_disk_too_small_at_the_start(disk: Path) -> None:
     free_nbytes = os.statvfs(disk).f_bavail
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8192, 8192), nn.Linear(8192, 8))
@@ -105,15 +101,11 @@ def test_a_disk_too_small_at_the_start(disk: Path, enter_row: EnterRow, request:
         tiered(model, disk, ("nvme", "nvme"), adamw, zero={"sub_group_size": 1 << 20})
     assert list(disk.iterdir()) == []
     assert abs(os.statvfs(disk).f_bavail - free_nbytes) <= 2, "beyond what the file system logs of its own"
-    kind = request.node.callspec.params["disk"]
-    enter_row("ENOSPC at the start", kind, "StoreError in initialize(), with bytes needed and free; nothing is left")
 
 
 @on("ext4", "xfs")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_disk_that_runs_full_behind_our_back(
-    disk: Path, policy: str, enter_row: EnterRow, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_runs_full_behind_our_back(disk: Path, policy: str, caplog: pytest.LogCaptureFixture) -> None:
     """The blocks reserved at the start are given away again by somebody else, state first; then the disk fills up."""
     engine = build(disk, policy)
     assert train(engine, 2) is None
@@ -124,27 +116,23 @@ def test_a_disk_that_runs_full_behind_our_back(
     junk = fill(disk)
     failure = train(engine, 5, first=2)
     assert failure is not None
-    came = check_aftermath(policy, engine, failure, disk)
+    check_aftermath(policy, engine, failure, disk)
     engine.close()
     junk.unlink()
     assert list(disk.iterdir()) == [] and not [text for text in caplog.messages if "still leased" in text]
-    kind = request.node.callspec.params["disk"]
-    enter_row("blocks are taken away and the disk is filled", f"{policy}; {kind}", came)
 
 
 @on("ext4", "xfs")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_device_that_is_gone(disk: Path, policy: str, enter_row: EnterRow, request: pytest.FixtureRequest) -> None:
+def test_a_device_that_is_gone(disk: Path, policy: str) -> None:
     engine = build(disk, policy)
     assert train(engine, 2) is None
     engine.flush()
     shut_down(disk)
     failure = train(engine, 5, first=2)
     assert failure is not None and failure.step == 2, failure
-    came = check_aftermath(policy, engine, failure, disk)
+    check_aftermath(policy, engine, failure, disk)
     engine.close()
-    kind = request.node.callspec.params["disk"]
-    enter_row("the device under the swap directory is gone", f"{policy}; {kind}", came)
 
 
 @on("tmpfs", "xfs", "ext4")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import EnterRow
 from tests.support.faulty_runs import (
     POLICIES,
     build,
@@ -29,7 +28,7 @@ every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
 @every_policy
-def test_two_models_in_one_process_on_one_path(policy: str, swap_path: Path, enter_row: EnterRow) -> None:
+def test_two_models_in_one_process_on_one_path(policy: str, swap_path: Path) -> None:
     """They train in turns; the first is closed while the second goes on."""
     first, second = build(swap_path, policy), build(swap_path, policy)
     assert [run.state for run in list_runs(swap_path)] == ["alive", "alive"]
@@ -45,11 +44,10 @@ def test_two_models_in_one_process_on_one_path(policy: str, swap_path: Path, ent
     assert isinstance(weights, dict) and not differing(reference(policy, 5), weights)
     second.close()
     assert list(swap_path.iterdir()) == []
-    enter_row("two models in one process, two engines on one path", f"{policy}; nvme/nvme", "same weights for both")
 
 
 @every_policy
-def test_a_failure_stays_with_its_engine(policy: str, swap_path: Path, enter_row: EnterRow) -> None:
+def test_a_failure_stays_with_its_engine(policy: str, swap_path: Path) -> None:
     with faulty_disks() as disks:
         broken, sound = build(swap_path, policy), build(swap_path, policy)
         assert train(broken, 2) is None
@@ -64,9 +62,6 @@ def test_a_failure_stays_with_its_engine(policy: str, swap_path: Path, enter_row
         assert isinstance(weights, dict) and not differing(reference(policy, 5), weights)
         sound.close()
     assert list(swap_path.iterdir()) == []
-    enter_row(
-        "EIO in one of two engines of a process", f"{policy}; nvme/nvme", "the other one ends with the same weights"
-    )
 
 
 @contextmanager
@@ -82,7 +77,7 @@ def descriptors_left(number: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_full_table_of_descriptors_at_the_start(swap_path: Path, enter_row: EnterRow) -> None:
+def test_a_full_table_of_descriptors_at_the_start(swap_path: Path) -> None:
     """At whichever open it is full: an error of ours that says so, and nothing is left."""
     reference("overlapped", 1)  # what is imported late is imported
     raised: set[str] = set()
@@ -101,9 +96,6 @@ def test_a_full_table_of_descriptors_at_the_start(swap_path: Path, enter_row: En
         pytest.fail("twelve descriptors are not enough for one engine")
     assert number >= 2 and raised
     assert list_after(swap_path) == []
-    enter_row(
-        "a full table of file descriptors at the start", "overlapped", f"{' or '.join(sorted(raised))}; nothing is left"
-    )
 
 
 def list_after(swap_path: Path) -> list[str]:
@@ -117,7 +109,7 @@ def list_after(swap_path: Path) -> list[str]:
 
 
 @every_policy
-def test_a_full_table_of_descriptors_in_mid_run(policy: str, swap_path: Path, enter_row: EnterRow) -> None:
+def test_a_full_table_of_descriptors_in_mid_run(policy: str, swap_path: Path) -> None:
     """Training opens nothing; and closing removes its files nevertheless."""
     engine = build(swap_path, policy)
     assert train(engine, 2) is None
@@ -128,4 +120,3 @@ def test_a_full_table_of_descriptors_in_mid_run(policy: str, swap_path: Path, en
         assert isinstance(weights, dict) and not differing(expected, weights)
         engine.close()
     assert list(swap_path.iterdir()) == []
-    enter_row("a full table of file descriptors in mid-run", f"{policy}; nvme/nvme", "same weights, nothing is left")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.faults.conftest import ROOT, EnterRow
+from tests.faults.conftest import ROOT
 from tests.faults.run_children import digest
 from tests.support.faulty_runs import POLICIES, reference
 from tests.support.inspection.insides import list_runs
@@ -77,9 +77,7 @@ def swap(*arguments: str) -> Any:
 
 
 @pytest.mark.slow
-def test_many_runs_on_one_directory_and_every_way_to_end(
-    children: Children, swap_path: Path, enter_row: EnterRow
-) -> None:
+def test_many_runs_on_one_directory_and_every_way_to_end(children: Children, swap_path: Path) -> None:
     stays = children.start("overlapped")
     killed: list[int] = []
     for policy in POLICIES:
@@ -94,24 +92,14 @@ def test_many_runs_on_one_directory_and_every_way_to_end(
                 killed.append(pid)
                 continue
             assert pid not in [run.pid for run in list_runs(swap_path)], f"{number.name} left a swap directory"
-            enter_row(
-                f"{number.name} to a training process", f"{policy}; nvme/nvme", "ends by the signal, nothing is left"
-            )
         assert children.wait(finishing, "digest") == digest(reference(policy, 4)), "runs on one directory have met"
         assert children.wait(finishing, "ended") == 0
-        enter_row("several runs on one swap directory at once", f"{policy}; nvme/nvme", "same weights, nothing is left")
     states = {run.pid: run.state for run in list_runs(swap_path)}
     assert states == {**dict.fromkeys(killed, "dead"), children.wait(stays, "pid"): "alive"}
     swap("gc", str(swap_path), "--dry-run")
     assert len(list_runs(swap_path)) == len(states)
     swap("gc", str(swap_path))
     assert [run.pid for run in list_runs(swap_path)] == [children.wait(stays, "pid")]
-    for policy in POLICIES:
-        enter_row(
-            "SIGTERM or kill -9 of a training process, then swap gc",
-            f"{policy}; nvme/nvme",
-            "gc removes it, and no live run",
-        )
     children.wait(stays, "step", least=children.wait(stays, "step") + 3)
     assert children.send(stays, signal.SIGINT) == -signal.SIGINT
     assert list(swap_path.iterdir()) == []

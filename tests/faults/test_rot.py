@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.io_faults import flip_in_file
-from tests.faults.conftest import EnterRow
 from tests.support.faulty_runs import (
     POLICIES,
     build,
@@ -54,9 +53,7 @@ def is_corruption(error: TieredZeroError) -> bool:
 
 @every_policy
 @pytest.mark.parametrize("what", ["param", "frozen", "state"])
-def test_a_bit_flipped_at_rest(
-    what: str, policy: str, swap_path: Path, enter_row: EnterRow, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bit_flipped_at_rest(what: str, policy: str, swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = build(swap_path, policy)
     assert train(engine, 2) is None
     engine.flush()
@@ -66,9 +63,8 @@ def test_a_bit_flipped_at_rest(
     failure = train(engine, 5, first=2)
     assert failure is not None and failure.step <= 3 and is_corruption(failure.error), failure
     assert str(place.offsets.start) in str(failure.error)
-    came = check_aftermath(policy, engine, failure, swap_path)
+    check_aftermath(policy, engine, failure, swap_path)
     check_closed(engine, swap_path, caplog)
-    enter_row(f"a bit of the {what} flipped in the swap file", f"{policy}; nvme/nvme", f"CorruptionError, {came}")
 
 
 @every_policy
@@ -81,7 +77,6 @@ def test_bytes_changed_on_the_way(
     effect: str,
     policy: str,
     swap_path: Path,
-    enter_row: EnterRow,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with faulty_disks() as disks:
@@ -93,12 +88,11 @@ def test_bytes_changed_on_the_way(
 
         failure = train(engine, 6, before=arm)
         assert failure is not None and is_corruption(failure.error), failure
-        came = check_aftermath(policy, engine, failure, swap_path)
+        check_aftermath(policy, engine, failure, swap_path)
         check_closed(engine, swap_path, caplog)
-    enter_row(f"{effect} {kind} of the {what}, reported as done", f"{policy}; nvme/nvme", f"CorruptionError, {came}")
 
 
-def test_a_transient_flip_costs_one_try(swap_path: Path, enter_row: EnterRow) -> None:
+def test_a_transient_flip_costs_one_try(swap_path: Path) -> None:
     """A parameter is only read in forward, so the step may be tried again, and ends with the right bits."""
     with faulty_disks() as disks, build(swap_path, "barrier") as engine:
         assert train(engine, 2) is None
@@ -109,13 +103,10 @@ def test_a_transient_flip_costs_one_try(swap_path: Path, enter_row: EnterRow) ->
             assert failure is not None and isinstance(failure.error, CorruptionError)
         assert train(engine, 4, first=2) is None, "what a failed step held is still held"
         assert not differing(reference("barrier", 4), dict(engine.module.state_dict()))
-    enter_row(
-        "a bit flipped on its way into memory, once", "barrier; nvme/nvme", "CorruptionError, then the step succeeds"
-    )
 
 
 @every_policy
-def test_a_truncated_file(policy: str, swap_path: Path, enter_row: EnterRow, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_truncated_file(policy: str, swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = build(swap_path, policy)
     assert train(engine, 2) is None
     engine.flush()
@@ -124,13 +115,12 @@ def test_a_truncated_file(policy: str, swap_path: Path, enter_row: EnterRow, cap
     failure = train(engine, 5, first=2)
     assert failure is not None and failure.step == 2
     assert "met the end of the file" in str(failure.error) and "cut it short" in str(failure.error)
-    came = check_aftermath(policy, engine, failure, swap_path)
+    check_aftermath(policy, engine, failure, swap_path)
     check_closed(engine, swap_path, caplog)
-    enter_row("the swap file is truncated", f"{policy}; nvme/nvme", came)
 
 
 @every_policy
-def test_a_punched_file(policy: str, swap_path: Path, enter_row: EnterRow, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_punched_file(policy: str, swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = build(swap_path, policy)
     assert train(engine, 2) is None
     engine.flush()
@@ -144,15 +134,12 @@ def test_a_punched_file(policy: str, swap_path: Path, enter_row: EnterRow, caplo
         pytest.skip("this file system punches no holes")
     failure = train(engine, 5, first=2)
     assert failure is not None and is_corruption(failure.error), failure
-    came = check_aftermath(policy, engine, failure, swap_path)
+    check_aftermath(policy, engine, failure, swap_path)
     check_closed(engine, swap_path, caplog)
-    enter_row("a hole is punched into the swap file", f"{policy}; nvme/nvme", f"CorruptionError, {came}")
 
 
 @every_policy
-def test_the_directory_is_removed_in_mid_run(
-    policy: str, swap_path: Path, enter_row: EnterRow, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_directory_is_removed_in_mid_run(policy: str, swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = build(swap_path, policy)
     assert train(engine, 2) is None
     shutil.rmtree(data_files(swap_path)[0].parent)
@@ -160,9 +147,6 @@ def test_the_directory_is_removed_in_mid_run(
     weights = weights_after(engine)
     assert isinstance(weights, dict) and not differing(reference(policy, 5), weights)
     check_closed(engine, swap_path, caplog)
-    enter_row(
-        "the swap directory is removed in mid-run", f"{policy}; nvme/nvme", "goes on in the open file, same weights"
-    )
 
 
 @pytest.mark.parametrize("policy", ["barrier", "overlapped"])

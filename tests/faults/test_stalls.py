@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import tiered_zero
-from tests.faults.conftest import EnterRow
 from tests.support.faulty_runs import (
     NVME,
     POLICIES,
@@ -38,9 +37,7 @@ STALLS = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("stall", STALLS)
-def test_a_stalled_request(
-    stall: str, policy: str, swap_path: Path, enter_row: EnterRow, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stalled_request(stall: str, policy: str, swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     what, kind, armed = STALLS[stall]
     began_s: list[float] = []
     with faulty_disks(io_timeout_s=TIMEOUT_S) as disks:
@@ -59,10 +56,9 @@ def test_a_stalled_request(
         text = str(failure.error)
         assert "made no progress for 0.4 s" in text and f"{kind}  " in text.partition("in flight")[2], text
         assert TIMEOUT_S <= ended_s - begin_s < TIMEOUT_S + 60.0, "raised, not waited for"
-        came = check_aftermath(policy, engine, failure, swap_path)
+        check_aftermath(policy, engine, failure, swap_path)
         check_closed(engine, swap_path, caplog)
         assert time.monotonic() - ended_s < 60.0, "closing waited for what is stalled again and again"
-    enter_row(f"{stall} stalls", f"{policy}; nvme/nvme", f"{came}; the error holds the in-flight table")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -71,7 +67,6 @@ def test_dump_on_shows_a_stalled_step(
     stall: str,
     policy: str,
     swap_path: Path,
-    enter_row: EnterRow,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The main thread waits deep in a step; the table comes nevertheless, and the step goes on."""
@@ -110,11 +105,6 @@ def test_dump_on_shows_a_stalled_step(
         assert kind in table and float(row.split()[0]) >= 0.0
         assert not differing(reference(policy, 4), dict(engine.module.state_dict()))
     signal.signal(signal.SIGUSR1, before)
-    enter_row(
-        "the signal of dump_on while a request stalls",
-        f"{policy}; nvme/nvme",
-        "the in-flight table on stderr; the step goes on",
-    )
 
 
 @pytest.mark.parametrize("delays", [None, 4, 5])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.faults.conftest import ROOT, EnterRow
+from tests.faults.conftest import ROOT
 from tests.faults.run_faulty_libc import MENDED, RAISED, policies_of
 from tests.support.native_build import DIRECT_IO_SOURCE, compile_shared
 
@@ -37,10 +37,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [*MENDED, *RAISED])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_on_failing_system_calls(engine: str, case: str, outcomes: Outcomes, enter_row: EnterRow) -> None:
+def test_a_run_on_failing_system_calls(engine: str, case: str, outcomes: Outcomes) -> None:
     for policy in policies_of(engine, case):
         came = outcomes[engine, case, policy]
-        enter_row(f"system call: {case}", f"{policy}; {engine} engine", came)
         if case in MENDED:
             assert came == "same weights", policy
         else:

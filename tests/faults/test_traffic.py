@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
-from tests.faults.conftest import EnterRow
 from tests.support.faulty_runs import POLICIES, build, differing, faulty_disks, train
 from tests.support.inspection import param_slots, prefetched_nbytes, store_of, units
 from tests.support.models import ParityGPT, batch, named_weights
@@ -115,7 +114,7 @@ class Many(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["overlapped", "delayed"])
-def test_small_tensors_share_their_requests(policy: str, swap_path: Path, enter_row: EnterRow) -> None:
+def test_small_tensors_share_their_requests(policy: str, swap_path: Path) -> None:
     """5,000 tensors of 1 KiB: requests are bounded by bytes and chunks, not by tensors."""
     num_params, numel = 5000, 256
 
@@ -133,11 +132,6 @@ def test_small_tensors_share_their_requests(policy: str, swap_path: Path, enter_
             nbytes = sum(request.nbytes for request in requests)
             assert nbytes >= 16 * num_params * numel * 2 - num_params * numel * 4
             assert len(requests) <= nbytes / MIB + 8, f"{len(requests)} requests for {nbytes / MIB:.1f} MiB"
-    enter_row(
-        "5,000 tensors of 1 KiB",
-        f"{policy}; nvme/nvme",
-        f"{len(requests)} requests per step for {nbytes / MIB:.0f} MiB",
-    )
 
 
 def tiny_many() -> Many:
@@ -156,11 +150,10 @@ def plain_many() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("policy", ["barrier", "overlapped in backward"])
-def test_ten_thousand_parameters_in_one_group(policy: str, swap_path: Path, enter_row: EnterRow) -> None:
+def test_ten_thousand_parameters_in_one_group(policy: str, swap_path: Path) -> None:
     with build(swap_path, policy, tiny_many, zero={"sub_group_size": None}, clipping=1.0) as engine:
         assert len(engine.optimizer.param_groups[0]["params"]) == 10_000
         assert train(engine, 2) is None
         found = dict(named_weights(engine.module))
         assert not differing(plain_many(), found)
     assert list(swap_path.iterdir()) == []
-    enter_row("10,000 parameters in one group", f"{policy}; nvme/nvme", "trains, same weights as plain PyTorch")

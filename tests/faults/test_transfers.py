@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.fakes.io_faults import Fault, FaultyEngine
-from tests.faults.conftest import EnterRow
 from tests.support.faulty_runs import (
     CALLS,
     NVME,
@@ -72,7 +71,6 @@ def test_a_failed_transfer(
     placement: tuple[str, str],
     fault: str,
     swap_path: Path,
-    enter_row: EnterRow,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     what, kind, armed, effect = {**READS, **UPDATES}[fault]
@@ -103,13 +101,12 @@ def test_a_failed_transfer(
         else:
             assert came.endswith("from then on EngineFailedError")
         check_closed(engine, swap_path, caplog)
-    enter_row(fault, f"{policy}; {'/'.join(placement)}", came)
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_nth_request_fails_whichever_it_is(
-    policy: str, kind: str, swap_path: Path, enter_row: EnterRow, caplog: pytest.LogCaptureFixture
+    policy: str, kind: str, swap_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With late lanes and freed memory full of NaN. A write that fails before training begins fails the start."""
     runtime = {"debug_delay_seed": 1, "debug_poison": True}
@@ -119,41 +116,32 @@ def test_the_nth_request_fails_whichever_it_is(
         num_requests = disks[0].count(kind)
     draw = random.Random(policy + kind)
     chosen = sorted({1, *draw.sample(range(2, num_requests), 4), num_requests})
-    calls = set()
     for nth in chosen:
         with faulty_disks(Fault(kind, nth)) as disks:
             try:
                 engine = build(swap_path, policy, runtime={**runtime, "debug_delay_seed": nth})
             except TransferError as error:
                 assert kind == "write" and str(swap_path) in str(error)
-                calls.add("initialize")
                 continue
             failure = train(engine, 4)
             assert failure is not None, f"{kind} {nth} of {num_requests} failed, and nobody was told"
             check_aftermath(policy, engine, failure, swap_path)
-            calls.add(failure.call)
             check_closed(engine, swap_path, caplog)
     assert list(swap_path.iterdir()) == []
-    enter_row(
-        f"EIO on the n-th {kind}",
-        policy,
-        f"{len(chosen)} runs, each raised in one of {', '.join(sorted(calls))}; from then on EngineFailedError",
-    )
 
 
 @pytest.mark.parametrize("nth", [1, 20, 39])
-def test_a_write_fails_before_training_begins(nth: int, swap_path: Path, enter_row: EnterRow) -> None:
+def test_a_write_fails_before_training_begins(nth: int, swap_path: Path) -> None:
     with (
         faulty_disks(Fault("write", nth)),
         pytest.raises(TransferError, match=rf"write of \d+ bytes .*{swap_path}.*EIO"),
     ):
         build(swap_path, "overlapped")
     assert list(swap_path.iterdir()) == []
-    enter_row("EIO on a write while the model is laid out", "overlapped", "raised in initialize(); nothing is left")
 
 
 @pytest.mark.parametrize("effect", [errno.EIO, "short"])
-def test_a_commit_whose_fsync_fails(effect: int | str, swap_path: Path, enter_row: EnterRow) -> None:
+def test_a_commit_whose_fsync_fails(effect: int | str, swap_path: Path) -> None:
     """Training keeps scratch, which is never synced; what commits is the store."""
     disk = FaultyEngine(select_engine(swap_path).engine)
     store = SwapStore(SwapDir.create([swap_path]), disk, capacity_nbytes=1 << 20)
@@ -166,13 +154,12 @@ def test_a_commit_whose_fsync_fails(effect: int | str, swap_path: Path, enter_ro
     store.close()
     disk.close()
     assert list(swap_path.iterdir()) == []
-    enter_row("EIO on fsync", "store", "raised in commit(); from then on EngineFailedError; the last commit stays")
 
 
 @pytest.mark.parametrize("policy", ["overlapped", "overlapped in backward", "delayed"])
 @pytest.mark.parametrize("how", ["close", "read"])
 def test_the_last_update_fails_and_nothing_follows(
-    how: str, policy: str, swap_path: Path, enter_row: EnterRow, caplog: pytest.LogCaptureFixture
+    how: str, policy: str, swap_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Parameters on the device outlive the engine: close() says where they are not those of the last step."""
     with faulty_disks() as disks:
@@ -192,7 +179,6 @@ def test_the_last_update_fails_and_nothing_follows(
         with suppress(EngineFailedError):  # said again, where a look at the module was told and no call of the engine
             engine.close()
         check_closed(engine, swap_path, caplog)
-    enter_row("EIO in the last update of a run", f"{policy}; none/nvme", "raised in close(), or when weights are read")
 
 
 def test_a_program_that_tries_again_keeps_nothing_of_the_failed_engine(swap_path: Path) -> None:
