@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
-from tests.support.inspection.insides import BarrierPolicy
+from tests.support.inspection.insides import BarrierPolicy, OverlappedPolicy
 from tests.support.trainers import tiered
 from tests.support.walks import PACKAGE
 from tiered_zero.concurrency.interrupts import hold_interrupts
@@ -249,6 +249,25 @@ def throw_at(number: int, act: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return num_calls
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_a_second_one_in_the_clean_up_is_made_up_for_by_the_next_call(
+    past: bool, swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_on(swap_path) as engine:
+        expected = train(engine)
+    with engine_on(swap_path) as engine:
+        train(engine, 0, 1)
+        engine.module[1].register_forward_hook(once(interrupt))
+        with monkeypatch.context() as patch:
+            patch.setattr(OverlappedPolicy, "drop", lambda *_: interrupt())
+            with pytest.raises(KeyboardInterrupt):
+                train(engine, 1, 2, past)
+            with pytest.raises(KeyboardInterrupt):
+                engine.abort_step()
+        assert same(train(engine, 1), expected)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -134,10 +134,12 @@ class Entrance:
         if self._phase.now is Phase.IDLE and (is_backward or is_forward or was_broken_off):
             pager.driver.process.check()
             self._phase.now = Phase.BACKWARD if is_backward else Phase.FORWARD
-            if is_backward or is_forward:
-                self.fail_ranks(_caught_in_backward() if is_backward else None)
-            self.drop()
-            self._phase.now = Phase.IDLE
+            try:
+                if is_backward or is_forward:
+                    self.fail_ranks(_caught_in_backward() if is_backward else None)
+                self.drop()
+            finally:
+                self._phase.now = Phase.IDLE
 
     # -- a backward past the engine --------------------------------------------------------------------------------
 
@@ -201,10 +203,11 @@ class Entrance:
             self.abort()
         except TieredZeroError:
             pass  # of a transfer whose gradient is dropped
-        except BaseException as error:
+        except Exception as error:
             self.latch(f"a step could not be dropped ({type(error).__name__}: {error})")
-            if not isinstance(error, Exception):
-                raise
+        except BaseException:
+            self._pager.driver.was_broken_off = True  # the next call drops the step once more
+            raise
 
     def abort(self, *, keeps_gradients: bool = False) -> None:
         """End what runs, and drop the step: drain transfers, evict units, drop gradients, in this order. Raises the
