@@ -1,5 +1,5 @@
-"""Write the tables of docs/benchmarks.md and docs/activations.md, and three figures of the README, from the benchmark
-records.
+"""Write the tables of docs/benchmarks.md and docs/activations.md, and three figures of docs/guide.md, from the
+benchmark records.
 
     python tools/benchmark_tables.py            # rewrite the pages between their markers
     python tools/benchmark_tables.py --check    # exit 1 where a page differs from the records
@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "tools" / "bench" / "records"
 PAGE = ROOT / "docs" / "benchmarks.md"
 ACTIVATIONS_PAGE = ROOT / "docs" / "activations.md"
-README = ROOT / "README.md"
-README_MARKERS = re.compile(r"(<!-- record:begin -->\n).*?(<!-- record:end -->)", re.DOTALL)
+GUIDE = ROOT / "docs" / "guide.md"
+GUIDE_MARKERS = re.compile(r"(<!-- record:begin -->\n).*?(<!-- record:end -->)", re.DOTALL)
 MARKERS = re.compile(r"(<!-- records:begin -->\n).*?(<!-- records:end -->)", re.DOTALL)
 
 
@@ -259,7 +259,7 @@ def main() -> None:
     for page, markers, made in (
         (PAGE, MARKERS, render(records, TABLES.keys() - {"activations"})),
         (ACTIVATIONS_PAGE, MARKERS, render(records, {"activations"})),
-        (README, README_MARKERS, headline(records)),
+        (GUIDE, GUIDE_MARKERS, headline(records)),
     ):
         text = page.read_text()
         new = replace_between(markers, made, text)

@@ -23,7 +23,7 @@ PAGES = [
     for name in (
         "README.md CONTRIBUTING.md SECURITY.md docs/architecture.md docs/glossary.md docs/migrating.md "
         "docs/troubleshooting.md docs/storage.md docs/benchmarks.md docs/config.md docs/checkpoints.md docs/ranks.md "
-        "docs/optimizers.md docs/integrations.md"
+        "docs/optimizers.md docs/integrations.md docs/guide.md docs/recipes.md"
     ).split()
 ]
 NOT_OURS = set(
