@@ -266,8 +266,8 @@ def test_fit_is_judged_by_the_disks_that_are_given(tmp_path: Path) -> None:
     assert f"rated for (1200 TB) is written after {steps:,} steps" in shown
 
 
-def test_the_rates_of_drives_give_the_least_seconds_of_a_step(tmp_path: Path) -> None:
-    """Each drive by its share: parameters are read twice a micro-batch, masters and state once a step."""
+def test_each_drive_moves_its_share_of_a_step(tmp_path: Path) -> None:
+    """Parameters are read twice a micro-batch, masters and state once a step."""
     swap = {"device": "nvme", "nvme_path": "swap"}
     zero = {"stage": 3, "offload_param": {**swap, "max_in_cpu": 0}, "offload_optimizer": {**swap, "nvme_path": "state"}}
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3}
@@ -280,14 +280,12 @@ def test_the_rates_of_drives_give_the_least_seconds_of_a_step(tmp_path: Path) ->
     )
     moved = [(drive["read_nbytes_per_step"], drive["written_nbytes_per_step"]) for drive in values["drives"]]
     assert moved == [(6 * param, param), (state, state)]
-    assert [drive["least_step_s"] for drive in values["drives"]] == [6 * param / 1e6, state / 1e6]
     shown = CliRunner().invoke(main, ["plan", config, *disks]).stdout
-    assert f"writes {format_nbytes(state)}: {state / 1e6:.3g} s or more by the drive's rates" in shown
+    assert f"writes {format_nbytes(state)}" in shown
     config = write(tmp_path / "config.json", optimizer=None, scheduler=None)
     (drive,) = plan_json(config, *disks[:2])[1]["drives"]
     assert drive["read_nbytes_per_step"] == drive["nbytes"], "of an evaluation: once, and nothing is written"
     assert not drive["written_nbytes_per_step"]
-    assert "or more by" not in CliRunner().invoke(main, ["plan", CONFIG, "--disk", "1TB"]).stdout
 
 
 def test_a_disk_for_a_plan_without_nvme_is_said_to_have_no_effect() -> None:
@@ -306,9 +304,8 @@ def test_a_machine_that_is_described_has_its_own_sizes_and_disks(tmp_path: Path)
     given = ("--device-memory", "24GiB", "--host-memory", "64GiB", "--disk", "2TB:7GB/s,5GB/s")
     by_options = plan_json(CONFIG, "--params", "7e9", *given)[1]
     assert (code, found["rows"], found["machine"]["name"]) == (0, by_options["rows"], "card")
-    assert [(row["disk"], row["least_step_s"]) for row in found["drives"]] == [
-        ("a drive", by_options["drives"][0]["least_step_s"])
-    ]
+    (drive,), (same,) = found["drives"], by_options["drives"]
+    assert drive["disk"] == "a drive" and drive["read_bytes_per_s"] == same["read_bytes_per_s"] == 7 * 10**9
     assert plan_json(CONFIG, "--params", "7e9", "--machine", str(path), "--host-memory", "1GiB")[0] == 1
     shown = CliRunner().invoke(main, ["plan", CONFIG, "--machine", str(path)]).stdout
     assert f"The machine is card, as {path} describes it." in shown

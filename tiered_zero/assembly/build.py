@@ -55,7 +55,6 @@ from tiered_zero.params.pass_scope import PassScope
 from tiered_zero.params.update_guard import ShardGather, WholeWeights
 from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.plan.planner import Plan
-from tiered_zero.plan.remedies import open_settings
 from tiered_zero.plan.request import RankRequest
 from tiered_zero.plan.slots import BUFFERS
 from tiered_zero.rules.kernel_rule import open_kernel
@@ -528,7 +527,6 @@ def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) ->
         planned_nbytes=planned,
         facts=facts,
         config={row.path: json.dumps(row.value, default=str) for row in config.explain() if row.source != "default"},
-        open_settings=open_settings(run_spec.plan),
     )
     observer = RunObserver(runtime.recorder, header, settings.report, settings.trace)
     resources.add("observers", observer.close)

@@ -84,8 +84,6 @@ def fill_drives(needs: Sequence[dict[str, Any]], disks: Sequence[Disk]) -> list[
         own, shares = (needs[index : index + 1], 1) if len(disks) == len(needs) else (needs, len(disks))
         rates = {"read_bytes_per_s": disk.read_bytes_per_s, "write_bytes_per_s": disk.write_bytes_per_s}
         row = _drive_row(own, disk.nbytes or 0, shares)
-        moved = [(row[name], rate) for name, rate in zip(_MOVED, rates.values(), strict=True)]
-        row["least_step_s"] = max((nbytes / rate for nbytes, rate in moved if rate), default=None)
         if disk.rated_nbytes and row["written_nbytes_per_step"]:
             row["steps_to_tbw"] = disk.rated_nbytes // row["written_nbytes_per_step"]
         rows.append({"disk": disk.path, **row, **rates, "rated_nbytes": disk.rated_nbytes})
@@ -126,9 +124,7 @@ def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mappi
             yield f"{where}: {format_nbytes(drive['nbytes'])} of {format_nbytes(drive['free_nbytes'])}"
         read, written = (format_nbytes(drive[name]) for name in _MOVED)
         which = "" if given or len(drives) == 1 else f"the drive of {names}: "
-        seconds = drive.get("least_step_s")
-        least = "" if seconds is None else f": {seconds:.3g} s or more by the drive's rates"
-        yield f"  {which}a step reads about {read} of parameters and state and writes {written}{least}"
+        yield f"  {which}a step reads about {read} of parameters and state and writes {written}"
         if "steps_to_tbw" in drive:
             rated, steps = drive["rated_nbytes"] / 1e12, drive["steps_to_tbw"]
             yield f"  what it is rated for ({rated:g} TB) is written after {steps:,} steps"

@@ -104,7 +104,7 @@ _NO_ESTIMATE = (
     multiple=True,
     metavar="2TB[:7GB/s,5GB/s[:1200TBW]]",
     help="Plan for a drive of this size, with its rates of reads and writes and what it is rated to take (default: "
-    "the disks here): the least seconds of a step, and the steps until the rating. Repeat it for more drives.",
+    "the disks here), and say after how many steps the rating is reached. Repeat it for more drives.",
 )
 @JSON_OPTION
 @click.pass_context

@@ -30,7 +30,6 @@ from tiered_zero.engine.engine import Engine
 from tiered_zero.errors import ConfigError, NonFiniteError
 from tiered_zero.hardware.ranks.launcher import rank_here, world_size_here
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
-from tiered_zero.plan.remedies import open_settings
 from tiered_zero.sizes import TIERS, format_nbytes
 from tiered_zero.stopping import INTERRUPTED, TERMINATED, StopRequest, stop_on_signals
 from tiered_zero.telemetry.advice import explain_pace
@@ -117,7 +116,7 @@ class Training:
         """Train, print the tables, and return the exit code. Raises NonFiniteError for a loss that is not finite."""
         with stop_on_signals(at_boundary=False) as stop:
             engine = open_engine(self._settings, self._model, self._options.seed)
-            totals = RunTotals({tier: engine.plan.nbytes(tier) for tier in TIERS}, open_settings(engine.plan))
+            totals = RunTotals({tier: engine.plan.nbytes(tier) for tier in TIERS})
             ranks = RankSteps(engine)
             try:
                 with engine:

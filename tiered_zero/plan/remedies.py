@@ -1,4 +1,4 @@
-"""Changes that a user can make to a plan: those with which it fits, and settings that have room to change.
+"""Changes that a user can make to a plan that does not fit, so that it fits.
 
 A setting is named only where the plan shows that it acts: what already rests on nvme is not said to be moved there.
 """
@@ -100,43 +100,3 @@ def _change(plan: Plan, row: PlanRow, tier: str) -> tuple[str, float]:
     if kind == "bucket":
         return "lower zero_optimization.reduce_bucket_size", 1.0
     return "", 0.0
-
-
-ENOUGH_SHARE = 0.05
-"""Room for a twentieth of the state that is offloaded is worth a change."""
-
-
-def open_settings(plan: Plan) -> list[str]:
-    """List the settings that have room to change, so that the report of a run names no other.
-
-    "cores": the update runs on the CPU.
-    """
-    request, staging = plan.request, plan.staging
-    room = {tier: -plan.missing_nbytes(tier) for tier in ("device", "host")}
-    paged_nbytes, on_nvme = plan.nbytes("host", "param") + plan.nbytes("nvme", "param"), plan.nbytes("nvme", "state")
-    limited_by, tier = plan.pager_limits.limited_by, plan.pager_limits.tier
-    limit_source = request.limits.get(tier, (0, ""))[1]
-    off_device = request.state.tier != "device"
-    worth = ENOUGH_SHARE * (plan.nbytes("host", "state") + on_nvme)
-    apart = request.ranks.shards_state and not request.ranks.shards_params
-    open_now = {
-        "offload_param.device none": 0 < paged_nbytes <= room["device"] and not request.update.shares_cores,
-        "offload_param.device cpu": 0 < plan.nbytes("nvme", "param") <= room["host"],
-        "stage3_max_live_parameters": "stage3_max_live_parameters" in limited_by,
-        "stage3_prefetch_bucket_size": "stage3_prefetch_bucket_size" in limited_by,
-        f"{tier}_memory_limit": tier in limited_by and limit_source.endswith("memory_limit"),
-        "offload_param.buffer_count": 0 < staging.params.nbytes <= room["host"] and staging.params.count > 0,
-        "offload_optimizer.device cpu": 0 < on_nvme <= room["host"],
-        "state_limits.host": room["host"] < on_nvme and 0 < worth <= room["host"],
-        "state_format": on_nvme > 0 and request.state.format == "fp32",
-        "offload_optimizer.buffer_count": on_nvme > 0
-        and staging.state.count < len(plan.tiers.state)
-        and staging.state.nbytes <= room["host"],
-        "offload_optimizer.ratio": off_device and not request.update.shares_cores and 0 < worth <= room["device"],
-        "update delayed": off_device and not plan.delayed and not request.state.is_split and not apart,
-        "gradient_accumulation_steps": request.sums_gradients,
-        "checkpoint.in_place": on_nvme > 0 and request.commits is None,
-        "nvme_path": plan.nbytes("nvme") > 0,
-        "cores": off_device or request.update.shares_cores,
-    }
-    return [name for name, is_open in open_now.items() if is_open]

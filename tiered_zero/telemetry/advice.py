@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from tiered_zero.sizes import TIERS
 from tiered_zero.telemetry.report import OTHER, RunReport
 from tiered_zero.telemetry.spans import is_wait
@@ -20,86 +18,42 @@ CPU_SHARE = 0.5
 WAIT_SHARE = 0.1
 """A wait that takes less of a step is not worth a change."""
 
-Remedy = tuple[str, str]
-"""(a setting, what to do), given where the plan says that the setting has room to change; "": given always."""
-
-_MORE_TOKENS = ("", "more tokens per step (train_micro_batch_size_per_gpu)")
-_RATIO = ("offload_optimizer.ratio", "a part of the optimizer on the device (offload_optimizer.ratio)")
-_DISK: tuple[Remedy, ...] = (
-    ("offload_optimizer.device cpu", "masters and state in host memory, which has room (offload_optimizer.device cpu)"),
-    ("offload_param.device cpu", "parameters in host memory, which has room (offload_param.device cpu)"),
-    ("state_limits.host", "a part of the state in host memory (tiered_zero.state_limits.host)"),
-    ("", "more tokens per step (train_micro_batch_size_per_gpu, gradient_accumulation_steps)"),
-    ("state_format", "smaller state (tiered_zero.state_format)"),
-    ("nvme_path", "more drives in nvme_path"),
-    ("nvme_path", "the settings that `tiered-zero bench io` finds"),
+_TOKENS = "more tokens per step (train_micro_batch_size_per_gpu)"
+_DISK = (
+    "state or parameters in host memory (offload_optimizer.device, offload_param.device, tiered_zero.state_limits), "
+    "more tokens per step (train_micro_batch_size_per_gpu, gradient_accumulation_steps), smaller state "
+    "(tiered_zero.state_format), or more drives in nvme_path"
 )
-_RANKS: tuple[Remedy, ...] = (
-    ("", "more tokens per step (train_micro_batch_size_per_gpu, at stages 0 and 1 gradient_accumulation_steps)"),
-    ("", "a faster network, and equal work on all ranks"),
-)
+_REDUCE = "a larger micro-batch in place of gradient_accumulation_steps, or a smaller offload_optimizer.ratio"
+_RANKS = f"{_TOKENS}, a faster network, or equal work on all ranks"
 
-_LANES: dict[str, tuple[str, tuple[Remedy, ...]]] = {
-    "compute": ("the model's own compute", (("", "a faster device"),)),
-    "fetch": (
-        "fetching parameters",
-        (
-            ("offload_param.device none", "parameters on the device, which has room (offload_param.device none)"),
-            _MORE_TOKENS,
-        ),
-    ),
-    "reduce": (
-        "carrying gradients to host memory",
-        (
-            ("gradient_accumulation_steps", "a larger micro-batch in place of gradient_accumulation_steps"),
-            ("", "more tokens per micro-batch"),
-            _RATIO,
-        ),
-    ),
-    "update": ("the optimizer's update", (("cores", "more cores"), _MORE_TOKENS, _RATIO)),
+_LANES: dict[str, tuple[str, str]] = {
+    "compute": ("the model's own compute", "a faster device"),
+    "fetch": ("fetching parameters", f"{_TOKENS}, or parameters on the device (offload_param.device none)"),
+    "reduce": ("carrying gradients to host memory", _REDUCE),
+    "update": ("the optimizer's update", f"more cores, {_TOKENS}, or a smaller offload_optimizer.ratio"),
     "disk read": ("reading from the disk", _DISK),
     "disk write": ("writing to the disk", _DISK),
     "all_gather": ("gathering parameters from the other ranks", _RANKS),
     "reduce_scatter": ("summing gradients over the ranks", _RANKS),
     "activations": (
         "moving activations",
-        (("", "a larger tiered_zero.activations.min_nbytes"), ("", "recomputing them (torch.utils.checkpoint)")),
+        "a larger tiered_zero.activations.min_nbytes, or recomputing them (torch.utils.checkpoint)",
     ),
-    "save": (
-        "saving checkpoints",
-        (("", "fewer saves"), ("checkpoint.in_place", "commits in place (tiered_zero.checkpoint.in_place)")),
-    ),
+    "save": ("saving checkpoints", "fewer saves, or commits in place (tiered_zero.checkpoint.in_place)"),
 }
-"""Lane -> what it does, and what shortens a step if it sets the pace."""
+"""Lane -> what it does, and what can shorten a step if it sets the pace."""
 
-_WAITS: dict[str, tuple[Remedy, ...]] = {
-    "wait_param": (
-        ("stage3_prefetch_bucket_size", "a larger stage3_prefetch_bucket_size, which fetches more ahead"),
-        ("stage3_max_live_parameters", "a larger stage3_max_live_parameters, which fetches more ahead"),
-        ("device_memory_limit", "a larger tiered_zero.device_memory_limit, in which more is fetched ahead"),
-        ("host_memory_limit", "a larger tiered_zero.host_memory_limit, in which more is fetched ahead"),
-        _MORE_TOKENS,
-    ),
-    "wait_update": (
-        _MORE_TOKENS,
-        ("cores", "more cores"),
-        ("update delayed", "tiered_zero.update delayed, with other numbers"),
-    ),
-    "wait_grad": _LANES["reduce"][1],
-    "wait_state": (
-        ("offload_optimizer.buffer_count", "a larger offload_optimizer.buffer_count, which reads more state ahead"),
-        _MORE_TOKENS,
-    ),
-    "wait_lease": (
-        ("offload_param.buffer_count", "a larger offload_param.buffer_count"),
-        ("offload_optimizer.buffer_count", "a larger offload_optimizer.buffer_count"),
-    ),
+_WAITS = {
+    "wait_param": f"a larger stage3_prefetch_bucket_size or stage3_max_live_parameters, or {_TOKENS}",
+    "wait_update": f"{_TOKENS}, more cores, or tiered_zero.update delayed, with other numbers",
+    "wait_grad": _REDUCE,
+    "wait_state": f"a larger offload_optimizer.buffer_count, which reads more state ahead, or {_TOKENS}",
+    "wait_lease": "a larger offload_param.buffer_count or offload_optimizer.buffer_count",
     "wait_ranks": _RANKS,
-    "wait_activation": (
-        ("", "a larger tiered_zero.activations.limit, of which a part may be on its way"),
-        ("", "recomputing activations (torch.utils.checkpoint)"),
-    ),
+    "wait_activation": "a larger tiered_zero.activations.limit, or recomputing activations (torch.utils.checkpoint)",
 }
+"""Wait -> what can shorten a step in which it takes longest."""
 
 MEANINGS = {
     "forward": "the model's forward, without the waits inside it",
@@ -136,7 +90,7 @@ def explain_pace(report: RunReport) -> str:
     lane = max(report.busy_s, key=lambda name: report.busy_s[name])
     shares = {cause: seconds / report.step_s for cause, seconds in report.seconds.items()}
     busy = min(1.0, report.busy_s[lane] / report.step_s)
-    doing, remedies = _LANES.get(lane, (lane, ()))
+    doing, remedy = _LANES.get(lane, (lane, ""))
     if lane in ("compute", "update") and report.cpu_share is not None and report.cpu_share < CPU_SHARE:
         return (
             f"In a typical step ({report.step_s:.3g} s) this process got {report.cpu_share:.0%} of the CPU seconds "
@@ -153,15 +107,15 @@ def explain_pace(report: RunReport) -> str:
         text = f"A typical step takes {report.step_s:.3g} s, of which {doing} takes {busy:.0%}."
         offloads = sum(report.planned_nbytes.get(tier, 0) for tier in TIERS[1:])
         cheap = " Offloading costs little here." if lane == "compute" and offloads else ""
-        return f"{text}{cheap}{_advise(report, remedies)}"
+        return f"{text}{cheap}{_advise(remedy)}"
     waits = {cause: share for cause, share in shares.items() if is_wait(cause) and share >= WAIT_SHARE}
     if waits:
         cause = max(waits, key=lambda name: waits[name])
         if not (lane.startswith("disk") and cause != "wait_grad"):
-            remedies = _WAITS.get(cause, ())
+            remedy = _WAITS.get(cause, "")
         return (
             f"{waits[cause]:.0%} of a typical step ({report.step_s:.3g} s) passes while {MEANINGS.get(cause, cause)}"
-            f" ({cause}). The busiest resource is {doing}, with {busy:.0%}.{_advise(report, remedies)}"
+            f" ({cause}). The busiest resource is {doing}, with {busy:.0%}.{_advise(remedy)}"
         )
     return (
         f"A typical step takes {report.step_s:.3g} s. No resource and no wait takes most of it; its busiest resource "
@@ -169,7 +123,5 @@ def explain_pace(report: RunReport) -> str:
     )
 
 
-def _advise(report: RunReport, remedies: Iterable[Remedy]) -> str:
-    """Say what would shorten the step, without the settings that have no room to change."""
-    found = [text for setting, text in remedies if not setting or setting in report.open_settings]
-    return f" What would shorten it: {'; '.join(found)}." if found else ""
+def _advise(remedy: str) -> str:
+    return f" What can shorten it, as far as there is room: {remedy}." if remedy else ""

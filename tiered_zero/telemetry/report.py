@@ -216,8 +216,7 @@ class RunReport(JsonRecord):
     causes still sum to its wall time; the first, which allocates, is none of them where there are others.
 
     `planned_nbytes`, `peak_nbytes`: by tier. `link_nbytes`: by lane, whole run. `bytes_per_s`: by lane, while busy.
-    `open_settings`: those that have room to change, by the plan. `cpu_share`: see StepReport. `start_s`: of placing
-    the values. `end_save_s`: of saves after the last step.
+    `cpu_share`: see StepReport. `start_s`: of placing the values. `end_save_s`: of saves after the last step.
     """
 
     steps: int
@@ -237,7 +236,6 @@ class RunReport(JsonRecord):
     bytes_per_s: dict[str, float]
     planned_nbytes: dict[str, int]
     peak_nbytes: dict[str, int]
-    open_settings: list[str] = field(default_factory=list)
     cpu_share: float | None = None
     end_save_s: float = 0.0
 
@@ -262,8 +260,8 @@ class RunReport(JsonRecord):
 class RunTotals:
     """Sum the steps of a run. One thread."""
 
-    def __init__(self, planned_nbytes: Mapping[str, int] | None = None, open_settings: Iterable[str] = ()) -> None:
-        self._planned_nbytes, self._open_settings = dict(planned_nbytes or {}), list(open_settings)
+    def __init__(self, planned_nbytes: Mapping[str, int] | None = None) -> None:
+        self._planned_nbytes = dict(planned_nbytes or {})
         self._recent: deque[StepReport] = deque(maxlen=MAX_STEPS_KEPT)
         self._first: StepReport | None = None
         self._num_steps = self._num_skipped = self._tokens = 0
@@ -305,7 +303,6 @@ class RunTotals:
             bytes_per_s=link_rates(self._link_nbytes, self._busy_s),
             planned_nbytes=self._planned_nbytes,
             peak_nbytes=dict(last.peak_nbytes) if last else {},
-            open_settings=self._open_settings,
             cpu_share=_mean(typical, lambda report: {"share": report.cpu_share or 0.0}).get("share") or None,
         )
 

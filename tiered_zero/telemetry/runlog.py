@@ -45,7 +45,6 @@ class RunHeader(JsonRecord):
     planned_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     config: dict[str, str] = field(default_factory=dict)
-    open_settings: list[str] = field(default_factory=list)
     started_at: float = field(default_factory=time.time)
     version: int = FORMAT_VERSION
 
@@ -87,7 +86,7 @@ class RunRecord:
         """The footer, or what the steps add up to."""
         if self.footer is not None:
             return self.footer
-        totals = RunTotals(self.header.planned_by_tier, self.header.open_settings)
+        totals = RunTotals(self.header.planned_by_tier)
         for step in self.steps:
             totals.add(step)
         return totals.report()
@@ -159,7 +158,7 @@ class RunLog:
     """
 
     def __init__(self, header: RunHeader, path: str | os.PathLike[str]) -> None:
-        self._totals = RunTotals(header.planned_by_tier, header.open_settings)
+        self._totals = RunTotals(header.planned_by_tier)
         self._file = PrivateFile(path, "tiered_zero.report")
         self._write("header", header.to_json())
 
