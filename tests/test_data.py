@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import tiered_zero
-from tests.support.inspection.insides import decode, encode
+from tests.support.inspection.insides import from_json, to_json
 from tiered_zero.data import TrainingLoader
 from tiered_zero.deepspeed.utils import RepeatingLoader
 from tiered_zero.errors import StoreError
@@ -48,7 +48,7 @@ class Stream(IterableDataset[int]):
 
 def saved(loader: TrainingLoader) -> Any:
     """The state after a way through a file."""
-    return decode(json.loads(json.dumps(encode(loader.state_dict(), "loader"))))
+    return from_json(json.loads(json.dumps(to_json(loader.state_dict(), "loader"))))
 
 
 def rows(batches: Any) -> list[Any]:
@@ -123,7 +123,7 @@ def test_the_rest_of_the_order_follows(
     after = [next(events) for _ in range(30)]
     resumed = make()
     resumed.load_state_dict(state)
-    assert encode(saved(resumed), "") == encode(state, "")
+    assert to_json(saved(resumed), "") == to_json(state, "")
     again = forever(resumed)
     if before:
         assert next(again) == "begin"  # of the pass that was under way

@@ -20,7 +20,7 @@ from tests.support.inspection import driver_state, policy
 from tests.support.models import groups, rows, two_layers
 from tests.support.schedulers import SCHEDULERS, sequence
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint.driver import LoadParts, encode, join_states, own_state
+from tiered_zero.checkpoint.driver import LoadParts, join_states, own_state, to_json
 from tiered_zero.checkpoint.load import differences
 from tiered_zero.data import TrainingLoader
 from tiered_zero.errors import ModelError, NonFiniteError, StoreError
@@ -369,7 +369,7 @@ def test_another_generator_of_numpy_is_said(
     engine = make()
     saved = capture(engine)
     saved["random_states"]["numpy"]["bit_generator"] = "PCG64"
-    saved["random_states"]["devices"] = {"cuda:7": encode(torch.zeros(1, dtype=torch.uint8), "a state")}
+    saved["random_states"]["devices"] = {"cuda:7": to_json(torch.zeros(1, dtype=torch.uint8), "a state")}
     restore(engine, saved)
     assert "numpy's generator is MT19937 here and was PCG64" in caplog.text
     assert "there is no cuda:7 here" in caplog.text
@@ -476,7 +476,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 JUNK = [
     None, True, -1, 0, 2**70, 1.5, "x", [], [[]], {"$tuple": []}, {"a": {"b": 1}},
-    encode(torch.zeros(2, dtype=torch.uint8), "junk"),
+    to_json(torch.zeros(2, dtype=torch.uint8), "junk"),
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered_zero.checkpoint.driver import MAX_DEPTH, decode, encode
+from tiered_zero.checkpoint.driver import MAX_DEPTH, from_json, to_json
 from tiered_zero.checkpoint.index import ITEMSIZES
 from tiered_zero.checkpoint.run_state import torch_dtype
 from tiered_zero.errors import ModelError
@@ -25,7 +25,7 @@ TORCH_DTYPES = [torch_dtype(name) for name in sorted(ITEMSIZES)]
 
 
 def through_text(value: Any) -> Any:
-    return decode(json.loads(json.dumps(encode(value, "value"))))
+    return from_json(json.loads(json.dumps(to_json(value, "value"))))
 
 
 def same(left: Any, right: Any) -> bool:
@@ -122,13 +122,13 @@ def test_every_dtype_of_a_tensor(dtype: torch.dtype) -> None:
 
 def test_a_copy_shares_nothing_with_the_value() -> None:
     tensor, items = torch.zeros(3), [1]
-    saved = encode({"tensor": tensor, "items": items}, "value")
+    saved = to_json({"tensor": tensor, "items": items}, "value")
     tensor += 1
     items.append(2)
-    found = decode(saved)
+    found = from_json(saved)
     assert same(found, {"tensor": torch.zeros(3), "items": [1]})
     found["tensor"] += 1  # memory of its own
-    assert same(decode(saved)["tensor"], torch.zeros(3))
+    assert same(from_json(saved)["tensor"], torch.zeros(3))
 
 
 def test_a_tensor_is_saved_without_its_graph() -> None:
@@ -194,7 +194,7 @@ def contains_itself() -> list[Any]:
 )
 def test_another_type_is_refused_by_its_path(value: Any, path: str, what: str) -> None:
     with pytest.raises(ModelError) as found:
-        encode(value, "client_state")
+        to_json(value, "client_state")
     message = str(found.value)
     assert message.startswith(f"client_state{path}"), message
     assert what in message.replace("float128", "longdouble"), message
@@ -257,7 +257,7 @@ HOSTILE = [
 @pytest.mark.parametrize("saved", HOSTILE, ids=lambda saved: json.dumps(saved)[:60])
 def test_what_encode_never_gives_is_a_value_error(saved: Any) -> None:
     with pytest.raises(ValueError, match=r".") as found:
-        decode(json.loads(json.dumps(saved)))
+        from_json(json.loads(json.dumps(saved)))
     assert type(found.value).__module__ in ("builtins", "binascii")
     assert len(str(found.value)) < 500
 
@@ -282,10 +282,10 @@ jsons = st.recursive(
 @given(jsons)
 def test_no_json_raises_another_error(saved: Any) -> None:
     try:
-        value = decode(saved)
+        value = from_json(saved)
     except ValueError:
         return
-    again = decode(encode(value, "value"))
+    again = from_json(to_json(value, "value"))
     assert same(value, again)
 
 

@@ -32,18 +32,18 @@ def kernel(request: pytest.FixtureRequest, library: Path) -> Iterator[UpdateKern
     kernel.close()
 
 
-def encode(
+def quantize(
     values: torch.Tensor, dtype: torch.dtype, seed: int, kernel: UpdateKernel | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.empty(values.numel(), dtype=dtype)
     scales = torch.empty(-(-values.numel() // QUANTIZED_BLOCK_NUMEL))
-    quantized.encode(codes, scales, values.clone(), seed, kernel)
+    quantized.quantize(codes, scales, values.clone(), seed, kernel)
     return codes, scales
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, kernel: UpdateKernel | None = None) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, kernel: UpdateKernel | None = None) -> torch.Tensor:
     values = torch.empty(codes.numel())
-    quantized.decode(codes, scales, values, kernel)
+    quantized.dequantize(codes, scales, values, kernel)
     return values
 
 
@@ -64,7 +64,7 @@ def test_a_value_comes_back_as_a_neighbour(
 ) -> None:
     values = wild(10_007) if dtype is torch.int8 else wild(10_007).abs()
     values[::13] = 0.0
-    found = decode(*encode(values, dtype, 7, kernel), kernel)
+    found = dequantize(*quantize(values, dtype, 7, kernel), kernel)
     root = (values.abs() / largest(values)) ** (1 / power)
     steps = ((found.abs() / largest(values)) ** (1 / power) - root) * codes
     assert steps.abs().max() < 1.01
@@ -80,15 +80,15 @@ def test_the_kernel_has_the_bits_of_torch(kernel: UpdateKernel | None, dtype: to
     values[::13], values[4000:4064], values[9000:] = 0.0, 1e-41, 0.0
     for index, special in enumerate((float("nan"), float("inf"), 1e-45, 3e38)):
         values[100 * index] = special
-    ours, theirs = encode(values, dtype, 0xFFFFFFFF, kernel), encode(values, dtype, 0xFFFFFFFF, None)
+    ours, theirs = quantize(values, dtype, 0xFFFFFFFF, kernel), quantize(values, dtype, 0xFFFFFFFF, None)
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1].nan_to_num(7), theirs[1].nan_to_num(7))
-    assert torch.equal(decode(*ours, kernel).nan_to_num(7), decode(*theirs).nan_to_num(7))
+    assert torch.equal(dequantize(*ours, kernel).nan_to_num(7), dequantize(*theirs).nan_to_num(7))
 
 
 def test_rounding_is_unbiased_in_the_root() -> None:
     value = torch.tensor([1.0, 0.4] + [0.0] * (QUANTIZED_BLOCK_NUMEL - 2)) ** 4
-    roots = [decode(*encode(value, torch.uint8, seed, None))[1] ** 0.25 for seed in range(4000)]
+    roots = [dequantize(*quantize(value, torch.uint8, seed, None))[1] ** 0.25 for seed in range(4000)]
     assert sum(roots) / 4000 == pytest.approx(0.4 + 0.0, abs=3 * 0.5 / 255 / 4000**0.5)
     assert len({float(root) for root in roots}) <= 2
 
@@ -96,11 +96,11 @@ def test_rounding_is_unbiased_in_the_root() -> None:
 def test_a_second_moment_never_becomes_zero_and_a_nan_stays_one(kernel: UpdateKernel | None) -> None:
     values = torch.full((64,), 1e-30)
     values[0] = 1.0
-    assert bool((decode(*encode(values, torch.uint8, 1, kernel), kernel) > 0)[:32].all())
+    assert bool((dequantize(*quantize(values, torch.uint8, 1, kernel), kernel) > 0)[:32].all())
     values[40] = float("nan")
-    found = decode(*encode(values, torch.uint8, 1, kernel), kernel)
+    found = dequantize(*quantize(values, torch.uint8, 1, kernel), kernel)
     assert found[32:].isnan().any() and found[:32].isfinite().all(), "in its own block"
-    assert torch.equal(decode(*encode(torch.zeros(64), torch.int8, 1, kernel), kernel), torch.zeros(64))
+    assert torch.equal(dequantize(*quantize(torch.zeros(64), torch.int8, 1, kernel), kernel), torch.zeros(64))
 
 
 def make_run(rule: QuantizedAdam, master: torch.Tensor) -> Run:
@@ -169,6 +169,6 @@ def test_second_moments_follow_a_change_smaller_than_a_code() -> None:
         for run, rule in zip(runs, (lossy, exact), strict=True):
             run.grad = grad.clone()
             rule.update([run])
-    squares = decode(runs[0].state["exp_avg_sq"], runs[0].state["exp_avg_sq_scale"])
+    squares = dequantize(runs[0].state["exp_avg_sq"], runs[0].state["exp_avg_sq_scale"])
     assert squares.mean() / runs[1].state["exp_avg_sq"].mean() == pytest.approx(1.0, abs=0.05)
     assert (runs[0].master - runs[1].master).abs().mean() < 0.1 * runs[1].master.abs().mean()

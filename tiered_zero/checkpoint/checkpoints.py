@@ -1,13 +1,13 @@
-"""Saves and loads of one run: what `save_checkpoint` and `load_checkpoint` of the engine do, without DeepSpeed's words.
+"""Save and load one run, as the engine's `save_checkpoint` and `load_checkpoint` ask, without DeepSpeed's terms.
 
-A save is made on the driver thread, between two updates, and is durable when its call returns:
+A save runs on the driver thread, between two updates, and is durable when its call returns:
 
-    agree_on_save     every rank wants the same tag of the same step, and has captured what a script may change
-    begin_tag         rank 0 begins it, the others join
+    agree_on_save     all ranks want the same tag of the same step, and have captured what a script may change
+    begin_tag         rank 0 begins the tag, the others join it
     write, publish    every rank writes its share, rank 0 publishes them all; or `Commits.save`, in place
 
-With checkpoint.async write and publish go on during training (`AsyncSave`): such a save is durable once a later save,
-load, flush or close has returned; the first of those raises its error. After a save that fails training goes on.
+With checkpoint.async, write and publish go on during training (`AsyncSave`). Such a save is durable once a later save,
+load, flush or close has returned; the first of these raises its error. Training goes on after a failed save.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger("tiered_zero")
 
 @final
 class Checkpoints:
-    """Saves and loads one run. Driver thread; an asynchronous save is written on a lane of its own."""
+    """Saves and loads one run. Driver thread; an asynchronous save is written on its own lane."""
 
     def __init__(
         self,
@@ -59,7 +59,8 @@ class Checkpoints:
         config: Config,
         commits: Commits | None = None,
     ) -> None:
-        """`written_by`: of WrittenBy, but for the time. `commits`: what saves in place; None: a save writes files."""
+        """`written_by`: the fields of WrittenBy except the time. `commits`: saves in place; None: a save writes
+        files."""
         settings = config.tiered_zero.checkpoint
         self._state = state
         self._policy = policy
@@ -73,7 +74,7 @@ class Checkpoints:
         self._commits = commits
         self.async_save = AsyncSave()
         self.resumed: tuple[Path, dict[str, Any]] | None = None
-        """What the run was begun from, and its client_state."""
+        """The checkpoint from which the run resumed, and its client_state."""
 
     # -- save ----------------------------------------------------------------------------------------------------------
 
@@ -86,11 +87,11 @@ class Checkpoints:
         save_latest: bool = True,
         exclude_frozen: bool = False,
     ) -> None:
-        """Save the state after the last step; return when the tag is durable, or, with checkpoint.async, when all that
-        a script may change is copied. Raises its error, and that of an asynchronous save before. `begin`: checks that
-        the call is allowed now; returns the step and the tag's name.
+        """Save the state after the last step. Return when the tag is durable or, with checkpoint.async, when everything
+        that a script may change is copied.
 
-        With many ranks all of them call this; it returns on all once the tag is durable, or raises on all.
+        `begin`: checks that the call is allowed now, and returns the step and the tag's name. Raises the errors of this
+        save and of an asynchronous save before it. With many ranks all call this, and it returns, or raises, on all.
         """
         captured: list[Capture] = []
         arguments = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
@@ -127,14 +128,14 @@ class Checkpoints:
             else:
                 self._write(tag, captured[0], ready)
         finally:
-            tag.discard()  # unless it was published
+            tag.discard()  # does nothing if it was published
 
     def _write(self, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
-        """Write this rank's share, and publish those of all ranks on rank 0."""
+        """Write this rank's share; on rank 0 publish the shares of all ranks."""
         is_first = self._ranks.rank == 0
 
         def write() -> Share:
-            self._state.stepper.cancel_prefetch()  # it holds staging buffers, which the save needs
+            self._state.stepper.cancel_prefetch()  # to free staging buffers, which the save needs
             try:
                 with tag.writing():
                     share = capture.write(self._state, tag, ready, self._state.view.scalars)
@@ -148,11 +149,11 @@ class Checkpoints:
         agree(self._ranks, f"{SAVE}: the manifest", lambda: capture.publish(tag, shares) if is_first else None)
 
     def set_scheduler(self, scheduler: Any) -> None:
-        """Save and restore the state of `scheduler`, or of none, from now on."""
+        """Save and restore the state of `scheduler` from now on; None: of none."""
         self._driver = replace(self._driver, lr_scheduler=scheduler)
 
     def wait(self) -> None:
-        """Return when no save is under way. Raises the error of the last one, once."""
+        """Wait for the save under way, if any. Raises the error of the last one, once."""
         if self.async_save.tag is not None:
             self.async_save.wait()
 
@@ -161,8 +162,8 @@ class Checkpoints:
     def find(
         self, load_dir: str | os.PathLike[str], tag: str | None, begin: Callable[[], None]
     ) -> FoundCheckpoint | None:
-        """End what runs and drop what the device holds, and find the tag to load; None, with a warning, if there is no
-        checkpoint. `begin`: see `save`. Raises StoreError."""
+        """End what runs, drop what the device holds, and find the tag to load. Return None, with a warning, if there is
+        no checkpoint. `begin`: see `save`. Raises StoreError."""
 
         def look() -> FoundCheckpoint | None:
             if tag is None and (why := nothing_to_load(load_dir)):
@@ -178,16 +179,16 @@ class Checkpoints:
             self.wait()
             with self._policy.failures.surfacing():
                 self._policy.finish(before_write=True)
-                self._weights.invalidate_all()  # refused while they are in use
+                self._weights.invalidate_all()  # raises while they are in use
 
         return find_together(self._ranks, load_dir, look, prepare)
 
     def load(
         self, found: FoundCheckpoint, parts: LoadParts, *, strict: bool = True, place: Callable[[], None] | None = None
     ) -> dict[str, Any]:
-        """Make the run what the checkpoint says, and return its client_state. Everything is checked, on every rank,
-        before the first weight changes; an error after that ends the engine's use, and an interrupt waits for the end.
-        `place`: places the model, behind the checks. Raises ModelError, ConfigError, StoreError, CorruptionError and
+        """Load a checkpoint into the run and return its client_state. Everything is checked, on every rank, before the
+        first weight changes. An error after that makes the engine unusable; an interrupt waits for the end. `place`:
+        places the model, after the checks. Raises ModelError, ConfigError, StoreError, CorruptionError and
         TransferError."""
         with ExitStack() as opened:
             checked: list[tuple[TensorReader, Matched, dict[str, Any]]] = []
@@ -208,7 +209,7 @@ class Checkpoints:
 
     @hold_interrupts()
     def _overwrite(self, path: Path, read: Callable[[], None]) -> None:
-        """Replace the run's state by what was checked. Where this raises some values are new and some old."""
+        """Replace the run's state by the checked values. If this raises, some values are new and some old."""
         try:
             agree(self._ranks, f"{LOAD}: its values", read)
             self._weights.end_update()
@@ -223,7 +224,7 @@ class Checkpoints:
         self._driver.restore(driver, parts)
 
     def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool = True) -> tuple[Matched, dict[str, Any]]:
-        """Check all of a checkpoint but the values. Returns what goes where, and the driver's state."""
+        """Check everything in a checkpoint except the values. Return what goes where, and the driver's state."""
         with_state = parts.optimizer_states and not parts.module_only and self._driver.optimizer is not None
         options = LoadOptions(strict=strict, with_state=with_state, convert=self._convert)
         matched = match(self._state, manifest, options)
@@ -233,8 +234,8 @@ class Checkpoints:
         return matched, driver
 
     def adopt(self, adoption: Adoption, values: AdoptedValues, place: Callable[[], None]) -> None:
-        """Resume from the commit that this run's stores were opened at. `place`: see `load`. Raises ModelError and
-        StoreError, on every rank."""
+        """Resume from the commit at which this run's stores were opened. `place`: see `load`. Raises ModelError and
+        StoreError on every rank."""
         checked: list[tuple[Matched, dict[str, Any]]] = []
         agree(self._ranks, f"{LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, LoadParts())))
         place()
@@ -256,12 +257,13 @@ class Checkpoints:
         self._weights.end_update()
 
     def resume(self, found: FoundCheckpoint, place: Callable[[], None]) -> None:
-        """Load what the config says that the run goes on from. Raises as `load`."""
+        """Load the checkpoint from which the config resumes. Raises what `load` raises."""
         self.resumed = found.path, self.load(found, LoadParts(), place=place)
 
 
 def check_async(config: Config, plan: Plan) -> None:
-    """Raise ConfigError if a save cannot be written during training: what it reads must stay until it is read."""
+    """Raise ConfigError if a save cannot be written during training: what it reads must not change before it is
+    read."""
     settings = config.tiered_zero
     if not settings.checkpoint.async_save or settings.checkpoint.in_place:
         return

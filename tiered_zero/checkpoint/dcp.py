@@ -1,8 +1,8 @@
-"""Tags as PyTorch's Distributed Checkpoint (DCP) reads them, for programs that have no engine:
-`torch.distributed.checkpoint.load(..., storage_reader=DcpReader(tag))`. Nothing of this package imports this file.
+"""Read tags with PyTorch's Distributed Checkpoint (DCP), for programs without an engine:
+`torch.distributed.checkpoint.load(..., storage_reader=DcpReader(tag))`. Nothing in this package imports this file.
 
-Each tensor is one chunk. Of an item, the elements from its first to its last are read: its own where tensors are cut by
-rows, as FSDP cuts them.
+Each tensor is one chunk. For an item, everything from its first to its last element is read: just its own elements if
+tensors are cut by rows, as FSDP cuts them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DcpReader(StorageReader):
     it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """`path`: as of `tiered_zero.checkpoint.resume`. Raises StoreError."""
+        """`path`: as in `tiered_zero.checkpoint.resume`. Raises StoreError."""
         self.reader: TensorReader = open_reader(find_checkpoint(path))
 
     def __enter__(self) -> DcpReader:
@@ -44,16 +44,16 @@ class DcpReader(StorageReader):
         self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the files. Idempotent."""
         self.reader.close()
 
-    # What Distributed Checkpoint calls.
+    # -- called by Distributed Checkpoint
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a reader belongs to one checkpoint."""
+        """Do nothing: a reader belongs to one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The tensors of the checkpoint, each as one chunk."""
+        """Return the tensors of the checkpoint, each as one chunk."""
         found: dict[str, Any] = {}
         for key, entry in self.reader.manifest.tensors.items():
             size = torch.Size(entry.shape)
@@ -63,7 +63,7 @@ class DcpReader(StorageReader):
         return Metadata(state_dict_metadata=found)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the manifest was read at construction."""
+        """Do nothing: the manifest was read at construction."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -72,7 +72,7 @@ class DcpReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of a plan, in its order. Raises CorruptionError, TransferError and StoreError."""
+        """Read the items of a plan in order. Raises CorruptionError, TransferError and StoreError."""
         for item in plan.items:
             target = planner.resolve_tensor(item).detach()
             found = self._read(item)

@@ -1,7 +1,7 @@
-"""State of the driver thread besides weights and optimizer state: captured at a save, restored at a load.
+"""Capture the driver thread's state at a save, and restore it at a load: everything but weights and optimizer state.
 
 Counts, loss scale, learning rate schedule, values of the param groups, random states, the position in the training
-data, and the user's client_state. A run that restores them continues with the same bits.
+data, and the user's client_state. A run that restores them continues bit for bit.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ logger = logging.getLogger("tiered_zero")
 State = dict[str, Any]
 
 OWN_PARTS: Final = ("random_states", "loader")
-"""What each rank has its own of."""
+"""The parts of the state that differ between ranks."""
 
 _SCHEDULED = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
-"""Values of a param group that torch's schedulers compute the next learning rate from."""
+"""The values of a param group from which torch's schedulers compute the next learning rate."""
 
 _CODE = (FunctionType, MethodType, BuiltinFunctionType)
 
@@ -89,7 +89,7 @@ class _SavedRank(StrictModel):
 
 
 class _SavedState(_SavedRank):
-    """What `DriverState.capture` gives, and each rank's `own_state` if there were others."""
+    """The state that `DriverState.capture` returns, and each rank's `own_state` if there was more than one rank."""
 
     counts: _SavedCounts
     overflow: _SavedOverflow
@@ -104,11 +104,11 @@ class _SavedState(_SavedRank):
 
 
 def _decode_state(saved: Any) -> State:
-    """Decode and check what `DriverState.capture` gave, read from a file. Raises StoreError."""
+    """Decode and check the state that `DriverState.capture` returned and a file held. Raises StoreError."""
     try:
         if type(saved) is not dict:
             raise ValueError(f"expected an object; found {type(saved).__name__}")
-        own = {name: decode(value) for name, value in saved.items()}
+        own = {name: from_json(value) for name, value in saved.items()}
         state = _SavedState.model_validate(own).model_dump()
     except ValidationError as error:
         raise StoreError(f"The checkpoint's driver state is not what was saved ({first_problem(error)}).") from None
@@ -118,7 +118,7 @@ def _decode_state(saved: Any) -> State:
 
 
 def read_client_state(saved: Any) -> dict[str, Any]:
-    """Decode the client_state of what `DriverState.capture` gave, as it was read from a file. Raises StoreError."""
+    """Decode the client_state from what `DriverState.capture` returned and a file held. Raises StoreError."""
     return dict(_decode_state(saved)["client_state"])
 
 
@@ -135,11 +135,11 @@ class Counts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadParts:
-    """The parts that a load restores: DeepSpeed's arguments of `load_checkpoint`, with its defaults.
+    """The parts that a load restores: the arguments of DeepSpeed's `load_checkpoint`, with its defaults.
 
-    `module_only`: weights alone. Without `optimizer_states` the optimizer, its learning rates and the loss scale stay
-    this run's; without `lr_scheduler_states` the schedule. Counts, random states and the position in the training data
-    are restored unless `module_only`. Source: DeepSpeed 0.19.8, runtime/engine.py, _load_checkpoint.
+    `module_only`: weights alone. Without `optimizer_states` this run keeps its optimizer, learning rates and loss
+    scale; without `lr_scheduler_states` its schedule. Counts, random states and the position in the training data are
+    restored unless `module_only`. Source: DeepSpeed 0.19.8, runtime/engine.py, _load_checkpoint.
     """
 
     optimizer_states: bool = True
@@ -150,7 +150,7 @@ class LoadParts:
 @final
 @dataclass(frozen=True, kw_only=True)
 class DriverState:
-    """The parts of one run whose state a checkpoint holds besides arrays. Driver thread, between two steps.
+    """The objects of one run whose state a checkpoint holds in addition to arrays. Driver thread, between two steps.
 
     `optimizer`: None if the run evaluates. `loader`: of `training_data`; None without.
     """
@@ -164,9 +164,9 @@ class DriverState:
     module: nn.Module | None = None
 
     def capture(self, client_state: Mapping[str, Any]) -> State:
-        """Copy the state as it is now, as `encode` gives it: JSON.
+        """Copy the present state as JSON, encoded by `to_json`.
 
-        Raises ModelError, naming the path, for a value that cannot be saved, and for a scheduler without state_dict().
+        Raises ModelError, naming the path, for a value that cannot be saved, or a scheduler without state_dict().
         """
         overflow_counts, scaler = self.overflow.state()
         state = {
@@ -182,14 +182,14 @@ class DriverState:
             "modules": _extra_states(self.module) if self.module is not None else {},
             "client_state": _client_state(client_state),
         }
-        return {name: encode(value, name) for name, value in state.items()}
+        return {name: to_json(value, name) for name, value in state.items()}
 
     def check(self, saved: Any, parts: LoadParts | None = None, ranks: Collectives | None = None) -> State:
-        """Decode what `capture` gave, read from a file: untrusted. Return what `restore` takes, with this rank's own
+        """Decode an untrusted state that `capture` returned, and return the argument of `restore`, with this rank's own
         parts.
 
-        Raises StoreError for what `capture` does not give, and ModelError for a state that does not fit, with nothing
-        changed.
+        Raises StoreError for what `capture` never returns, and ModelError for a state that does not fit. Changes
+        nothing.
         """
         parts = parts or LoadParts()
         state = _decode_state(saved)
@@ -209,13 +209,14 @@ class DriverState:
         return state
 
     def restore_optimizer(self, state: State, parts: LoadParts | None = None) -> None:
-        """Restore the values of param groups and the schedule from what `check` has returned, before any array is
-        loaded: state that begins anew begins with these values."""
+        """Restore param group values and schedule from the result of `check`. Call it before any array is loaded: state
+        that is initialized uses these values."""
         if self.optimizer is not None and not (parts or LoadParts()).module_only:
             self._restore_optimizer(self.optimizer, state, parts or LoadParts())
 
     def restore(self, state: State, parts: LoadParts | None = None) -> dict[str, Any]:
-        """Restore the rest of what `check` has returned; return the client_state. The caller has flushed the policy."""
+        """Restore the rest of the result of `check`, and return the client_state. The caller has finished all
+        updates."""
         parts = parts or LoadParts()
         if self.module is not None:
             _restore_extra_states(self.module, state["modules"])
@@ -268,11 +269,11 @@ class DriverState:
             logger.warning("resumed: the checkpoint has no position in training_data, which begins anew")
 
 
-# -- what modules keep besides parameters and buffers, by torch's get_extra_state and set_extra_state ------------------
+# -- extra state of modules, by torch's get_extra_state and set_extra_state --------------------------------------------
 
 
 def _extra_states(model: nn.Module) -> dict[str, Any]:
-    """List the extra state of every module that has some: by its path."""
+    """Return the extra state of every module that has some, by its path."""
     return {
         path: module.get_extra_state()
         for path, module in model.named_modules()
@@ -281,7 +282,7 @@ def _extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def _restore_extra_states(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Set the saved states of modules; warn of states and modules without their counterpart. Raises ModelError."""
+    """Set the saved states of modules; warn if a state or a module lacks its counterpart. Raises ModelError."""
     own = {
         path: module
         for path, module in model.named_modules()
@@ -301,24 +302,24 @@ def _restore_extra_states(model: nn.Module, saved: Mapping[str, Any]) -> None:
         logger.warning("resumed: the extra state of module %.200r is left out: there is none in this model", path)
 
 
-# -- what every rank has its own of ------------------------------------------------------------------------------------
+# -- parts that differ between ranks -----------------------------------------------------------------------------------
 
 
 def own_state(captured: State) -> State:
-    """The part of what `DriverState.capture` gave that each rank has its own of."""
+    """Return the parts of a captured state that differ between ranks."""
     return {name: captured[name] for name in OWN_PARTS}
 
 
 def join_states(first: State, own: Sequence[Mapping[str, Any]]) -> State:
-    """Join the states of all ranks for the manifest: rank 0's, and `own_state` of each rank where there are others."""
+    """Join the states of all ranks for the manifest: rank 0's, and each rank's `own_state` if there are several."""
     return {**first, "ranks": list(own)} if len(own) > 1 else first
 
 
 def _select_rank(state: State, ranks: Collectives) -> int:
-    """Put this rank's own part of what was saved into `state`; return how many ranks have saved theirs.
+    """Put this rank's own parts into `state`, and return how many ranks saved theirs.
 
-    A rank that did not exist then keeps its random states, for with rank 0's it would draw rank 0's numbers; its place
-    in the data is rank 0's.
+    A rank that did not exist at the save keeps its random states: with rank 0's it would draw the same numbers as rank
+    0. Its position in the data is rank 0's.
     """
     of_ranks = state.pop("ranks", None) or [own_state(state)]
     if ranks.rank < len(of_ranks):
@@ -342,16 +343,16 @@ def _client_state(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _scheduled_options(optimizer: TieredOptimizer, groups: Any) -> Any:
-    """Return this run's own values of param groups, with those of the checkpoint that a schedule computes from."""
+    """Return this run's param group values, with those from the checkpoint that a schedule computes from."""
     own = optimizer.group_options()
     if type(groups) is not list or {*map(type, groups)} != {dict} or len(groups) != len(own):
-        return groups  # which are refused
+        return groups  # the caller refuses them
     scheduled = ({name: group[name] for name in _SCHEDULED if name in group} for group in groups)
     return [{**group, **new} for group, new in zip(own, scheduled, strict=True)]
 
 
 def _scheduler_state(scheduler: Any) -> State | None:
-    """Return the scheduler's class and state, without functions. Raises ModelError for one without state_dict()."""
+    """Return the scheduler's class and state, without functions. Raises ModelError if it has no state_dict()."""
     if scheduler is None:
         return None
     kind = type(scheduler).__name__
@@ -367,7 +368,7 @@ def _scheduler_state(scheduler: Any) -> State | None:
 
 
 def _without_code(state: Any) -> Any:
-    """Leave functions out of the state of torch's schedulers, which keep their own; a Counter (MultiStepLR) becomes a
+    """Leave functions out of a torch scheduler's state, since it keeps its own; turn a Counter (MultiStepLR) into a
     dict."""
     if type(state) in (dict, Counter):
         return {name: _without_code(value) for name, value in state.items() if not isinstance(value, _CODE)}
@@ -377,7 +378,7 @@ def _without_code(state: Any) -> Any:
 
 
 def _loadable(scheduler: Any, state: Any) -> Any:
-    """Copy what was saved of a scheduler, with a Counter where it has one."""
+    """Copy a scheduler's saved state, with a Counter wherever the scheduler has one."""
     found = deepcopy(state)
     for one, own in _with_inner(scheduler, found):
         if isinstance(one, LRScheduler) and type(own) is dict:
@@ -386,7 +387,7 @@ def _loadable(scheduler: Any, state: Any) -> Any:
 
 
 def _with_inner(scheduler: Any, state: Any = None) -> list[tuple[Any, Any]]:
-    """List a scheduler and those inside a sequence or chain, each with its part of `state`."""
+    """Return a scheduler and those inside its sequence or chain, each with its part of `state`."""
     inner = getattr(scheduler, "_schedulers", ())
     states = (state or {}).get("_schedulers") if isinstance(state, dict) else None
     pairs = zip(inner, states if isinstance(states, list) else [None] * len(inner), strict=False)
@@ -394,7 +395,7 @@ def _with_inner(scheduler: Any, state: Any = None) -> list[tuple[Any, Any]]:
 
 
 def _check_scheduler(scheduler: Any, saved: Any, optimizer: TieredOptimizer) -> None:
-    """Load `saved` into the scheduler, and put all back as it was. Raises ModelError if it does not fit."""
+    """Try to load `saved` into the scheduler, then restore everything. Raises ModelError if it does not fit."""
     kind = type(scheduler).__name__
     otherwise = "Build the scheduler of the saved run, or load with load_lr_scheduler_states=False to begin a new one."
     if saved is None:
@@ -422,13 +423,14 @@ def _check_scheduler(scheduler: Any, saved: Any, optimizer: TieredOptimizer) -> 
 
 
 def _takes_all(scheduler: Any) -> bool:
-    """Whether torch's own code loads the state: a class of the program may keep a part, as its number of steps."""
+    """Return whether torch's own code loads the state. A program's own class may keep only a part, such as its step
+    count."""
     loads = (getattr(type(one), "load_state_dict", None) for one, _ in _with_inner(scheduler))
     return all(getattr(load, "__module__", "").startswith("torch.") for load in loads)
 
 
 def _holds(own: Any, saved: Any) -> bool:
-    """Whether `own` has what is in `saved`, and where that is an object perhaps more: of a later version of torch."""
+    """Return whether `own` equals `saved`, except that dicts may have more keys: a later torch may add some."""
     if type(own) is not type(saved):
         return False
     if type(saved) is dict:
@@ -442,7 +444,8 @@ def _holds(own: Any, saved: Any) -> bool:
 
 
 MAX_DEPTH: Final = 50
-"""Containers inside containers. JSON nests up to three times as deep, and its parser refuses more than 200 levels."""
+"""The deepest nesting of containers. JSON nests up to three times as deep, and its parser refuses more than 200
+levels."""
 
 SAVED_TYPES: Final = "None, bool, int, float, str, bytes, list, tuple, dict, tensors, and arrays and scalars of numpy"
 
@@ -462,14 +465,14 @@ _INSTEAD: Final = {
     "bytearray": "save bytes(data)",
     "range": "save (start, stop, step)",
 }
-"""Type, or its module -> what to save in its place."""
+"""A type, or its module -> what to save instead."""
 
 
-def encode(value: Any, where: str, depth: int = 0) -> Any:
-    """Return `value` as JSON has it, with copies of all data. `where`: what the value is, for messages.
+def to_json(value: Any, where: str, depth: int = 0) -> Any:
+    """Return `value` in a JSON form, with copies of all data. `where`: names the value in messages.
 
-    Raises ModelError, with the path, for any other type than `SAVED_TYPES` (a subclass is another type), for text that
-    is no Unicode, and for nesting deeper than `MAX_DEPTH`.
+    Raises ModelError, with the path, for types other than `SAVED_TYPES` (subclasses are other types), for text that is
+    not Unicode, and for nesting deeper than `MAX_DEPTH`.
     """
     kind = type(value)
     if kind in _AS_THEY_ARE:
@@ -486,7 +489,7 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
         raise ModelError(f"{where}: values nested deeper than {MAX_DEPTH} cannot be saved; does one contain itself?")
     if kind is list or kind is tuple:
         items = [
-            one if type(one) in _AS_THEY_ARE else encode(one, f"{where}[{at}]", depth + 1)
+            one if type(one) in _AS_THEY_ARE else to_json(one, f"{where}[{at}]", depth + 1)
             for at, one in enumerate(value)
         ]
         return items if kind is list else {"$tuple": items}
@@ -497,16 +500,16 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
             if not is_plain and not _is_key(key):
                 raise ModelError(f"{where}: {_described(key)} cannot be saved as a key; use a number or text.")
             is_itself = type(own) in _AS_THEY_ARE
-            name = key if is_plain else encode(key, where)
-            pairs.append([name, own if is_itself else encode(own, f"{where}[{key!r}]", depth + 1)])
+            name = key if is_plain else to_json(key, where)
+            pairs.append([name, own if is_itself else to_json(own, f"{where}[{key!r}]", depth + 1)])
         return dict(pairs) if is_plain else {"$dict": pairs}
     raise ModelError(f"{where}: {_described(value)} cannot be saved. Saved are {SAVED_TYPES}; {_instead(value)}.")
 
 
-def decode(values: Any) -> Any:
-    """Return the value that `encode` gave as `values`, read from JSON: untrusted. Tensors come on the CPU.
+def from_json(values: Any) -> Any:
+    """Invert `to_json` for untrusted JSON. Tensors are on the CPU.
 
-    Raises ValueError for anything that `encode` does not give. Allocates no more than the text takes.
+    Raises ValueError for anything that `to_json` does not return. Allocates no more than the text takes.
     """
     if type(values) is list:
         return _items(values)
@@ -521,7 +524,7 @@ def decode(values: Any) -> Any:
         if kind == "$tuple" and type(own) is list:
             return tuple(_items(own))
         if kind == "$dict":
-            pairs = [(decode(key), decode(value)) for key, value in own]
+            pairs = [(from_json(key), from_json(value)) for key, value in own]
             if len(found := dict(pairs)) == len(pairs) and all(map(_is_key, found)):
                 return found
         if kind == "$bytes":
@@ -539,7 +542,7 @@ def decode(values: Any) -> Any:
 
 
 def _items(values: list[Any]) -> list[Any]:
-    return [*values] if {*map(type, values)} <= _AS_THEY_ARE else [*map(decode, values)]
+    return [*values] if {*map(type, values)} <= _AS_THEY_ARE else [*map(from_json, values)]
 
 
 def _base64(data: bytes) -> str:
@@ -559,7 +562,7 @@ def _tensor(tensor: torch.Tensor, where: str) -> list[str]:
 
 
 def _array(array: numpy.ndarray[Any, Any], where: str) -> str:
-    if array.dtype.kind not in "biufcmMSU" or array.dtype.char in "gG" or not array.dtype.itemsize:  # g: by host
+    if array.dtype.kind not in "biufcmMSU" or array.dtype.char in "gG" or not array.dtype.itemsize:  # g: host-specific
         raise ModelError(f"{where}: a numpy array of dtype {array.dtype} cannot be saved; convert it to a plain dtype.")
     file = io.BytesIO()
     npy.write_array(file, array, version=(1, 0), allow_pickle=False)
@@ -567,7 +570,7 @@ def _array(array: numpy.ndarray[Any, Any], where: str) -> str:
 
 
 def _read_array(text: Any) -> numpy.ndarray[Any, Any]:
-    """Read a .npy file; `numpy.load` would allocate what its header declares."""
+    """Read a .npy file. `numpy.load` would allocate whatever its header declares."""
     data = base64.b64decode(text, validate=True)
     file = io.BytesIO(data)
     npy.read_magic(file)
@@ -579,7 +582,7 @@ def _read_array(text: Any) -> numpy.ndarray[Any, Any]:
 
 
 def _is_key(key: Any) -> bool:
-    """Whether it is a key that is found again by its value."""
+    """Return whether a dict finds this key again by its value."""
     return type(key) in _KEYS and (type(key) is not tuple or all(map(_is_key, key)))
 
 
@@ -604,7 +607,7 @@ def _described(value: Any) -> str:
 
 
 def _instead(value: Any) -> str:
-    """Name what to save in place of a value that is refused."""
+    """Name what to save instead of a refused value."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     if isinstance(value, torch.nn.Parameter):

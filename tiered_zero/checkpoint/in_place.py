@@ -1,34 +1,33 @@
-"""In-place commits: state that rests on nvme becomes durable where it is; the next steps write to other extents.
+"""Commit state on NVMe where it is: it becomes durable in place, and the next steps write to other extents.
 
-[Note: In-place commits] A commit is a manifest of the store (record/__init__.py) whose metadata is the manifest of a
-checkpoint, with the records of the run's stores. The truth is the newest manifest of the state's store; a tag in a save
-directory is a pointer to it, written after it. A commit of step N, after one of an earlier step M:
+[Note: In-place commits] A commit is a manifest of the store (record/__init__.py) whose metadata is a checkpoint's
+manifest, with the records of the run's stores. The newest manifest of the state's store is the truth; a tag in a save
+directory is a pointer to it, written later. A commit of step N, after one of an earlier step M:
 
-    1  updates have written only slots that manifest M does not name; nor may they write now
+    1  updates have written only slots that manifest M does not name; now they may not write
     2  sync the data files, write and sync `manifest.next`; meanwhile write and sync the tag under a temporary name
     3  rename `manifest.next` to `manifest`, sync the swap directory
     4  updates may write the slots that manifest N does not name
     5  rename the tag and `latest`, sync the save directory, remove a tag that was replaced
 
-A crash, with any part of what was not synced on the disk, in any order of its pages:
+A crash may leave any part of the unsynced data on the disk, with its pages in any order:
 
-    in 1, 2     `manifest` is M's, and nothing of what it names was written: M is loaded. A `manifest.next`, whole or
-                torn, is dropped by the next run, and temporary names by the next save
+    in 1, 2     `manifest` is M's, and nothing that it names was written: M is loaded. The next run drops a
+                `manifest.next`, whole or torn, and the next save drops temporary names
     in 3        `manifest` is M's, as above; or N's, whose bytes and data were synced before the rename: N is loaded. A
-                tag of M is superseded, of the same step or not: it has the run's id, which leads to N
-    in 4, 5     manifest N is durable, and nothing of what it names is written. Of tag and `latest` either may be lost:
-                `latest` names M's tag, which leads to N; or N's, which is not there, and the newest pointer leads to N
-    the first   there is no M: nothing is loaded until 3; N from then on, which the save directory leads to from 5 on
+                tag of M is superseded, even if its step is the same: it has the run's id, which leads to N
+    in 4, 5     manifest N is durable, and nothing that it names is written. Tag or `latest` may be lost: `latest` names
+                M's tag, which leads to N; or N's missing tag, and the newest pointer leads to N
+    the first   there is no M: nothing can be loaded until 3, N afterwards; the save directory leads to it from 5 on
 
-Where a commit is of several stores, because there are many ranks, or parameters that are half of their masters rest in
-a store of their own, 2 ends with all names durable (`prepare`), 3 is done for the store of rank 0's state, which
-decides, and then for the others: of those the manifest with the id of the commit that was decided is taken, be it
-`manifest` or `manifest.next`, for two commits may be of one step. The metadata of rank 0's has what all ranks have
-committed; that of the others says which store decides.
+A commit may span several stores, if there are many ranks, or if parameters that are half of their masters have their
+own store. Then 2 ends with all manifests durable (`prepare`), and 3 is done first for the store of rank 0's state,
+which decides, then for the others. From those, the manifest with the decided commit's id is taken, whether it is
+`manifest` or `manifest.next`: two commits may have the same step. Rank 0's metadata has what all ranks have
+committed; the others' says which store decides.
 
-A run that adopts a commit takes over the swap directory of the run before, and copies nothing.
-Where its layout is another one the commit is loaded into the homes of the new run, as by `load_checkpoint`, and its
-files stay as they are.
+A run that adopts a commit takes over the last run's swap directory and copies nothing. If its layout differs, the
+commit is loaded into the new run's homes, as by `load_checkpoint`, and the old files stay as they are.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from typing import Any, final
 import torch
 import xxhash
 
-from tiered_zero.checkpoint.driver import encode, join_states, own_state
+from tiered_zero.checkpoint.driver import join_states, own_state, to_json
 from tiered_zero.checkpoint.index import (
     COMMIT_ID,
     DECIDED_BY,
@@ -86,13 +85,13 @@ from tiered_zero.tiers.tier import BufferView, as_bytes
 logger = logging.getLogger("tiered_zero")
 
 _CHUNK_NBYTES = MIB
-"""What is compared and written of a copy at once: a checksum of the store covers as much."""
+"""Bytes of a copy that are compared and written at once: one checksum chunk of the store."""
 
 
 @final
 class Commits:
-    """Commits the state of this rank. `tiers`: of the state, then of the parameters where they have a store of their
-    own that takes part. `layout`: of `run_fingerprint`. Driver thread."""
+    """Commits this rank's state in place. Driver thread. `tiers`: the state's, then the parameters' if they have their
+    own store and take part. `layout`: from `run_fingerprint`."""
 
     def __init__(self, state: RunState, tiers: Sequence[NvmeTier], copies: DurableCopies, layout: str) -> None:
         self._state = state
@@ -109,23 +108,23 @@ class Commits:
                 f"{of_ranks.index([])}, for the model has too few parameters. Use fewer ranks, or leave it out."
             )
         self.run_ids = frozenset(run_id for each in of_ranks for run_id in each)
-        """Of the stores of all ranks."""
+        """The ids of all ranks' stores."""
 
     def revert(self) -> None:
-        """Return to the last commit whatever was written since. While nothing is read or written."""
+        """Return to the last commit, dropping later writes. Nothing may be read or written meanwhile."""
         for store in self._stores:
             store.revert()
 
     def save(self, tag: TagWriter, fields: Mapping[str, Any], *, save_latest: bool) -> None:
         """Commit the state between two updates, on every rank, and publish the tag that points to it. `fields`: of
-        TagManifest, with this rank's driver state, as `DriverState.capture` gives it. Where this raises, the caller
-        discards the tag. Raises UntaggedCommitError, StoreError and others."""
+        TagManifest, with this rank's captured driver state. If this raises, the caller discards the tag. Raises
+        UntaggedCommitError, StoreError and others."""
         location = _location(self._stores[0]).model_dump()
         fields = {**fields, "kind": "in_place", "swap": {**location, COMMIT_ID: secrets.token_hex(16)}}
         driver: dict[str, Any] = fields["driver"]
         pointer: Transfer = COMPLETED
         try:
-            if self._ranks.rank == 0:  # during the commit, so that the two wait for the disks at once
+            if self._ranks.rank == 0:  # during the commit, so that both wait for the disks at once
                 prepare = partial(tag.prepare_pointer, {**fields, "driver": {}}, save_latest=save_latest)
                 pointer = self._state.runtime.accelerator.lane("save").submit(prepare)
             share = partial(self.share, own_state(driver), fields["swap"][COMMIT_ID])
@@ -136,8 +135,8 @@ class Commits:
             wait_quietly(pointer)
 
     def share(self, driver: Mapping[str, Any], commit_id: str) -> Share:
-        """Write the copies, and list what this rank commits. `driver`: its own part. `commit_id`: that of rank 0 is
-        taken. Raises StoreError, TransferError."""
+        """Write the copies and list what this rank commits. `driver`: this rank's own part. `commit_id`: rank 0's
+        counts. Raises StoreError, TransferError."""
         state, scalars = self._state, self._state.view.scalars
         with torch.no_grad():
             self._copies.write(state.named_buffers())
@@ -146,7 +145,7 @@ class Commits:
         return Share(
             tensors=tensors,
             records=records,
-            scalars={name: encode(own, f"scalars of {name}") for name, own in scalars.by_name().items()},
+            scalars={name: to_json(own, f"scalars of {name}") for name, own in scalars.by_name().items()},
             driver=driver,
             rank=RankPart(
                 stores=[_location(store) for store in self._stores],
@@ -158,11 +157,11 @@ class Commits:
 
     @hold_interrupts()
     def _commit(self, manifest: TagManifest, shares: Sequence[Share], tag: TagWriter, pointer: Transfer) -> None:
-        """Make the state durable on every rank, decide that it is the commit, and follow: updates may write, and the
-        tag gets its name. Raises StoreError: the last commit stays, or which of the two it is is not known, as the
-        error says; UntaggedCommitError: the new one is the commit."""
+        """Make the state durable on every rank, decide, then let updates write and give the tag its name. Raises
+        StoreError (the last commit stays, or which one counts is unknown, as the error says) or UntaggedCommitError
+        (the new commit counts)."""
         is_first = self._ranks.rank == 0
-        if len(self.run_ids) == 1:  # one store: nothing to agree on between prepare and confirm
+        if len(self.run_ids) == 1:  # one store: no agreement needed between prepare and confirm
             self._stores[0].commit(manifest.step, _metadata(manifest, shares))
         else:
             self._prepare_together(manifest, shares)
@@ -179,8 +178,8 @@ class Commits:
             raise UntaggedCommitError(str(error), manifest.step) from error
 
     def _prepare_together(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
-        """Raises StoreError and others, on every rank, once all know that nothing is decided and have dropped what they
-        have prepared; what the exchange raises leaves it, for rank 0 may have decided."""
+        """Prepare on every rank. If one fails, drop what was prepared and raise on every rank, since all know that
+        nothing is decided. An error of the exchange itself keeps the prepared state: rank 0 may have decided."""
         failed: list[Exception] = []
 
         def attempt() -> str | None:
@@ -206,22 +205,22 @@ class Commits:
             store.prepare(manifest.step, _metadata(manifest, shares) if decides else followed)
 
     def cancel(self) -> None:
-        """Drop what is prepared, where it is known that it is not decided. Raises StoreError."""
+        """Drop the prepared state. The caller knows that it was not decided. Raises StoreError."""
         for store in self._stores:
             store.cancel_prepared()
 
     def decide(self) -> None:
-        """Make what all ranks have prepared the commit, on rank 0. Raises StoreError: which of the two it is is not
-        known."""
+        """Make the state that all ranks have prepared the commit, on rank 0. Raises StoreError: which commit counts is
+        then unknown."""
         self._stores[0].confirm()
 
     def confirm(self) -> None:
-        """Follow what was decided: the places of the commit before may be written. Raises StoreError."""
+        """Follow the decision: the extents of the last commit may now be written. Raises StoreError."""
         for store in self._stores[self._ranks.rank == 0 :]:
             store.confirm()
 
     def _publish(self, tag: TagWriter, pointer: Transfer, step: int) -> None:
-        """Raises UntaggedCommitError."""
+        """Give the tag its name after the commit. Raises UntaggedCommitError."""
         try:
             pointer.wait()
             tag.publish_pointer()
@@ -240,8 +239,8 @@ def _location(store: SwapStore) -> StoreLocation:
 
 
 def _metadata(manifest: TagManifest, shares: Sequence[Share]) -> dict[str, Any]:
-    """Return the fields of CommitMetadata: the manifest of all ranks, and their parts. Raises StoreError if a part
-    lacks."""
+    """Return the fields of CommitMetadata: the manifest of all ranks, and their parts. Raises StoreError if a part is
+    missing."""
     whole = manifest.model_copy(update=join_shares(shares))
     ranks = [part.model_dump() for part in _parts(shares)]
     return {COMMIT_ID: shares[0].commit_id, "checkpoint": whole.body(), "ranks": ranks}
@@ -256,12 +255,12 @@ def _parts(shares: Sequence[Share]) -> list[RankPart]:
 
 @final
 class DurableCopies:
-    """Copies what rests in memory, and is not made of the state, to `homes` in the store of the state.
+    """Copies what a commit needs from memory, besides optimizer state, to `homes` in the state's store.
 
     Frozen parameters and buffers are written if they have changed. Parameters that are half of their masters change in
-    each update: they are written from where they rest, 2 of the 10 bytes of their state.
-    `units`: whose parameters are copied, with where to. `updated`: indices of those that updates write. `flat(unit)`:
-    [P], where the unit rests. `buffers`: where to; None for a model without any.
+    each update: they are written in place from memory, 2 of the 10 bytes of their state. `units`: the units to copy,
+    with the home of each copy. `updated`: indices of those that updates write. `flat(unit)`: the unit's bytes, [P].
+    `buffers`: the home of the buffers' copy; None for a model without buffers.
     """
 
     def __init__(
@@ -277,10 +276,10 @@ class DurableCopies:
         self._updated = [(unit, home) for unit, home in units.values() if unit.index in updated]
         self._flat = flat
         self._digests: dict[tuple[str, int], int] = {}
-        """(slot, first byte) -> of what was written there."""
+        """(slot, first byte) -> digest of what was written there."""
 
     def write(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write all that has changed: it becomes durable with the next commit. Driver thread, between two updates.
+        """Write everything that has changed; the next commit makes it durable. Driver thread, between two updates.
         `buffers`: by name. Raises StoreError, TransferError."""
         writes: list[Transfer] = []
         try:
@@ -296,7 +295,8 @@ class DurableCopies:
             wait_all(writes)
 
     def _write_changed(self, home: Home, raw: torch.Tensor, window: torch.Tensor) -> None:
-        """Write the chunks that have changed. `raw`: the slot's bytes, anywhere. `window`: a chunk of whole pages."""
+        """Write the chunks that have changed. `raw`: the slot's bytes, on any device. `window`: memory for one
+        chunk."""
         for start in range(0, raw.numel(), _CHUNK_NBYTES):
             part = raw[start : start + _CHUNK_NBYTES]
             chunk = window[: align_up(part.numel(), PAGE_NBYTES)]
@@ -310,7 +310,7 @@ class DurableCopies:
 
 
 def _packed(buffers: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> torch.Tensor:
-    """Return the bytes of a model's buffers as they rest in their slot. Raises StoreError."""
+    """Return the bytes of a model's buffers, as in their slot. Raises StoreError."""
     raw = torch.zeros(nbytes, dtype=torch.uint8)
     for name, buffer, offset in pack(buffers):
         data = as_bytes(buffer.detach().contiguous()).cpu()
@@ -347,8 +347,8 @@ def adopt(
     slots: Sequence[PlannedSlot],
     layouts: list[StateLayout],
 ) -> Adoption | None:
-    """Adopt an in-place commit if every rank lays everything out as the rank that committed its part; None, with the
-    reason in the log, if it has to be loaded. Collective. Raises StoreError: damaged, or its owner lives."""
+    """Adopt an in-place commit if every rank's layout equals that of the rank that committed its part. Return None, and
+    log the reason, if it must be loaded instead. Collective. Raises StoreError if it is damaged or its owner lives."""
     if found.swap is None:
         return None
     swap = found.swap
@@ -363,7 +363,7 @@ def adopt(
     commit = Commit.decode(Path(path), metadata)
 
     def look() -> str:
-        """Open this rank's part, and say why it cannot be adopted."""
+        """Open this rank's part, and return why it cannot be adopted, or ""."""
         if plan.request.commits is None:
             return "tiered_zero.checkpoint.in_place is off"
         if len(commit.ranks) != ranks.world_size:
@@ -407,14 +407,14 @@ def adopt(
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdoptedValues:
-    """First values of parameters and buffers of a run that was adopted. Driver thread, before the first step."""
+    """Initial values of parameters and buffers of an adopted run. Driver thread, before the first step."""
 
     state: RunState
     copies: DurableCopies
 
     def flat(self, unit: Unit) -> torch.Tensor:
-        """[P] of the unit's dtype, on the CPU: its masters rounded, or its durable copy; zeros where another rank has
-        them."""
+        """Return the unit's parameters, [P] on the CPU: its masters rounded, or its durable copy; zeros for other
+        ranks' elements."""
         if unit.index in self.state.updated_units and not self.state.view.need_params:
             return self.state.view.read_masters(unit).to(unit.dtype)
         home = self.copies.homes.get(unit.index) or self.state.inventory.home(unit, "param")
@@ -436,7 +436,7 @@ class AdoptedValues:
 
 
 def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], layouts: Sequence[StateLayout]) -> str:
-    """Hash everything that says where which bytes lie in the records of a run with in-place commits."""
+    """Hash everything that decides where bytes lie in the records of a run with in-place commits."""
     subgroups = [
         {
             "masters": [str(dtype) for dtype in layout.masters.dtypes],
@@ -466,7 +466,7 @@ def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], la
 
 
 def committing_paths(config: Config, plan: Plan) -> list[tuple[str, ...]]:
-    """List the swap paths of the stores that have a part in a commit: that of the state first."""
+    """Return the swap paths of the stores that take part in a commit, the state's first."""
     zero = config.zero_optimization
     paths = [zero.offload_optimizer.nvme_paths]
     if plan.nbytes("nvme", "commit_param"):

@@ -1,19 +1,18 @@
-"""The index of a checkpoint: which bytes of which records are which elements of which tensor.
+"""Index a checkpoint: which bytes of which records are which elements of which tensor.
 
-`manifest.json` of a tag, and the metadata of an in-place commit, are a `TagManifest`; record/json_file.py has the form.
-A full save holds its records in data files of its own, one for each rank: `stores`. A commit leaves them where the run
-uses them, in its swap directories, whose manifests say where they rest. Elements are counted in memory order: row-major
-in the shape that `order` permutes, which is null for a row-major tensor. The forms of a tensor:
+`manifest.json` of a tag, and the metadata of an in-place commit, are a `TagManifest` in the format of
+record/json_file.py. A full save has its own data files, one per rank: `stores`. A commit leaves its records in the
+run's swap directories, whose manifests say where they are. Elements are counted in memory order: row-major in the
+shape permuted by `order`, which is null for a row-major tensor. A tensor has one of these forms:
 
     plain       one source: the elements themselves
-    joined      masters that rest as remainders: sources are remainder (int16), parameter (bfloat16), and the second
-                moment (fp32) whose sign is the mark
+    joined      masters stored as remainders: sources are remainder (int16), parameter (bfloat16), and the second
+                moment (fp32), whose sign is the mark
     magnitude   one source: that second moment, without its sign
-    rounded     one source: fp32 masters of a parameter that no param group holds, which is what they round to
+    rounded     one source: the fp32 masters of a parameter that no param group holds; it is these, rounded
 
-Each rank makes a `Share`; `join_shares` puts them together. What is read may be hostile: types, ranges and sums are
-checked here, the files by `tag.read_manifest`, places in records when these are opened, and nothing is allocated
-from a declared size before all three.
+Each rank makes a `Share`, and `join_shares` joins them. Input may be hostile: types, ranges and sums are checked here,
+files by `tag.read_manifest`, places in records when these are opened, all before anything is allocated.
 """
 
 from __future__ import annotations
@@ -57,20 +56,20 @@ ITEMSIZES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     "complex128": 16,
 }
-"""The dtypes that a checkpoint can hold, by PyTorch's names, and the bytes of an element."""
+"""The dtypes that a checkpoint can hold, by PyTorch's names, with the bytes of an element."""
 
 _MOST_DIMENSIONS = 64
 _MOST_NUMEL = 2**48
 
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
-"""A key, a name or a path: pydantic refuses half of a surrogate pair."""
+"""A key, a name or a path. pydantic refuses half of a surrogate pair."""
 
 
 PlainPaths = Annotated[list[Annotated[PlainPath, Field(max_length=4096)]], Field(min_length=1)]
 
 
 class Swap(TypedDict):
-    """The run and the directories of the store that has decided an in-place commit, and the id of the commit."""
+    """The run and the directories of the store that decides an in-place commit, and the commit's id."""
 
     run_id: str
     paths: PlainPaths
@@ -79,26 +78,26 @@ class Swap(TypedDict):
 
 @final
 class StoreLocation(StrictModel):
-    """A store of a run: the run's id, and the directories that it stripes."""
+    """A store of a run: the run's id, and the directories over which it is striped."""
 
     run_id: str
     paths: PlainPaths
 
     @property
     def first(self) -> Path:
-        """The directory of its manifest."""
+        """The directory that holds its manifest."""
         return Path(self.paths[0])
 
 
 class Source(NamedTuple):
-    """Byte `offset` of the record number `record`."""
+    """Byte `offset` of the record with number `record`."""
 
     record: Count
     offset: Count
 
 
 class Part(NamedTuple):
-    """Elements [start, stop) of a tensor, in memory order, one source for each that the form has."""
+    """Elements [start, stop) of a tensor in memory order, with as many sources as its form has."""
 
     start: Count
     stop: Count
@@ -106,8 +105,8 @@ class Part(NamedTuple):
 
 
 class RecordName(NamedTuple):
-    """A record `name` of the store number `store`: of the stores of all ranks, one rank behind the other; of a commit
-    each has that of the state first, and then that of parameters where it is another."""
+    """The record `name` in store number `store`. Stores are counted over all ranks in order; in a commit each rank has
+    the state's store, then the parameters' store if it is another one."""
 
     store: Count
     name: str
@@ -117,7 +116,7 @@ class RecordName(NamedTuple):
 class TensorEntry(StrictModel):
     """One tensor. `order`: its dimensions from the slowest to the fastest in memory; None: row-major.
 
-    `parts`: in a manifest in order, disjoint, and covering the tensor; in a share those of one rank.
+    `parts`: in a manifest in order, disjoint, and covering the tensor; in a share only one rank's.
     """
 
     dtype: str
@@ -132,7 +131,7 @@ class TensorEntry(StrictModel):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """The bytes of an element."""
         return ITEMSIZES[self.dtype]
 
     @property
@@ -149,7 +148,7 @@ class TensorEntry(StrictModel):
 
 
 def _check_tensors(tensors: Mapping[str, TensorEntry]) -> None:
-    """Raise ValueError for a tensor that cannot be, or whose parts are not in order, disjoint and covering."""
+    """Raise ValueError for an impossible tensor, or one whose parts are not in order, disjoint and covering."""
     for key, entry in tensors.items():
         dtype, shape, order, form = entry.dtype, entry.shape, entry.order, entry.form
         numel, stop, found = math.prod(shape), 0, ""
@@ -171,7 +170,7 @@ def _check_tensors(tensors: Mapping[str, TensorEntry]) -> None:
 
 
 def check_places(tensors: Mapping[str, TensorEntry], extents: Sequence[int]) -> None:
-    """Raise ValueError unless all parts lie inside of their records. `extents`: bytes of each record."""
+    """Raise ValueError unless all parts lie inside their records. `extents`: bytes of each record."""
     for key, entry in tensors.items():
         itemsizes, own_itemsize = SOURCE_ITEMSIZES[entry.form], ITEMSIZES[entry.dtype]
         for start, stop, sources in entry.parts:
@@ -184,7 +183,7 @@ def check_places(tensors: Mapping[str, TensorEntry], extents: Sequence[int]) -> 
 @final
 class WrittenBy(StrictModel):
     """The writer of a tag: versions, kernel level, update rule, state format, number of ranks, threads of a forward on
-    the CPU (0: it runs on another device), seconds since the epoch."""
+    the CPU (0: another device computes), seconds since the epoch."""
 
     tiered_zero: str
     torch: str
@@ -198,9 +197,9 @@ class WrittenBy(StrictModel):
 
 @final
 class TagManifest(StrictModel):
-    """All that a checkpoint says of itself. `scalars`, `driver`: JSON of `driver.encode`, checked when it is
-    decoded. `stores`: of a full save, in the order of its files. `aliases`: a further name of a parameter or buffer in
-    the model's state_dict -> the name under which it is here. `swap`: of a tag that points to an in-place commit.
+    """Everything that a checkpoint states about itself. `scalars`, `driver`: JSON from `driver.to_json`, checked when
+    it is decoded. `stores`: of a full save, in the order of its files. `aliases`: another name of a parameter or buffer
+    in the model's state_dict -> the name used here. `swap`: set in a tag that points to an in-place commit.
     """
 
     kind: Literal["full", "in_place"]
@@ -217,7 +216,7 @@ class TagManifest(StrictModel):
 
     @property
     def files(self) -> dict[str, int]:
-        """The data files of a full save, and their bytes."""
+        """The data files of a full save, with their bytes."""
         return {
             file_name(rank): store.capacity_nbytes for rank, store in enumerate(self.stores) if store.capacity_nbytes
         }
@@ -241,17 +240,17 @@ class TagManifest(StrictModel):
         return self
 
     def body(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the manifest as JSON values."""
         return self.model_dump(mode="json")
 
     @classmethod
     def from_body(cls, body: Any) -> TagManifest:
-        """Build from JSON values that may be hostile. Raises ValueError."""
+        """Build a manifest from JSON values that may be hostile. Raises ValueError."""
         return cls.model_validate_json(to_json(body))
 
 
 def file_name(rank: int) -> str:
-    """The data file that a rank writes of a full save."""
+    """Return the name of the data file that a rank writes in a full save."""
     return f"data-{rank:05d}.bin"
 
 
@@ -260,7 +259,7 @@ def file_name(rank: int) -> str:
 
 @final
 class RankPart(StrictModel):
-    """One rank's entry in a commit. `stores`: that of the state first. `layout`: of `in_place.run_fingerprint`.
+    """One rank's entry in a commit. `stores`: the state's first. `layout`: from `in_place.run_fingerprint`.
     `initialized`: its sub-groups that have state."""
 
     stores: Annotated[list[StoreLocation], Field(min_length=1, max_length=2)]
@@ -270,10 +269,11 @@ class RankPart(StrictModel):
 
 @final
 class Share(StrictModel):
-    """One rank's part of a save. `tensors`: with the parts that it has; `records`: their numbers count. `scalars`: of
-    its parameters, as in the manifest. `driver`: the rank's own part of what `DriverState.capture` gives.
+    """One rank's part of a save.
 
-    `stores`: of a full save, what it has written. `rank`, `commit_id`: of an in-place commit; the id is rank 0's.
+    `tensors`: with this rank's parts. `records`: sources refer to them by position. `scalars`: of its parameters, as in
+    the manifest. `driver`: the rank's own part of `DriverState.capture`. `stores`: of a full save, what it has written.
+    `rank`, `commit_id`: of an in-place commit; rank 0's id counts.
     """
 
     tensors: dict[str, TensorEntry]
@@ -289,18 +289,18 @@ class Share(StrictModel):
         return len(self.stores) if self.rank is None else len(self.rank.stores)
 
     def encode(self) -> str:
-        """As JSON text."""
+        """Return the share as JSON text."""
         return self.model_dump_json()
 
     @classmethod
     def decode(cls, text: str) -> Share:
-        """Decode what `encode` gave on another rank."""
+        """Invert `encode`, on another rank."""
         return cls.model_validate_json(text)
 
 
 def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
-    """Those of all ranks as fields of TagManifest: tensors, records, scalars. Raises StoreError if the ranks do not
-    agree about a tensor, or do not have each of its elements once."""
+    """Join the shares of all ranks to fields of TagManifest: tensors, records, scalars. Raises StoreError if ranks
+    disagree about a tensor, or do not hold each of its elements exactly once."""
     entries: dict[str, TensorEntry] = {}
     facts: dict[str, tuple[Any, ...]] = {}
     parts: dict[str, list[Part]] = {}
@@ -332,7 +332,7 @@ def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
 
 
 def _moved(parts: Sequence[Part], first: int) -> list[Part]:
-    """The parts in records that are counted from `first` on."""
+    """Return the parts with record numbers shifted by `first`."""
     return [part._replace(sources=tuple(Source(first + at.record, at.offset) for at in part.sources)) for part in parts]
 
 
@@ -340,10 +340,10 @@ def _moved(parts: Sequence[Part], first: int) -> list[Part]:
 
 
 COMMIT_ID: Final = "commit_id"
-"""In the metadata of all stores, and in the tag: drawn by rank 0. Two commits may be of one step."""
+"""Key in the metadata of all stores and in the tag: an id drawn by rank 0, since two commits may have the same step."""
 
 DECIDED_BY: Final = "decided_by"
-"""In the metadata of the other stores: the `StoreLocation` of the one that decides."""
+"""Key in the metadata of the other stores: the `StoreLocation` of the store that decides."""
 
 ON_ITS_HOST: Final = (
     "Resume an in-place commit with the same number of ranks, each on the host that has its part (torchrun "
@@ -353,7 +353,7 @@ ON_ITS_HOST: Final = (
 
 @final
 class CommitMetadata(StrictModel):
-    """The metadata of a commit in the store that decides it. `checkpoint`: the body of the manifest of all ranks."""
+    """A commit's metadata in the store that decides it. `checkpoint`: the body of the manifest of all ranks."""
 
     commit_id: str
     checkpoint: dict[str, Any]
@@ -363,8 +363,8 @@ class CommitMetadata(StrictModel):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """The newest commit of a run. `path`: the first directory of the store that has decided it. `manifest`: of the
-    checkpoint, whose records are in `stores`; `manifest.step` is which step it really is."""
+    """A run's newest commit. `path`: the first directory of the store that decided it. `manifest`: the checkpoint's,
+    with records in `stores`; `manifest.step` is the step that it really holds."""
 
     path: Path
     commit_id: str
@@ -378,12 +378,12 @@ class Commit:
 
     @classmethod
     def read(cls, path: Path) -> Commit:
-        """`path`: of any store of the run. Raises StoreError."""
+        """Read the newest commit of the run that has a store in `path`. Raises StoreError."""
         return cls.decode(*read_metadata(path))
 
     @classmethod
     def decode(cls, path: Path, metadata: Any) -> Commit:
-        """Build from what `read_metadata` gave, perhaps on another rank. Raises StoreError."""
+        """Build from the result of `read_metadata`, possibly of another rank. Raises StoreError."""
         with refused(path):
             whole = CommitMetadata.model_validate(metadata)
             manifest = TagManifest.from_body(whole.checkpoint)
@@ -392,7 +392,7 @@ class Commit:
 
 @contextmanager
 def refused(path: Path) -> Iterator[None]:
-    """Raise StoreError if the block finds, by a ValueError, that `path` holds no commit of a run."""
+    """Turn a ValueError in the block into a StoreError: `path` holds no commit of a run."""
     try:
         yield
     except ValueError as error:
@@ -401,8 +401,8 @@ def refused(path: Path) -> Iterator[None]:
 
 
 def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the metadata of a run's newest commit, and the first directory of the store that decided it. `path`: the
-    first of any store of the run. Raises StoreError."""
+    """Return the first directory of the store that decided a run's newest commit, and the commit's metadata. `path`:
+    the first directory of any store of the run. Raises StoreError."""
     committed = _committed(path)
     if DECIDED_BY in committed.metadata:
         with refused(path):
@@ -420,7 +420,8 @@ def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def find_missing(committed: Manifest) -> str:
-    """Say which part of a commit is not here, of the store that decided it; empty: none. Raises StoreError."""
+    """Return which part of a commit is missing here, "" if none. `committed`: of the store that decided it. Raises
+    StoreError."""
     own = {COMMIT_ID: committed.metadata.get(COMMIT_ID)}
     for store in (store for part in _parts(committed, Path(MANIFEST_NAME)) for store in part.stores):
         found = [one for one in load_manifests(store.first) if one is not None and one.run_id == store.run_id]
@@ -430,20 +431,20 @@ def find_missing(committed: Manifest) -> str:
 
 
 def held_commit(tag: TagManifest) -> Manifest | None:
-    """Return the commit that the run of a tag holds by now; None: nothing of it is there. Raises StoreError."""
+    """Return the commit that the tag's run now holds; None if nothing of it is there. Raises StoreError."""
     assert tag.swap is not None, "a tag of an in-place commit"
     committed, _ = load_manifests(Path(tag.swap["paths"][0]))
     return committed if committed is not None and committed.run_id == tag.swap["run_id"] else None
 
 
 def is_committed(tag: TagManifest, committed: Manifest) -> bool:
-    """Whether the store that a tag points to has `committed` what the tag was written for."""
+    """Return whether `committed`, in the store that the tag points to, is the commit for which the tag was written."""
     return tag.swap is not None and committed.is_state(tag.step, {COMMIT_ID: tag.swap[COMMIT_ID]})
 
 
 def owner_of(path: Path, which: str = "") -> Owner:
-    """Return the owner of a store's directory. `which`: of a commit, as "of step 5 ". Raises StoreError if it is not
-    here."""
+    """Return the owner of a store's directory. `which`: names the commit, such as "of step 5 ". Raises StoreError if it
+    is not here."""
     try:
         return read_owner(path)
     except StoreError as error:
@@ -455,7 +456,7 @@ def owner_of(path: Path, which: str = "") -> Owner:
 
 
 def _committed(path: Path) -> Manifest:
-    """Raises StoreError."""
+    """Return the committed state in `path`. Raises StoreError if there is none."""
     committed, _ = load_manifests(path)
     if committed is None:
         raise StoreError(f"{path} holds no committed state: its run ended before its first commit, or has none.")
@@ -463,7 +464,7 @@ def _committed(path: Path) -> Manifest:
 
 
 def _parts(committed: Manifest, path: Path) -> list[RankPart]:
-    """List the parts of all ranks; none in a store that does not decide. Raises StoreError."""
+    """Return the parts of all ranks; none in a store that does not decide. Raises StoreError."""
     ranks = committed.metadata.get("ranks")
     with refused(path):
         return [RankPart.model_validate(part) for part in (ranks if isinstance(ranks, list) else ())]

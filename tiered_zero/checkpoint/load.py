@@ -1,7 +1,7 @@
 """Load a checkpoint: match it to a run, read its tensors, write them to the run's homes.
 
-Both sides are ranges of elements in memory order, so that what a run needs meets what was saved by a bisect, whatever
-the cuts, tiers and formats of the run that wrote it. All is matched and checked before a byte of the run changes.
+Both sides are ranges of elements in memory order, so a bisect finds what the run needs, whatever the cuts, tiers and
+formats of the run that wrote it. Everything is matched and checked before a byte of the run changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from tiered_zero.checkpoint.driver import decode as decode_values
+from tiered_zero.checkpoint.driver import from_json
 from tiered_zero.checkpoint.index import SOURCE_ITEMSIZES, TagManifest, TensorEntry, check_places
 from tiered_zero.checkpoint.run_state import (
     MASTER,
@@ -36,7 +36,7 @@ from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
 from tiered_zero.record.json_file import MOST_INTEGER
 from tiered_zero.record.reader import Broken, RecordReader, Wanted
 from tiered_zero.rules.optimizer_copy import same
-from tiered_zero.rules.quantized import decode, encode
+from tiered_zero.rules.quantized import dequantize, quantize
 from tiered_zero.rules.state_layout import StateLayout, gaps
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.update.state_view import StateView
@@ -47,7 +47,7 @@ logger = logging.getLogger("tiered_zero")
 _BLOCK = QUANTIZED_BLOCK_NUMEL
 _NUM_NAMED = 5
 _CONVERTED_AHEAD = 2
-"""Sub-groups that take memory besides their state while they are read."""
+"""Sub-groups that may take memory in addition to their state while they are read."""
 
 _STEP_NUMEL = 1 << 15
 """The most elements that `copy_` converts on the calling thread alone (at::internal::GRAIN_SIZE)."""
@@ -60,7 +60,7 @@ _FACTS = {
     "world_size": "a number of ranks of",
     "num_threads": "a number of CPU threads of",
 }
-"""What of WrittenBy may change bits, but for `state_format`."""
+"""Fields of WrittenBy that may change bits, except `state_format`."""
 
 
 # -- matching ----------------------------------------------------------------------------------------------------------
@@ -68,8 +68,8 @@ _FACTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """`strict`: every parameter and buffer is expected, and no other. `with_state`: take over optimizer state, else it
-    starts anew. `convert`: state may be rounded to the run's state format."""
+    """`strict`: the checkpoint must have every parameter and buffer, and no other. `with_state`: load optimizer state;
+    else it is initialized. `convert`: state may be rounded to the run's state format."""
 
     strict: bool = True
     with_state: bool = True
@@ -79,25 +79,26 @@ class LoadOptions:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Matched:
-    """`params`: parameter name -> the key of its value; without those that keep theirs. `states`: name of a parameter
-    whose state is taken over -> its scalars; neighbours with the same ones share an object. `buffers`: name -> key."""
+    """The result of matching. `params`: parameter name -> key of its value; parameters that keep their value are
+    missing. `states`: name of a parameter whose state is loaded -> its scalars; neighbours with equal ones share an
+    object. `buffers`: name -> key."""
 
     params: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
 
     def scalars(self, layout: StateLayout) -> dict[int, dict[str, Any]]:
-        """Return those of a sub-group's pieces whose state is taken over."""
+        """Return the scalars of a sub-group's pieces whose state is loaded."""
         names = {piece.index: piece.param.name for piece in layout.subgroup.pieces}
         return {index: self.states[name] for index, name in names.items() if name in self.states}
 
 
 def match(state: RunState, manifest: TagManifest, options: LoadOptions) -> Matched:
-    """Raises ModelError if the checkpoint is of another model, StoreError for values that cannot be read, and
-    ConfigError where state would be rounded and `convert` does not allow it."""
+    """Match a checkpoint to a run. Raises ModelError if it is another model's, StoreError for unreadable values, and
+    ConfigError if state would be rounded and `convert` does not allow it."""
     tensors, params, missing = manifest.tensors, dict[str, str](), list[str]()
     for spec in state.specs:
-        names = (spec.name, *spec.aliases)  # a tied parameter may have another of its names
+        names = (spec.name, *spec.aliases)  # the checkpoint may have a tied parameter under another of its names
         keys = (f"{kind}/{name}" for kind in (MASTER, PARAM) for name in names)
         if spec.numel and (key := next((key for key in keys if key in tensors), None)) is not None:
             params[spec.name] = key
@@ -119,8 +120,8 @@ def match(state: RunState, manifest: TagManifest, options: LoadOptions) -> Match
 
 
 def differences(written_by: Mapping[str, Any], now: Mapping[str, Any]) -> Sequence[str]:
-    """Compare the facts of the run that wrote a checkpoint with those of this run. Returns a line for each difference
-    from which bits may differ; `state_format` is the loader's matter."""
+    """Return a line for each difference, between the run that wrote a checkpoint and this run, that may change bits.
+    The loader checks `state_format` itself."""
     lines = []
     for name, what in _FACTS.items():
         then, here = written_by.get(name), now.get(name)
@@ -172,7 +173,7 @@ def _check_value(key: str, entry: TensorEntry, shape: tuple[int, ...], dtype: to
 def _match_states(
     view: StateView, manifest: TagManifest, params: Mapping[str, str], convert: bool
 ) -> dict[str, dict[str, Any]]:
-    """Match the optimizer's state, parameter by parameter. Returns what `Matched.states` is."""
+    """Match the optimizer's state, parameter by parameter. Returns `Matched.states`."""
     tag, written_by = manifest.tag, manifest.written_by
     if manifest.scalars and written_by.rule != view.rule.name:
         raise ModelError(
@@ -190,7 +191,7 @@ def _match_states(
     last: dict[str, Any] = {}
     for own_name, (_, _, name) in placed.items():
         try:
-            own = view.rule.load_scalars(decode_values(manifest.scalars[name]))
+            own = view.rule.load_scalars(from_json(manifest.scalars[name]))
         except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
             raise StoreError(
                 f"The step count of {name} in checkpoint {tag} cannot be read ({error}). Load another checkpoint."
@@ -214,8 +215,8 @@ def _match_states(
 def _check_arrays(
     view: StateView, manifest: TagManifest, layout: StateLayout, piece: ParamPiece, name: str, kinds: Iterable[str]
 ) -> int:
-    """Return how many arrays of a piece are rounded. `name`: of its parameter in the checkpoint, which has arrays of
-    `kinds`. Raises ModelError if the rule needs others, or of other shapes."""
+    """Return how many arrays of a piece are rounded. `name`: of its parameter in the checkpoint. `kinds`: of arrays
+    there. Raises ModelError if the rule needs other arrays or shapes."""
     tensors, tag, rule = manifest.tensors, manifest.tag, view.rule
     fields = {own.name: own for own in layout.fields(piece)}
     saved = _arrays({kind for kind in kinds if f"{kind}/{name}" in tensors})
@@ -252,7 +253,7 @@ def _check_arrays(
 
 
 def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
-    """Kinds without those of scales -> whether it is codes, which have scales."""
+    """Return each kind, except scales -> whether it holds codes, which have scales."""
     own = dict.fromkeys(kinds).keys()  # in order
     return {kind: f"{kind}_scale" in own for kind in own if kind.removesuffix("_scale") not in own - {kind}}
 
@@ -261,7 +262,7 @@ def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
 
 
 class Target(NamedTuple):
-    """Where elements of the tensor `key` go, from `start` on, in memory order: `values`, 1-D, of any dtype and on any
+    """A destination for elements of the tensor `key`, from `start`, in memory order. `values`: 1-D, of any dtype and
     device. `order`: the dimensions from the slowest to the fastest in memory; None: row-major."""
 
     key: str
@@ -272,10 +273,10 @@ class Target(NamedTuple):
 
 @final
 class TensorReader:
-    """Reads a tag, or an in-place commit. One thread drives it; `close` ends it, as does the end of a `with` block."""
+    """Reads a tag or an in-place commit. One thread drives it; `close`, or the end of a `with` block, ends it."""
 
     def __init__(self, manifest: TagManifest, records: RecordReader, resources: ExitStack | None = None) -> None:
-        """`resources`: are closed with it. Raises ValueError if a tensor lies outside of its records."""
+        """`resources`: closed with the reader. Raises ValueError if a tensor lies outside its records."""
         check_places(manifest.tensors, [records.extent_nbytes(*name) for name in manifest.records])
         self.manifest = manifest
         self._records = records
@@ -288,18 +289,18 @@ class TensorReader:
         self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the files and `resources`. Idempotent."""
         self._records.close()
         self._resources.close()
 
     def submit(self, targets: Iterable[Target]) -> Callable[[], None]:
-        """Begin to read; what is returned waits until the targets are filled. Raises TransferError, StoreError; that
-        raises CorruptionError, TransferError."""
+        """Begin to read, and return a function that waits until the targets are filled. Raises TransferError,
+        StoreError; the function raises CorruptionError, TransferError."""
         wanted: list[Wanted] = []
         copies: list[Callable[[], None]] = []
         for target in targets:
             entry, values, start = self.manifest.tensors[target.key], target.values, target.start
-            if entry.order != target.order:  # read whole, and permuted, alone
+            if entry.order != target.order:  # read the whole tensor, and permute it later
                 values, start = torch.empty(entry.numel, dtype=torch_dtype(entry.dtype)), 0
                 copies.append(partial(_permute, values, entry, target))
             elif entry.form == "joined" and values.dtype != torch.float32:
@@ -316,11 +317,11 @@ class TensorReader:
         return wait
 
     def fill(self, targets: Iterable[Target]) -> None:
-        """Read, and wait. Raises as `submit`."""
+        """Fill the targets, and wait. Raises what `submit` raises."""
         self.submit(targets)()
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Read the row-major elements [start, stop) of a tensor, 1-D on the CPU. Raises as `submit`."""
+        """Read the row-major elements [start, stop) of a tensor, 1-D on the CPU. Raises what `submit` raises."""
         entry = self.manifest.tensors[key]
         stop = entry.numel if stop is None else stop
         values = torch.empty(stop - start, dtype=torch_dtype(entry.dtype))
@@ -328,11 +329,11 @@ class TensorReader:
         return values
 
     def damage(self) -> list[Broken]:
-        """Read every byte; return the ranges that are not as written."""
+        """Read every byte, and return the ranges that differ from what was written."""
         return self._records.damage()
 
     def _wanted(self, entry: TensorEntry, start: int, values: torch.Tensor) -> list[Wanted]:
-        """List what is wanted of each source of each part of a tensor, for its elements from `start` on."""
+        """Return the requests for each source of each part of a tensor, for its elements from `start`."""
         found, stop, dtype = [], start + values.numel(), torch_dtype(entry.dtype)
         if entry.form == "joined":
             values.zero_()
@@ -357,7 +358,7 @@ class TensorReader:
 def _take(
     into: torch.Tensor, read_dtype: torch.dtype, dtype: torch.dtype, form: str, at: int, memory: memoryview
 ) -> None:
-    """Copy elements that were read, rounded to `dtype`; of the form "magnitude" without their signs."""
+    """Copy the elements read, rounded to `dtype`; without their signs if the form is "magnitude"."""
     values = torch.frombuffer(memory, dtype=read_dtype).to(dtype)
     own = into[at // read_dtype.itemsize :][: values.numel()]
     copy_values(own, values)
@@ -366,12 +367,12 @@ def _take(
 
 
 _SUMMANDS = ((torch.int16, 0), (torch.int16, 16), (torch.float32, 16))
-"""[Note: bf16 and remainder] The bits of a master are a sum of remainder, parameter and mark, the sign of a float: the
-dtype of each, and the bits by which it is shifted."""
+"""[Note: bf16 and remainder] The bits of a master are the sum of remainder, parameter and mark (a float's sign): for
+each, the dtype, and the bits by which it is shifted."""
 
 
 def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: memoryview) -> None:
-    """Add what was read of a summand to `bits`, a few at a time: temporaries stay small, and on the calling thread."""
+    """Add a summand's elements read to `bits`, a few at a time: temporaries stay small, and on the calling thread."""
     read = torch.frombuffer(memory, dtype=dtype)
     values, first = read.signbit() if dtype.is_floating_point else read, at // dtype.itemsize
     for start in range(0, values.numel(), _STEP_NUMEL):
@@ -380,7 +381,7 @@ def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: me
 
 
 def _permute(whole: torch.Tensor, entry: TensorEntry, target: Target) -> None:
-    """Fill a target from all elements of its tensor, which `whole` has in the entry's order."""
+    """Fill a target from the whole tensor, which `whole` has in the entry's order."""
     dims = range(len(entry.shape))
     values = whole.view(entry.memory_shape)
     if entry.order is not None:
@@ -390,8 +391,9 @@ def _permute(whole: torch.Tensor, entry: TensorEntry, target: Target) -> None:
 
 
 def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
-    """`values`: of the same shape. Contiguous CPU memory is copied on this thread alone: `copy_` shares 2 MiB among all
-    of PyTorch's threads, and waits for them, which on busy processors took 2.5 times as long, and for 4 MiB up to 10.
+    """Copy `values`, of the same shape, to `into`. Contiguous CPU memory is copied on this thread alone: `copy_` shares
+    2 MiB among all of PyTorch's threads and waits for them, which on busy processors took 2.5 times as long, and for 4
+    MiB up to 10.
     """
     plain = into.is_contiguous() and values.is_contiguous() and into.is_cpu and values.is_cpu
     if plain and into.dtype == values.dtype:
@@ -409,11 +411,11 @@ def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
 
 @final
 class StateLoader:
-    """Writes what `matched` says of a checkpoint to a run, sub-group by sub-group. `groups`: the live param groups.
+    """Writes the matched values of a checkpoint to a run, sub-group by sub-group. Driver thread, while no update runs
+    and nothing is read ahead.
 
-    The next sub-groups are read while one is made from what was read. Masters and state are read to where they rest, or
-    to a staging buffer; parameters become their masters, rounded. Driver thread, while no update runs and nothing is
-    read ahead.
+    The next sub-groups are read while one is completed. Masters and state are read to their homes, or to a staging
+    buffer; parameters are their masters, rounded. `groups`: the live param groups.
     """
 
     def __init__(
@@ -426,12 +428,13 @@ class StateLoader:
         self._matched = matched
         self._groups = groups
         self._num_converted = 0
-        """Sub-groups that are begun and take memory besides their state."""
+        """Sub-groups begun that take memory in addition to their state."""
         self._joined: list[torch.Tensor] = []
-        """Memory for masters that rest as remainders, which is free."""
+        """Free memory for masters that are stored as remainders."""
 
     def load(self) -> None:
-        """Where this raises some values are new and some old. Raises CorruptionError, StoreError, TransferError."""
+        """Load everything. If this raises, some values are new and some old. Raises CorruptionError, StoreError,
+        TransferError."""
         run_ahead(self._io, self._view.layouts, self._begin)
         for unit in self._state.units:
             if unit.index not in self._state.updated_units:
@@ -443,7 +446,7 @@ class StateLoader:
                 buffer.copy_(value)
 
     def _keeps_values(self, units: Iterable[Unit]) -> bool:
-        """Whether a parameter of a unit is not in the checkpoint."""
+        """Return whether the checkpoint lacks a parameter of these units."""
         return any(
             entry.param.numel and entry.param.name not in self._matched.params
             for unit in units
@@ -453,7 +456,8 @@ class StateLoader:
     # -- masters and state ---------------------------------------------------------------------------------------------
 
     def _begin(self, layout: StateLayout) -> tuple[SubGroupWork, Callable[[], None]] | None:
-        """Begin to read a sub-group's values; None while no staging buffer is free, or too many take memory besides."""
+        """Begin to read a sub-group's values. Return None while no staging buffer is free, or too many take additional
+        memory."""
         if self._num_converted == _CONVERTED_AHEAD:
             return None
         io, has_state = self._io, self._view.scalars.has_state(layout)
@@ -469,7 +473,7 @@ class StateLoader:
             stepped = [piece for piece in layout.subgroup.pieces if piece.param.name in self._matched.states]
             layout.clear(work.raw, stepped)
             targets, conversions = self._state_targets(layout, work.raw, stepped)
-            for param, start, (first, last) in placed:  # also those in no param group: their masters follow them
+            for param, start, (first, last) in placed:  # even those in no param group: they follow their masters
                 if (key := self._matched.params.get(param.name)) is not None:
                     targets.append(Target(key, start, masters[first:last], param.order))
             wait = self._reader.submit(targets)
@@ -489,7 +493,7 @@ class StateLoader:
         return work, end
 
     def _end(self, work: SubGroupWork, masters: torch.Tensor, stepped: Sequence[ParamPiece]) -> None:
-        """Make the rest of a sub-group from what was read, and begin to write it."""
+        """Compute the rest of a sub-group from what was read, and begin to write it."""
         layout = work.layout
         for segment, out in zip(layout.subgroup.segments, work.outs, strict=True):
             own = masters[segment.start : segment.stop]
@@ -511,8 +515,8 @@ class StateLoader:
     def _masters(
         self, layout: StateLayout, work: SubGroupWork, keeps: bool, filled: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
-        """[numel] fp32 to be filled: the masters, or a copy of remainders, joined. Zeros but for `filled`, or, where
-        some stay, what they are."""
+        """Return memory for the masters, [numel] fp32: in place, or, if they are stored as remainders, a joined copy.
+        Elements outside `filled` are zeros, or keep their values if `keeps`."""
         numel, device = layout.subgroup.numel, work.raw.device
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)
@@ -530,7 +534,8 @@ class StateLoader:
     def _state_targets(
         self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]
     ) -> tuple[list[Target], list[Callable[[], object]]]:
-        """List targets for the state of pieces, and what converts it, once they are filled, from another format."""
+        """Return targets for the pieces' state, and the conversions to run after they are filled from another
+        format."""
         elementwise, tensors = self._view.rule.elementwise, self._reader.manifest.tensors
         targets: list[Target] = []
         conversions: list[Callable[[], object]] = []
@@ -540,7 +545,7 @@ class StateLoader:
             views = layout.state(raw, piece, piece.start, piece.stop)
             for kind, is_coded in _arrays(views).items():
                 key, scale_key, shaped = f"{kind}/{name}", f"{kind}_scale/{name}", views[kind]
-                view = shaped.as_strided((shaped.numel(),), (1,), shaped.storage_offset())  # in memory order
+                view = shaped.as_strided((shaped.numel(),), (1,), shaped.storage_offset())  # flat, in memory order
                 order = piece.param.order if elementwise or shaped.shape == piece.param.shape else None
                 was_coded, saved_dtype = scale_key in tensors, torch_dtype(tensors[key].dtype)
                 values, scales = view, views.get(f"{kind}_scale")
@@ -550,9 +555,9 @@ class StateLoader:
                     if was_coded:
                         values = torch.empty(view.numel(), dtype=saved_dtype, device=raw.device)
                         scales = torch.empty(-(-view.numel() // _BLOCK), device=raw.device)
-                        conversions.append(partial(decode, values, scales, floats, None))
+                        conversions.append(partial(dequantize, values, scales, floats, None))
                     if is_coded:
-                        conversions.append(partial(encode, view, views[f"{kind}_scale"], floats, None, None))
+                        conversions.append(partial(quantize, view, views[f"{kind}_scale"], floats, None, None))
                     else:
                         conversions.append(partial(view.copy_, floats))
                 targets.append(Target(key, start, values, order))
@@ -563,7 +568,7 @@ class StateLoader:
     # -- parameters without a master -----------------------------------------------------------------------------------
 
     def _load_unit(self, unit: Unit) -> None:
-        """Write the parameters of a unit that no update steps, to every home that it has."""
+        """Write the parameters of a unit that no update writes, to every home that it has."""
         inventory = self._state.inventory
         homes = [home for kind in ("param", "param_back") if (home := inventory.find(unit, kind)) is not None]
         if inventory.find(unit, "param") is None:
@@ -576,7 +581,7 @@ class StateLoader:
                 self._load_windows(unit, home)
 
     def _load_windows(self, unit: Unit, home: Home) -> None:
-        """Read and write a unit on nvme in the parts in which it was written first, so that they are verified."""
+        """Write a unit on NVMe in the parts in which it was first written, so that checksums cover them."""
         staging = self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
         keeps = self._keeps_values([unit])
@@ -590,7 +595,7 @@ class StateLoader:
                 home.tier.write(home.slot, lease, start).wait()
 
     def _fill_unit(self, unit: Unit, flat: torch.Tensor, first: int) -> None:
-        """`flat`: the elements of the unit from `first` on."""
+        """Read into `flat` the elements of the unit from `first`."""
         targets = []
         for entry in unit.entries:
             low, high = max(entry.start, first), min(entry.stop, first + flat.numel())
@@ -602,7 +607,7 @@ class StateLoader:
 
 
 def _params_of(layout: StateLayout) -> list[tuple[ParamSpec, int, tuple[int, int]]]:
-    """List the parameters with elements in a sub-group: from which of its elements on, in which of the sub-group."""
+    """Return the parameters with elements in a sub-group: their first element there, and its range in the sub-group."""
     found = []
     for segment in layout.subgroup.segments:
         before = segment.start - segment.unit_start

@@ -1,6 +1,6 @@
-"""Decisions that the ranks of a run make together: whether and where a tag is saved, and which one is loaded.
+"""Decide together with all ranks whether and where a tag is saved, and which one is loaded.
 
-Each decision is one exchange, on the driver thread. What one rank finds wrong is raised on all, and nothing is changed.
+Each decision is one exchange, on the driver thread. A problem on one rank is raised on all, and nothing is changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAVE, LOAD, _EXPORT = "save_checkpoint", "load_checkpoint", "save_16bit_model"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """One rank's request to save. `arguments`: what must be the same on all. `nbytes`: of the data that it writes."""
+    """One rank's request to save. `arguments`: must be the same on all ranks. `nbytes`: of the data that it writes."""
 
     tag: str
     step: int
@@ -41,8 +41,8 @@ class Wanted:
 
 
 def agree_on_save(ranks: Collectives, ask: Callable[[], Wanted], tag_validation: str) -> list[Wanted]:
-    """Ask every rank; all of them have rank 0's tag then. `tag_validation`: DeepSpeed's Warn, Fail or Ignore, of tags
-    that differ. Raises ModelError if the ranks want to save different things, and what `ask` raises."""
+    """Ask every rank for its request; all get rank 0's tag. `tag_validation`: DeepSpeed's Warn, Fail or Ignore, for
+    tags that differ. Raises ModelError if the ranks want to save different things, and what `ask` raises."""
     wanted = agree(ranks, SAVE, ask, encode=vars, decode=lambda value: Wanted(**value))
     first = wanted[0]
     for rank, own in enumerate(wanted):
@@ -94,8 +94,8 @@ def find_together(
     find: Callable[[], FoundCheckpoint | None],
     prepare: Callable[[], None] = lambda: None,
 ) -> FoundCheckpoint | None:
-    """Let rank 0 find a checkpoint below `directory`; every rank takes it from its own directory of that name. None:
-    none. `prepare`: what every rank does first."""
+    """Find a checkpoint below `directory` on rank 0; every rank then uses the one in its own directory of that name.
+    Return None if there is none. `prepare`: runs on every rank first."""
 
     def act() -> FoundCheckpoint | None:
         prepare()
@@ -123,7 +123,8 @@ def _below(path: Path, base: Path) -> str:
 
 
 def check_together(ranks: Collectives, check: Callable[[], TagManifest]) -> None:
-    """Return once every rank can load the checkpoint, and all have read the same. Raises what `check` raises."""
+    """Check on every rank that the checkpoint can be loaded and that all have read the same. Raises what `check`
+    raises."""
 
     def facts(manifest: TagManifest) -> Any:
         return [manifest.tag, manifest.step, manifest.written_by.created_s]
@@ -140,10 +141,10 @@ def check_together(ranks: Collectives, check: Callable[[], TagManifest]) -> None
 def write_together(
     ranks: Collectives, tensors: Sequence[WeightTensor], write: Callable[[Sequence[WeightTensor]], None]
 ) -> None:
-    """Let rank 0 `write` tensors that every rank has parts of: all ranks read each of them, in this order.
+    """Call `write` on rank 0 with tensors that are split over ranks; all ranks read each of them, in this order.
 
-    An error of `write` is raised on all ranks once every tensor is read, and the run goes on. A read that fails ends
-    the run: it is raised where it failed, and RankError on the others, which wait in the gather of that tensor.
+    An error of `write` is raised on all ranks once every tensor is read, and the run goes on. A failed read ends the
+    run: it is raised on that rank, and as RankError on the others, which wait in that tensor's gather.
     """
     begun: list[WeightTensor] = []
     failed: list[Exception] = []
@@ -175,7 +176,7 @@ def write_together(
         agree(ranks, _EXPORT, act)
     except RankError:
         if failed:
-            raise failed[0] from None  # the groups are closed because of it
+            raise failed[0] from None  # it has closed the groups
         raise
 
 

@@ -1,16 +1,16 @@
-"""State of a run in the portable form: keys, shapes, where each rests, and which part of it this rank saves.
+"""Describe a run's state in portable form: its keys and shapes, the place of each, and this rank's part.
 
-[Note: Portable form] Everything is keyed by parameter name and by elements of the parameter in the order of its memory,
-so that no cut, tier or unit is part of it. A key is `<kind>/<parameter name>`:
+[Note: Portable form] Everything is keyed by parameter name and by elements in the parameter's memory order, so that
+keys do not depend on cuts, tiers or units. A key is `<kind>/<parameter name>`:
 
-    master   the fp32 master, also where it rests as bf16 parameter, remainder and mark
-    <field>  a state array of the rule under its own name, such as exp_avg; only of parameters that were stepped
+    master   the fp32 master, even if it is stored as bf16 parameter, remainder and mark
+    <field>  a state array of the rule under its own name, such as exp_avg; only for parameters that were stepped
     param    a parameter without a master: frozen, or in no param group
     buffer   a persistent buffer
 
-An elementwise state array has the parameter's shape; the scales of 8-bit moments are 1-D, one for each block of the
-parameter; an array of any other rule keeps its own shape. Parameters with a master are not saved besides: they are
-their masters, rounded. Bytes are saved as they rest: a key's form (index.py) says how it is made of them.
+An elementwise state array has the parameter's shape; the scales of 8-bit moments are 1-D, one per block of the
+parameter; an array of any other rule keeps its own shape. Parameters with a master are not saved themselves: they are
+their masters, rounded. Bytes are saved as they are stored; a key's form (index.py) says how to compute it from them.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 MASTER, PARAM, BUFFER = "master", "param", "buffer"
 VALUE_KINDS = (MASTER, PARAM, BUFFER)
-"""The kinds of keys that hold a model's values; all others are optimizer state."""
+"""The kinds of keys that hold a model's values; all others hold optimizer state."""
 
 _READ_AHEAD = 4
 _MOST_WRITTEN = 32
-"""Sub-groups whose writes are in flight. Those in host memory need no buffer, which would bound them."""
+"""The most sub-groups whose writes are in flight. Those in host memory use no buffers, which would limit them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Everything of a run that a checkpoint reads and writes, with what moves it. `trained`: names of the parameters
-    that have a master, on whatever rank. `view`: of this rank's state; where not `is_sharded` every rank has all.
-    `param_flat(unit)`: the flat of a unit that lives on the device."""
+    """Everything of a run that a checkpoint reads and writes, with what moves it. `trained`: names of parameters that
+    have a master on any rank. `view`: of this rank's state; unless `is_sharded` every rank has all. `param_flat(unit)`:
+    the flat of a unit that lives on the device."""
 
     module: nn.Module
     specs: Sequence[ParamSpec]
@@ -69,29 +69,29 @@ class RunState:
 
     @cached_property
     def updated_units(self) -> frozenset[int]:
-        """Indices of the units with elements in a sub-group of any rank, whose parameters an update writes."""
+        """The indices of units whose parameters an update writes, on any rank."""
         return frozenset(
             unit.index for unit in self.units if any(entry.param.name in self.trained for entry in unit.entries)
         )
 
     @cached_property
     def own_layouts(self) -> Sequence[StateLayout]:
-        """The sub-groups that this rank saves: its own, or its part of what every rank has."""
+        """The sub-groups that this rank saves: its own, or its part of those that every rank has."""
         layouts = self.view.layouts
         return layouts if self.is_sharded else [own for own in layouts if self._is_own(own.subgroup.index)]
 
     @cached_property
     def own_units(self) -> Sequence[Unit]:
-        """The units whose parameters without a master this rank saves: its shards, or its part of whole ones."""
+        """The units whose parameters without a master this rank saves: its shards, or its part of whole units."""
         return [unit for unit in self.units if self._is_own(unit.index) or self.is_part(unit)]
 
     def is_part(self, unit: Unit) -> bool:
-        """Whether only this rank's shard of the unit's parameters is here."""
+        """Return whether only this rank's shard of the unit's parameters is here."""
         home = self.inventory.find(unit, "param")
         return home is not None and home.slot.nbytes < unit.nbytes
 
     def saved_units(self, with_frozen: bool = True) -> list[Unit]:
-        """List the units that this rank saves as they are: no update writes their parameters."""
+        """Return the units that this rank saves unchanged: no update writes their parameters."""
         return [
             unit for unit in self.own_units if unit.index not in self.updated_units and (with_frozen or unit.trainable)
         ]
@@ -109,7 +109,7 @@ class RunState:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Every further name of a parameter or buffer in `state_dict()` -> the one under which it is saved."""
+        """Every other name of a parameter or buffer in `state_dict()` -> the name under which it is saved."""
         saved = {spec.name for spec in self.specs} | {name for name, _ in self.named_buffers()}
         names: dict[int, list[str]] = {}
         for name, tensor in state_tensors(self.module):
@@ -139,12 +139,12 @@ def run_ahead(
     begin: Callable[[StateLayout], tuple[SubGroupWork, Callable[[], None]] | None],
     retire: Callable[[SubGroupWork], None] = lambda written: None,
 ) -> None:
-    """Begin, work on and retire each sub-group once, in order; several are begun before the first is worked on.
+    """Begin, process and retire each sub-group once, in order; begin several before the first is processed.
 
-    `begin`: starts its reads; None while no buffer is free. What it returns waits for them, and adds what it writes to
-    the work's `writes`. `retire`: called when these are done. Raises what they raise, once nothing uses a buffer any
-    more. The way of a save and of a load: the update's own loop (`StreamingStepper`) takes sub-groups as their
-    gradients come, skips some, and reads ahead from step to step: none of that is here.
+    `begin`: starts a sub-group's reads, and returns None while no buffer is free, else a function that waits for them
+    and adds its writes to the work's `writes`. `retire`: called when these are done. Raises their errors, once nothing
+    uses a buffer. Saves and loads use this loop; the update has its own (`StreamingStepper`), which takes sub-groups as
+    their gradients come, skips some, and reads ahead from step to step.
     """
     waiting, begun, written = deque(layouts), deque[tuple[SubGroupWork, Callable[[], None]]](), deque[SubGroupWork]()
 
@@ -190,7 +190,7 @@ def buffer_key(name: str) -> str:
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch.float32 -> "float32". Raises StoreError for a dtype that a checkpoint cannot hold."""
+    """Convert torch.float32 to "float32". Raises StoreError for a dtype that a checkpoint cannot hold."""
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZES:
         raise StoreError(f"A checkpoint cannot hold a tensor of {dtype}; it can hold {', '.join(sorted(ITEMSIZES))}.")
@@ -199,7 +199,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a checked manifest's entry. Raises StoreError if this PyTorch has none of that name."""
+    """Return the dtype that a checked manifest names. Raises StoreError if this PyTorch does not have it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise StoreError(f"PyTorch {torch.__version__} has no dtype {name}, which this checkpoint needs.")
@@ -210,7 +210,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def describe(
     dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] | None = None, form: Form = "plain"
 ) -> TensorEntry:
-    """A tensor as a manifest has it, without parts. Raises StoreError for a dtype that a checkpoint cannot hold."""
+    """Return a manifest's entry for a tensor, without parts. Raises StoreError for a dtype that a checkpoint cannot
+    hold."""
     return TensorEntry(dtype=dtype_name(dtype), shape=tuple(shape), order=order, form=form)
 
 
@@ -223,7 +224,7 @@ def describe_field(param: ParamSpec, field: StateField, elementwise: bool, form:
 
 
 def _field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tuple[int, int]:
-    """Locate a piece's part of its parameter's state array: elements [start, stop)."""
+    """Return a piece's range [start, stop) in its parameter's state array."""
     if not elementwise:
         return 0, prod(field.shape)
     return piece.param_start // field.block_numel, -(-(piece.param_start + piece.numel) // field.block_numel)
@@ -236,9 +237,9 @@ Place = tuple[RecordName, int]
 
 
 class RecordPlaces(NamedTuple):
-    """How a save names its records. `state`: of a sub-group's slot. `params`: where the parameters of a segment are,
-    which are half of its masters. `unit`: of this rank's elements of a unit that no update writes. `buffers`: of all
-    buffers, as `pack` lays them; None where this rank saves none."""
+    """How a save names its records. `state`: of a sub-group's slot. `params`: the place of a segment's parameters that
+    are half of its masters. `unit`: of this rank's elements of a unit that no update writes. `buffers`: of all buffers,
+    laid out by `pack`; None if this rank saves none."""
 
     state: Callable[[StateLayout], RecordName]
     params: Callable[[StateLayout, Segment], Place]
@@ -247,8 +248,8 @@ class RecordPlaces(NamedTuple):
 
 
 def copied_places(scalars: Scalars) -> RecordPlaces:
-    """Name the records of a full save: of a sub-group its slot and, where they are half of masters, its parameters
-    behind."""
+    """Name the records of a full save. A sub-group's record has its slot, then its parameters if they are half of
+    masters."""
 
     def state(layout: StateLayout) -> RecordName:
         return RecordName(0, f"state/{layout.subgroup.index}")
@@ -263,8 +264,8 @@ def copied_places(scalars: Scalars) -> RecordPlaces:
 def committed_places(
     state: RunState, tiers: Sequence[object], copies: Mapping[int, Home], buffers: Home | None
 ) -> RecordPlaces:
-    """Name the records of the stores that the run uses. `tiers`: those of this rank's stores, in order. `copies`: unit
-    index -> home of its durable copy; `buffers`: that of buffers."""
+    """Name the records of the stores that the run uses. `tiers`: of this rank's stores, in order. `copies`: unit index
+    -> home of its durable copy. `buffers`: home of the buffers' copy."""
 
     def name(home: Home) -> RecordName:
         return RecordName(tiers.index(home.tier), home.slot.name)
@@ -285,12 +286,12 @@ def committed_places(
 
 
 def state_nbytes(layout: StateLayout, scalars: Scalars) -> int:
-    """Bytes of a sub-group's slot that there are."""
+    """Return how many bytes of a sub-group's slot are in use."""
     return layout.nbytes if scalars.has_state(layout) else layout.master_nbytes
 
 
 def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Lay buffers one after another in their record: each with its first byte."""
+    """Yield each non-empty buffer with its first byte in the record that holds all buffers."""
     position = 0
     for name, buffer in buffers:
         if not buffer.numel():
@@ -300,7 +301,7 @@ def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, tor
 
 
 _Row = tuple[str, TensorEntry, int, int, Sequence[Place]]
-"""Elements [start, stop) of the tensor of a key, one place for each source of its form."""
+"""Elements [start, stop) of the tensor of a key, with one place per source of its form."""
 
 
 def list_tensors(
@@ -311,8 +312,8 @@ def list_tensors(
     *,
     with_frozen: bool = True,
 ) -> tuple[dict[str, TensorEntry], list[RecordName]]:
-    """List the tensors that this rank saves of a run, with its parts of them, and the records in which these lie.
-    `buffers`: by name, if this rank saves them. Any thread."""
+    """Return the tensors that this rank saves, with its parts of them, and the records that hold these. `buffers`: by
+    name, if this rank saves them. Any thread."""
     numbers: dict[RecordName, int] = {}
     found: dict[str, tuple[TensorEntry, list[Part]]] = {}
     rows = chain(
@@ -357,7 +358,7 @@ def _list_subgroup(state: RunState, places: RecordPlaces, scalars: Scalars, layo
 
 
 def _list_units(state: RunState, places: RecordPlaces, with_frozen: bool) -> Iterator[_Row]:
-    """List parameters that no update writes; on rank 0 also those without elements, which are in no unit."""
+    """Yield parameters that no update writes; on rank 0 also those without elements, which are in no unit."""
     for unit in state.saved_units(with_frozen):
         home, record = state.inventory.find(unit, "param"), places.unit(unit)
         here = slice(0, unit.numel) if home is None else home.elements(unit)

@@ -16,7 +16,7 @@ from typing import Any, final
 
 import torch
 
-from tiered_zero.checkpoint.driver import encode, join_states, own_state
+from tiered_zero.checkpoint.driver import join_states, own_state, to_json
 from tiered_zero.checkpoint.index import Share, WrittenBy
 from tiered_zero.checkpoint.run_state import RunState, copied_places, list_tensors, pack, run_ahead, state_nbytes
 from tiered_zero.checkpoint.tag_writer import TagWriter
@@ -38,11 +38,12 @@ from tiered_zero.version import __version__
 logger = logging.getLogger("tiered_zero")
 
 _MOST_COPIED_NBYTES = 64 * MIB
-"""Of units on the device that no update writes, and a script can change: a save of more returns when it is written."""
+"""The most bytes copied of units on the device that a script can change. With more, a save returns once it is
+written."""
 
 
 def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, Any]:
-    """List what WrittenBy says of a run, but for the time."""
+    """Return the fields of WrittenBy for a run, except the time."""
     return {
         "tiered_zero": __version__,
         "torch": str(torch.__version__),
@@ -57,10 +58,10 @@ def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """Copies of what a script may change while a save is written. Taken by the driver; written on any thread.
+    """Copies of what a script may change while a save is written. The driver takes it; any thread writes it.
 
-    `params`: unit index -> a copy of a unit on the device. `may_return`: whether all that a script may change is
-    copied. `fields`: of the manifest; `needed_nbytes`: of the data.
+    `params`: unit index -> a copy of a unit on the device. `may_return`: whether everything that a script may change is
+    copied. `fields`: of the manifest. `needed_nbytes`: of the data.
     """
 
     fields: Mapping[str, Any]
@@ -75,8 +76,8 @@ class Capture:
     def take(
         cls, state: RunState, fields: Mapping[str, Any], *, has_files: bool, with_frozen: bool, save_latest: bool
     ) -> Capture:
-        """`fields`: of the manifest, without the time. `has_files`: False where the save commits stores and writes no
-        data."""
+        """Copy what a script may change. `fields`: of the manifest, without the time. `has_files`: False if the save
+        commits stores and writes no data."""
         named = list(state.named_buffers()) if has_files and state.runtime.collectives.rank == 0 else []
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named}
         units = state.saved_units(with_frozen) if has_files else []
@@ -100,8 +101,8 @@ class Capture:
         scalars: Scalars,
         free: Callable[[int], None] = lambda subgroup: None,
     ) -> Share:
-        """Write what this rank saves, and begin to make it durable. `ready`: what compute writes of device memory.
-        `free`: called with each sub-group that has been read."""
+        """Write what this rank saves, and begin to make it durable. `ready`: completes when compute has written device
+        memory. `free`: called with each sub-group that has been read."""
         ready.wait()
         tensors, records = list_tensors(
             state, copied_places(scalars), scalars, self.buffers.items(), with_frozen=self.with_frozen
@@ -111,33 +112,33 @@ class Capture:
         return Share(
             tensors=tensors,
             records=records,
-            scalars={name: encode(own, f"state of {name}") for name, own in scalars.by_name().items()},
+            scalars={name: to_json(own, f"state of {name}") for name, own in scalars.by_name().items()},
             driver=own_state(self.fields["driver"]),
             stores=[tag.writer.finish()],
         )
 
     def publish(self, tag: TagWriter, shares: Sequence[Share]) -> None:
-        """Give the tag its name: all that `shares` have is durable, but for what this rank has just written."""
+        """Give the tag its name. Everything in `shares` is durable, except this rank's last writes."""
         driver = join_states(self.fields["driver"], [share.driver for share in shares])
         tag.publish({**self.fields, "driver": driver}, shares, save_latest=self.save_latest)
 
 
 @final
 class AsyncSave:
-    """The save that goes on during training, if one does. Driver thread. Refers to nothing that refers to the engine,
-    so that the end of the run can wait for it."""
+    """The save under way during training, if any. Driver thread. Holds no reference that leads to the engine, so that
+    the end of the run can wait for it."""
 
     def __init__(self) -> None:
         self.tag: TagWriter | None = None
-        """Of the save under way."""
+        """The tag of the save under way."""
         self._cut: Transfer = COMPLETED
-        """Its place between two updates is over; the error of an update that failed before."""
+        """Completes when the cut between two updates is over; carries the error of an update that failed before."""
         self._end = Completion()
-        """The tag is published, or discarded; the error of the save."""
+        """Completes when the tag is published or discarded; carries the error of the save."""
 
     def start(self, state: RunState, policy: UpdatePolicy, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
-        """Begin behind the update under way, and return once all that a script may change is copied or written; the
-        next update waits for each sub-group's bytes alone."""
+        """Begin after the update under way. Return once everything that a script may change is copied or written; the
+        next update waits only for each sub-group's own bytes."""
         end = Completion()
         try:
             cut = policy.at_cut(partial(_begin_beside, state, tag, capture, ready, end))
@@ -149,12 +150,12 @@ class AsyncSave:
             self.wait()
 
     def wait(self) -> None:
-        """Return when no save is under way. Raises the error of the last one, once; that of an update before it, which
-        the engine raises, is logged."""
+        """Wait for the save under way, if any. Raises the error of the last one, once. If an update before it failed,
+        only log that: the engine raises the update's error."""
         tag, end = self.tag, self._end
         if tag is None:
             return
-        tag.writer.hurry()
+        tag.writer.raise_priority()
         try:
             self._cut.wait()
             end.wait()
@@ -168,7 +169,7 @@ class AsyncSave:
 
 
 def _begin_beside(state: RunState, tag: TagWriter, capture: Capture, ready: Transfer, end: Completion) -> None:
-    """Start to write the tag on a lane of its own. Between two updates, on the thread where they run."""
+    """Start to write the tag on its own lane. Called between two updates, on the thread that runs them."""
     held, read = {layout.subgroup.index: _Read(tag.writer) for layout in state.view.layouts}, _Read(tag.writer)
 
     def write() -> None:
@@ -198,7 +199,8 @@ def _begin_beside(state: RunState, tag: TagWriter, capture: Capture, ready: Tran
 
 @final
 class _Read(Transfer):
-    """The end of what an asynchronous save reads, all of it or a sub-group's bytes. A wait for it hurries the save."""
+    """The end of an asynchronous save's reads, of all or of one sub-group. Waiting for it raises the save's
+    priority."""
 
     def __init__(self, writer: RecordWriter) -> None:
         self._writer: RecordWriter | None = writer
@@ -206,14 +208,14 @@ class _Read(Transfer):
 
     def complete(self) -> None:
         self._read.complete()
-        self._writer = None  # this may be kept until the next save
+        self._writer = None  # this object may live until the next save
 
     def done(self) -> bool:
         return self._read.done()
 
     def wait(self) -> None:
         if (writer := self._writer) is not None:
-            writer.hurry()
+            writer.raise_priority()
         self._read.wait()
 
 
@@ -221,16 +223,16 @@ class _Read(Transfer):
 
 
 SCRATCH_NBYTES = MIB
-"""A whole chunk of a record."""
+"""One checksum chunk of a record."""
 
 NUM_SCRATCH = 8
 
 
 @final
 class StateSaver:
-    """Writes everything that this rank saves of a run, as of `scalars`, once. One thread.
+    """Writes everything that this rank saves, with the state of `scalars`, once. One thread.
 
-    `free(sub-group)`: is called once an update may change it; nothing else changes what is saved.
+    `free(sub-group)`: called when an update may change the sub-group. Nothing else may change what is saved.
     """
 
     def __init__(self, state: RunState, scalars: Scalars, writer: RecordWriter, free: Callable[[int], None]) -> None:
@@ -244,11 +246,11 @@ class StateSaver:
         starts = range(0, len(memory), SCRATCH_NBYTES)
         self._scratch = [memory[start : start + SCRATCH_NBYTES] for start in starts]
         self._in_flight: deque[tuple[Transfer, memoryview | None]] = deque()
-        """With the scratch buffer that is free after it."""
+        """Transfers under way, each with the scratch buffer that it frees."""
 
     def save(self, buffers: Mapping[str, torch.Tensor], params: Mapping[int, torch.Tensor], with_frozen: bool) -> None:
-        """Return when all is written. `buffers`: by name, on the CPU. `params`: unit index -> copies of units on the
-        device; others are read. Raises the first error, once nothing uses the run's memory any more."""
+        """Write everything and wait for it. `buffers`: by name, on the CPU. `params`: unit index -> copies of units on
+        the device; others are read. Raises the first error, once nothing uses the run's memory."""
         try:
             layouts = self._state.own_layouts
             run_ahead(self._io, layouts, self._begin, lambda work: self._free(work.subgroup.index))
@@ -293,7 +295,7 @@ class StateSaver:
     # -- parameters without a master, and buffers ----------------------------------------------------------------------
 
     def _send_unit(self, unit: Unit, copied: torch.Tensor | None) -> None:
-        """Write what is here of a unit that no update writes."""
+        """Write what this rank has of a unit that no update writes."""
         name, home = self._places.unit(unit).name, self._state.inventory.find(unit, "param")
         if home is None:
             self._send(name, as_bytes(self._state.param_flat(unit) if copied is None else copied))
@@ -303,7 +305,7 @@ class StateSaver:
             self._in_flight += [(written, None) for written in self._send(name, raw[: home.slot.nbytes])]
 
     def _windows(self, unit: Unit) -> Iterator[torch.Tensor]:
-        """Yield a unit on nvme in pieces, as they were written, so that they are verified."""
+        """Yield a unit on NVMe in the pieces in which it was written, so that checksums cover them."""
         home, staging = self._state.inventory.home(unit, "param"), self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
         for start in range(0, home.slot.nbytes, staging.buffer_nbytes):
@@ -324,14 +326,15 @@ class StateSaver:
         self._send_copied("buffers", parts())
 
     def _send(self, name: str, part: torch.Tensor) -> list[Transfer]:
-        """Write bytes from where they are, which the transfers are still to read; or copied, where they cannot be."""
+        """Write bytes in place, which the returned transfers still read; copy them if alignment or device forbid
+        that."""
         if part.is_cpu and part.data_ptr() % PAGE_NBYTES == 0 and part.numel() % PAGE_NBYTES == 0:
             return [self._writer.append(name, part.numpy().data)]
         self._send_copied(name, [part])
         return []
 
     def _send_copied(self, name: str, parts: Iterable[torch.Tensor]) -> None:
-        """Write bytes from wherever they are, a scratch buffer at a time."""
+        """Write bytes from anywhere, through scratch buffers."""
         buffer, filled = self._free_scratch(), 0
         for part in parts:
             at = 0
@@ -353,7 +356,7 @@ class StateSaver:
         return self._scratch.pop()
 
     def _send_scratch(self, name: str, buffer: memoryview, filled: int) -> None:
-        """Write what is filled of a buffer, with zeros up to a whole page."""
+        """Write the filled part of a buffer, padded with zeros to a whole page."""
         nbytes = align_up(filled, PAGE_NBYTES)
         buffer[filled:nbytes] = bytes(nbytes - filled)
         if nbytes:
@@ -363,7 +366,7 @@ class StateSaver:
 
 
 def needed_nbytes(state: RunState, buffers: Iterable[torch.Tensor], with_frozen: bool) -> int:
-    """Bytes of the records that this rank writes at most."""
+    """Return the most bytes that this rank's records take."""
     slots = sum(layout.nbytes for layout in state.own_layouts)
     segments = (one for layout in state.own_layouts if layout.masters.needs_params for one in layout.subgroup.segments)
     units = sum(own.nbytes for own in state.saved_units(with_frozen))

@@ -1,8 +1,8 @@
-"""Find and read tags: what each directory is, which one a load takes, and a reader of what it holds.
+"""Find and open tags: judge each directory, choose the one that a load takes, and return a reader for it.
 
-A tag is a directory that got its name when all of it was durable (tag_writer.py). `look_at` judges one directory, whole
-or why not; listing, finding and opening ask it. A tag of an in-place commit is a pointer, which leads to the newest
-commit of its run; a load that names the tag refuses any commit but the tag's own.
+A tag is a directory that got its name once all of it was durable (tag_writer.py). `look_at` judges one directory:
+whole, or why not; listing, finding and opening use it. A tag of an in-place commit is a pointer, which leads to the
+newest commit of its run; a load that names the tag refuses any other commit than the tag's own.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ LOCK_NAME: Final = ".tiered_zero.lock"
 LATEST_NAME: Final = "latest"
 TEMPORARY: Final = ".tmp-"
 OLD: Final = ".old-"
-"""Prefixes: of a tag that is being written or removed, and of one that is just being replaced."""
+"""Prefixes of a tag that is being written or removed, and of one that is being replaced."""
 
 _SUFFIX = re.compile(r"-[0-9a-f]{12}")
 _TAG = re.compile(r"[^./\x00-\x1f\x7f\ud800-\udfff][^/\x00-\x1f\x7f\ud800-\udfff]*")
@@ -77,18 +77,18 @@ def check_tag(tag: object) -> str:
 
 
 def hidden_name(prefix: str, tag: str) -> str:
-    """Make a new name for a tag that must not be found."""
+    """Return a new name for a tag that must not be found."""
     return f"{prefix}{tag}-{secrets.token_hex(6)}"
 
 
 def hidden_tag(prefix: str, name: str) -> str | None:
-    """Return the tag of a `hidden_name` with this prefix; None for any other name."""
+    """Return the tag in a `hidden_name` with this prefix; None for any other name."""
     match = _SUFFIX.fullmatch(name[-13:])
     return name[len(prefix) : -13] if match and name.startswith(prefix) and len(name) > len(prefix) + 13 else None
 
 
 def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
-    """Return the path of the tag, also while a writer that ended was replacing it. Raises StoreError for a bad tag."""
+    """Return the path of the tag, even if a dead writer was replacing it. Raises StoreError for a bad tag."""
     path = Path(save_dir) / check_tag(tag)
     if not os.path.lexists(path):
         for name in _names(Path(save_dir)):
@@ -98,7 +98,7 @@ def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
 
 
 def _visible_tag(name: str, names: Sequence[str]) -> str | None:
-    """Return the tag that a directory of this name has or is to have; None: it is none."""
+    """Return the tag that a directory of this name has or will have; None if it is no tag."""
     if (old := hidden_tag(OLD, name)) is not None:
         return None if old in names else old
     if (temporary := hidden_tag(TEMPORARY, name)) is not None:
@@ -112,11 +112,11 @@ def _visible_tag(name: str, names: Sequence[str]) -> str | None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TagInfo:
-    """One tag of a save directory. `reason`: why it is not complete, else "". `nbytes`: on the disk.
+    """One tag of a save directory. `reason`: why it is not complete, or "". `nbytes`: on the disk.
 
-    `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 without a manifest. Of an
-    in-place commit: `run_id`, `commit_id`: its run's and its own; `swap`: where the run's newest commit is, if it is
-    there; `held_id`: the id of that. `is_foreign`: another program's.
+    `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 without a manifest. For an
+    in-place commit, `run_id`, `commit_id`: of its run and of itself; `swap`: where the run's newest commit is, if it is
+    there; `held_id`: the id of that one. `is_foreign`: another program's checkpoint.
     """
 
     tag: str
@@ -136,12 +136,12 @@ class TagInfo:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether its run has committed again in place since, and holds that alone."""
+        """Whether its run has committed in place again and holds only the newer commit."""
         return self.held_id is not None and self.held_id != self.commit_id
 
 
 _PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
-"""A manifest may be larger only beside data: what is decoded takes some twenty times the bytes of its text."""
+"""A larger manifest is accepted only with data: decoding takes some twenty times the bytes of its text."""
 
 _NO_CHECKPOINT: Final = f"it is not a checkpoint: it has no {MANIFEST_NAME}"
 _LOST: Final = f"a checkpoint that has lost its {MANIFEST_NAME}, without which its data cannot be read. Take another"
@@ -163,18 +163,18 @@ _FOREIGN: Final = {
         "a directory of exported weights (safetensors), without optimizer state. Load it with from_pretrained"
     ),
 }
-"""Names of files -> whose checkpoint has them, and what to do; the first that is found counts."""
+"""Patterns of file names -> whose checkpoint has them, and what to do. The first match counts."""
 
 
 def _foreign(names: Iterable[str]) -> str:
-    """Name the other program whose checkpoint has these files; "": none that is known."""
+    """Name the other program whose checkpoint has these files; "" if none is known."""
     found = (what for pattern, what in _FOREIGN.items() if any(re.fullmatch(pattern, name) for name in names))
     return next(found, "")
 
 
 def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
-    """Judge the directory of one tag, and read its manifest if it has one; data is not read. `tag`: if the directory
-    has another name."""
+    """Judge one tag's directory, and read its manifest if it has one, but no data. `tag`: if the directory has another
+    name."""
     info = TagInfo(tag=tag or path.name, path=path)
     manifest = None
     try:
@@ -204,7 +204,7 @@ def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
             "it is not there. Name a directory that save_checkpoint wrote; where nothing was saved yet, set "
             "tiered_zero.checkpoint.resume to null"
         )
-    except (OSError, ValueError, StoreError) as error:  # ValueError: a path with a NUL
+    except (OSError, ValueError, StoreError) as error:  # ValueError: a NUL in the path
         reason = f"it cannot be read: {error_text(error).removesuffix('.')}"
     if manifest is not None and manifest.swap is not None:
         return _follow(info, manifest), manifest
@@ -212,7 +212,7 @@ def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
 
 
 def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
-    """Say what is wrong with a data file, before it is opened; "": nothing."""
+    """Return what is wrong with a data file, without opening it; "" if nothing."""
     try:
         status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -223,7 +223,7 @@ def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
 
 
 def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
-    """Say which commit the run of a pointer holds by now; the pointer is complete if it is its own."""
+    """Find the commit that the run of a pointer now holds. The pointer is complete if that is its own."""
     assert manifest.swap is not None, "a tag of an in-place commit"
     first = Path(manifest.swap["paths"][0])
     info = replace(info, run_id=manifest.swap["run_id"], commit_id=manifest.swap[COMMIT_ID])
@@ -245,8 +245,8 @@ def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
 
 
 def read_manifest(tag_dir: str | os.PathLike[str], tag: str = "") -> TagManifest:
-    """Return the manifest of a whole tag: every file is there with its size. Checksums are for `find_damage` and for
-    reading. Raises StoreError, with the reason, for anything else."""
+    """Return the manifest of a whole tag, whose files all exist with their sizes; `find_damage` and reads compare
+    checksums. Raises StoreError, with the reason, for anything else."""
     info, manifest = look_at(Path(tag_dir), tag)
     if manifest is None or not info.complete:
         raise StoreError(f"{info.path} cannot be loaded: {info.reason}.")
@@ -257,8 +257,8 @@ def read_manifest(tag_dir: str | os.PathLike[str], tag: str = "") -> TagManifest
 
 
 def list_tags(save_dir: str | os.PathLike[str]) -> list[TagInfo]:
-    """List the tags, oldest first, also damaged and unfinished ones and other programs' checkpoints, each with the
-    reason. Raises StoreError where the directory cannot be read."""
+    """Return all tags, oldest first, including damaged and unfinished ones and other programs' checkpoints, with the
+    reason. Raises StoreError if the directory cannot be read."""
     path = Path(save_dir)
     names = _names(path)
     infos = []
@@ -280,7 +280,7 @@ def _age(info: TagInfo) -> tuple[int, float, str]:
 
 
 def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
-    """Return the tag that `latest` names; None where there is no such file. Raises StoreError for a bad one."""
+    """Return the tag that `latest` names; None if there is no such file. Raises StoreError for a bad one."""
     path = Path(os.path.realpath(save_dir))
     try:
         with open_directory(path) as fd:
@@ -293,9 +293,10 @@ def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
 
 
 def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
-    """Say why a run that resumes from `load_dir` begins at step 0; "" if there is something to load or to refuse.
+    """Return why a run that resumes from `load_dir` begins at step 0; "" if there is something to load or to refuse.
 
-    A new start is a directory that is missing or empty, or whose first save was never completed. Raises StoreError.
+    A run begins anew in a directory that is missing or empty, or whose first save was never completed. Raises
+    StoreError.
     """
     path = Path(load_dir)
     if not os.path.lexists(path):
@@ -308,21 +309,22 @@ def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
 
 
 def is_unused(save_dir: str | os.PathLike[str]) -> bool:
-    """Whether the directory is there, with nothing in it but our lock and what saves that never ended have left.
-    Raises StoreError."""
+    """Return whether the directory exists and holds only our lock and the remains of unfinished saves. Raises
+    StoreError."""
     path, ours = Path(save_dir), (LOCK_NAME, "lost+found")
     return path.is_dir() and all(name in ours or hidden_tag(TEMPORARY, name) is not None for name in _names(path))
 
 
 def _content(path: Path) -> list[str]:
-    """List names in `path`, without what a new run may find there: hidden files, lost+found, runs' swap directories."""
+    """Return the names in `path` except those that a new run may find: hidden files, lost+found, runs' swap
+    directories."""
     shown = (TEMPORARY, OLD, ".metadata")
     names = [name for name in _names(path) if name != "lost+found" and (name[0] != "." or name.startswith(shown))]
     return [name for name in names if not os.path.lexists(path / name / OWNER_NAME)]
 
 
 def _names(save_dir: Path) -> list[str]:
-    """List a save directory, which may be a symbolic link. Raises StoreError."""
+    """Return the names in a save directory, which may be a symbolic link. Raises StoreError."""
     try:
         return sorted(os.listdir(os.path.realpath(save_dir)))
     except FileNotFoundError:
@@ -332,7 +334,7 @@ def _names(save_dir: Path) -> list[str]:
         ) from None
     except NotADirectoryError:
         raise StoreError(f"{save_dir} is no directory that save_checkpoint wrote; it may be torch.save's.") from None
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise StoreError(f"{save_dir} cannot be read: {error_text(error)}.") from error
 
 
@@ -342,8 +344,8 @@ def _names(save_dir: Path) -> list[str]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """A checkpoint. `path`: of the tag, or the swap directory. `swap`: the first directory of an in-place commit's
-    store. `lines`: for the log. `manifest`: of a tag that was just read."""
+    """A checkpoint that was found. `path`: of the tag, or the swap directory. `swap`: the first directory of an
+    in-place commit's store. `lines`: for the log. `manifest`: of a tag that was just read."""
 
     path: Path
     swap: Path | None = None
@@ -352,11 +354,12 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> FoundCheckpoint:
-    """Find what `directory` names: a run's swap directory, one tag, or tags, of which `tag` or the newest is taken.
+    """Find the checkpoint in `directory`: a run's swap directory, one tag, or many tags, of which `tag` or the newest
+    is taken.
 
-    A given `tag` is taken or refused. Else the candidates are the one that `latest` names, then all from the newest to
-    the oldest; the first is taken that is complete, or a pointer whose run holds a commit: [Note: In-place commits]
-    has the crash that leaves such a pointer. Raises StoreError, with what was skipped.
+    A given `tag` is taken or refused. Otherwise the candidates are the one that `latest` names, then all from the
+    newest to the oldest. The first is taken that is complete, or a pointer whose run holds a commit ([Note: In-place
+    commits] has the crash that leaves such a pointer). Raises StoreError, with what was skipped.
     """
     path = Path(os.path.abspath(directory))
     if tag is not None:
@@ -384,13 +387,13 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
     for info in reversed(infos):
         if (found := _take(info)) is not None:
             return replace(found, lines=(*skipped, *_skipped(others), *found.lines))
-        if info.tag != named:  # else it is said above
+        if info.tag != named:  # else it was reported above
             others.setdefault(info.reason, []).append(info.tag)
     raise _nothing_found(path, infos, [*skipped, *_skipped(others)])
 
 
 def _take_named(path: Path, tag: str) -> FoundCheckpoint:
-    """Raises StoreError unless the tag is complete."""
+    """Return the tag that the user named. Raises StoreError unless it is complete."""
     place = tag_path(path, tag)
     if not os.path.lexists(place):
         complete = [info.tag for info in list_tags(path) if info.complete]
@@ -402,7 +405,7 @@ def _take_named(path: Path, tag: str) -> FoundCheckpoint:
 
 
 def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint | None:
-    """Return what the tag leads to; None: to nothing."""
+    """Return the checkpoint to which the tag leads; None if there is none."""
     if not info.complete and info.swap is None:
         return None
     lines = (f"{info.path} leads to {info.swap}, which is loaded: {info.reason}.",) if info.is_superseded else ()
@@ -410,7 +413,7 @@ def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint
 
 
 def _skipped(tags: Mapping[str, Sequence[str]]) -> list[str]:
-    """Say each reason once, with its tags from the newest to the oldest."""
+    """Return a line for each reason, with its tags from the newest to the oldest."""
     return [
         f"Skipped {own[0]}{f' and {len(own) - 1} before it' if len(own) > 1 else ''}: {reason}."
         for reason, own in tags.items()
@@ -435,7 +438,7 @@ def _nothing_found(path: Path, infos: Sequence[TagInfo], skipped: list[str]) -> 
 
 
 def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> TensorReader:
-    """Open a tag, or the swap directories that it points to. `own_runs`: see `open_commit`. Raises StoreError."""
+    """Open a tag, or the swap directories to which it points. `own_runs`: see `open_commit`. Raises StoreError."""
     if found.swap is not None:
         return open_commit(found.swap, own_runs)
     return open_tag(found.path, manifest=found.manifest)
@@ -444,8 +447,8 @@ def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> Tensor
 def open_tag(
     tag_dir: str | os.PathLike[str], engine: IOEngine | None = None, manifest: TagManifest | None = None
 ) -> TensorReader:
-    """Open a tag of a full save. `engine`: None: chosen by reading the files. `manifest`: if it was just read. Raises
-    StoreError."""
+    """Open a tag of a full save. `engine`: None: choose one by reading the files. `manifest`: if it was just read.
+    Raises StoreError."""
     path = Path(tag_dir)
     manifest = manifest or read_manifest(path)
     files = [RecordFiles(paths=[path / file_name(n)], contents=store) for n, store in enumerate(manifest.stores)]
@@ -456,8 +459,8 @@ def open_tag(
 
 
 def find_damage(tag_dir: str | os.PathLike[str]) -> list[str]:
-    """Read every byte of a tag, or of the commit that it points to, in the stores of all ranks; say what is wrong with
-    it, empty: nothing. A live run may commit at the same time."""
+    """Read every byte of a tag, or of the commit to which it points, in the stores of all ranks, and return what is
+    wrong with it. A live run may commit at the same time."""
     try:
         manifest = read_manifest(tag_dir)
         if manifest.swap is None:
@@ -476,8 +479,8 @@ def open_commit(
 ) -> TensorReader:
     """Open the newest commit of a run, in the swap directories of all its ranks.
 
-    `path`: any directory of the run. `own_runs`: ids of this run's stores, which make no commit while this is open.
-    Raises StoreError: nothing committed, damaged, not all of it here, or its owner lives (unless it is this run).
+    `path`: any directory of the run. `own_runs`: ids of this run's stores, which must not commit while this is open.
+    Raises StoreError: nothing committed, damaged, a part missing here, or its owner lives (and is not this run).
     """
     commit = Commit.read(Path(owner_of(Path(path)).paths[0]))
     with ExitStack() as resources:

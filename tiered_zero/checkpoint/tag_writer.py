@@ -1,12 +1,12 @@
-"""Change a save directory: begin a tag and publish it, and remove old ones, under one lock.
+"""Change a save directory under one lock: begin a tag, publish it, and remove old ones.
 
-A tag is written into a temporary directory, which gets the tag's name when all of it is durable: N-1 until that rename,
-N after it.
+A tag is written into a temporary directory, which gets the tag's name once all of it is durable: until that rename the
+last checkpoint counts, afterwards the new one.
 
-[Note: replacing a tag] rename(2) replaces no directory that has files. If the system can exchange two names (Linux, all
-local file systems), the new directory and the old one exchange theirs: there is no instant without the tag. Else the
-old one is renamed to `.old-TAG-...` first; a reader that finds no TAG takes that one, and the next writer renames it
-back.
+[Note: replacing a tag] rename(2) does not replace a directory that has files. If the system can exchange two names
+(Linux, on all local file systems), the new and the old directory exchange theirs, and the tag always exists. Otherwise
+the old one is first renamed to `.old-TAG-...`; a reader that finds no TAG takes that one, and the next writer renames
+it back.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from tiered_zero.system.resources import CLOSED, Descriptor
 logger = logging.getLogger("tiered_zero")
 
 _SPARE_NBYTES = 4 * MIB
-"""Asked for beyond the records of a tag: its manifest and its directory, whose bytes are known only when they are
-written. A manifest has some 45 bytes for each MiB, and 200 for each tensor."""
+"""Space required beyond a tag's records, for its manifest and directory, whose sizes are known only when they are
+written. A manifest has some 45 bytes per MiB, and 200 per tensor."""
 
 _RENAME_EXCHANGE = 2
 
@@ -67,17 +67,17 @@ _RENAME_EXCHANGE = 2
 
 @final
 class SaveDirectory:
-    """A save directory that this process, or rank 0 of its run, holds by flock until `release`. One thread at a time.
+    """A save directory that this process, or rank 0 of its run, locks by flock until `release`. One thread at a time.
     Each change of a name is durable or did not happen."""
 
     def __init__(self, path: Path, fd: Descriptor, lock: Descriptor) -> None:
-        """Use `open` or `join`."""
+        """Use `open` or `join` instead."""
         self.path, self.fd = path, fd
         self._lock = lock
 
     @classmethod
     def open(cls, save_dir: str | os.PathLike[str]) -> SaveDirectory:
-        """Make it with its parents (mode 0700) where it is missing; lock it. Raises StoreError."""
+        """Open and lock the directory; make it and its parents (mode 0700) if missing. Raises StoreError."""
         path, fd = _opened(save_dir, makes=True)
         try:
             return cls(path, fd, _locked(path, fd))
@@ -87,16 +87,16 @@ class SaveDirectory:
 
     @classmethod
     def join(cls, save_dir: str | os.PathLike[str]) -> SaveDirectory:
-        """Open one that rank 0 holds, or that is only looked at. Raises StoreError."""
+        """Open a directory that rank 0 holds, or that is only read. Raises StoreError."""
         return cls(*_opened(save_dir, makes=False), CLOSED)
 
     def release(self) -> None:
-        """End the lock, also where a forked child has inherited it. Idempotent."""
+        """Release the lock, even if a forked child has inherited it. Idempotent."""
         unlock(self._lock)
         self.fd.close()
 
     def restore(self) -> None:
-        """Finish what a dead writer left: a replaced tag gets its name back, temporary files are removed. Raises
+        """Finish what a dead writer left: give a replaced tag its name back, and remove temporary files. Raises
         OSError."""
         names = sorted(names_in(self.fd))
         for name in names:
@@ -109,7 +109,7 @@ class SaveDirectory:
         tags = {name: hidden_tag(TEMPORARY, name) or hidden_tag(OLD, name) for name in sorted(names_in(self.fd))}
         hidden = {name: tag for name, tag in tags.items() if tag}
         if hidden:
-            os.fsync(self.fd)  # of a tag that was replaced the new one may not be durable
+            os.fsync(self.fd)  # a new tag that replaced one may not be durable yet
         for name, tag in hidden.items():
             if hidden_tag(TEMPORARY, name) == LATEST_NAME:
                 os.unlink(name, dir_fd=self.fd)
@@ -120,14 +120,14 @@ class SaveDirectory:
                 )
 
     def make_temporary(self, tag: str) -> str:
-        """Make an empty directory, mode 0700; return its name. Raises OSError."""
+        """Make an empty directory, mode 0700, and return its name. Raises OSError."""
         name = hidden_name(TEMPORARY, tag)
         os.mkdir(name, 0o700, dir_fd=self.fd)
         return name
 
     def check_replaceable(self, tag: str) -> None:
-        """Raise StoreError if the name `tag` is taken by anything but a directory of plain files: a directory in it
-        holds files of others, perhaps an export."""
+        """Raise StoreError if the name `tag` is taken by anything but a directory of plain files: a directory inside it
+        may hold other programs' files, such as an export."""
         try:
             with open_directory(tag, self.fd) as fd, os.scandir(fd) as entries:
                 foreign = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
@@ -144,8 +144,8 @@ class SaveDirectory:
             )
 
     def rename(self, name: str, tag: str) -> str | None:
-        """Rename the directory `name` to `tag`; return the new name of the tag that it replaced. Durable with `finish`.
-        Raises OSError: then nothing has changed."""
+        """Rename the directory `name` to `tag`, and return the new name of the tag that it replaced. `finish` makes it
+        durable. Raises OSError: then nothing has changed."""
         try:
             os.stat(tag, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -160,11 +160,10 @@ class SaveDirectory:
         return replaced
 
     def finish(self, replaced: str | None, latest: str | None = None) -> None:
-        """Make a `rename`, or `latest`, durable, and remove what was replaced. Raises OSError: then that is still
-        there.
+        """Make a `rename`, or `latest`, durable, and remove the replaced tag. Raises OSError: then it still exists.
 
-        `latest`: a file of `prepare_latest`, which becomes `latest` with the same sync. A crash may leave either of the
-        two new: for tags that all point to one state, which outlives them.
+        `latest`: a file from `prepare_latest`, renamed to `latest` with the same sync. A crash may leave either of the
+        two new, which is safe for tags that all point to one state.
         """
         if latest is not None:
             os.rename(latest, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
@@ -173,7 +172,7 @@ class SaveDirectory:
             self.try_remove(replaced)
 
     def prepare_latest(self, tag: str) -> str:
-        """Write what `latest` is to say to a temporary file, durably; return its name. Raises OSError."""
+        """Write the content of `latest` to a temporary file, durably, and return its name. Raises OSError."""
         name = hidden_name(TEMPORARY, LATEST_NAME)
         try:
             write_new_file(name, [tag.encode()], self.fd)
@@ -183,15 +182,15 @@ class SaveDirectory:
         return name
 
     def remove_tag(self, tag: str) -> None:
-        """Hide a tag durably, then remove it file by file. Raises OSError: then it has its name."""
+        """Hide a tag durably, then remove it file by file. Raises OSError: then it still has its name."""
         name = hidden_name(TEMPORARY, tag)
         os.rename(tag, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
         self.try_remove(name)
 
     def try_remove(self, name: str) -> int | None:
-        """Remove a directory of plain files that no one reads, and return the disk bytes that it had; None, with a
-        warning, if it cannot be removed."""
+        """Remove a directory of plain files that nobody reads, and return its disk bytes; None, with a warning, if that
+        fails."""
         try:
             with open_directory(name, self.fd) as fd:
                 nbytes = disk_nbytes(fd)
@@ -203,13 +202,13 @@ class SaveDirectory:
             return None
 
     def unlink(self, name: str) -> None:
-        """Remove a temporary file, if it is there."""
+        """Remove a temporary file, if it exists."""
         with suppress(OSError):
             os.unlink(name, dir_fd=self.fd)
 
 
 def _opened(save_dir: str | os.PathLike[str], *, makes: bool) -> tuple[Path, Descriptor]:
-    """Open the directory. `makes`: durably make what is missing. Raises StoreError."""
+    """Open the directory. `makes`: durably make missing ones. Raises StoreError."""
     try:
         path = Path(os.path.realpath(save_dir))
         for place in reversed((path, *path.parents)) if makes else ():
@@ -218,7 +217,7 @@ def _opened(save_dir: str | os.PathLike[str], *, makes: bool) -> tuple[Path, Des
                     os.mkdir(place, 0o700)
                 sync_directory(place.parent)
         return path, open_directory(path)
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise StoreError(
             f"Checkpoints cannot be saved to {os.fspath(save_dir)!r}: {error_text(error)}. Name a directory of your "
             "own, which all ranks share."
@@ -226,7 +225,7 @@ def _opened(save_dir: str | os.PathLike[str], *, makes: bool) -> tuple[Path, Des
 
 
 def _locked(path: Path, dir_fd: int) -> Descriptor:
-    """Return the locked lock file. Raises StoreError."""
+    """Open the lock file and lock it. Raises StoreError."""
     lock = CLOSED
     try:
         lock = open_file(LOCK_NAME, dir_fd, uid=os.geteuid(), flags=os.O_RDWR | os.O_CREAT)
@@ -243,7 +242,7 @@ def _locked(path: Path, dir_fd: int) -> Descriptor:
 
 
 def exchange(dir_fd: int, name: str, other: str) -> bool:
-    """Exchange two names at once; False where the system cannot. Raises OSError."""
+    """Exchange two names at once. Return False if the system cannot. Raises OSError."""
     renameat2: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -262,19 +261,19 @@ def exchange(dir_fd: int, name: str, other: str) -> bool:
 class TagWriter:
     """One tag that is being written. `with TagWriter.begin(...) as tag:` discards it unless it was published.
 
-    Whatever fails before the rename leaves all earlier tags, and no new one. With many ranks rank 0 begins and
-    publishes a tag, and the others join it: each writes data files of its own.
+    A failure before the rename leaves all earlier tags and no new one. With many ranks rank 0 begins and publishes a
+    tag, and the others join it: each writes its own data file.
     """
 
     def __init__(
         self, directory: SaveDirectory, tag: str, name: str, writer: RecordWriter, needed_nbytes: int, *, joins: bool
     ) -> None:
-        """`name`: of the temporary directory. Use `begin` or `join`."""
+        """`name`: of the temporary directory. Use `begin` or `join` instead."""
         self.writer, self.tag, self.name = writer, tag, name
         self._directory, self._needed_nbytes, self._joins = directory, needed_nbytes, joins
         self._latest: str | None = None
         self.is_published = False
-        """Whether it has its name."""
+        """Whether the tag has its name."""
 
     @classmethod
     def begin(
@@ -288,8 +287,8 @@ class TagWriter:
     ) -> TagWriter:
         """Lock the save directory, remove what dead writers left, check the space, make the temporary directory.
 
-        `engine`: None: the tag's own, so that its failure concerns no other transfer. `needed_nbytes`: of all records;
-        `own_nbytes`: of those that this process writes, if others join it. Raises StoreError.
+        `engine`: None: one of the tag's own, so that its failure affects no other transfer. `needed_nbytes`: of all
+        records. `own_nbytes`: of this process's records, if others join. Raises StoreError.
         """
         check_tag(tag)
         directory = SaveDirectory.open(save_dir)
@@ -318,8 +317,8 @@ class TagWriter:
         engine: IOEngine | None = None,
         needed_nbytes: int = 0,
     ) -> TagWriter:
-        """Write rank `rank`'s part of a tag that rank 0 has begun in the temporary directory `name`. `needed_nbytes`:
-        of that part. Raises StoreError if `save_dir` is not rank 0's directory."""
+        """Write a rank's part of a tag that rank 0 has begun in the temporary directory `name`. `needed_nbytes`: of
+        that part. Raises StoreError if `save_dir` is not rank 0's directory."""
         directory = SaveDirectory.join(save_dir)
         if not (directory.path / name).is_dir():
             directory.release()
@@ -339,7 +338,7 @@ class TagWriter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Discard what was not published. A failed write, which names the file, is raised as a StoreError."""
+        """Discard the tag unless it was published. A failed write, which names the file, is raised as a StoreError."""
         failure = None
         wrote = isinstance(error, OSError | ConfigError) and (_is_full(error) or self.name in str(error))
         if wrote and isinstance(error, Exception) and not self._directory.fd.closed:
@@ -350,7 +349,7 @@ class TagWriter:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Discard the tag where the block raises; else it is written on, or published, later."""
+        """Discard the tag if the block raises; otherwise keep it for later calls."""
         try:
             yield
         except BaseException as error:
@@ -358,10 +357,11 @@ class TagWriter:
             raise
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> TagManifest:
-        """Make all durable and give it its name; then `latest`. Raises StoreError: then it is discarded.
+        """Make everything durable, give the tag its name, then set `latest`. Raises StoreError: then the tag is
+        discarded.
 
         `fields`: of TagManifest, without the tag and what `shares` have. Data, manifest and the new `latest` become
-        durable beside each other, before the tag has its name.
+        durable at the same time, before the tag gets its name.
         """
         assert not self._joins, "rank 0 publishes"
         try:
@@ -381,12 +381,12 @@ class TagWriter:
         return manifest
 
     def prepare_pointer(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
-        """Write a tag without files of its own, as far as it can be made durable before its state is. Any thread,
-        beside the commit that it points to: it has to end before the tag is discarded. Raises OSError, StoreError."""
+        """Write a tag without data files, as far as it can be durable before its state is. Any thread, during the
+        commit to which it points; it must end before the tag is discarded. Raises OSError, StoreError."""
         self._prepare(fields, save_latest)
 
     def publish_pointer(self) -> None:
-        """Give the prepared tag its name, and `latest` its value: the state is durable. Raises OSError, StoreError."""
+        """Give the prepared tag its name, and set `latest`: the state is durable. Raises OSError, StoreError."""
         try:
             self._give_name(self._latest)
             self._latest = None
@@ -404,8 +404,8 @@ class TagWriter:
         return manifest
 
     def _give_name(self, latest: str | None = None) -> None:
-        """`latest`: see `SaveDirectory.finish`. Raises OSError before the tag has its name, and StoreError after that:
-        `name` may then be what the tag has replaced, which stays."""
+        """Rename the temporary directory to the tag. `latest`: see `SaveDirectory.finish`. Raises OSError before the
+        tag has its name, and StoreError after that: the tag that it replaced then stays, as `name`."""
         replaced = self._directory.rename(self.name, self.tag)
         self.is_published = True
         try:
@@ -418,7 +418,7 @@ class TagWriter:
             ) from error
 
     def discard(self) -> None:
-        """Remove what was written, unless it was published; end the lock. Idempotent; logs a failure."""
+        """Remove what was written unless it was published, and release the lock. Idempotent; logs a failure."""
         try:
             self.writer.close()
         except OSError as error:
@@ -435,7 +435,7 @@ class TagWriter:
 
 
 def _check_space(path: Path, tensors_nbytes: int) -> None:
-    """Raises StoreError."""
+    """Raise StoreError if the tag does not fit on the disk."""
     status = os.statvfs(path)
     free_nbytes = status.f_bavail * status.f_frsize
     needed_nbytes = tensors_nbytes + _SPARE_NBYTES
@@ -453,7 +453,7 @@ def _is_full(error: Exception) -> bool:
 
 
 def _store_error(path: Path, tag: str, error: Exception, needed_nbytes: int) -> StoreError:
-    """Return what stopped a save as one error; a full disk by its name."""
+    """Return the error that stopped a save as a StoreError; name a full disk."""
     if _is_full(error):
         needed = f" It needs {format_nbytes(needed_nbytes)}." if needed_nbytes else ""
         return StoreError(
@@ -470,11 +470,11 @@ def _store_error(path: Path, tag: str, error: Exception, needed_nbytes: int) -> 
 
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
-    """Remove whole tags but the newest `keep`, and superseded pointers; return those removed, or with `dry_run` those
-    that would be. The swap directories that pointers lead to stay. Raises StoreError.
+    """Remove all whole tags except the newest `keep`, and superseded pointers. Return those removed, or, with
+    `dry_run`, those that would be. Swap directories to which pointers lead stay. Raises StoreError.
 
-    What `latest` names is never removed, nor the newest pointer to a commit that has no tag of its own, because the run
-    was killed between the two. A tag that holds other programs' files stays, with a warning.
+    Never removed: the tag that `latest` names, and the newest pointer to a commit without its own tag (the run was
+    killed between commit and tag). A tag that holds other programs' files stays, with a warning.
     """
     if keep < 1:
         raise StoreError(f"Keep at least one checkpoint; found {keep}.")
@@ -500,7 +500,7 @@ def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False)
 
 
 def _prunable(path: Path, keep: int) -> list[TagInfo]:
-    """List what is old: whole tags, and superseded pointers."""
+    """Return the tags that may be removed: whole ones, and superseded pointers."""
     latest = None
     with suppress(StoreError):
         latest = read_latest(path)

@@ -1,7 +1,7 @@
-"""Weights as safetensors files that transformers' `from_pretrained` and plain torch load.
+"""Write and list weights as safetensors files, which transformers' `from_pretrained` and plain torch load.
 
-A file is 8 bytes with the length of a JSON header, the header, and the tensors' bytes without a gap. The header is
-known before the first tensor is, so that each tensor goes to its file as it is read: memory is that of one tensor.
+A file is 8 bytes with the length of a JSON header, the header, and the tensors' bytes without gaps. The header is known
+before the first tensor is read, so each tensor goes straight to its file and memory holds one tensor at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tiered_zero.sizes import MIB, align_up, format_nbytes
 
 WEIGHTS_NAME = "model.safetensors"
 MAX_SHARD_NBYTES = 5 * 10**9
-"""Of a file unless a caller says otherwise, as in transformers."""
+"""The default size limit of a file, as in transformers."""
 
 _CHUNK_NUMEL: Final = 8 * MIB
 """Elements of a checkpoint that are read at a time."""
@@ -60,7 +60,7 @@ _DTYPES = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightTensor:
-    """A tensor that is to be written. `read`: CPU tensors of any shape that together hold its row-major elements."""
+    """A tensor to be written. `read`: yields CPU tensors of any shape that together hold its row-major elements."""
 
     name: str
     dtype: torch.dtype
@@ -79,11 +79,12 @@ def model_weights(
     *,
     exclude_frozen: bool = False,
 ) -> list[WeightTensor]:
-    """List what `model.state_dict()` holds, by its names. `copy_of`: a parameter -> a CPU copy in its shape. `unit_of`:
-    a parameter -> the index of what is read with it; parameters are listed in that order, buffers after them.
+    """Return the tensors of `model.state_dict()`, by its names; tied weights under each name, as strict loading needs
+    them.
 
-    Tied weights are listed under each of their names, as `load_state_dict(strict=True)` wants them. `exclude_frozen`:
-    leave out parameters that require no gradient. Raises ModelError.
+    `copy_of`: parameter -> a CPU copy in its shape. `unit_of`: parameter -> index of the unit read with it; parameters
+    come in that order, then buffers. `exclude_frozen`: leave out parameters that require no gradient. Raises
+    ModelError.
     """
     names: dict[torch.Tensor, list[str]] = {}  # by identity
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -138,11 +139,12 @@ def _read_part(
 def list_weights(
     reader: TensorReader, dtype: torch.dtype = torch.float32, *, with_frozen: bool = True
 ) -> list[WeightTensor]:
-    """List the weights of a checkpoint, tied ones under each name. `with_frozen`: also parameters without a master.
+    """Return the weights of a checkpoint, tied ones under each name. `with_frozen`: include parameters without a
+    master.
 
-    Floating-point parameters are written as `dtype`, trained ones from their fp32 masters, rounded once. Others, and
-    buffers, keep their dtype. Raises StoreError: no weights; and as they are read, StoreError for a value that `dtype`
-    cannot hold, and CorruptionError.
+    Floating-point parameters are written as `dtype`, trained ones from their fp32 masters, rounded once; others, and
+    buffers, keep their dtype. Raises StoreError if there are no weights; reading raises StoreError for a value that
+    `dtype` cannot hold, and CorruptionError.
     """
     aliases: dict[str, list[str]] = {}
     for alias, name in reader.manifest.aliases.items():
@@ -167,7 +169,7 @@ def list_weights(
 
 
 def _read_chunks(reader: TensorReader, key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Read a tensor as `dtype`, row-major, a chunk at a time; whole where it lies in another memory order."""
+    """Yield a tensor as `dtype`, row-major, in chunks; whole if its memory order is another."""
     entry = reader.manifest.tensors[key]
     step = _CHUNK_NUMEL if entry.order is None else max(1, entry.numel)
     for start in range(0, entry.numel, step):
@@ -207,12 +209,12 @@ def write_weights(
     file_name: str = WEIGHTS_NAME,
     replaces: bool = True,
 ) -> list[Path]:
-    """Write `file_name`, or numbered files of at most `max_shard_nbytes` and their index. Returns the paths, the index
+    """Write `file_name`, or numbered files of at most `max_shard_nbytes` with their index. Return the paths, the index
     last.
 
-    All files are written to a hidden directory and synced before the first is renamed. Earlier weights of this name go
-    at that moment: until the last rename there are none, and never a mixture. A tensor larger than a file has one of
-    its own. `replaces`: False refuses to replace the weights of another model. Raises StoreError.
+    All files are written to a hidden directory and synced before the first is renamed. Earlier weights of this name are
+    removed at that moment: until the last rename there are none, and never a mixture. A tensor larger than a file gets
+    its own. `replaces`: False refuses to replace another model's weights. Raises StoreError.
     """
     stem = file_name.removesuffix(".safetensors")
     shards = _split(tensors, max_shard_nbytes)
@@ -233,7 +235,7 @@ def write_weights(
             )
         for path in directory.glob(".*.part-*-*"):
             owner = path.name.rpartition(".part-")[2].partition("-")[0]
-            if owner.isdecimal() and not Path(f"/proc/{owner}").exists():  # killed while it wrote
+            if owner.isdecimal() and not Path(f"/proc/{owner}").exists():  # it was killed while writing
                 shutil.rmtree(path, ignore_errors=True)
         with TemporaryDirectory(
             prefix=f".{stem}.part-{os.getpid()}-", dir=directory, ignore_cleanup_errors=True
@@ -255,12 +257,12 @@ def write_weights(
 
 
 def reading_order(tensors: Sequence[WeightTensor], max_shard_nbytes: int) -> list[WeightTensor]:
-    """List `tensors` as `write_weights` reads them."""
+    """Return `tensors` in the order in which `write_weights` reads them."""
     return [tensor for shard in _split(tensors, max_shard_nbytes) for tensor in shard]
 
 
 def _split(tensors: Sequence[WeightTensor], max_nbytes: int) -> list[list[WeightTensor]]:
-    """Fill one file after another; inside a file the widest dtype is first, as readers that map tensors need them
+    """Fill one file after another. In each, the widest dtype comes first: readers that map tensors need them
     aligned."""
     shards: list[list[WeightTensor]] = [[]]
     filled = 0
@@ -308,7 +310,7 @@ def _shard_bytes(header: bytes, tensors: Sequence[WeightTensor]) -> Iterator[byt
 
 
 def weight_files(directory: Path, stem: str) -> list[Path]:
-    """List the files of weights in the directory, one or numbered ones."""
+    """Return the weight files in the directory, one or numbered ones."""
     pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors")
     return [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
 
@@ -334,9 +336,9 @@ def _check_model(directory: Path, stem: str, tensors: Sequence[WeightTensor]) ->
 
 
 def _publish(directory: Path, temporary: Path, names: Sequence[str], stem: str) -> None:
-    """Replace the weights in the directory by the files in `names`; the one that readers look for is renamed last."""
+    """Replace the weights in the directory by the files in `names`. The file that readers look for is renamed last."""
     for path in [directory / f"{stem}.safetensors.index.json", *weight_files(directory, stem)]:
-        if len(names) > 1 or path.name not in names:  # one file replaces one file at once
+        if len(names) > 1 or path.name not in names:  # else one file replaces the other at once
             path.unlink(missing_ok=True)
     sync_directory(directory)
     for name in names[:-1]:

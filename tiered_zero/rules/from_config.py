@@ -1,4 +1,4 @@
-"""The optimizer that the user asks for, in JSON or as an object: its class, its groups and the rule that steps it.
+"""Resolve the optimizer that the user names in JSON or passes as an object: its class, param groups and rule.
 
 Source of names and defaults: DeepSpeed 0.19, runtime/config.py and runtime/engine.py (_configure_basic_optimizer).
 """
@@ -40,16 +40,16 @@ _CLASSES: dict[str, type[Optimizer]] = {
 
 _FLAG_OR_NULL = (".foreach", ".fused")
 _TORCH_CODE = ("fused", "foreach", "capturable", "differentiable")
-"""Options for which torch's own code takes the step."""
+"""Options with which torch's own code must take the step."""
 _REFUSED_OPTIONS = {"capturable", "differentiable"}
 _NATIVE: dict[type, type[NativeRule]] = {torch.optim.SGD: SgdRule, torch.optim.Adagrad: AdagradRule, Lion: LionRule}
-"""Classes that the native kernel steps, besides Adam and AdamW."""
+"""Classes that the native kernel steps, in addition to Adam and AdamW."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptimizer:
-    """`optimizer_class(params, **defaults)` is the plain torch optimizer whose bits the rule gives. `text`: in words.
-    `bias_correction`: False for Adam without it, which torch does not have."""
+    """A named optimizer: `optimizer_class(params, **defaults)` is the plain torch optimizer whose bits the rule
+    reproduces. `text`: a description. `bias_correction`: False for Adam without it, which torch does not have."""
 
     optimizer_class: type[Optimizer]
     defaults: dict[str, Any]
@@ -63,8 +63,8 @@ def make_optimizer(
     optimizer: Optimizer | Callable[[Any], Optimizer] | None,
     model_parameters: Iterable[Any] | None,
 ) -> Optimizer:
-    """Return the torch optimizer whose param groups and defaults the run uses, and which is never stepped itself.
-    Without one, given or in the config: an optimizer without groups."""
+    """Return the torch optimizer whose param groups and defaults the run uses; it is never stepped itself. If none is
+    given and the config names none, it has no groups."""
     if isinstance(optimizer, Optimizer):
         return _chosen(optimizer, section)
     if optimizer is None and section is None:
@@ -88,7 +88,7 @@ def make_optimizer(
     source.param_groups.clear()
     if not resolved.bias_correction:
         source.defaults[BIAS_CORRECTION] = False  # of every group, as in DeepSpeed
-    source.state.clear()  # Adagrad makes its state when it is made; here it is made on the tiers
+    source.state.clear()  # Adagrad's constructor makes state; the run makes it on the tiers
     try:
         for group in params if isinstance(params[0], dict) else [{"params": params}]:
             source.add_param_group(group)
@@ -98,7 +98,7 @@ def make_optimizer(
 
 
 def _chosen(given: Optimizer, section: OptimizerSection | None) -> Optimizer:
-    """Take the user's optimizer, with a warning where the config names one too."""
+    """Return the user's optimizer; warn if the config names one too."""
     if section is not None:
         logger.warning("config: optimizer %s is not used, for initialize() was given one", section.type)
     if type(given) in (torch.optim.Adam, torch.optim.AdamW) and _is_uncorrected(given):
@@ -114,7 +114,7 @@ def _is_uncorrected(optimizer: Optimizer) -> bool:
 
 
 def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> dict[str, int]:
-    """Map each parameter's name to the index of its param group. Raises ModelError."""
+    """Return each parameter's name -> the index of its param group. Raises ModelError."""
     group_of: dict[str, int] = {}
     for index, group in enumerate(source.param_groups):
         for param in group["params"]:
@@ -134,11 +134,12 @@ def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> 
 def make_rule(
     source: Optimizer, state_format: str = "fp32", *, steps_parts: bool = False, num_threads: int | None = None
 ) -> UpdateRule:
-    """Make the rule on the native kernel for what it covers (on a GPU it takes torch's code); else on torch's class.
+    """Make the rule for an optimizer: on the native kernel if it has one (torch's code on a GPU), else on torch's
+    class.
 
-    With `steps_parts` of parameters, or state in another format than fp32, never on torch's fused or foreach code,
-    which takes neither. `num_threads`: of the kernel; None: all that this process may keep busy. Raises ConfigError for
-    a rule that cannot keep its state in the format.
+    `steps_parts` of parameters, or another state format than fp32, exclude torch's fused and foreach code.
+    `num_threads`: of the kernel; None: all that this process may use. Raises ConfigError if the rule cannot keep its
+    state in the format.
     """
     is_own = steps_parts or state_format != "fp32"
     given = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]
@@ -167,8 +168,8 @@ def make_rule(
 
 
 def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOptimizer:
-    """Resolve `optimizer.type` and `optimizer.params` as `config.load` leaves them: without "auto" and without the
-    parameters that the table of DeepSpeed's keys refuses. Raises ConfigError naming the key."""
+    """Resolve `optimizer.type` and `optimizer.params` after `config.load`, which fills "auto" and refuses keys by its
+    table. Raises ConfigError naming the key."""
     name = type_name.strip().lower()
     kind = _CLASSES.get(name)
     if kind is None:
@@ -185,23 +186,25 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOpti
 
 
 def check_sections(config: Config) -> None:
-    """Build the config's optimizer and schedule over one element, so that `plan` and `explain` refuse as a run does."""
+    """Build the config's optimizer and schedule over one element, so that `plan` and `explain` refuse what a run
+    refuses."""
     optimizer, scheduler = config.optimizer, config.scheduler
     resolved = resolve_optimizer(*(("Adam", {}) if optimizer is None else (optimizer.type, optimizer.params)))
     if scheduler is None or any(path.startswith("scheduler.") for path in config.unfilled):
         return
     example = _example(resolved.optimizer_class, resolved.defaults)
     lists = [len(value) for value in scheduler.params.values() if isinstance(value, list)]
-    for _ in range(1, max(lists, default=1)):  # one value a param group
+    for _ in range(1, max(lists, default=1)):  # lists have one value per param group
         example.add_param_group({"params": [torch.zeros(1, 1, requires_grad=True)]})
     build_scheduler(scheduler, example)
 
 
 def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bool]:
-    """DeepSpeed's mapping: AdamW unless the type is "Adam" and adam_w_mode is false. Returns the class, and whether it
-    corrects the bias of its first steps. Takes its keys out of `options`.
+    """Choose AdamW or Adam as DeepSpeed does (Adam only if type is "Adam" and adam_w_mode is false), and bias
+    correction.
 
-    DeepSpeed's own kernels have weight_decay 0 where torch's AdamW has 0.01; only `torch_adam` asks for torch's.
+    Removes its keys from `options`. DeepSpeed's own kernels default to weight_decay 0, torch's AdamW to 0.01;
+    `torch_adam` asks for torch's.
     """
     flags: dict[str, Any] = {"adam_w_mode": True, "torch_adam": False, BIAS_CORRECTION: True}
     for key in flags:
@@ -221,7 +224,7 @@ def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bo
 
 
 def _checked(kind: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the constructor's keyword arguments, each on its own so that an error can name its key."""
+    """Check the constructor's keyword arguments one by one, so that an error names its key."""
     accepted = {name: p.default for name, p in inspect.signature(kind).parameters.items() if name != "params"}
     defaults: dict[str, Any] = {}
     for key, value in options.items():

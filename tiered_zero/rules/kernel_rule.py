@@ -1,19 +1,18 @@
-"""Update rules whose arithmetic is the native kernel's, with torch's own code where there is no kernel.
+"""Step rules on the native kernel; without one, with torch's own code.
 
 [Note: bits of torch] On fp32 gradients the kernel gives, element by element, the bits of the torch optimizer's
 for-loop and foreach forms: the same operations in the same order, with fused multiply-add exactly where ATen's AVX2
-and AVX-512 code has it. All of them are IEEE operations but one: where torch was built with MKL, its fp32 square root
-is MKL's, which differs from the exact root by one unit in the last place, in 0 to 20% of all values, depending on the
-processor. So for fp32 gradients the kernel takes the first of three that has torch's bits: the exact root; Newton's
-from the processor's estimate, unfused, which is what MKL's generic code gives (on AMD); or the same MKL function
-(VMSSQRT_, exported by libtorch_cpu), six times as long as the exact one and half of the update's time. With 16-bit
-gradients the kernel takes the exact root; torch's bits are not promised there, only equality between placements.
+and AVX-512 code has it. All operations are IEEE except one: if torch was built with MKL, its fp32 square root is
+MKL's, which differs from the exact root by one unit in the last place for 0 to 20% of all values, depending on the
+processor. So for fp32 gradients the kernel takes the first of three roots that has torch's bits: the exact root;
+Newton's; MKL's own (VMSSQRT_, exported by libtorch_cpu), which takes six times as long as the exact one and half of
+the update's time. With 16-bit gradients it takes the exact root: there only equality between placements is promised.
 
-Two questions are left to the machine, and each is answered before a rule uses the kernel for fp32 gradients. Does the
-candidate root equal torch's? All mantissas of two binades are compared, since an exponent that is larger by two only
-doubles a root, and the ends and samples of every binade, where code for special values would begin. Are multiplications
-and additions fused where the kernel fuses them? NativeRule compares one step of each variant of its rule. Where either
-answer is no (ATen without FMA, another MKL), fp32 gradients take torch's own code, and the log says so.
+Two facts depend on the machine, and are tested before a rule uses the kernel for fp32 gradients. Does the candidate
+root equal torch's? The test compares all mantissas of two binades (an exponent larger by two only doubles a root), and
+the ends and samples of every binade, where code for special values would begin. Are multiplications and additions
+fused where the kernel fuses them? NativeRule compares one step of each variant of its rule. If either test fails (ATen
+without FMA, another MKL), fp32 gradients take torch's own code, and the log says so.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _LOG = logging.getLogger("tiered_zero")
 _DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 _MASTER_DTYPES = {torch.float32: Dtype.FLOAT32, torch.int16: Dtype.REMAINDER}
 _MOST_STEPS = 2.0**53
-"""What a float counts one by one."""
+"""The largest number up to which a float64 counts one by one."""
 
 _TRIAL_NUMELS = (*range(1, 33), 1031)
 _UNFUSED = {"fused": None}
@@ -53,10 +52,10 @@ _DTYPE = attrgetter("dtype")
 _IS_CPU = attrgetter("is_cpu")
 _MASTER, _GRAD = attrgetter("master"), attrgetter("grad")
 _torch_bits: dict[Hashable, bool] = {}
-"""Whether a rule on a kernel has torch's bits: found once per process."""
+"""Whether a rule on a kernel has torch's bits; found once per process."""
 
 _ROOTS = Flag(0), Flag.NEWTON_ROOT, Flag.TORCH_ROOT
-"""Square roots of the kernel, the quickest first."""
+"""The kernel's square roots, fastest first."""
 
 _roots: dict[tuple[Path, str, MklRoot | None], Flag | None] = {}
 _ONE = 0x3F800000
@@ -79,7 +78,7 @@ _ROUNDS_OTHERWISE = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """Runs of one param group, phase, scale and set of dtypes. The table holds the address of `hyper`."""
+    """Runs of one param group, phase, scale and set of dtypes. `table` holds the address of `hyper`."""
 
     runs: list[Run]
     table: numpy.ndarray[Any, Any]
@@ -90,9 +89,9 @@ class _Batch:
 class NativeRule(UpdateRule):
     """An elementwise rule on the native kernel. Runs on the CPU go there in one call, all others through torch.
 
-    A run's master is fp32, or, where the rule has an `unsigned_field`, the int16 remainders of its bf16 `out`
-    ([Note: bf16 and remainder]). State arrays are fp32, or bf16 with stochastic rounding, which is lossy. The scalars
-    are those of TorchRule, with plain numbers for 0-d tensors.
+    A run's master is fp32 or, if the rule has an `unsigned_field`, the int16 remainders of its bf16 `out` ([Note: bf16
+    and remainder]). State arrays are fp32, or bf16 with stochastic rounding, which is lossy. Scalars are those of
+    TorchRule, with plain numbers instead of 0-d tensors.
     """
 
     elementwise = True
@@ -100,12 +99,11 @@ class NativeRule(UpdateRule):
     _takes_root = False
     _counts_steps = True
     _variants: Sequence[Mapping[str, Any]] = ()
-    """Hyper keys that, one set after another over the defaults, bring every operation that the rule has."""
+    """Hyper values that, applied one after another to the defaults, exercise every operation of the rule."""
 
     def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        """`kernel`: None for torch alone. `options`: of the class, for what a run's hyper lacks.
-
-        Raises ModelError for a state dtype other than float32 and bfloat16.
+        """`kernel`: None for torch alone. `options`: of the class, for what a run's hyper lacks. Raises ModelError for
+        a state dtype other than float32 and bfloat16.
         """
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"Optimizer state in float32 or bfloat16 was expected; found {state_dtype}.")
@@ -119,15 +117,15 @@ class NativeRule(UpdateRule):
 
     @abstractmethod
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
-        """Name the state arrays in the kernel's order."""
+        """Return the names of the state arrays in the kernel's order."""
 
     @abstractmethod
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
-        """Compute one step's factors, in double as torch does. The caller fills in dtypes and scale."""
+        """Compute one step's factors, in double precision as torch does. The caller fills in dtypes and scale."""
 
     def _phase(self, scalars: Mapping[str, Any]) -> float:
-        """Return what a run's next step depends on of its scalars: the steps taken; of a rule that does not count them,
-        whether there was one that filled its state."""
+        """Return the part of a run's scalars on which its next step depends: the number of steps, or, for a rule that
+        does not count them, whether a step has filled its state."""
         return float(scalars.get("step", 0)) if self._counts_steps else float("initialized" in scalars)
 
     def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +136,7 @@ class NativeRule(UpdateRule):
         return {"step": torch.tensor(self._phase(scalars))} if self._counts_steps else dict(scalars)
 
     def _reference_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the scalars from which torch's own code takes this rule's next step."""
+        """Return the scalars with which torch's own code takes this rule's next step."""
         return self._torch_scalars(scalars)
 
     def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,14 +144,14 @@ class NativeRule(UpdateRule):
         return {"step": float(scalars["step"])} if self._counts_steps else dict(scalars)
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Take what a checkpoint keeps, of this rule or of torch's own code."""
+        """Return this rule's scalars from a checkpoint's, whether this rule or torch's own code wrote them."""
         own = self._own_scalars(scalars)
         if self._counts_steps and not 0 <= own["step"] <= _MOST_STEPS:
             raise ValueError(f"expected a number of steps; found {own['step']}")
         return own
 
     def _completed(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete a param group's values by the class's own; torch's fused code is never taken."""
+        """Complete a param group's values with the class's defaults; torch's fused code is never used."""
         return {**self._defaults, **hyper, **_UNFUSED}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
@@ -176,7 +174,7 @@ class NativeRule(UpdateRule):
         return self._own_scalars(self._reference.import_state(values, state, self._completed(hyper)))
 
     def update(self, runs: Sequence[Run]) -> None:
-        """Take one step on every run. Raises InternalError, with nothing written, where a run breaks the contract."""
+        """Take one step on every run. Raises InternalError, with nothing written, if a run breaks the contract."""
         alike: dict[Hashable, list[Run]] = {}
         for run in runs:
             alike.setdefault(self.kind_of(run), []).append(run)
@@ -192,12 +190,12 @@ class NativeRule(UpdateRule):
                 self._update_by_torch(group)
 
     def kind_of(self, run: Run) -> Hashable:
-        """Return what runs have in common that are stepped by the same numbers."""
+        """Return a key that is equal for runs stepped with the same numbers."""
         dtypes = run.master.dtype, run.grad.dtype, None if run.out is None else run.out.dtype
         return id(run.hyper), self._phase(run.scalars), run.grad_scale, run.master.is_cpu, run.grad.is_cpu, dtypes
 
     def announce(self) -> None:
-        """Log what runs the update; a warning if that is a fallback."""
+        """Log what runs the update; a warning if it is a fallback."""
         if not self.kernel:
             _LOG.warning("%s runs on torch's own operations. %s", self.name, missing_kernel())
             return
@@ -218,7 +216,8 @@ class NativeRule(UpdateRule):
         return self.torch_bits or run.grad.dtype is not torch.float32
 
     def _pack(self, runs: list[Run]) -> _Batch:
-        """Check and lay out alike runs. Column by column: of 10,000 small ones each microsecond counts."""
+        """Check alike runs and lay them out as a table, column by column: with 10,000 small runs each microsecond
+        counts."""
         first = runs[0]
         values = self._completed(first.hyper)
         hyper = self._kernel_hyper(values, first.scalars)
@@ -257,8 +256,8 @@ class NativeRule(UpdateRule):
         return _Batch(runs=runs, table=table, hyper=hyper, scalars=self._next_scalars(values, first.scalars))
 
     def _update_by_torch(self, runs: Sequence[Run]) -> None:
-        """Step alike runs by torch's own code. TorchRule cuts plain fp32 runs itself, and takes them together on a
-        device; other formats pass through fp32 copies of chunks."""
+        """Step alike runs with torch's own code. TorchRule itself cuts plain fp32 runs and batches them on a device;
+        other formats go through fp32 copies of chunks."""
         first = runs[0]
         hyper = self._completed(first.hyper)
         self._reference.refuse_unplanned(set(self._array_names(hyper)) - first.state.keys(), first.state)
@@ -273,7 +272,7 @@ class NativeRule(UpdateRule):
             run.scalars = self._next_scalars(hyper, run.scalars)
 
     def _update_copies(self, kept: Run, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-        """Step a run of another format by copies of all of it."""
+        """Step a run of another format through fp32 copies."""
         joined, lossy = kept.master.dtype is torch.int16, self.state_dtype is not torch.float32
         seed = self._kernel_hyper(hyper, kept.scalars).seed
         state = {name: array.float() for name, array in kept.state.items()}
@@ -296,7 +295,7 @@ class NativeRule(UpdateRule):
             marked.copy_(torch.where(mark, -marked.abs(), marked.abs()))
 
     def _find_torch_bits(self) -> bool:
-        """Find whether fp32 gradients give torch's bits, and with which square root: see [Note: bits of torch]."""
+        """Return whether fp32 gradients give torch's bits, and choose the square root: see [Note: bits of torch]."""
         kernel = self.kernel
         root_flag = choose_root(kernel) if kernel and self._takes_root else Flag(0)
         if kernel is None or root_flag is None:
@@ -304,15 +303,16 @@ class NativeRule(UpdateRule):
         self._root_flag = root_flag
         key = self.name, self.state_dtype, kernel.path, kernel.level, kernel.root
         if key not in _torch_bits:
-            self.torch_bits = True  # else update() would not take the kernel
+            self.torch_bits = True  # so that update() uses the kernel
             _torch_bits[key] = all(self._steps_agree(self._completed(hyper)) for hyper in ({}, *self._variants))
         return _torch_bits[key]
 
     def _steps_agree(self, hyper: Mapping[str, Any]) -> bool:
-        """Compare one step of the kernel and of torch, from a state without zeros: do they fuse the same operations?
+        """Compare one step of the kernel and of torch, from a state without zeros, to see whether they fuse the same
+        operations.
 
-        Operations that are fused in one of them alone change a tenth of all elements or more. The lengths meet every
-        remainder behind ATen's vectors, where its code is compiled apart.
+        An operation fused in only one of them changes a tenth of all elements or more. The run lengths cover every
+        remainder after ATen's vectors, where its code is compiled separately.
         """
         ours, theirs = self._trial_runs(hyper), self._trial_runs(hyper)
         self.update(ours)
@@ -343,25 +343,25 @@ class NativeRule(UpdateRule):
 
 def open_kernel(level: str | None = None, num_threads: int | None = None) -> UpdateKernel | None:
     """Open the kernel with torch's square root; None if it was not built. Raises ConfigError for a level that this
-    machine does not run."""
+    machine cannot run."""
     path = find_library("_update")
     return None if path is None else UpdateKernel(path, level, num_threads, find_torch_root())
 
 
 def missing_kernel() -> str:
-    """Say why there is no kernel, and what to do about it."""
+    """Explain why there is no kernel, and what to do about it."""
     reason, fix = why_missing("_update")
     return f"The native library _update is missing: {reason}. To have it: {fix}."
 
 
 def flags_of(**chosen: Any) -> Flag:
-    """Join the flags whose value is true."""
+    """Combine the flags whose value is true."""
     return reduce(or_, (Flag[name] for name, is_set in chosen.items() if is_set), Flag(0))
 
 
 def find_torch_root() -> MklRoot | None:
-    """The MKL function that torch's fp32 square root is, where this torch has it."""
-    torch.ones(1, dtype=torch.float32, device="cpu").sqrt()  # MKL's first call must not be raced (pytorch#188792)
+    """Return the MKL function that computes torch's fp32 square root; None if this torch has none."""
+    torch.ones(1, dtype=torch.float32, device="cpu").sqrt()  # MKL's first call must not race (pytorch#188792)
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
@@ -373,8 +373,8 @@ def find_torch_root() -> MklRoot | None:
 
 
 def choose_root(kernel: UpdateKernel) -> Flag | None:
-    """Find the quickest of the kernel's square roots that has torch's bits; None if none has. Compared once per
-    process and kernel level, in about 30 ms."""
+    """Return the fastest of the kernel's square roots that has torch's bits; None if none has. Tested once per process
+    and kernel level, in about 30 ms."""
     key = kernel.path, kernel.level, kernel.root
     if key not in _roots:
         candidates = (flag for flag in _ROOTS if kernel.root or flag is not Flag.TORCH_ROOT)
@@ -393,7 +393,7 @@ def _has_torch_bits(kernel: UpdateKernel, flag: Flag) -> bool:
 
 
 def _root_arguments() -> Iterator[numpy.ndarray[Any, Any]]:
-    """Yield special values, samples and ends of every binade, the last values, and all from 1 to 4. In numpy, here."""
+    """Yield special values, samples and ends of every binade, the last values, and all from 1 to 4, as numpy arrays."""
     yield numpy.array(_SPECIAL * 2, numpy.float32)
     step = _MANTISSAS // _BINADE_SAMPLES
     yield numpy.arange(step // 2 + 1, 255 * _MANTISSAS, step, dtype=numpy.int32).view(numpy.float32)

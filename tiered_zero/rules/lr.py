@@ -1,8 +1,8 @@
-"""Learning rate schedules: DeepSpeed's five, by its formulas, and any of torch.optim.lr_scheduler.
+"""Set learning rates: DeepSpeed's five schedules, by its formulas, and any of torch.optim.lr_scheduler.
 
-A DeepSpeed schedule is a function of `last_batch_iteration` i: -1 at construction, which gives the groups their start
-value; `step()`, to be called after each optimizer step, adds one and sets the rate for the next. The first `step()`
-therefore evaluates i = 0. Formulas: deepspeed/runtime/lr_schedules.py of DeepSpeed 0.19.
+A DeepSpeed schedule is a function of `last_batch_iteration` i. It is -1 at construction, which sets the groups' start
+value; `step()`, called after each optimizer step, adds one and sets the next rate. So the first `step()` evaluates i =
+0. Formulas: deepspeed/runtime/lr_schedules.py of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _log = logging.getLogger(__name__)
 
 
 class Schedule(ABC):
-    """The surface of torch's LRScheduler, over `param_groups` only: it neither wraps nor patches the optimizer."""
+    """A schedule with the interface of torch's LRScheduler. It changes `param_groups` only, and does not patch the
+    optimizer."""
 
     def __init__(self, optimizer: Optimizer, **params: Any) -> None:
-        """`params`: of the class of this name in `config.schema`, where their types and defaults stand.
+        """`params`: fields of the class of this name in `config.schema`, which has their types and defaults.
 
-        Raises ValueError for those that it does not take, and ConfigError for values that do not fit the param groups.
+        Raises ValueError for unknown ones, and ConfigError for values that do not fit the param groups.
         """
         self.optimizer = optimizer
         self._own_lrs = self.get_last_lr()
@@ -44,7 +45,7 @@ class Schedule(ABC):
             self._apply()
 
     def _for_groups(self, name: str, value: Any) -> Any:
-        """Return the value of a parameter: of a rate or momentum, one for each group in a list. Raises ConfigError."""
+        """Return a parameter's value; for a rate or momentum a list with one value per group. Raises ConfigError."""
         if name == "warmup_num_steps":
             return max(2, value)
         if not name.endswith(("_lr", "_mom")):
@@ -62,13 +63,13 @@ class Schedule(ABC):
         """Compute the rate of each group at `last_batch_iteration`."""
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Set the rate for the next optimizer step; to be called once after each."""
+        """Set the rate for the next optimizer step. Call it once after each step."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._apply()
 
     def get_last_lr(self) -> list[float]:
-        """Return the rate that each group has now."""
+        """Return the present rate of each group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the iteration stored: set the rates that the groups had then."""
+        """Continue after the stored iteration: set the rates that the groups had then."""
         self.last_batch_iteration = int(state_dict["last_batch_iteration"])
         self._apply()
 
@@ -90,7 +91,8 @@ class Schedule(ABC):
 
 @final
 class LRRangeTest(Schedule):
-    """Find the largest useful rate: lr = min_lr * (1 + step_rate * t), t = (i + 1) / step_size, or its floor."""
+    """Raises the rate to find the largest useful one: lr = min_lr * (1 + step_rate * t), t = (i + 1) / step_size or its
+    floor."""
 
     def get_lr(self) -> list[float]:
         params = self._params
@@ -101,7 +103,7 @@ class LRRangeTest(Schedule):
 
 
 class WarmupLR(Schedule):
-    """Raise the rate from `warmup_min_lr` to `warmup_max_lr`, by default each group's own rate; then keep it.
+    """Raises the rate from `warmup_min_lr` to `warmup_max_lr` (default: each group's own rate), then keeps it.
 
     lr = low + (high - low) * gamma.
     """
@@ -117,7 +119,8 @@ class WarmupLR(Schedule):
 
 @final
 class WarmupDecayLR(WarmupLR):
-    """Raise the rate from `warmup_min_lr` to `warmup_max_lr`, then lower it to `warmup_min_lr` at `total_num_steps`."""
+    """Raises the rate from `warmup_min_lr` to `warmup_max_lr`, then lowers it, reaching `warmup_min_lr` at
+    `total_num_steps`."""
 
     def _gamma(self, iteration: int) -> float:
         num_warmup, num_total = self._params["warmup_num_steps"], self._params["total_num_steps"]
@@ -128,9 +131,10 @@ class WarmupDecayLR(WarmupLR):
 
 @final
 class WarmupCosineLR(Schedule):
-    """Multiply the groups' own rates: warmup from `warmup_min_ratio` to 1, then half a cosine to `cos_min_ratio`.
+    """Multiplies the groups' own rates: warmup from `warmup_min_ratio` to 1, then half a cosine down to
+    `cos_min_ratio`.
 
-    Before step 0 the rate is 0, whatever `warmup_min_ratio` is, as in DeepSpeed.
+    Before step 0 the rate is 0 whatever `warmup_min_ratio` is, as in DeepSpeed.
     """
 
     def get_lr(self) -> list[float]:
@@ -150,7 +154,7 @@ class WarmupCosineLR(Schedule):
 
 @final
 class OneCycle(Schedule):
-    """Move the rate from min to max and back, and the momentum the other way; then decay both.
+    """Moves the rate from min to max and back, and the momentum in the opposite direction; then decays both.
 
     Momentum is betas[0] of an optimizer with `betas`; betas[1] becomes 0.99, as in DeepSpeed.
     """
@@ -182,9 +186,10 @@ class OneCycle(Schedule):
         return [((high - (high - low) * height) * growth, self._BETA2) for low, high in ends]
 
     def _position(self) -> tuple[float, float]:
-        """Return the height in the triangle, 0 at its foot and 1 at its top, and the number of `decay_step_size` since.
+        """Return the height in the triangle (0 at its foot, 1 at its top) and the number of `decay_step_size` steps
+        after it.
 
-        The height goes in stairs where `cycle_*_stair_count` is set; nothing decays without `decay_step_size`.
+        With `cycle_*_stair_count` the height moves in stairs; without `decay_step_size` nothing decays.
         """
         params, position = self._params, self.last_batch_iteration + 1
         size, second_size = params["cycle_first_step_size"], params["cycle_second_step_size"]
@@ -205,7 +210,7 @@ class OneCycle(Schedule):
 
 
 def _warmup(params: Mapping[str, Any], iteration: int) -> float:
-    """Compute how much of the warmup is over: log(i + 1) / log(n), or i / n; 0 before step 0 and 1 from step n on."""
+    """Return the completed fraction of the warmup: log(i + 1) / log(n) or i / n; 0 before step 0, 1 from step n on."""
     num_steps = params["warmup_num_steps"]
     if not 0 <= iteration < num_steps:
         return float(iteration >= 0)
@@ -220,7 +225,7 @@ _OWN: dict[str, type[Schedule]] = {
 
 
 def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> Schedule | LRScheduler:
-    """Build the schedule that a config names. Raises ConfigError for an unknown type, or arguments that it refuses."""
+    """Build the schedule that a config names. Raises ConfigError for an unknown type or invalid arguments."""
     kind = _OWN.get(section.type) or _torch_types().get(section.type)
     if kind is None:
         known = [*_OWN, *_torch_types()]
@@ -240,18 +245,18 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> Schedule
 
 
 def _try_steps(kind: Callable[..., Any], optimizer: Optimizer, params: Mapping[str, Any]) -> None:
-    """Step a schedule of torch's over other groups: most of its classes look at their arguments in `step()` alone."""
+    """Try some steps of a torch schedule over copied groups: most classes check their arguments only in `step()`."""
     groups = [{**copied_group(group), "params": [torch.zeros(1)]} for group in optimizer.param_groups]
     example = Optimizer(groups, dict(optimizer.defaults))
-    example._opt_called = True  # type: ignore[attr-defined]  # by which schedulers check the order of steps
+    example._opt_called = True  # type: ignore[attr-defined]  # schedulers check it for the order of calls
     schedule = kind(example, **params)
     for _ in range(_TRIED_STEPS):
-        with suppress(ValueError):  # past the last step, as of OneCycleLR
+        with suppress(ValueError):  # past the last step, as in OneCycleLR
             schedule.step()
 
 
 def _torch_types() -> dict[str, type[LRScheduler]]:
-    """List torch's schedulers that `step()` drives without a metric."""
+    """Return torch's schedulers that `step()` drives without a metric."""
     return {
         name: kind
         for name, kind in vars(torch.optim.lr_scheduler).items()

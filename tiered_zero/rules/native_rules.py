@@ -1,4 +1,4 @@
-"""Adam, SGD, Adagrad and Lion on the native kernel. And Lion itself."""
+"""Define Adam, SGD, Adagrad and Lion on the native kernel, and Lion as a torch optimizer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BIAS_CORRECTION = "bias_correction"
 class AdamRule(NativeRule):
     """Adam (Kingma and Ba, 2015; weight decay in the gradient) or AdamW (Loshchilov and Hutter, 2019; decoupled).
 
-    Hyper keys are torch's, lr and betas may be 0-d tensors. As in torch, decoupled_weight_decay of the group decides;
-    `decoupled` is its default. State: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq; scalar: step.
-
-    If DeepSpeed's key bias_correction is false, every step is one after infinitely many: all powers of the betas are 0.
+    Hyper keys are torch's; lr and betas may be 0-d tensors. As in torch, the group's decoupled_weight_decay decides;
+    `decoupled` is its default. State: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq; scalar: step. If
+    DeepSpeed's key bias_correction is false, every step counts as one after infinitely many: all powers of the betas
+    are 0.
     """
 
     unsigned_field = "exp_avg_sq"
@@ -41,14 +41,14 @@ class AdamRule(NativeRule):
 
     @staticmethod
     def seed_of(step: float) -> int:
-        """Seed the stochastic rounding of a step's first array; the next arrays have the next numbers."""
+        """Return the seed for stochastic rounding of a step's first array; further arrays use the following numbers."""
         return int(step) * 0x9E3779B1 & 0xFFFFFFFF
 
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if hyper["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
-        # numbers, or 0-d tensors: then torch computes all this in fp32, and so do we
+        # if these are 0-d tensors instead of numbers, torch computes in fp32, and so does this
         lr, (beta1, beta2), weight_decay = hyper["lr"], hyper["betas"], hyper["weight_decay"]
         number, decoupled = self._phase(scalars) + 1, hyper["decoupled_weight_decay"]
         step = number if hyper.get(BIAS_CORRECTION, True) else math.inf
@@ -73,7 +73,7 @@ class AdamRule(NativeRule):
 
 @final
 class SgdRule(NativeRule):
-    """torch.optim.SGD: momentum, dampening, nesterov. State: momentum_buffer, which the first step fills."""
+    """torch.optim.SGD with momentum, dampening, nesterov. State: momentum_buffer, filled by the first step."""
 
     _class = torch.optim.SGD
     _counts_steps = False
@@ -134,12 +134,11 @@ class AdagradRule(NativeRule):
 
 
 class Lion(Optimizer):
-    """Lion as a plain torch optimizer: torch.optim has none, and DeepSpeed's JSON names one.
+    """Lion as a plain torch optimizer, which torch.optim lacks and DeepSpeed's JSON can name.
 
-    EvoLved Sign Momentum (Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms", program 1).
-
-    c = b1 * m + (1 - b1) * g;  p = p * (1 - lr * weight_decay) - lr * sign(c);  m = b2 * m + (1 - b2) * g.
-    Elementwise; one state array, `exp_avg`. The defaults are those of DeepSpeed's Lion.
+    EvoLved Sign Momentum (Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms", program 1). c = b1 * m +
+    (1 - b1) * g; p = p * (1 - lr * weight_decay) - lr * sign(c); m = b2 * m + (1 - b2) * g. Elementwise; one state
+    array, `exp_avg`. The defaults are those of DeepSpeed's Lion.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Returns the closure's loss, if there is a closure."""
+        """Update every parameter that has a gradient. Return the closure's loss, if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -194,7 +193,7 @@ class LionRule(NativeRule):
     _counts_steps = False
     _variants = (
         {"weight_decay": 0.1, "maximize": True},
-        {"weight_decay": 0.1, "betas": (0.3, 0.6)},  # lerp with weights on both sides of a half
+        {"weight_decay": 0.1, "betas": (0.3, 0.6)},  # lerp with weights below and above one half
         {"betas": (0.6, 0.3)},
     )
 

@@ -1,4 +1,4 @@
-"""A torch optimizer's own code, run on some parameters: copies without any, what they step, and their dry steps."""
+"""Run a torch optimizer's own code on chosen parameters: copy it without state, step it, flatten its state."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _CHUNK_NUMEL = 1 << 18
 _GRAIN_NUMEL = 1 << 16
 _MARKS: dict[type, str] = {list: "items of a list: ", tuple: "items of a tuple: ", dict: "items of a dict: "}
 _PLAIN = (bool, int, float, str, type(None))
-"""What a copy of needs no call: almost all values of a param group."""
+"""Types that need no copy: almost all values of a param group have one of these."""
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """Copy the class and attributes, without parameters, state, step hooks, or a scheduler's wrapper around step.
+    """Copy the class and attributes, without parameters, state, step hooks, or a scheduler's wrapper around `step`.
 
-    Tensors among the attributes, and the containers of such, are copies: a step may move them to its device.
+    Tensors among the attributes, and containers of them, are copied too: a step may move them to its device.
     """
     bare = type(optimizer).__new__(type(optimizer))
     omitted = ("step", "param_groups", "state")
@@ -50,7 +50,7 @@ def copied(value: Any) -> Any:
 
 
 def copied_group(group: Mapping[str, Any]) -> Group:
-    """Copy the values of a param group, "params" left out."""
+    """Copy the values of a param group except "params"."""
     own = {**group}
     own.pop("params", None)
     for name, value in group.items():
@@ -66,10 +66,10 @@ def advance(
     states: Sequence[State],
     tracks_group: bool = False,
 ) -> tuple[list[State], Group]:
-    """Step `optimizer` as if `leaves` were its only parameters. Returns the state of each after it, and what the step
-    has changed of the param group, which itself stays as it is.
+    """Step `optimizer` as if `leaves` were its only parameters. Return each leaf's state after the step, and the values
+    of the param group that the step changed; `group` itself does not change.
 
-    `tracks_group`: False where the class is known to change nothing of its group, which saves the comparison.
+    `tracks_group`: False skips the comparison, for classes known not to change their group.
     """
     own = copied_group(group) if tracks_group else group
     optimizer.param_groups = [{**own, "params": list(leaves)}]
@@ -84,7 +84,7 @@ def advance(
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Group:
-    """Return what is new or other in `after`, "params" left out."""
+    """Return the items of `after` that are new or different, except "params"."""
     return {
         name: value
         for name, value in after.items()
@@ -115,12 +115,12 @@ def same(left: Any, right: Any) -> bool:
 
 
 def cloned(scalars: Mapping[str, Any]) -> State:
-    """Copy the tensors among plain values."""
+    """Copy a mapping and the tensors in it."""
     return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in scalars.items()}
 
 
 def cloned_all(scalars: Sequence[Mapping[str, Any]]) -> list[State]:
-    """Copy the tensors among many plain values, by one launch for those of one device and dtype."""
+    """Copy many mappings and the tensors in them, with one launch per device and dtype."""
     copies, pairs = [dict(each) for each in scalars], defaultdict(list)
     for each in copies:
         for name, value in each.items():
@@ -133,8 +133,8 @@ def cloned_all(scalars: Sequence[Mapping[str, Any]]) -> list[State]:
 
 
 def flattened(state: Mapping[str, Any]) -> State:
-    """Give each item of a list, tuple or dict in a parameter's state a name of its own, and the container's a mark,
-    from which `nested` makes it again. Raises ModelError where two items have one name."""
+    """Flatten the lists, tuples and dicts in a parameter's state: give each item its own name, and each container a
+    mark that lets `nested` rebuild it. Raises ModelError if two items get one name."""
     flat: State = {}
     for name, value in state.items():
         _flatten(name, value, flat)
@@ -173,13 +173,13 @@ def nested(flat: Mapping[str, Any]) -> State:
 
 
 def example_leaf(values: torch.Tensor) -> torch.Tensor:
-    """Make `values` a parameter whose gradient is 1."""
+    """Return `values` as a parameter whose gradient is 1."""
     values.requires_grad_().grad = torch.ones_like(values)
     return values
 
 
 def leaves_of(runs: Sequence[Run]) -> list[torch.Tensor]:
-    """Make the masters parameters with their gradients, scaled."""
+    """Return the masters of `runs` as parameters with their scaled gradients."""
     leaves = [run.master.detach().requires_grad_() for run in runs]
     grads = [run.grad for run in runs]
     if any(grad.dtype != torch.float32 for grad in grads):
@@ -194,9 +194,9 @@ def leaves_of(runs: Sequence[Run]) -> list[torch.Tensor]:
 
 
 def pieces_of(run: Run) -> list[Run]:
-    """Cut an elementwise run. On the CPU so large that every thread has work and calls cost little, and no larger:
-    torch's temporaries then stay in the cache (AdamW on one thread: about half the time of an uncut run, from 256 Ki to
-    512 Ki elements). On a GPU they only bound the temporaries."""
+    """Cut an elementwise run into pieces. On the CPU a piece is large enough that every thread has work and calls cost
+    little, and no larger, so that torch's temporaries stay in the cache (AdamW on one thread: about half the time of an
+    uncut run, from 256 Ki to 512 Ki elements). On a GPU the cuts only limit temporaries."""
     on_cpu = run.master.device.type == "cpu"
     size = max(_CHUNK_NUMEL, _GRAIN_NUMEL * torch.get_num_threads()) if on_cpu else DEVICE_CHUNK_NUMEL
     return [run.part(start, start + size) for start in range(0, max(1, run.master.numel()), size)]
@@ -204,6 +204,6 @@ def pieces_of(run: Run) -> list[Run]:
 
 @contextmanager
 def dry_steps() -> Iterator[None]:
-    """Step a copy inside: without autograd, and without a change of the user's random numbers."""
+    """Run steps of a copy inside the block: without autograd, and without changing the user's random state."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         yield

@@ -1,4 +1,4 @@
-"""Adam with its moments in 8 bits, block by block: lossy, opt-in."""
+"""Keep Adam's moments in 8 bits, block by block: lossy, opt-in."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _decoded_bytes() -> dict[torch.dtype, torch.Tensor]:
-    """Return the value of each code, taken as a byte, relative to its scale: [256] fp32. One table for torch and for
-    the kernel. Products alone, without pow: the same on every processor."""
+    """Return the value of each code, taken as a byte, relative to its scale: [256] fp32. torch and the kernel share the
+    table. It is computed by products alone, without pow, so it is the same on every processor."""
     code = torch.arange(256, dtype=torch.float64)
     signed, square = torch.where(code < 128, code, code - 256) / _SIGNED, (code / _UNSIGNED).square()
     return {torch.int8: (signed * signed.abs()).float(), torch.uint8: (square * square).float()}
@@ -36,13 +36,13 @@ _TABLES = _decoded_bytes()
 
 @final
 class QuantizedAdam(UpdateRule):
-    """AdamRule on chunks of moments that are decoded before it and encoded after it.
+    """AdamRule on chunks of moments, which are dequantized before its step and quantized after it.
 
-    A block is QUANTIZED_BLOCK_NUMEL elements, which is what parameters are aligned to in every dtype: so no block holds
-    two of them, none is cut, and its codes depend on its own elements and the step alone. Its scale is its largest
-    magnitude. Codes are roots, which gives small values their share: the first moment is scale * sign * (code / 127)^2,
-    the second scale * (code / 255)^4. They are rounded stochastically, since a second moment moves by less than a code
-    in a step; and one that is not zero never becomes zero, or the next step would divide by nothing.
+    A block is QUANTIZED_BLOCK_NUMEL elements, the alignment of parameters in every dtype: so no block holds two
+    parameters, none is cut, and its codes depend only on its own elements and the step. Its scale is its largest
+    magnitude. Codes are roots, which represent small values well: the first moment is scale * sign * (code / 127)^2,
+    the second scale * (code / 255)^4. Rounding is stochastic, since a second moment moves by less than one code in a
+    step; a nonzero second moment never becomes zero, because the next step divides by its root.
     """
 
     elementwise = True
@@ -80,7 +80,7 @@ class QuantizedAdam(UpdateRule):
         for name, codes in state.items():
             if _scale(name) in state:
                 floats[name] = torch.empty(codes.shape, device=codes.device)
-                decode(codes, state[_scale(name)], floats[name], None)
+                dequantize(codes, state[_scale(name)], floats[name], None)
         return self._inner.export_state(floats, scalars)
 
     def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ class QuantizedAdam(UpdateRule):
         floats = {name: torch.empty(state[name].shape, device=state[name].device) for name in names}
         scalars = self._inner.import_state(values, floats, hyper)
         for name, array in floats.items():
-            encode(state[name], state[_scale(name)], array, None, None)
+            quantize(state[name], state[_scale(name)], array, None, None)
         return scalars
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class QuantizedAdam(UpdateRule):
         self._inner.close()
 
     def _update_chunk(self, chunk: Run) -> dict[str, Any]:
-        """Step a run by fp32 copies of its moments; return its scalars after that."""
+        """Step a run through fp32 copies of its moments. Return its new scalars."""
         kernel = self.kernel if chunk.master.is_cpu else None
         arrays = {
             name: (array, chunk.state[_scale(name)], self._scratch(name, array))
@@ -114,17 +114,17 @@ class QuantizedAdam(UpdateRule):
             if _scale(name) in chunk.state
         }
         for array in arrays.values():
-            decode(*array, kernel)
+            dequantize(*array, kernel)
         floats = {name: values for name, (_, _, values) in arrays.items()}
         stepped = replace(chunk, state=floats, scalars=dict(chunk.scalars))
         self._inner.update([stepped])
         seed = self._inner.seed_of(stepped.scalars["step"])
         for which, array in enumerate(arrays.values()):
-            encode(*array, seed + which, kernel)
+            quantize(*array, seed + which, kernel)
         return stepped.scalars
 
     def _scratch(self, name: str, array: torch.Tensor) -> torch.Tensor:
-        """fp32 for as many elements as the codes of one chunk; kept, so that it stays in the cache."""
+        """Return fp32 memory for the codes of one chunk. It is reused, so that it stays in the cache."""
         kept, numel = self._floats.get(name), array.numel()
         if kept is None or kept.numel() < numel or kept.device != array.device:
             kept = self._floats[name] = torch.empty(numel, device=array.device)
@@ -132,15 +132,16 @@ class QuantizedAdam(UpdateRule):
 
 
 def _part(run: Run, start: int, stop: int) -> Run:
-    """Return elements [start, stop) of a run; start is that of a block."""
+    """Return elements [start, stop) of a run. `start` is the first element of a block."""
     blocks = slice(start // QUANTIZED_BLOCK_NUMEL, -(-stop // QUANTIZED_BLOCK_NUMEL))
     part = run.part(start, stop)
     part.state |= {name: array[blocks] for name, array in run.state.items() if name.endswith(_SCALE)}
     return part
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, kernel: UpdateKernel | None) -> None:
-    """[n] int8 (signed squares) or uint8 (fourth powers), and a scale a block -> `values` [n] fp32."""
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, kernel: UpdateKernel | None) -> None:
+    """Fill `values`, [n] fp32, from codes, [n] int8 (signed squares) or uint8 (fourth powers), and one scale per
+    block."""
     if kernel is not None:
         kernel.convert(_moments(codes, scales, values))
         return
@@ -150,17 +151,17 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, kern
 
 @cache
 def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy the table to a device, once: such a copy waits for all that was launched before it."""
+    """Copy the table to a device, once: such a copy waits for everything launched before it."""
     return _TABLES[dtype].to(device)
 
 
-def encode(
+def quantize(
     codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int | None, kernel: UpdateKernel | None
 ) -> None:
-    """`values` -> codes and scales, with noise of each value and `seed`, for which the kernel gives the same bits; to
-    the nearest code without `seed`, which gives decoded values their codes back."""
+    """Fill codes and scales from `values`, rounded with noise from each value and `seed`; the kernel gives the same
+    bits. Without `seed` round to the nearest code, which returns dequantized values to their codes."""
     if kernel is not None and seed is not None:
-        kernel.convert(_moments(codes, scales, values, seed & 0xFFFFFFFF, encode=True))
+        kernel.convert(_moments(codes, scales, values, seed & 0xFFFFFFFF, quantizes=True))
         return
     signed = codes.dtype is torch.int8
     top = _SIGNED if signed else _UNSIGNED
@@ -174,16 +175,18 @@ def encode(
 
 
 def _exact_root(values: torch.Tensor) -> torch.Tensor:
-    """The fp32 root, correctly rounded, which torch's own is not ([Note: bits of torch]). An error of one unit in
-    double cannot matter: no root of a 24-bit number is nearer than four such units to where fp32 rounds otherwise."""
+    """Return the correctly rounded fp32 root; torch's own is not ([Note: bits of torch]).
+
+    The error of one unit in double precision cannot matter: no root of a 24-bit number is nearer than four such units
+    to a value where fp32 rounds differently."""
     return values.to(torch.float64).sqrt_().to(torch.float32)
 
 
 def _moments(
-    codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int = 0, encode: bool = False
+    codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int = 0, quantizes: bool = False
 ) -> Moments:
     addresses = (tensor.data_ptr() for tensor in (codes, scales, values, _TABLES[codes.dtype]))
-    return Moments(*addresses, values.numel(), codes.dtype is torch.int8, encode, seed)
+    return Moments(*addresses, values.numel(), codes.dtype is torch.int8, quantizes, seed)
 
 
 def _spread(scales: torch.Tensor, numel: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The interface of update rules: the state of a parameter, a step on it, and runs that are stepped as one."""
+"""Define the interface of update rules: the state of a parameter, a step on it, and runs that are stepped as one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tiered_zero.sizes import align_up
 
 _CPU_CHUNK_NUMEL = 1 << 17
 _DEVICE_CHUNK_NUMEL = 1 << 22
-"""Elements of which temporaries are made at once."""
+"""Elements for which temporaries are made at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateField:
-    """One array of optimizer state over a run of parameters. `shape` is in elements; those of an elementwise rule stand
-    for `block_numel` neighbouring parameters each. `stride`: of arrays in another order of memory; None: row-major.
+    """One array of optimizer state over a run of parameters. `shape`: in elements; in an elementwise rule each element
+    covers `block_numel` neighbouring parameters. `stride`: of an array in another memory order; None: row-major.
     """
 
     name: str
@@ -40,17 +40,15 @@ class StateField:
 
 @dataclass(kw_only=True)
 class Run:
-    """Adjacent master weights that are updated alike, with everything that the rule needs.
+    """Adjacent master weights that are updated in the same way, with everything that the rule needs.
 
     For an elementwise rule: [n] slices, cut anywhere, merged over parameter borders. For any other rule: one whole
-    parameter in its own shape.
-
-    `master`: fp32, updated in place; or the int16 remainders of `out`, which then holds the old parameter.
-    `grad`: fp32, bf16 or fp16, same shape, already reduced; may be overwritten.
-    `state`: arrays of `StateField`s, updated in place; all zero before the first step (see `UpdateRule.init_state`).
-    `scalars`: 0-d state (step counts and the like), replaced by the rule; empty before the first step.
-    `hyper`: the live param group without "params". `out`: [same shape] the 16-bit parameter to write, or None.
-    `grad_scale`: factor for the gradient (unscale and clip in one). 1.0 leaves bits untouched.
+    parameter in its own shape. `master`: fp32, updated in place; or the int16 remainders of `out`, which then holds the
+    old parameter. `grad`: fp32, bf16 or fp16, same shape, already reduced; may be overwritten. `state`: the arrays of
+    `StateField`s, updated in place; all zero before the first step (see `UpdateRule.init_state`). `scalars`: 0-d state
+    such as step counts, replaced by the rule; empty before the first step. `hyper`: the live param group without
+    "params". `out`: [same shape] the 16-bit parameter to write, or None. `grad_scale`: factor for the gradient, to
+    unscale and clip at once. 1.0 leaves bits unchanged.
     """
 
     master: torch.Tensor
@@ -62,7 +60,7 @@ class Run:
     grad_scale: float = 1.0
 
     def part(self, start: int, stop: int) -> Run:
-        """Return elements [start, stop) of an elementwise run as a run of its own."""
+        """Return elements [start, stop) of an elementwise run, as a run."""
         part = slice(start, stop)
         state = {name: array[part] for name, array in self.state.items()}
         out = None if self.out is None else self.out[part]
@@ -74,37 +72,37 @@ class UpdateRule(ABC):
 
     name: str
     elementwise: bool
-    """True where element i of an output depends on element i of the inputs only, so that runs may be cut anywhere."""
+    """True if element i of an output depends only on element i of the inputs, so that runs may be cut anywhere."""
 
     unsigned_field: str | None = None
-    """A state array that is never negative, whose signs may hold a mark ([Note: bf16 and remainder])."""
+    """A state array that is never negative, so that its signs may hold a mark ([Note: bf16 and remainder])."""
 
     keeps_group_state: bool = False
-    """Whether a step changes values of its param group, as where a class counts steps there."""
+    """Whether a step changes values of its param group, as in classes that count steps there."""
 
     temporaries: int = 4
-    """fp32 arrays as long as the runs that a step on an accelerator makes at once, besides copies of state and
-    gradients: no torch class makes more."""
+    """The number of fp32 arrays, as long as the runs, that a step on an accelerator makes at once, in addition to
+    copies of state and gradients. No torch class makes more."""
 
     kernel: UpdateKernel | None = None
     """The native kernel, which gradient norms share; None for torch alone."""
 
     @abstractmethod
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        """Return the state arrays (not the scalars) of a run of `shape`. Raises ModelError for a rule that cannot be
+        """Return the state arrays (not the scalars) of a run of `shape`. Raises ModelError if the rule cannot be
         split."""
 
     def init_state(self, state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]) -> None:
-        """Fill the arrays of a run, which are zero, with the rule's starting values. Called before its first step."""
+        """Set the rule's initial values in the arrays of a run, which are zero. Called before its first step."""
         return
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what torch's optimizer holds for a parameter before its first step; most classes hold nothing."""
+        """Return what torch's optimizer holds for a parameter before its first step; nothing for most classes."""
         return {}
 
     def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what torch's optimizer holds for the elements of `state`: fp32 arrays, which may be `state`'s own
-        memory, and scalars. Empty before the first step."""
+        """Return what torch's optimizer holds for the elements of `state`: fp32 arrays, which may share the memory of
+        `state`, and scalars. Empty before the first step."""
         return {**state, **scalars}
 
     def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
@@ -114,39 +112,40 @@ class UpdateRule(ABC):
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Invert `export_state`: fill `state` from `values`, return the scalars. Fewer bits round to nearest."""
+        """Invert `export_state`: fill `state` from `values`, rounding to nearest if it has fewer bits, and return the
+        scalars."""
         for name, array in state.items():
             array.copy_(values[name])
         return {name: value for name, value in values.items() if name not in state}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `Run.scalars` to go on from those of a checkpoint, which a rule of another kind with the same
-        numbers may have kept. Raises TypeError, ValueError or KeyError if they are none."""
+        """Return `Run.scalars` from a checkpoint's, which another kind of rule with the same numbers may have written.
+        Raises TypeError, ValueError or KeyError if they are invalid."""
         return dict(scalars)
 
     def announce(self) -> None:
-        """Log what runs the update, where there is something to say."""
+        """Log what runs the update, if there is something to say."""
         return
 
     def close(self) -> None:
-        """End what the rule runs on."""
+        """End the threads that the rule uses."""
         return
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """Give the live `groups` what a step with the values `frozen` leaves in them. Driver thread, before a step's
-        runs."""
+        """Apply to the live `groups` the changes that a step with the values `frozen` makes. Driver thread, before a
+        step's runs."""
         return
 
     @abstractmethod
     def update(self, runs: Sequence[Run]) -> None:
-        """Take one step on every run, and write `out` if given. Raises, before any write if the arguments show it."""
+        """Take one step on every run, and write `out` if given. Invalid arguments raise before anything is written."""
 
 
 def batches(
     runs: Sequence[Run], cut: Callable[[Run, int, int], Run] = Run.part, cpu_numel: int = _CPU_CHUNK_NUMEL
 ) -> Iterator[list[Run]]:
-    """Yield alike runs, `cut` into [start, stop) between blocks, in batches: on a device as many as have room in
-    _DEVICE_CHUNK_NUMEL; on the CPU, whose cache they are to stay in, one of at most `cpu_numel`."""
+    """Yield alike runs in batches, `cut` into [start, stop) between blocks: on a device as many as fit into
+    _DEVICE_CHUNK_NUMEL; on the CPU single runs of at most `cpu_numel`, to stay in the cache."""
     on_cpu = runs[0].master.is_cpu
     most_numel = cpu_numel if on_cpu else _DEVICE_CHUNK_NUMEL
     batch: list[Run] = []
@@ -167,10 +166,11 @@ def batches(
 
 @contextmanager
 def packed(runs: Sequence[Run], block_numel: int = 1, per_block: Collection[str] = ()) -> Iterator[Run]:
-    """Lay alike runs end to end in temporaries, and copy back what the block has made of them; one run is itself.
+    """Join alike runs end to end in temporaries, and copy the results back after the block; a single run is used as it
+    is.
 
-    Each begins at a multiple of `block_numel`, behind zeros. `per_block`: state arrays with an element for each of
-    those blocks. The copies are launches for all of one array.
+    Each begins at a multiple of `block_numel`, with zeros in between. `per_block`: state arrays with one element per
+    block. Each array is copied by one launch.
     """
     first = runs[0]
     if len(runs) == 1:
@@ -192,7 +192,7 @@ def packed(runs: Sequence[Run], block_numel: int = 1, per_block: Collection[str]
 
 
 def _join(arrays: Sequence[torch.Tensor], block_numel: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Copy arrays into one; return it, and the part of each."""
+    """Copy arrays into one. Return it, and the part for each array."""
     numels = [array.numel() for array in arrays]
     spans = [align_up(numel, block_numel) for numel in numels]
     make = torch.empty if spans == numels else torch.zeros

@@ -1,4 +1,4 @@
-"""How master weights and optimizer state rest in a sub-group's slot: in which format, and where.
+"""Store master weights and optimizer state in a sub-group's slot: in which format, and where.
 
 tiered_zero.state_format:
 
@@ -9,15 +9,16 @@ tiered_zero.state_format:
 | lossy_bf16_moments | 8 + 2 | lossy: both moments in bf16, stochastically rounded |
 | lossy_8bit_moments | 6.25 + 2 | lossy: both moments in 8 bits, one fp32 scale for 32 of them |
 
-[Note: bf16 and remainder] A fp32 master as its bf16 parameter and 16 more bits, 4 bytes for both instead of 6:
+[Note: bf16 and remainder] A fp32 master is stored as its bf16 parameter and 16 more bits: 4 bytes for both instead of
+6, with
 
     master = (bits of the parameter << 16) + remainder + (mark << 16)
 
 The parameter is the master rounded to nearest, ties to even, as in every other format, and the master loses nothing.
-The remainder is a signed 16-bit number: the low half of the master. One bit is missing, for an even parameter stands
-for 65,537 masters, both neighbouring ties included. The mark is that bit: set where a tie lies above (in magnitude) the
-even parameter that it was rounded to. It rests in the sign of Adam's second moment, which is never negative.
-Infinities stay; every NaN becomes the same one.
+The remainder is a signed 16-bit number, the low half of the master. One bit is missing, because an even parameter
+stands for 65,537 masters, including both neighbouring ties. That bit is the mark: set if the master is a tie above (in
+magnitude) the even parameter to which it was rounded. The mark is stored in the sign of Adam's second moment, which is
+never negative. Infinities are kept; every NaN becomes the same NaN.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tiered_zero.rules.rule import StateField, UpdateRule
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 _STEP_NUMEL = 1 << 16
-"""Masters that are split at once: temporaries stay small."""
+"""Masters that are split at once, so that temporaries stay small."""
 
 _NAN = 0x7FC00000
 _WORD = 0xFFFFFFFF
@@ -44,20 +45,20 @@ _OFF_THE_DEVICE = "set offload_param.device to cpu or nvme, or offload_optimizer
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """fp32 -> (bf16 parameter, int16 remainder, bool mark), each of the same shape."""
+    """Split fp32 masters into bf16 parameters, int16 remainders and bool marks, each of the same shape."""
     bits = torch.where(master.isnan(), _NAN, master.view(torch.int32))
     return bits.view(torch.float32).to(torch.bfloat16), bits.to(torch.int16), (bits & 0x1FFFF) == 0x8000
 
 
 def join_master(parameter: torch.Tensor, remainder: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
-    """The fp32 master, bit for bit."""
+    """Return the fp32 masters, bit for bit."""
     high = (parameter.view(torch.int16).to(torch.int32) + mark) << 16
     return (high + remainder.to(torch.int32)).view(torch.float32)
 
 
 def hash_noise(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """16 random bits for each fp32 value, int32, as in the native kernel: a hash of the value and the seed, not of a
-    position, so that no cut changes it. The seed differs from step to step and from array to array."""
+    """Return 16 random bits for each fp32 value, as int32, equal to the native kernel's. They are a hash of value and
+    seed, not of a position, so cuts do not change them. The seed differs for each step and array."""
     noise = values.view(torch.int32) ^ _signed(seed)
     noise = (noise ^ ((noise >> 16) & 0xFFFF)) * _signed(0x85EBCA6B)
     noise = (noise ^ ((noise >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35)
@@ -65,26 +66,27 @@ def hash_noise(values: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def round_randomly(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """fp32 -> bf16 by stochastic rounding."""
+    """Round fp32 to bf16 stochastically."""
     rounded = ((values.view(torch.int32) + hash_noise(values, seed)) >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(values.isfinite(), rounded, values.to(torch.bfloat16))
 
 
 def _signed(word: int) -> int:
-    """The int32 of 32 bits."""
+    """Return 32 bits as an int32."""
     return ((word & _WORD) ^ 0x80000000) - 0x80000000
 
 
 Parts = Sequence[torch.Tensor]
-"""What a run of masters is kept in, one array a `MasterFormat.dtypes`, each [n]."""
+"""The arrays that store a run of masters, one for each of `MasterFormat.dtypes`, each [n]."""
 
 
 class MasterFormat(ABC):
-    """`dtypes`: of the arrays. The first is a rule's `Run.master`; the second, if any, is the rule's unsigned field.
+    """How masters are stored.
 
-    `needs_params`: whether the update needs the old parameters besides what is in the slot. `follows_params`: whether
-    each update takes over the parameters that were changed since the last, so that nothing has to watch them; the first
-    makes the masters, and a slot holds none before it.
+    `dtypes`: of the arrays. The first is a rule's `Run.master`; the second, if any, is the rule's unsigned field.
+    `needs_params`: the update needs the old parameters in addition to the slot. `follows_params`: each update adopts
+    parameters that changed since the last one, so nothing has to watch them; the first update makes the masters, and
+    the slot holds none before.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -92,29 +94,27 @@ class MasterFormat(ABC):
     follows_params: bool = False
 
     def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
-        """Return the masters [n] that an update steps. `params`: [n], where it writes the parameters; where masters
+        """Return the masters [n] that an update steps. `params`: [n], to which it writes the parameters; if masters
         follow them, their present values."""
         return master
 
     @abstractmethod
     def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
-        """The masters, fp32 [n]."""
+        """Return the masters, fp32 [n]."""
 
     @abstractmethod
     def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
-        """Set the masters that rest as `parts`, in place, to `master`, fp32 [n]; and `params` to what those round to,
-        where they are given."""
+        """Set the stored masters to `master`, fp32 [n], in place, and `params`, if given, to their rounded values."""
 
     @abstractmethod
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
-        """Parameters were set to `new` [n] by hand: masters of those that changed take that value. None: nothing did.
-
-        `old`: the parameters before, where they are needed.
+        """Return new stored masters after parameters were set to `new` [n] by hand: those that changed take that value.
+        None if nothing changed. `old`: the former parameters, if needed.
         """
 
     @abstractmethod
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
-        """Write the parameters of masters that are not stepped to `outs`, as long: they are what their masters say."""
+        """Write to `outs` the parameters of masters that are not stepped: their rounded values."""
 
 
 class FullMasters(MasterFormat):
@@ -133,7 +133,7 @@ class FullMasters(MasterFormat):
 
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
         (master,) = parts
-        changed = master.to(new.dtype) != new  # a NaN differs from everything, and is taken over
+        changed = master.to(new.dtype) != new  # a NaN differs from everything, so it is adopted
         return (torch.where(changed, new.to(torch.float32), master),) if changed.any() else None
 
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
@@ -142,7 +142,7 @@ class FullMasters(MasterFormat):
 
 @final
 class FollowingMasters(FullMasters):
-    """fp32 masters of 16-bit parameters that their user changes at any time between updates."""
+    """fp32 masters of 16-bit parameters that their user may change at any time between updates."""
 
     follows_params = True
 
@@ -151,12 +151,12 @@ class FollowingMasters(FullMasters):
         return master if followed is master else master.copy_(followed)
 
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
-        """Nothing: `outs` hold the parameters, which the masters follow."""
+        """Do nothing: `outs` already hold the parameters, which the masters follow."""
 
 
 @final
 class ParamMasters(MasterFormat):
-    """fp32 parameters that are their own masters: the update steps them where they are, and no tier holds them."""
+    """fp32 parameters that are their own masters: the update steps them in place, and no tier holds masters."""
 
     dtypes = ()
     needs_params = False
@@ -177,12 +177,12 @@ class ParamMasters(MasterFormat):
         return None
 
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
-        """Nothing: they are the same memory."""
+        """Do nothing: masters and parameters are the same memory."""
 
 
 @final
 class RemainderMasters(MasterFormat):
-    """[Note: bf16 and remainder] int16 remainders, and the fp32 second moments with the marks in their signs."""
+    """int16 remainders, with the marks in the signs of the fp32 second moments: see [Note: bf16 and remainder]."""
 
     dtypes = (torch.int16, torch.float32)
     needs_params = True
@@ -192,7 +192,7 @@ class RemainderMasters(MasterFormat):
         return join_master(params, parts[0], parts[1].signbit())
 
     def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
-        """The second moments keep their values."""
+        """Set the masters as `MasterFormat.replace` says. The second moments keep their values."""
         for start in range(0, master.numel(), _STEP_NUMEL):
             own = slice(start, start + _STEP_NUMEL)
             rounded, remainder, mark = split_master(master[own])
@@ -210,7 +210,7 @@ class RemainderMasters(MasterFormat):
         return torch.where(changed, 0, remainder), torch.where(changed, square.abs(), square)
 
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
-        """Nothing: `outs` hold the parameters as they were read."""
+        """Do nothing: `outs` hold the parameters as they were read."""
 
 
 def master_format(name: str) -> MasterFormat:
@@ -219,7 +219,8 @@ def master_format(name: str) -> MasterFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class StateArray:
-    """`piece`: index of the piece that it belongs to; None for an array over the whole sub-group. `offset`: bytes."""
+    """A state array in a slot. `piece`: the index of its piece; None if it spans the sub-group. `offset`: its first
+    byte."""
 
     field: StateField
     piece: int | None
@@ -227,13 +228,12 @@ class StateArray:
 
 
 class StateLayout:
-    """The slot of a sub-group: masters [numel], then each state array, every one at a page's start.
+    """The slot of a sub-group: masters [numel], then each state array, each starting at a page.
 
-    `masters`: how they rest. If that takes a state array besides, it is the first after them, and `master_nbytes`
-    counts both. `state_start`: the first byte of the state arrays. `initial_nbytes`: what a slot holds from the start.
-
-    For an elementwise rule each array spans the sub-group, so that a run is a slice of it; a field that only some param
-    groups have exists for all. For any other rule each piece (a whole parameter) has its own arrays.
+    `masters`: their format. If it includes a state array, that is the first one, and `master_nbytes` counts both.
+    `state_start`: the first byte of the state arrays. `initial_nbytes`: what a slot holds from the start. For an
+    elementwise rule each array spans the sub-group, so that a run is a slice of it; a field that only some param groups
+    have exists for all. For any other rule each piece (a whole parameter) has its own arrays.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class StateLayout:
             merged: dict[str, StateField] = {}
             held = {piece.group for piece in subgroup.pieces}
             names: dict[int, set[str]] = {}
-            # padding alone, as the last rank has of a small unit, still has masters in each of their arrays
+            # a slot of padding alone (the last rank's, of a small unit) still has masters in each of these arrays
             for group in sorted(held or range(len(self.masters.dtypes) - 1)):
                 fields = rule.state_fields((subgroup.numel,), groups[group])
                 names[group] = {field.name for field in fields}
@@ -272,7 +272,7 @@ class StateLayout:
 
     @property
     def has_own_masters(self) -> bool:
-        """Whether masters follow their parameters and rest beside the state: nothing else saves them."""
+        """Whether masters follow their parameters and are stored in the slot: nothing else saves them."""
         return self.masters.follows_params and bool(self.masters.dtypes)
 
     def _append(self, field: StateField, piece: int | None) -> None:
@@ -282,21 +282,22 @@ class StateLayout:
         self._end += align_up(field.nbytes, PAGE_NBYTES)
 
     def master(self, raw: torch.Tensor) -> torch.Tensor:
-        """View the masters in `raw`, the slot's bytes: [numel], `Run.master` of all its elements."""
+        """Return a view of the masters in `raw`, the slot's bytes: [numel], the `Run.master` of all its elements."""
         if not self.masters.dtypes:
             return raw[:0].view(torch.float32)
         dtype = self.masters.dtypes[0]
         return raw[: dtype.itemsize * self.subgroup.numel].view(dtype)
 
     def initialize(self, raw: torch.Tensor) -> None:
-        """Fill a slot that was not stepped: state with zeros; masters that follow their parameters with NaN, which
-        differs from every parameter, so that the next update takes them over."""
+        """Initialize a slot that was never stepped: state with zeros, and masters that follow their parameters with
+        NaN, which differs from every parameter, so that the next update adopts them."""
         if self.masters.follows_params:
             self.master(raw).fill_(float("nan"))
         raw[self.master_nbytes :].zero_()
 
     def master_spans(self, segment: Segment) -> list[tuple[int, int, torch.dtype]]:
-        """Locate a segment's masters: (first byte in the slot, bytes, dtype) of each of the format's arrays."""
+        """Return where a segment's masters are: (first byte in the slot, bytes, dtype) for each of the format's
+        arrays."""
         spans, start = [], 0
         for dtype in self.masters.dtypes:
             spans.append((start + dtype.itemsize * segment.start, dtype.itemsize * segment.numel, dtype))
@@ -304,11 +305,11 @@ class StateLayout:
         return spans
 
     def master_parts(self, raw: torch.Tensor, segment: Segment) -> list[torch.Tensor]:
-        """View a segment's masters in `raw`, as their format has them."""
+        """Return views of a segment's masters in `raw`, one for each of the format's arrays."""
         return [raw[start : start + nbytes].view(dtype) for start, nbytes, dtype in self.master_spans(segment)]
 
     def clear(self, raw: torch.Tensor, kept: Iterable[ParamPiece]) -> None:
-        """Set the state in `raw` to zero, but for the arrays of the pieces `kept`, which are filled next."""
+        """Set the state in `raw` to zero, except the arrays of the pieces `kept`, which are filled next."""
         filled = []
         for piece in kept:
             for array in self.arrays_for(piece):
@@ -321,8 +322,8 @@ class StateLayout:
             raw[start:stop].zero_()
 
     def spans(self, part: SubGroup) -> list[tuple[int, int]]:
-        """Locate masters and state of some segments: (first byte in the slot, last + 1), whole pages, disjoint, in
-        order."""
+        """Return where masters and state of some segments are: (first byte in the slot, last + 1), whole pages,
+        disjoint, in order."""
         spans: list[tuple[int, int]] = []
         for segment in part.segments:
             spans += [(start, start + nbytes) for start, nbytes, _ in self.master_spans(segment)]
@@ -339,11 +340,11 @@ class StateLayout:
         return merged
 
     def marks(self, raw: torch.Tensor) -> torch.Tensor | None:
-        """View the state array whose signs belong to the masters, [numel]; None if no array has such signs."""
+        """Return a view of the state array whose signs belong to the masters, [numel]; None if there is none."""
         return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
 
     def views(self, raw: torch.Tensor) -> dict[int, torch.Tensor]:
-        """View every state array, by its offset: once for the state of many pieces, for a view takes microseconds."""
+        """Return views of all state arrays, by offset. Make them once for many pieces: a view takes microseconds."""
         return {array.offset: _view(raw, array) for array in self.arrays}
 
     def state(
@@ -354,9 +355,8 @@ class StateLayout:
         stop: int,
         views: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """View the state of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own shapes.
-
-        `views`: of all arrays in `raw`, where the caller has them."""
+        """Return views of the state of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own
+        shapes. `views`: of all arrays in `raw`, if the caller has them."""
         state = {}
         for array in self.arrays_for(piece):
             view = _view(raw, array) if views is None else views[array.offset]
@@ -367,16 +367,16 @@ class StateLayout:
         return state
 
     def fields(self, piece: ParamPiece) -> list[StateField]:
-        """List the state arrays of a piece; one over the whole sub-group is of the sub-group's shape."""
+        """Return the state arrays of a piece; an array over the whole sub-group has the sub-group's shape."""
         return [array.field for array in self.arrays_for(piece)]
 
     def arrays_for(self, piece: ParamPiece) -> list[StateArray]:
-        """List the state arrays that hold a piece's state: over the whole sub-group, and its own."""
+        """Return the state arrays that hold a piece's state: those over the whole sub-group, and its own."""
         return self._shared_of_group.get(piece.group, []) + self._arrays_of.get(piece.index, [])
 
 
 def gaps(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """List what disjoint `ranges`, in order, leave of [first, last)."""
+    """Return the parts of [first, last) that disjoint `ranges`, in order, do not cover."""
     found = []
     for start, stop in (*ranges, (last, last)):
         if first < start:
@@ -386,7 +386,8 @@ def gaps(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tuple
 
 
 def _shaped(piece: ParamPiece, field: StateField, memory: torch.Tensor) -> torch.Tensor:
-    """In the field's shape; one of the parameter's shape has its strides, as torch's zeros_like() gives them."""
+    """Return `memory` in the field's shape. If that is the parameter's shape it gets its strides, as by torch's
+    zeros_like()."""
     if field.stride is not None:
         return memory.as_strided(field.shape, field.stride)
     return piece.param.view(memory) if field.shape == piece.param.shape else memory.view(field.shape)
@@ -397,14 +398,14 @@ def _part(field: StateField, start: int, stop: int) -> slice:
 
 
 def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:
-    """[n] of the field's dtype."""
+    """Return a view of the array, [n] of the field's dtype."""
     return raw[array.offset : array.offset + array.field.nbytes].view(array.field.dtype)
 
 
 def check_params(
     masters: MasterFormat, subgroups: Iterable[SubGroup], param_tiers: Mapping[int, str], state_tiers: Sequence[str]
 ) -> None:
-    """Raises ConfigError for parameters of which no master can be made where the update runs."""
+    """Raise ConfigError if the update cannot read parameters that it needs to make masters."""
     held = ((segment.unit, state_tiers[subgroup.index]) for subgroup in subgroups for segment in subgroup.segments)
     for unit, state_tier in held if masters.needs_params else ():
         if unit.dtype != torch.bfloat16:

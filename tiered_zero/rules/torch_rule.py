@@ -1,4 +1,4 @@
-"""Any torch.optim class as an update rule: the class itself takes the step, on views of what the tiers hold."""
+"""Use any torch.optim class as an update rule: the class itself takes the step, on views of what the tiers hold."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.ASGD,
     torch.optim.Rprop,
 }
-"""Known to give the same bits wherever a cut falls, unless fused. Exact classes: a subclass may do anything. Lion
-enters itself."""
+"""Classes known to give the same bits wherever a run is cut, unless fused. Exact classes: a subclass may do anything.
+Lion adds itself."""
 
 TEMPORARIES: dict[type[Optimizer], int] = {
     **dict.fromkeys((torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RAdam), 1),
     **dict.fromkeys((torch.optim.ASGD, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RMSprop), 2),
     torch.optim.Adadelta: 3,
 }
-"""`UpdateRule.temporaries` where torch steps many parameters by one launch (foreach), as it does on an accelerator."""
+"""`UpdateRule.temporaries` if torch steps many parameters by one launch (foreach), as on an accelerator."""
 
 REFUSED: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the model several times within a step and couples all parameters",
@@ -62,7 +62,7 @@ REFUSED: dict[type[Optimizer], str] = {
 }
 
 PROBE_STEPS = 8
-"""RAdam and its kin change their formula after five."""
+"""Enough steps to see RAdam and similar classes change their formula, which they do after five."""
 _INITIALIZED = "initialized"
 _ABSENT = "absent"
 
@@ -70,18 +70,18 @@ _Constructor = Callable[[list[Any]], Optimizer]
 
 
 class TorchRule(UpdateRule):
-    """The bits of one plain `optimizer_class(parameters, **defaults)` over whole fp32 parameters and gradients.
+    """Gives the bits of one plain `optimizer_class(parameters, **defaults)` over whole fp32 parameters and gradients.
 
     A known elementwise class gets [n] runs, cut anywhere. Any other class gets whole parameters, one at a time, and
-    must not couple them: `state_fields` tries that on two small ones.
+    must not couple them: `state_fields` tests that on two small ones.
 
-    Arrays live in `Run.state`, all else in `Run.scalars`, which is empty until the first step and never after it. In
-    that step torch creates the state, and it is copied in. A scalar "absent" under an array's name says that torch has
-    no such array yet, so that its zeros are not read (SGD with momentum that was 0 so far).
+    Arrays are in `Run.state`, everything else in `Run.scalars`, which is empty only before the first step. In that step
+    torch creates the state, which is then copied in. A scalar "absent" under an array's name means that torch has no
+    such array yet, so its zeros must not be read (SGD whose momentum was 0 so far).
     """
 
     def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> None:
-        """Raises ModelError if the class does not take `defaults`, or cannot be stepped piece by piece."""
+        """Raises ModelError if the class does not accept `defaults`, or cannot be stepped piece by piece."""
         refuse_class(optimizer_class)
         construct: _Constructor = partial(cast(Any, optimizer_class), **defaults)
         try:
@@ -94,7 +94,7 @@ class TorchRule(UpdateRule):
 
     @classmethod
     def from_optimizer(cls, optimizer: Optimizer) -> TorchRule:
-        """The rule of a user's own instance, which is neither changed nor stepped."""
+        """Make the rule for a user's own instance, which is neither changed nor stepped."""
         kind = type(optimizer)
         names = inspect.signature(kind).parameters
         defaults = {name: value for name, value in optimizer.defaults.items() if name in names}
@@ -103,7 +103,7 @@ class TorchRule(UpdateRule):
             return cls(kind, {**defaults, "fused": True, "foreach": None} if fused else defaults)
         refuse_class(kind)
         construct: _Constructor | None = None
-        with contextlib.suppress(Exception):  # a user's constructor may take anything, and most create no state
+        with contextlib.suppress(Exception):  # a user's constructor may need other arguments, and most create no state
             if optimizer.state and kind(_example_params(), **defaults).state:
                 construct = partial(cast(Any, kind), **defaults)
         rule = cls.__new__(cls)
@@ -111,7 +111,8 @@ class TorchRule(UpdateRule):
         return rule
 
     def _adopt(self, optimizer: Optimizer, construct: _Constructor | None) -> None:
-        """`construct`: for a class whose constructor creates state; None for all that create it in their first step."""
+        """Set the rule up. `construct`: for a class whose constructor creates state; None for those that create it in a
+        step."""
         self.name = type(optimizer).__name__
         self.defaults = dict(optimizer.defaults)
         self.elementwise = type(optimizer) in ELEMENTWISE and not optimizer.defaults.get("fused")
@@ -119,7 +120,7 @@ class TorchRule(UpdateRule):
         self._optimizer = bare_copy(optimizer)
         self._construct = construct
         self._expected: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
-        """Frozen param groups of this step, and what the step changes of them."""
+        """Frozen param groups of this step, and what the step changes in each."""
         self._fields: dict[tuple[tuple[int, ...], str], list[StateField]] = {}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
@@ -152,7 +153,7 @@ class TorchRule(UpdateRule):
                 self._step(batch)
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> State:
-        """Return the state that the constructor creates, as Adagrad's does; nothing for all others."""
+        """Return the state that the constructor creates, as Adagrad's does; nothing for other classes."""
         return {} if self._construct is None else self._first_state(torch.zeros(shape, requires_grad=True), hyper)
 
     def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> State:
@@ -175,7 +176,7 @@ class TorchRule(UpdateRule):
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> State:
-        """Load as torch does: a step count stays as it is unless the device counts; other tensors become fp32."""
+        """Import as torch does: a step count keeps its dtype unless the device counts; other tensors become fp32."""
         scalars = flattened(values)
         for name, home in state.items():
             if isinstance(scalars.get(name), torch.Tensor):
@@ -192,14 +193,14 @@ class TorchRule(UpdateRule):
         return scalars or {_INITIALIZED: True}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> State:
-        """The native kernel counts steps in a float, torch's classes in a tensor."""
+        """Convert a step count from the float of the native kernel to the tensor of torch's classes."""
         own = dict(scalars)
         if isinstance(own.get("step"), float):
             own["step"] = torch.tensor(own["step"], dtype=torch.float32)
         return own
 
     def _try_state(self, state: State, hyper: Mapping[str, Any]) -> None:
-        """Step one element from `state`. Raises ModelError if that fails, as it does where a key is missing."""
+        """Step one element from `state`. Raises ModelError if that fails, for example because a key is missing."""
         leaf = example_leaf(torch.zeros(1))
         try:
             with dry_steps():
@@ -211,9 +212,9 @@ class TorchRule(UpdateRule):
             ) from error
 
     def _batches(self, runs: Sequence[Run]) -> Iterator[list[tuple[Run, Run]]]:
-        """Yield what torch steps in one call: pieces, each with its run. One alone; of a known class on a device those
-        of one param group together, where torch takes the code of the group's flags (foreach, fused) or its default,
-        and launches each operation for many."""
+        """Yield the pieces that torch steps in one call, each with its run: one alone, or, for a known class on a
+        device, all of one param group together. torch then uses the code of the group's flags (foreach, fused) or its
+        default, and launches each operation for many."""
         is_known = type(self._optimizer) in ELEMENTWISE
         waiting: dict[tuple[int, float], list[tuple[Run, Run]]] = {}
         for run in runs:
@@ -229,7 +230,7 @@ class TorchRule(UpdateRule):
         yield from waiting.values()
 
     def _step(self, batch: Sequence[tuple[Run, Run]]) -> None:
-        """Step pieces of runs of one param group by torch's own code; each takes its scalars to its run."""
+        """Step pieces of runs of one param group with torch's own code, and set the scalars of their runs."""
         pieces = [piece for piece, _ in batch]
         leaves, group = leaves_of(pieces), pieces[0].hyper
         states = [
@@ -246,9 +247,9 @@ class TorchRule(UpdateRule):
             torch._foreach_copy_(outs, [piece.master for piece in pieces if piece.out is not None])
 
     def _store(self, run: Run, leaf: torch.Tensor, after: State) -> None:
-        """Bring what torch left to where the run's values are, besides `Run.out`."""
+        """Copy the results of a step, except `Run.out`, to the run's memory."""
         arrays, scalars = self._split(after)
-        run.scalars = scalars if type(self._optimizer) in ELEMENTWISE else cloned(scalars)  # others may keep their own
+        run.scalars = scalars if type(self._optimizer) in ELEMENTWISE else cloned(scalars)  # others may keep references
         for name, home in run.state.items():
             if name in arrays:
                 self._write_back(name, arrays.pop(name), home)
@@ -270,7 +271,7 @@ class TorchRule(UpdateRule):
         return dict(self._construct([{**group, "params": [leaf]}]).state[leaf])
 
     def _write_back(self, name: str, value: torch.Tensor, home: torch.Tensor) -> None:
-        """Copy what torch did not put at its home: on the first step, or if a class replaces its arrays."""
+        """Copy a value that torch did not write in place: on the first step, or if a class replaces its arrays."""
         if value.shape != home.shape or value.dtype != home.dtype:
             raise ModelError(
                 f"{self.name} was planned with {name} of {home.dtype} {tuple(home.shape)}; its step left {value.dtype} "
@@ -280,7 +281,7 @@ class TorchRule(UpdateRule):
             home.copy_(value.detach())
 
     def _split(self, state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], State]:
-        """Arrays, and 0-d tensors and plain values. Raises ModelError for anything else."""
+        """Split state into arrays, and scalars: 0-d tensors and plain values. Raises ModelError for anything else."""
         arrays: dict[str, torch.Tensor] = {}
         scalars: State = {}
         for name, value in flattened(state).items():
@@ -330,7 +331,8 @@ class TorchRule(UpdateRule):
         ]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """Give each param group what the class counts in it, found by a step on a small one; see `_check_group`."""
+        """Update what the class counts in each param group, found by a step on a small parameter; see
+        `_check_group`."""
         self._expected = []
         if not self.keeps_group_state:
             return
@@ -353,8 +355,8 @@ class TorchRule(UpdateRule):
             )
 
     def _refuse_coupling(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        """Step two parameters together by the class itself, and apart by this rule. Raises ModelError if the bits
-        differ: the class keeps state in itself, or sums over parameters."""
+        """Step two parameters together with the class itself, and separately with this rule. Raises ModelError if the
+        bits differ: the class keeps state in itself, or sums over parameters."""
         generator = torch.Generator().manual_seed(0)
         starts = torch.randn((2, *shape), generator=generator)
         grads = torch.randn((PROBE_STEPS, 2, *shape), generator=generator)
@@ -372,7 +374,7 @@ class TorchRule(UpdateRule):
                         leaf.grad = grad.clone()
                     optimizer.step()
             except Exception:
-                return  # not a shape that it takes, small or at all: the dry run on the real shape decides
+                return  # the class does not accept this small shape: the dry run on the real shape decides
             fields = self._dry_run(shape, own, "cpu")
             rule = TorchRule.__new__(TorchRule)
             rule._adopt(self._optimizer, self._construct)
@@ -402,7 +404,7 @@ class TorchRule(UpdateRule):
             )
 
     def refuse_unplanned(self, arrays: Collection[str], planned: Collection[str]) -> None:
-        """Raise ModelError if there are `arrays` besides the `planned` ones: an option was set too late."""
+        """Raise ModelError if `arrays` are needed that were not `planned`: an option was set too late."""
         if arrays:
             raise ModelError(
                 f"{self.name} was planned with the state arrays {sorted(planned)}; it needs {sorted(arrays)} "
@@ -422,8 +424,8 @@ class TorchRule(UpdateRule):
 
 
 def _stride(array: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the stride where state is kept in another order of memory, as eigenvectors are, by which products round.
-    State of the parameter's shape has the parameter's."""
+    """Return the stride of state in another memory order, such as eigenvectors, since it decides how products round;
+    None for the usual order. State of the parameter's shape has the parameter's order."""
     is_usual = tuple(array.shape) == shape or array.is_contiguous()
     return None if is_usual or not torch.ops.aten.is_non_overlapping_and_dense(array) else array.stride()
 

@@ -15,7 +15,7 @@ from tiered_zero.checkpoint import save as checkpoint_save
 from tiered_zero.checkpoint import tag, tag_writer, weights
 from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.checkpoint.dcp import DcpReader
-from tiered_zero.checkpoint.driver import decode, encode
+from tiered_zero.checkpoint.driver import from_json, to_json
 from tiered_zero.checkpoint.in_place import Commits
 from tiered_zero.checkpoint.index import Part, RecordName, Share, Source, TagManifest, TensorEntry, WrittenBy
 from tiered_zero.checkpoint.load import TensorReader
