@@ -203,8 +203,8 @@ def test_a_writer_that_yields_hashes_at_the_usual_priority_too_once_something_wa
     pages = [in_pages(bytes([number]) * PAGE_NBYTES) for number in range(3)]
     written = [writer.append(str(number), page) for number, page in enumerate(pages)]
     assert begun.wait(60)
-    writer.hurry()
-    writer.hurry()
+    writer.raise_priority()
+    writer.raise_priority()
     wait_all(written[1:])
     assert not written[0].done()
     gate.set()

@@ -1,24 +1,21 @@
-"""Swap directories and the swap store: named records in few large preallocated files.
+"""Store named records in few large preallocated files, in swap directories.
 
-Promise.  Bytes read are the bytes last written, or an error that names record, path and offset. Disk space is taken
-    at start: a full disk is an error there, never in mid-run. `SwapStore.commit` is all or nothing under kill -9 and
-    power loss: an extent that the durable manifest names is not written until the next manifest is durable.
-
-Owner.  One process owns a `SwapDir` (flock on its owner file). One thread drives a `SwapStore`; transfers may be
-    waited on anywhere; two small threads of the store compute checksums and finish what nobody waits for.
-
+Promise.  A read returns the bytes last written, or raises an error that names record, path and offset. Disk space is
+    taken at start: a full disk is an error there, never in mid-run. `SwapStore.commit` is all or nothing under kill -9
+    and power loss: an extent that the durable manifest names is not written until the next manifest is durable.
+Owner.  One process owns a `SwapDir` (flock on its owner file). One thread drives a `SwapStore`; any thread may wait for
+    transfers; two threads of the store compute checksums and finish requests that nobody waits for.
 Never.  No torch, no pickle, no file outside the run's own sub-directories, no retry of a failed write or fsync.
 
-Two kinds of record. *Scratch* (the default): one slot, rewritten in place, its checksums live in memory only.
+Two kinds of record. *Scratch* (the default): one slot, rewritten in place; its checksums are in memory only.
 *Committed* (`reserve(..., committed=True)`): two slots; each page is written to the slot that the durable manifest
-does not name, so the last commit stays whole while the next one is being written. `write_once=True` leaves the second
-slot out until bytes that a commit holds are changed: then it is taken, and the files grow where there is no room.
+does not name, so the last commit stays whole while the next one is written. `write_once=True` reserves the second slot
+only when bytes of a commit change; the files grow if they lack room.
 
-What checksums cover. A write is cut at chunk borders (1 MiB from the record's start) into ranges, each with its own
-xxh3-64 (26 GB/s a core here, zlib.crc32 2.2). A read verifies every range that lies whole inside it. Not verified:
-a range read only in part, and the rest of a range of which a part was rewritten. `SwapStore.nbytes("unverified")`
-counts these bytes; read in the borders in which you wrote and it stays 0.
-A range that was never written cannot be read at all.
+Checksums. A write is cut at chunk borders (1 MiB from the record's start) into ranges, each with its own xxh3-64
+(26 GB/s a core here, zlib.crc32 2.2). A read verifies every range that it covers whole. Not verified: a range read in
+part, and what a partial rewrite leaves of a range. `SwapStore.nbytes("unverified")` counts these bytes; it stays 0 if
+you read in the borders in which you wrote. A range that was never written cannot be read.
 """
 
 from tiered_zero.record.directory import SwapDir

@@ -1,4 +1,4 @@
-"""The two-phase commit of a swap store, and what is kept where one of them fails."""
+"""Commit a swap store in two phases, and keep the right state when one of them fails."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tiered_zero.record.table import RecordTable
 from tiered_zero.system.resources import map_memory
 
 _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
-"""Failures to write a manifest after which the same commit may be tried again."""
+"""Errors in writing a manifest after which the same commit may be tried again."""
 
 
 @final
 class TwoPhaseCommit:
-    """The durable states of one store: the committed one, and one that is prepared. Driven by the store's thread.
+    """The durable states of one store: the committed one and, possibly, a prepared one. The store's thread drives it.
 
-    Data before manifest, manifest before its name; `RecordTable` keeps writes from extents that the durable manifest
-    names. A failure that can pass leaves all as it was; any other latches the store.
+    Data is durable before the manifest, and the manifest before its final name. `RecordTable` keeps writes away from
+    extents that the durable manifest names. A transient failure changes nothing; any other latches the store.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class TwoPhaseCommit:
         state: Manifest | None,
         is_hashed: bool,
     ) -> None:
-        """`state`: what was committed before, whose records enter the table. `is_hashed`: every range that is committed
-        has a checksum; what a write has left of one is read for it. Raises StoreError."""
+        """`state`: the committed state; its records enter the table. `is_hashed`: every committed range needs a
+        checksum; a range that a partial rewrite left without one is read to compute it. Raises StoreError."""
         self._directory = directory
         self._first = directory.paths[0]
         self._files = files
@@ -55,17 +55,17 @@ class TwoPhaseCommit:
             self.step, self.metadata = state.step, state.metadata
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Make `step` the committed state. Raises as `prepare` and `confirm`."""
+        """Make `step` the committed state. Raises what `prepare` and `confirm` raise."""
         try:
             self.prepare(step, metadata)
             self.confirm()
         except BaseException:
-            if self.is_undecided:  # an interrupt came between the two
+            if self.is_undecided:  # interrupted between the two
                 self.cancel()
             raise
 
     def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Make `step` durable beside the last state: the data, then the manifest. Raises StoreError, TransferError."""
+        """Make `step` durable next to the last state: the data, then the manifest. Raises StoreError, TransferError."""
         written = self._table.freeze(step)
         try:
             if self._is_hashed:
@@ -84,7 +84,7 @@ class TwoPhaseCommit:
                 wait_all(self._files.sync())
             self._directory.keep()
             manifest.prepare(self._first, data)
-        except (StoreError, ValueError):  # ValueError: of a manifest that no store writes
+        except (StoreError, ValueError):  # ValueError: the manifest would not be valid
             self._table.thaw(None)
             raise
         except OSError as error:
@@ -94,7 +94,7 @@ class TwoPhaseCommit:
         self._prepared = state
 
     def confirm(self) -> None:
-        """Make the prepared state the committed one; its predecessor's extents are reusable then. Raises StoreError."""
+        """Make the prepared state the committed one; the extents of the last one become reusable. Raises StoreError."""
         state = self._prepared
         if state is None:
             raise StoreError("Nothing is prepared; call prepare first.")
@@ -106,17 +106,17 @@ class TwoPhaseCommit:
         except OSError as error:
             self._latch.set(error)
             raise StoreError(f"The commit of step {state.step} failed: {error}. Resume from what is there.") from error
-        except BaseException as error:  # a second Ctrl-C, say: whether it is durable is not known
+        except BaseException as error:  # such as a second Ctrl-C: it may be durable or not
             self._latch.set(error)
             raise
 
     @property
     def is_undecided(self) -> bool:
-        """Whether a state is prepared whose `confirm` has not begun."""
+        """Whether a state is prepared and its `confirm` has not begun."""
         return self._prepared is not None and self._latch.error is None
 
     def cancel(self) -> None:
-        """Drop the prepared state, durably. Nothing happens where none is prepared. Raises StoreError."""
+        """Drop the prepared state, if any, durably. Raises StoreError."""
         if self._prepared is None:
             return
         try:
@@ -129,16 +129,16 @@ class TwoPhaseCommit:
         self._prepared = None
 
     def resume_text(self) -> str:
-        """Name the state that a run can go on from, for messages."""
+        """Name the state from which a run can resume, for messages."""
         return "the last checkpoint" if self.step is None else f"step {self.step}, committed in {self._first}"
 
     def _restore(self) -> None:
-        """Let writes go on from the last state, with no next manifest on the disk."""
+        """Allow writes again, on top of the last state, after the next manifest was removed."""
         self._directory.keep(self.step is not None)
         self._table.thaw(None)
 
     def _hashed(self, record: Record, ranges: Sequence[Range]) -> Sequence[Range]:
-        """Read the ranges that have no checksum, and give them one. Raises TransferError, CorruptionError."""
+        """Read the ranges without a checksum and compute it. Raises TransferError, CorruptionError."""
         if all(item.digest is not None for item in ranges):
             return ranges
         with self._latching():
@@ -147,7 +147,7 @@ class TwoPhaseCommit:
         return found
 
     def _with_digest(self, record: Record, item: Range) -> Range:
-        """Return `item` with its digest, after the range of the last commit that it is the rest of was verified."""
+        """Return `item` with its digest. If a range of the last commit contains it, verify that range first."""
         durable = self._table.durable(record, item.start, item.end)
         whole = next((one for one in durable if one.slot == item.slot and one.digest is not None), item)
         (span,) = locate(record, [whole], whole.start, whole.end)
@@ -163,7 +163,7 @@ class TwoPhaseCommit:
 
     @contextmanager
     def _latching(self) -> Iterator[None]:
-        """Latch the store if the disk fails in the block."""
+        """Latch the store if the disk fails inside the block."""
         try:
             yield
         except Exception as error:
@@ -171,7 +171,7 @@ class TwoPhaseCommit:
             raise
 
     def _not_prepared(self, step: int, error: OSError) -> StoreError:
-        """The manifest could not be written. If that can pass, all is as before; else the store is latched."""
+        """Return the error of a manifest that could not be written; latch the store unless the failure is transient."""
         text = (
             f"The manifest of step {step} cannot be written to {self._first}: {error}. "
             "What was committed before is untouched"
@@ -179,7 +179,7 @@ class TwoPhaseCommit:
         try:
             if error.errno not in _TRANSIENT:
                 raise error
-            manifest.discard(self._first)  # durably: its extents are written to again
+            manifest.discard(self._first)  # durably, because its extents will be written again
         except OSError as failure:
             self._latch.set(failure)
             return StoreError(f"{text}; resume from {self.resume_text()}.")

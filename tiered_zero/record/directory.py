@@ -1,6 +1,6 @@
-"""One run's private sub-directory under each swap path: made, locked, and removed when the run ends.
+"""Make, lock and remove one run's private sub-directory under each swap path.
 
-`owner.json` names the owner, who holds it by flock: the lock alone says whether the run lives.
+`owner.json` names the owner, who holds its flock: the lock alone tells whether the run lives.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PREFIX = "tiered_zero-"
 OWNER_NAME = "owner.json"
 _FORMAT = "tiered_zero.owner"
 _MOST_NBYTES = 1 << 20
-"""Of an owner file; one takes some hundred bytes, and its paths a few thousand at most."""
+"""Limit of an owner file's size; it takes some hundred bytes, and its paths a few thousand at most."""
 
 _ROOT = Path("/")
 
@@ -52,7 +52,7 @@ _ROOT = Path("/")
 
 
 def check_path(path: str) -> str:
-    """Raises ValueError unless `path` is a plain absolute one."""
+    """Return `path`. Raises ValueError unless it is absolute and normalized."""
     if not os.path.isabs(path) or "\0" in path or os.path.normpath(path) != path:
         raise ValueError("expected a plain absolute path")
     return path
@@ -63,7 +63,7 @@ PlainPath = Annotated[str, AfterValidator(check_path)]
 
 @final
 class Owner(StrictModel):
-    """The owner of a run's directories, in the owner file of each. `created_s`: seconds since the epoch. `paths`: all
+    """The owner of a run's directories, as its owner files state it. `created_s`: seconds since the epoch. `paths`: all
     directories of the run."""
 
     run_id: str
@@ -79,23 +79,23 @@ class Owner(StrictModel):
 
     @property
     def is_this_process(self) -> bool:
-        """Whether this process is the owner, if the lock is held: the pid of a live process is no other's."""
+        """Whether this process is the owner, provided that the lock is held: no other live process has this pid."""
         return (self.pid, self.host) == (os.getpid(), socket.gethostname())
 
 
 def read_owner_at(dir_fd: int, uid: int) -> Owner:
-    """Read the owner of the run directory that is open at `dir_fd`, in a file of user `uid`. Raises OSError,
+    """Read the owner from the run directory open at `dir_fd`; the file must belong to user `uid`. Raises OSError,
     StoreError."""
     data = read_file(OWNER_NAME, dir_fd, uid=uid, most_nbytes=_MOST_NBYTES)
     return decode_file(data, Path(OWNER_NAME), _FORMAT, Owner)
 
 
 def read_owner(path: Path) -> Owner:
-    """Read the owner of the run directory `path`. Raises StoreError if there is none."""
+    """Read the owner from the run directory `path`. Raises StoreError if it has none."""
     try:
         with open_directory(path) as fd:
             return read_owner_at(fd, os.fstat(fd).st_uid)
-    except (OSError, ValueError, StoreError) as error:  # ValueError: a path with a NUL
+    except (OSError, ValueError, StoreError) as error:  # ValueError: a NUL in the path
         raise StoreError(f"{path} is not a swap directory: its {OWNER_NAME} cannot be read ({error}).") from error
 
 
@@ -105,9 +105,9 @@ def read_owner(path: Path) -> Owner:
 @final
 @dataclass(kw_only=True)
 class _Hold:
-    """One directory of a run. `directory`, `lock`: it and its locked owner file.
+    """One directory of a run. `directory`, `lock`: descriptors of it and of its locked owner file.
 
-    Files are removed through `directory`: whatever stands under `path` by then is not touched.
+    Files are removed through `directory`, so whatever is at `path` by then is not touched.
     """
 
     path: Path
@@ -131,19 +131,19 @@ class _Hold:
         write_and_sync(self.lock, [owner.encode()])
 
     def remove(self) -> None:
-        """Remove the directory, the owner file last, so that a half-removed one is still known as a run's. Raises
-        OSError."""
+        """Remove the directory. The owner file goes last, so that a half-removed directory is still known as a run's.
+        Raises OSError."""
         if not self.directory.closed:
             try:
                 remove_files(self.directory, keep=OWNER_NAME)
-            except OSError:  # the table of descriptors may be full, and has room once the lock is closed
+            except OSError:  # the table of descriptors may be full; closing the lock makes room
                 if not self.lock.closed:
                     unlock(self.lock)
                     remove_files(self.directory, keep=OWNER_NAME)
-                # else it was full when the lock was to be made: nothing is in the directory yet, or rmdir fails
+                # else it was full before the lock was made: the directory is empty, or rmdir fails
             with suppress(FileNotFoundError):
                 os.unlink(OWNER_NAME, dir_fd=self.directory)
-        self.close()  # NFS keeps an open file in its directory under another name
+        self.close()  # before rmdir: NFS keeps an open file in its directory under another name
         with suppress(FileNotFoundError):
             os.rmdir(self.path)
 
@@ -155,14 +155,14 @@ class _Hold:
 
 @final
 class SwapDir:
-    """The directories of one run, one under each parent, locked by this process until `remove` or `release`.
+    """The directories of one run, one under each parent. This process locks them until `remove` or `release`.
 
-    They are removed when the run is over: by `remove`, when the object is garbage, and at interpreter exit. A process
-    that is killed leaves them to `collect_garbage`. `keep` leaves them (committed state).
+    They are removed by `remove`, when the object is garbage collected, and at interpreter exit. If the process is
+    killed, `collect_garbage` removes them. After `keep` they stay, with their committed state.
     """
 
     def __init__(self, owner: Owner, holds: list[_Hold]) -> None:
-        """`holds`: of each of the owner's paths, both descriptors. Use `create` or `open`."""
+        """`holds`: for each of the owner's paths, both descriptors. Use `create` or `open` instead."""
         self.run_id = owner.run_id
         self.paths = tuple(Path(path) for path in owner.paths)
         self._holds = holds
@@ -174,8 +174,7 @@ class SwapDir:
     def create(cls, parents: Sequence[Path], *, model: str = "", owner_note: str = "") -> SwapDir:
         """Make `tiered_zero-<run id>` (mode 0700) under each parent.
 
-        Raises ConfigError for a parent that is missing, no directory, or not writable, and StoreError; nothing is left
-        behind then.
+        Raises ConfigError if a parent is missing, no directory or not writable, and StoreError; nothing is left behind.
         """
         checked = [Path(os.path.abspath(Path(parent).expanduser())) for parent in parents]
         for parent in checked:
@@ -193,7 +192,7 @@ class SwapDir:
                 hold.write(owner)
                 sync_directory(path.parent)
             return cls(owner, holds)
-        except BaseException as error:  # a second Ctrl-C, too: no object owns them yet
+        except BaseException as error:  # a second Ctrl-C, too: no object owns the directories yet
             _leave(os.getpid(), holds, True)
             if isinstance(error, OSError):
                 text = _lock_failure(error)
@@ -202,9 +201,9 @@ class SwapDir:
 
     @classmethod
     def open(cls, path: Path) -> SwapDir:
-        """Take over a run that ended with its directories kept; `path`: any of them. It stays on disk until `remove`.
+        """Take over an ended run whose directories were kept. `path`: any of them. They stay on disk until `remove`.
 
-        Raises StoreError while its owner lives, and if a directory is missing, or belongs to another user.
+        Raises StoreError while the owner lives, and if a directory is missing or belongs to another user.
         """
         owner = read_owner(path)
         holds: list[_Hold] = []
@@ -223,7 +222,7 @@ class SwapDir:
             directory = cls(taken, holds)
             directory.keep()
             return directory
-        except BaseException as error:  # a second Ctrl-C, too: no object owns them yet
+        except BaseException as error:  # a second Ctrl-C, too: no object owns the directories yet
             _leave(os.getpid(), holds, False)
             if isinstance(error, BlockingIOError):
                 raise StoreError(
@@ -235,22 +234,22 @@ class SwapDir:
             raise
 
     def keep(self, kept: bool = True) -> None:
-        """From now on the directories stay when the run ends, until `remove`; or, with False, they no longer do."""
+        """Keep the directories when the run ends, until `remove`; with False, stop keeping them."""
         if self._finalizer.detach():
             self._kept = kept
             self._finalizer = weakref.finalize(self, _leave, self._pid, self._holds, not kept)
 
     def release(self) -> None:
-        """End the ownership: kept directories stay for `open`, others are removed. Idempotent."""
+        """End the ownership. Kept directories stay for `open`; others are removed. Idempotent."""
         self._end(removes=not self._kept)
 
     def remove(self) -> None:
-        """Delete the directories, kept or not, and end the ownership. Idempotent."""
+        """Remove the directories, kept or not, and end the ownership. Idempotent."""
         self._end(removes=True)
 
     def _end(self, removes: bool) -> None:
         _leave(self._pid, self._holds, removes)
-        self._finalizer.detach()  # only now: an interrupt leaves the rest to the interpreter's exit
+        self._finalizer.detach()  # last: after an interrupt the interpreter's exit does the rest
 
 
 def _this_process(run_id: str, model: str, note: str, paths: Sequence[str]) -> Owner:
@@ -266,14 +265,14 @@ def _this_process(run_id: str, model: str, note: str, paths: Sequence[str]) -> O
 
 
 def _lock_failure(error: OSError) -> str:
-    """Say why a directory's lock could not be taken, and what to do."""
+    """Return why a directory's lock could not be taken, and what to do."""
     if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
         return f"its file system has no locks ({error_text(error)}); name a directory on a local disk"
     return error_text(error)
 
 
 def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
-    """End an ownership. A forked child shares the objects but owns nothing."""
+    """End an ownership. Does nothing in a forked child, which owns none of it."""
     if os.getpid() != pid:
         return
     while holds:
@@ -288,17 +287,17 @@ def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
                 "%s cannot be removed (%s); `tiered-zero swap gc` does it when its disk works again", hold.path, error
             )
         hold.close()
-        holds.pop(0)  # only now: after an interrupt the next call tries it again
+        holds.pop(0)  # last: after an interrupt the next call tries it again
 
 
 # -- swap paths that do not exist yet ----------------------------------------------------------------------------------
 
 
 def make_missing(groups: Mapping[tuple[str, ...], str]) -> None:
-    """Make the directories that are missing, with their parents (mode 0700).
+    """Make the missing directories, with their parents (mode 0700).
 
-    `groups`: directories that are striped together -> the config's key that names them. If some of a group exist, the
-    missing one is left to the check that follows, which refuses it: its disk may not be mounted. Raises ConfigError.
+    `groups`: directories that are striped together -> the config's key that names them. If some of a group exist, its
+    missing ones are not made: a disk may not be mounted, and a later check refuses them. Raises ConfigError.
     """
     for group, key in groups.items():
         paths = [Path(path) for path in group]
@@ -311,7 +310,7 @@ def _make(path: Path, key: str) -> None:
     missing = [place for place in (path, *path.parents) if not place.exists()][::-1]
     try:
         for place in missing:
-            place.mkdir(mode=0o700, exist_ok=True)  # another rank may have made it since
+            place.mkdir(mode=0o700, exist_ok=True)  # another rank may have made it meanwhile
     except OSError as error:
         raise ConfigError(
             f"{key} {path} is missing and cannot be made: {errno_text(error.errno or 0)}. Name a directory on the "

@@ -1,7 +1,7 @@
-"""Files below a directory's descriptor: no name is resolved twice, no link is followed, what is written is durable.
+"""Open, read, lock, write and remove files below a directory's descriptor, safely and durably.
 
-Another user may have put anything under a name that a run uses: a FIFO, a device, a link. What is opened here never
-blocks, and is a regular file of the expected user or refused.
+No name is resolved twice and no link is followed. Another user may have put anything under a name that a run uses: a
+FIFO, a device, a link. Opening here never blocks, and refuses all but regular files of the expected user.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _KINDS = {
 
 
 def kind_text(mode: int) -> str:
-    """`mode` of a stat result -> "a symbolic link"."""
+    """Name the kind of file that a stat result's `mode` states, such as "a symbolic link"."""
     return _KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
 
 
 def error_text(error: Exception) -> str:
-    """An OSError as "EIO (Input/output error)", without its path; any other error as it says itself."""
+    """Format an OSError as "EIO (Input/output error)", without its path; any other error as its own text."""
     return errno_text(error.errno) if isinstance(error, OSError) and error.errno else str(error)
 
 
@@ -46,7 +46,7 @@ def error_text(error: Exception) -> str:
 
 
 def open_directory(path: str | Path, dir_fd: int | None = None) -> Descriptor:
-    """Open a directory. Raises OSError; a symbolic link as the last component is ENOTDIR or ELOOP."""
+    """Open a directory. Raises OSError: ENOTDIR or ELOOP if the last component is a symbolic link."""
     return opened(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE, dir_fd=dir_fd)
 
 
@@ -66,13 +66,13 @@ def open_file(name: str | Path, dir_fd: int | None, *, uid: int, flags: int = os
 
 
 def open_of_owner(path: Path) -> Descriptor:
-    """Open the regular file `path`, of the user who owns its directory. Raises OSError, StoreError."""
+    """Open the regular file `path`, which must belong to the owner of its directory. Raises OSError, StoreError."""
     with open_directory(path.parent) as directory:
         return open_file(path.name, directory, uid=os.fstat(directory).st_uid)
 
 
 def read_file(name: str | Path, dir_fd: int | None, *, uid: int, most_nbytes: int) -> bytes:
-    """Read the regular file `name` of user `uid`. Raises OSError, or StoreError also if it is too large."""
+    """Read the regular file `name` of user `uid`. Raises OSError, or StoreError, also if it is too large."""
     with open_file(name, dir_fd, uid=uid) as fd:
         if (size := os.fstat(fd).st_size) > most_nbytes:
             raise StoreError(
@@ -83,18 +83,19 @@ def read_file(name: str | Path, dir_fd: int | None, *, uid: int, most_nbytes: in
 
 
 def names_in(dir_fd: int) -> list[str]:
-    """List the names in the directory, which is opened anew: btrfs lists those that were there when it was opened."""
+    """Return the names in the directory. Open it again first: btrfs lists only names that existed when it was
+    opened."""
     try:
         with open_directory(".", dir_fd) as fd:
             return os.listdir(fd)
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-    return os.listdir(dir_fd)  # takes one descriptor where the other takes two
+    return os.listdir(dir_fd)  # needs one descriptor instead of two
 
 
 def disk_nbytes(dir_fd: int) -> int:
-    """Sum the disk blocks that the entries of the directory take."""
+    """Return the bytes of the disk blocks that the directory's entries take."""
     total = 0
     for name in names_in(dir_fd):
         with suppress(FileNotFoundError):
@@ -106,7 +107,7 @@ def disk_nbytes(dir_fd: int) -> int:
 
 
 def lock_fd(fd: int) -> None:
-    """Take the flock; BlockingIOError if another open file keeps it longer than a look from `is_locked` takes."""
+    """Take the flock. Raises BlockingIOError if another process holds it for longer than `is_locked` does."""
     for _ in range(20):
         with suppress(BlockingIOError):
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,11 +116,11 @@ def lock_fd(fd: int) -> None:
 
 
 def is_locked(name: str, dir_fd: int, uid: int) -> bool:
-    """Whether a process holds the lock of the regular file `name` of user `uid`. Raises OSError (ENOLCK: the file
-    system has no locks), StoreError."""
+    """Return whether a process holds the lock of the regular file `name` of user `uid`. Raises OSError (ENOLCK: the
+    file system has no locks), StoreError."""
     try:
         with open_file(name, dir_fd, uid=uid) as fd:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that look do not see each other
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two calls do not see each other
     except FileNotFoundError:
         return False
     except BlockingIOError:
@@ -128,9 +129,9 @@ def is_locked(name: str, dir_fd: int, uid: int) -> bool:
 
 
 def unlock(lock: Descriptor) -> None:
-    """End the lock, also of descriptors that a forked child has inherited, and close. Idempotent."""
+    """Release the lock, also for descriptors that a forked child has inherited, and close it. Idempotent."""
     if not lock.closed:
-        with suppress(OSError):  # of a disk that is gone; it is closed all the same
+        with suppress(OSError):  # the disk may be gone; the descriptor is closed all the same
             fcntl.flock(lock, fcntl.LOCK_UN)
         with suppress(OSError):
             lock.close()
@@ -149,9 +150,8 @@ def write_and_sync(fd: int, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def write_new_file(path: str | Path, parts: Iterable[bytes | memoryview], dir_fd: int | None = None) -> None:
-    """Write a file that does not exist yet, mode 0600, and fsync it; its name is durable after a sync of the directory.
-
-    Raises OSError, FileExistsError too.
+    """Write a new file, mode 0600, and fsync it. Its name is durable only after `sync_directory`. Raises OSError,
+    including FileExistsError.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with opened(path, flags, 0o600, dir_fd=dir_fd) as fd:
@@ -159,13 +159,14 @@ def write_new_file(path: str | Path, parts: Iterable[bytes | memoryview], dir_fd
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names durable that were created, renamed or removed in `directory`. Raises OSError."""
+    """Make names durable that were created, renamed or removed in `directory`. Raises OSError."""
     with opened(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
         os.fsync(fd)
 
 
 def remove_files(dir_fd: int, keep: str = "") -> None:
-    """Unlink everything in the directory but `keep`, and empty directories. Raises OSError at the end."""
+    """Remove all files except `keep`, and all empty directories, in the directory. Raises the first OSError at the
+    end."""
     failure: OSError | None = None
     for name in names_in(dir_fd):
         if name != keep:
@@ -182,7 +183,7 @@ def remove_files(dir_fd: int, keep: str = "") -> None:
 def _remove(name: str, dir_fd: int) -> None:
     try:
         os.unlink(name, dir_fd=dir_fd)
-    except OSError as error:  # of a directory: EISDIR on Linux, EPERM after POSIX
+    except OSError as error:  # for a directory: EISDIR on Linux, EPERM in POSIX
         if error.errno not in (errno.EISDIR, errno.EPERM):
             raise
         os.rmdir(name, dir_fd=dir_fd)

@@ -1,7 +1,7 @@
-"""Write and read JSON files whose records are strict pydantic models: every manifest, owner file and index.
+"""Write and read JSON files of strict pydantic models: every manifest, owner file and index.
 
-A file is a header line (format, version, bytes and xxh3 of the body) and a JSON body; its header shows a torn one. What
-is read may be hostile: types, fields and ranges are checked before anything is computed from them, and a model checks
+A file is a header line (format, version, bytes and xxh3 of the body) and a JSON body; the header reveals a torn file.
+Files may be hostile: types, fields and ranges are checked before anything is computed from them, and models check
 declared sizes before anything is allocated.
 """
 
@@ -18,20 +18,20 @@ from tiered_zero.errors import StoreError
 from tiered_zero.sizes import format_nbytes
 
 VERSION: Final = 3
-"""Of every file: 0.1.0 was never published, so files of earlier versions are refused."""
+"""The version of every file. 0.1.0 was never published, so files of earlier versions are refused."""
 
 MOST_NBYTES: Final = 1 << 28
-"""Of a file. A checksum takes some 45 bytes, so that this is enough for several TiB of state."""
+"""Limit of a file's size. A checksum takes about 45 bytes, so this is enough for several TiB of state."""
 
 MOST_INTEGER: Final = 2**63 - 1
-"""Offsets, sizes and steps are signed 64-bit integers."""
+"""Limit of offsets, sizes and steps, which are signed 64-bit integers."""
 
 Count = Annotated[int, Field(ge=0, le=MOST_INTEGER)]
 Digest = Annotated[int, Field(ge=0, le=2**64 - 1)]
 
 
 class StrictModel(BaseModel):
-    """A frozen record of exactly its fields, each exactly of its type (True is no int, 1 no text)."""
+    """A frozen record with exactly its fields, each of exactly its type (True is no int, 1 no text)."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
@@ -40,7 +40,8 @@ Model = TypeVar("Model", bound=StrictModel)
 
 
 def encode_file(format_name: str, model: StrictModel) -> bytes:
-    """Return header line and body. Raises StoreError for what is no JSON, or could not be read back."""
+    """Return the file's bytes: header line and body. Raises StoreError if `model` is not JSON or too large to read
+    back."""
     try:
         data = model.model_dump_json().encode()
     except ValueError as error:  # PydanticSerializationError
@@ -55,7 +56,7 @@ def encode_file(format_name: str, model: StrictModel) -> bytes:
 
 
 def decode_file(data: bytes, path: Path, format_name: str, model: type[Model]) -> Model:
-    """Return the body. Raises StoreError: another format or version, damage, or what no writer gives."""
+    """Return the body of a file. Raises StoreError for another format or version, damage, or an invalid model."""
     line, _, rest = data.partition(b"\n")
     try:
         header: Any = json.loads(line)
@@ -76,7 +77,7 @@ def decode_file(data: bytes, path: Path, format_name: str, model: type[Model]) -
 
 
 def decode_body(body: bytes, path: Path, name: str, model: type[Model]) -> Model:
-    """Return JSON text as a model. Raises StoreError with the first thing that is wrong."""
+    """Parse JSON text as a model. Raises StoreError with the first problem."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -84,7 +85,7 @@ def decode_body(body: bytes, path: Path, name: str, model: type[Model]) -> Model
 
 
 def first_problem(error: ValidationError) -> str:
-    """Say what was expected first, and where: "tensors.master/w.dtype: Input should be a valid string"."""
+    """Describe the first problem and its place: "tensors.master/w.dtype: Input should be a valid string"."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"]))
     return f"{ascii(where)[1:-1][:200]}: {first['msg']}" if where else first["msg"]

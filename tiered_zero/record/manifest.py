@@ -1,8 +1,8 @@
-"""The durable table of a store: which record rests where, with what checksums.
+"""Write and read the durable table of a store: where each record is, with its checksums.
 
-Two files in the run's first directory: `manifest`, the committed state, and `manifest.next`, one that is prepared.
-`prepare` makes the next one durable beside the current one, `confirm` renames it over that: several processes that
-prepare, meet at a barrier and then confirm always have one step in common.
+The run's first directory has two files: `manifest`, the committed state, and `manifest.next`, a prepared one. `prepare`
+makes the next one durable next to the current one; `confirm` renames it. If several processes prepare, meet at a
+barrier and then confirm, they always have one step in common.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FORMAT: Final = "tiered_zero.store"
 
 
 class Range(NamedTuple):
-    """Bytes `[start, end)` of a record rest in `slot`. `digest`: xxh3-64 of all of them, or None: not verifiable."""
+    """Bytes `[start, end)` of a record, stored in `slot`. `digest`: their xxh3-64; None if they cannot be verified."""
 
     start: Count
     end: Count
@@ -48,9 +48,8 @@ class Range(NamedTuple):
 class Record(StrictModel):
     """A named region of a store.
 
-    `nbytes`: what was asked for; `extent_nbytes`: that in whole pages, the limit of reads and writes.
-    `offsets`: where each slot starts in the store: one for scratch, two for committed, of which one may be missing
-    while nothing was written twice.
+    `nbytes`: the size that was asked for. `offsets`: the start of each slot in the store: one slot for scratch records,
+    two for committed ones; the second may be missing until bytes are written again.
     """
 
     name: str
@@ -60,7 +59,7 @@ class Record(StrictModel):
 
     @property
     def extent_nbytes(self) -> int:
-        """Bytes of one slot: `nbytes` in whole pages."""
+        """The bytes of one slot: `nbytes` in whole pages, the limit of reads and writes."""
         return align_up(self.nbytes, PAGE_NBYTES)
 
     @model_validator(mode="after")
@@ -71,7 +70,8 @@ class Record(StrictModel):
 
 
 class Contents(StrictModel):
-    """The records of a store, in data files of `capacity_nbytes`, striped by `weights`. `ranges`: by record name."""
+    """The records of a store. `capacity_nbytes`: size of the data files. `weights`: of the stripes. `ranges`: by record
+    name."""
 
     capacity_nbytes: Count
     weights: Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], Field(min_length=1)]
@@ -92,7 +92,7 @@ class Contents(StrictModel):
 
 
 def _is_in_order(ranges: Sequence[Range], record: Record) -> bool:
-    """Whether ranges, at least one, are disjoint, in order, in whole pages, and inside of the record's slots."""
+    """Return whether the ranges (at least one) are disjoint, in order, in whole pages and inside the record's slots."""
     starts, ends, slots = numpy.array([item[:3] for item in ranges], numpy.int64).T
     return bool(
         (starts < ends).all()
@@ -112,21 +112,21 @@ class Manifest(Contents):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     def is_state(self, step: int | None, metadata: Mapping[str, Any] = MappingProxyType({})) -> bool:
-        """Whether it is that of `step`, None for any, with these items in its metadata."""
+        """Return whether this is the state of `step` (None: any), with these items in its metadata."""
         return step in (None, self.step) and all(self.metadata.get(key) == item for key, item in metadata.items())
 
     def encode(self) -> bytes:
-        """Raises StoreError for a state that could not be read back."""
+        """Return the file's bytes. Raises StoreError if the state could not be read back."""
         return encode_file(_FORMAT, self)
 
     @classmethod
     def decode(cls, data: bytes, path: Path) -> Manifest:
-        """Raises StoreError: not a manifest, of another version, or damaged."""
+        """Parse a manifest file. Raises StoreError if it is not one, of another version, or damaged."""
         return decode_file(data, path, _FORMAT, cls)
 
 
 def prepare(directory: Path, data: bytes) -> None:
-    """Write the next (encoded) manifest durably, next to the current one. Raises OSError."""
+    """Write the next manifest (its file's bytes) durably, next to the current one. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with opened(directory / NEXT_NAME, flags, 0o600) as fd:
         write_and_sync(fd, [data])
@@ -134,35 +134,35 @@ def prepare(directory: Path, data: bytes) -> None:
 
 
 def confirm(directory: Path) -> None:
-    """The prepared manifest becomes the committed one, durably. Raises OSError."""
+    """Make the prepared manifest the committed one, durably. Raises OSError."""
     os.rename(directory / NEXT_NAME, directory / MANIFEST_NAME)
     sync_directory(directory)
 
 
 def discard(directory: Path) -> None:
-    """Drop a prepared manifest, durably."""
+    """Remove a prepared manifest, if there is one, durably."""
     with suppress(FileNotFoundError):
         os.unlink(directory / NEXT_NAME)
         sync_directory(directory)
 
 
 def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """The committed and the prepared manifest. A torn prepared one counts as absent; a damaged committed one raises
-    StoreError, as does a directory that cannot be read."""
+    """Return the committed and the prepared manifest. A torn prepared one counts as absent. Raises StoreError if the
+    committed one is damaged or the directory cannot be read."""
     try:
         with open_directory(directory) as fd:
             return load_at(fd, directory, os.fstat(fd).st_uid)
     except FileNotFoundError:
         return None, None
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise StoreError(f"{directory} cannot be read: {error}.") from error
 
 
 def choose(
     directory: Path, step: int | None, metadata: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[Manifest, bool]:
-    """The committed state, or that of `step` with these items in its metadata, and whether it is the committed one
-    rather than prepared. Raises StoreError if it is not there."""
+    """Return the committed state, or the one of `step` with these items in its metadata, and whether it is committed
+    rather than prepared. Raises StoreError if there is none."""
     committed, prepared = load(directory)
     if committed is not None and committed.is_state(step, metadata):
         return committed, True
@@ -179,7 +179,7 @@ def choose(
 
 
 def load_at(dir_fd: int, directory: Path, uid: int) -> tuple[Manifest | None, Manifest | None]:
-    """`load` of the directory that is open at `dir_fd`; the files must be user `uid`'s. Raises OSError, StoreError."""
+    """Do what `load` does, in the directory open at `dir_fd`, for files of user `uid`. Raises OSError, StoreError."""
     current = None
     with suppress(FileNotFoundError):
         current = _read(dir_fd, directory / MANIFEST_NAME, uid)
@@ -190,7 +190,7 @@ def load_at(dir_fd: int, directory: Path, uid: int) -> tuple[Manifest | None, Ma
 
 
 def _read(dir_fd: int, path: Path, uid: int) -> Manifest:
-    """Raises FileNotFoundError, StoreError."""
+    """Read one manifest. Raises FileNotFoundError, StoreError."""
     try:
         data = read_file(path.name, dir_fd, uid=uid, most_nbytes=MOST_NBYTES)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Read records back from their data files, verified: of a tag, and of the newest commit of a swap directory.
+"""Read records from data files and verify them: those of a tag, or of a swap directory's newest commit.
 
-By windows of whole checksummed ranges, each to one of a few buffers; one thread compares checksums while the caller
-takes what was compared, and the next are read. To read to where the bytes go in the end would save that copy, but takes
-0.72 s for 1.6 GB, where buffers, which stay in the processor's cache, take 0.59 (fio, with 16 MiB of them: 0.52).
+Reads go in windows of whole checksummed ranges, each into one of a few buffers. One thread compares checksums while the
+caller copies verified windows and the next ones are read. Reading straight into the destination would save that copy,
+but takes 0.72 s for 1.6 GB; buffers, which stay in the processor's cache, take 0.59 (fio, with 16 MiB of them: 0.52).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tiered_zero.system.resources import map_memory
 
 BUFFER_NBYTES: Final = 2 * MIB
 NUM_BUFFERS: Final = 12
-"""24 MiB, most of which are on their way at any time. A load took 11% longer with 8, and 9% with 16."""
+"""24 MiB, most of them in use at any time. A load took 11% longer with 8 buffers, and 9% longer with 16."""
 
 _READ_BLOCKS: Final = IOSettings(block_size=MIB)
-"""Windows come in order, and wait for a late block: with 4 MiB, which suits training, a load ends later."""
+"""Windows complete in order, so a late block delays all: with 4 MiB, which suits training, a load takes longer."""
 
 _ATTEMPTS: Final = 3
 
@@ -41,15 +41,15 @@ _ATTEMPTS: Final = 3
 @final
 @dataclass(frozen=True, kw_only=True)
 class RecordFiles:
-    """The records of one store, and its data files, which were checked against them."""
+    """The records of one store and its data files, which were checked against them."""
 
     paths: Sequence[Path]
     contents: Contents
 
 
 class Wanted(NamedTuple):
-    """Bytes `[start, stop)` of the record `name` of the store number `store`. `take(at, memory)` gets them in parts:
-    those from `start + at` on, in memory that is lent to it."""
+    """Bytes `[start, stop)` of the record `name` in store number `store`. `take(at, memory)` receives them in parts:
+    bytes from `start + at`, in memory that is valid during the call."""
 
     store: int
     name: str
@@ -61,7 +61,7 @@ class Wanted(NamedTuple):
 @final
 @dataclass(eq=False, kw_only=True)
 class Reading:
-    """The requests submitted at once. `num_left`: parts that are not taken yet."""
+    """Requests that were submitted together. `num_left`: parts that were not taken yet."""
 
     num_left: int = 0
 
@@ -69,7 +69,7 @@ class Reading:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """`nbytes` of `record`, at `offset` of `path`, cannot be trusted. `reason`: what was found."""
+    """A part of a record that cannot be trusted: `nbytes` at `offset` of `path`. `reason`: what was found."""
 
     record: str
     path: str
@@ -84,8 +84,8 @@ class Broken:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Window:
-    """A span of a record that is queued, read or kept. `wanted`: who takes a part of it. `broken`: ranges that are not
-    as written, once it is verified."""
+    """A span of a record that is queued, read or kept. `wanted`: the requests for parts of it. `broken`: after
+    verification, the ranges that differ from what was written."""
 
     store: int
     name: str
@@ -100,8 +100,8 @@ class _Window:
         return self.store, self.span.address
 
     def give(self, reading: Reading, one: Wanted) -> None:
-        """Let one take its part of the window, which was verified."""
-        assert self.buffer is not None, "it was read"
+        """Pass one request its part of the verified window."""
+        assert self.buffer is not None, "the window was read"
         start, stop = max(self.span.start, one.start), min(self.span.end, one.stop)
         one.take(start - one.start, self.buffer[start - self.span.start : stop - self.span.start])
         reading.num_left -= 1
@@ -112,7 +112,7 @@ class RecordReader:
     """Reads the records of several stores. One thread drives it; `close` ends it."""
 
     def __init__(self, stores: Sequence[RecordFiles], engine: IOEngine | None = None) -> None:
-        """`engine`: None: one that is chosen by reading the files, when there is something to read."""
+        """`engine`: None: choose one by reading the files when something is read."""
         self._stores = stores
         self._stripes = [Stripes(store.contents.weights) for store in stores]
         self._records = [{record.name: record for record in store.contents.records} for store in stores]
@@ -124,22 +124,22 @@ class RecordReader:
         self._queued: deque[_Window] = deque()
         self._begun: deque[_Window] = deque()
         self._kept: dict[tuple[int, int], _Window] = {}
-        """Windows that were taken and still have their buffers: neighbours may be wanted next. Oldest first."""
+        """Windows that were taken and still have their buffers, since neighbours may be wanted next. Oldest first."""
         self._windows: dict[tuple[int, int], _Window] = {}
-        """All that are queued or begun."""
+        """All windows that are queued or begun."""
 
     def extent_nbytes(self, store: int, name: str) -> int:
-        """Bytes of a record. Raises ValueError if there is none."""
+        """Return the bytes of a record's slot. Raises ValueError if there is no such record."""
         if not 0 <= store < len(self._stores) or name not in self._records[store]:
             raise ValueError(f"there is no record {name[:80]!a}")
         return self._records[store][name].extent_nbytes
 
     def has(self, store: int, name: str, start: int, stop: int) -> bool:
-        """Whether bytes [start, stop) of a record were written."""
+        """Return whether bytes [start, stop) of a record were written."""
         return first_gap(self._overlapping(store, name, start, stop), start, stop) is None
 
     def submit(self, wanted: Iterable[Wanted]) -> Reading:
-        """Begin to read, in the order of the files. Raises TransferError, and StoreError for bytes that were not
+        """Begin to read, in the order of the files. Raises TransferError, and StoreError for bytes that were never
         written."""
         reading = Reading()
         found: list[tuple[tuple[int, int], Span, Wanted]] = []
@@ -158,14 +158,15 @@ class RecordReader:
         return reading
 
     def wait(self, reading: Reading) -> None:
-        """Return when everything of it was taken; what was submitted before it is taken too. Raises CorruptionError for
-        bytes that are not those written, and TransferError."""
+        """Wait until everything in `reading` was taken, and all that was submitted before. Raises TransferError, and
+        CorruptionError if bytes differ from what was written."""
         while reading.num_left:
             if broken := self._take_next():
                 raise CorruptionError(f"{broken[0]}. Check the disk, and load another checkpoint, into a new engine.")
 
     def damage(self) -> list[Broken]:
-        """Read all records; return the ranges that are not as written, and where a store cannot be read on."""
+        """Read all records. Return the ranges that differ from what was written, and the place where a store became
+        unreadable."""
         found: list[Broken] = []
         for number, store in enumerate(self._stores):
             try:
@@ -185,7 +186,7 @@ class RecordReader:
         return found
 
     def close(self) -> None:
-        """Wait for what is being read, close the files. Idempotent; a later `submit` opens them again."""
+        """Wait for reads under way and close the files. Idempotent; a later `submit` opens them again."""
         for window in self._begun:
             if window.verified is not None:
                 wait_quietly(window.verified)
@@ -203,7 +204,8 @@ class RecordReader:
     # -- windows -------------------------------------------------------------------------------------------------------
 
     def _overlapping(self, store: int, name: str, start: int, stop: int) -> list[Span]:
-        """The spans with bytes of [start, stop), in order: each as many ranges as a buffer holds."""
+        """Return the spans that contain bytes of [start, stop), in order. A span has as many ranges as fit into a
+        buffer."""
         if (spans := self._spans.get((store, name))) is None:
             record, ranges = self._records[store][name], self._stores[store].contents.ranges[name]
             spans = locate(record, ranges, 0, record.extent_nbytes, BUFFER_NBYTES)
@@ -214,16 +216,16 @@ class RecordReader:
         return spans[first : bisect_left(spans, stop, lo=first, key=attrgetter("start"))]
 
     def _queue(self, store: int, name: str, span: Span) -> _Window:
-        """Return the window of a span, which is read once there is a buffer."""
+        """Queue the window of a span, unless it is queued, and return it. It is read once a buffer is free."""
         window = _Window(store=store, name=name, span=span)
         if (queued := self._windows.setdefault(window.key, window)) is window:
             self._queued.append(window)
         return queued
 
     def _take_next(self) -> list[Broken]:
-        """Hand out the bytes of the oldest window, unless something is wrong with them, which is returned."""
+        """Pass on the bytes of the oldest window if they are as written. Return its broken ranges."""
         window = self._begun[0]
-        assert window.verified is not None and window.buffer is not None, "it is being read"
+        assert window.verified is not None and window.buffer is not None, "begun windows have both"
         window.verified.wait()
         self._begun.popleft()
         del self._windows[window.key]
@@ -238,7 +240,7 @@ class RecordReader:
         return window.broken
 
     def _read_ahead(self) -> None:
-        """Read the windows that are queued, as far as there are buffers."""
+        """Read queued windows while there are buffers."""
         if self._queued and self._worker is None:
             memory = memoryview(map_memory(NUM_BUFFERS * BUFFER_NBYTES, "MADV_DONTFORK", "MADV_HUGEPAGE"))
             self._free = [memory[start : start + BUFFER_NBYTES] for start in range(0, len(memory), BUFFER_NBYTES)]
@@ -263,7 +265,7 @@ class RecordReader:
         memory, parts = buffer[: span.end - span.start], list[IOTransfer]()
 
         def verify() -> None:
-            wait_all(parts)  # then the memory is not used any more, whatever was raised
+            wait_all(parts)  # even if it raises, nothing uses the memory afterwards
             for item, found in mismatches(span.checks, memory, span.start):
                 expected = "none" if item.digest is None else f"{item.digest:016x}"
                 reason = f"are not those written (xxh3 {expected} expected, {found:016x} found)"
@@ -271,11 +273,11 @@ class RecordReader:
 
         self._files[store].submit(self._engine.read, span.address, memory, parts)
         window.buffer, window.verified = buffer, SharedWork(verify)
-        assert self._worker is not None, "made with the buffers"
+        assert self._worker is not None, "it was made with the buffers"
         self._worker.submit(window.verified.run)
 
     def _broken(self, window: _Window, start: int, nbytes: int, reason: str) -> Broken:
-        """Say what was found of the bytes from `start` of the window's record on."""
+        """Describe a fault in the bytes from `start` of the window's record."""
         at, store = window.span.address + start - window.span.start, window.store
         path, offset = self._stripes[store].locate(self._stores[store].paths, at)
         return Broken(record=window.name, path=path, offset=offset, nbytes=nbytes, reason=reason)
@@ -287,7 +289,7 @@ class RecordReader:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """The outcome for one run."""
+    """The result of verifying one run."""
 
     step: int
     num_records: int
@@ -298,11 +300,11 @@ class Verified:
 def verify_run(
     paths: Sequence[Path], step: int | None = None, metadata: Mapping[str, Any] = MappingProxyType({})
 ) -> Verified | None:
-    """Check the committed state of the run in `paths`; None if it has none. A live run may commit at the same time.
+    """Verify the committed state of the run in `paths`; return None if it has none. A live run may commit meanwhile.
 
-    `step`, `metadata`: see `SwapStore.recover`; the state may be one that is only prepared, and that another store has
-    decided. What was found counts if the manifest is the same at the end, for extents that it names are not rewritten
-    before. Raises StoreError for a damaged manifest, and for a data file that is missing or cut off.
+    `step`, `metadata`: see `SwapStore.recover`; the state may be a prepared one whose commit another store has decided.
+    The result counts if the manifest is unchanged at the end: extents that it names are not rewritten before. Raises
+    StoreError if the manifest is damaged, or a data file is missing or too short.
     """
     for _ in range(_ATTEMPTS):
         if (state := _find_state(paths[0], step, metadata)) is None:
@@ -329,15 +331,15 @@ def _find_state(path: Path, step: int | None, metadata: Mapping[str, Any]) -> Ma
 
 
 CHUNK_NBYTES: Final = MIB
-"""A write is checksummed in pieces that end at multiples of this, counted from the record's start."""
+"""Checksums cover pieces of a write that end at multiples of this, counted from the record's start."""
 
 digest: Final[Callable[[bytes | bytearray | memoryview], int]] = xxhash.xxh3_64_intdigest
-"""xxh3-64 of one range; releases the GIL."""
+"""The xxh3-64 of one range; releases the GIL."""
 
 
 class Span(NamedTuple):
-    """Bytes `[start, end)` of a record, which rest at `address` of the store and behind. `checks`: the ranges that lie
-    whole inside, and verify it."""
+    """Bytes `[start, end)` of a record, stored at `address` of the store. `checks`: the ranges that lie whole inside
+    it."""
 
     address: int
     start: int
@@ -346,8 +348,8 @@ class Span(NamedTuple):
 
 
 def locate(record: Record, ranges: Iterable[Range], start: int, end: int, most_nbytes: int | None = None) -> list[Span]:
-    """Find the bytes `[start, end)` of a record in ranges that overlap them, in order. Neighbours on the disk are one
-    span, of at most `most_nbytes` unless a single range is longer."""
+    """Find the bytes `[start, end)` of a record in `ranges`, in order. Neighbours on the disk are joined to spans of at
+    most `most_nbytes`, unless a single range is longer."""
     spans: list[Span] = []
     for item in ranges:
         low, high = max(item.start, start), min(item.end, end)
@@ -367,27 +369,28 @@ def locate(record: Record, ranges: Iterable[Range], start: int, end: int, most_n
 
 
 def mismatches(checks: Iterable[Range], memory: memoryview, start: int) -> Iterator[tuple[Range, int]]:
-    """Yield the ranges that are not as written, each with the checksum that it has. `memory`: holds the record's bytes
-    from `start` on."""
+    """Yield the ranges that differ from what was written, each with its present checksum. `memory`: holds the record's
+    bytes from `start`."""
     for item in checks:
         if (found := digest(memory[item.start - start : item.end - start])) != item.digest:
             yield item, found
 
 
 def hashed(pieces: Iterable[Range], memory: memoryview, start: int) -> list[Range]:
-    """Give the pieces of a write their checksums. `memory`: see `mismatches`."""
+    """Return the pieces of a write with their checksums. `memory`: holds the record's bytes from `start`."""
     return [piece._replace(digest=digest(memory[piece.start - start : piece.end - start])) for piece in pieces]
 
 
 def is_same(kept: Sequence[Range], memory: memoryview, start: int) -> bool:
-    """Whether `memory`, to be written at `start`, is what rests there, by the checksums of the same pieces."""
+    """Return whether `memory`, to be written at `start`, equals what is stored there, by checksums of the same
+    pieces."""
     pieces = cut(Range(start, start + len(memory), 0, None))
     return [item[:2] for item in kept] == [piece[:2] for piece in pieces] and not any(mismatches(kept, memory, start))
 
 
 @final
 class RangeMap:
-    """Disjoint ranges in order. Not locked: the table's lock guards it."""
+    """Disjoint ranges in order. Not locked itself: the table's lock guards it."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._ranges = list(ranges)
@@ -396,14 +399,13 @@ class RangeMap:
         return iter(self._ranges)
 
     def overlapping(self, start: int, end: int) -> list[Range]:
-        """The ranges that share bytes with `[start, end)`, untrimmed, in order."""
+        """Return the ranges that share bytes with `[start, end)`, untrimmed, in order."""
         low, high = self._span(start, end)
         return self._ranges[low:high]
 
     def replace(self, start: int, end: int, ranges: Sequence[Range]) -> None:
-        """`ranges` (which tile `[start, end)`) take the place of what was there.
-
-        A range of which only a part is replaced keeps the rest without its checksum.
+        """Replace what `[start, end)` holds by `ranges`, which tile it. A range that is replaced in part loses its
+        checksum.
         """
         low, high = self._span(start, end)
         kept = self._ranges[low:high]
@@ -417,7 +419,7 @@ class RangeMap:
 
 
 def first_gap(ranges: Iterable[Range | Span], start: int, end: int) -> int | None:
-    """The first byte of `[start, end)` that these ranges (in order) do not cover."""
+    """Return the first byte of `[start, end)` that these ranges (in order) do not cover; None if they cover all."""
     for item in ranges:
         if item.start > start:
             break
@@ -426,8 +428,8 @@ def first_gap(ranges: Iterable[Range | Span], start: int, end: int) -> int | Non
 
 
 def other_slots(durable: Iterable[Range], start: int, end: int) -> Iterator[Range]:
-    """`[start, end)` cut by the slot that may be written: the one of two that no range of the last commit names.
-    `durable`: those that overlap it."""
+    """Yield `[start, end)` cut by the slot to write: the one of two that no range of the last commit names. `durable`:
+    the ranges of that commit that overlap it."""
     for item in durable:
         if start < item.start:
             yield Range(start, item.start, 0, None)
@@ -439,7 +441,7 @@ def other_slots(durable: Iterable[Range], start: int, end: int) -> Iterator[Rang
 
 
 def join(ranges: Iterable[Range]) -> list[Range]:
-    """Adjacent ranges of one slot made one."""
+    """Join adjacent ranges of one slot."""
     joined: list[Range] = []
     for item in ranges:
         if joined and joined[-1].slot == item.slot and joined[-1].end == item.start:
@@ -450,7 +452,7 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 
 
 def cut(item: Range) -> Iterator[Range]:
-    """The range in pieces that end at multiples of CHUNK_NBYTES: each gets a checksum."""
+    """Yield the range in pieces that end at multiples of CHUNK_NBYTES; each gets a checksum."""
     start = item.start
     while start < item.end:
         end = min(item.end, (start // CHUNK_NBYTES + 1) * CHUNK_NBYTES)

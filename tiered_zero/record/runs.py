@@ -1,7 +1,7 @@
-"""The runs under a swap path: their owners, whether that process lives, and the removal of dead ones.
+"""List the runs under a swap path, tell whether each is alive, and remove dead ones.
 
-A directory that is not as a run leaves it, or that belongs to another user, is listed with the reason and never stops
-the look at the others. Nothing of another user is read or removed.
+A directory that is not as a run leaves it, or that belongs to another user, is listed with the reason and does not stop
+the listing. Nothing of another user is read or removed.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _PROBE_PREFIX = ".tiered-zero-probe-"
 class RunInfo:
     """One run's directory under one parent.
 
-    `state`: "alive", "dead" or "unknown"; `reason` says why. `nbytes`: disk blocks taken. `age_s`: since it was made or
-    taken over. `pid`: 0 where there is no readable owner file. `step`: of the last commit, None without one.
-    `resumable`: a committed or prepared state may be there. `own`: a directory of this user that can be read.
+    `state`: "alive", "dead" or "unknown"; `reason` explains it. `nbytes`: disk blocks taken. `age_s`: since it was made
+    or taken over. `pid`: 0 without a readable owner file. `step`: of the last commit; None without one. `resumable`: it
+    may hold a committed or prepared state. `own`: it belongs to this user and can be read.
     """
 
     run_id: str
@@ -68,7 +68,7 @@ class RunInfo:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """The outcome of a collection for one run, and its reason. With `dry_run` nothing was removed, only decided."""
+    """The outcome of a collection for one run, with its reason. With `dry_run`, `removed` is only what would happen."""
 
     run: RunInfo
     removed: bool
@@ -76,26 +76,26 @@ class Collected:
 
 
 def list_runs(parent: Path) -> list[RunInfo]:
-    """The runs that have a directory under `parent`, oldest first. Changes nothing. Raises StoreError."""
+    """List the runs that have a directory under `parent`, oldest first, without changes. Raises StoreError."""
     runs = []
     try:
         with open_directory(parent.resolve()) as fd:
             for name in os.listdir(fd):
                 if name.startswith(PREFIX):
-                    with suppress(FileNotFoundError):  # it may end while we look
+                    with suppress(FileNotFoundError):  # it may have ended meanwhile
                         runs.append(_inspect(parent / name, name, fd))
-    except (OSError, RuntimeError, ValueError) as error:  # of a path in a circle, or with a NUL
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL
         raise StoreError(f"{parent} is not a directory that can be read ({error}); name one of nvme_path.") from error
     return sorted(runs, key=lambda run: -run.age_s)
 
 
 def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> list[str]:
-    """One line for each of the directories that holds files of runs whose process has ended. `adopted`: directories of
-    the run that is resumed, which are no leftovers."""
+    """Return one line for each directory that holds files of runs whose process has ended. `adopted`: directories of
+    the run that is resumed, which are skipped."""
     lines = []
     for parent in dict.fromkeys(parents):
         runs: list[RunInfo] = []
-        with suppress(StoreError):  # of a directory that cannot be read: its use raises
+        with suppress(StoreError):  # the directory cannot be read: using it will raise
             runs = [
                 run
                 for run in list_runs(Path(parent))
@@ -113,21 +113,20 @@ def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> l
 
 
 def clear_restarted(parents: Iterable[str], note: str) -> None:
-    """Remove what ended processes of the launch `note` have left, of which this process is a restart; but for committed
-    state, which may be resumed."""
+    """Remove what ended processes of the launch `note` have left, if this process is a restart of it. Committed state
+    stays: it may be resumed."""
     for parent in dict.fromkeys(parents):
-        with suppress(StoreError):  # of a directory that cannot be read: its use raises
+        with suppress(StoreError):  # the directory cannot be read: using it will raise
             collect_garbage(Path(parent), note=note)
 
 
 def collect_garbage(
     parent: Path, dry_run: bool = False, committed: bool = False, unknown: bool = False, note: str | None = None
 ) -> list[Collected]:
-    """Remove the directories under `parent` whose owner is dead; a live one's or another user's never. `note`: only of
-    owners with this note.
+    """Remove the directories under `parent` whose owner is dead, never those of a live owner or another user.
 
-    A dead run that left a committed state can be resumed from it, so it is removed only with `committed`. With
-    `unknown` also runs are removed of which it is not known whether they live. Raises StoreError.
+    `note`: only of owners with this note. A dead run with a committed state can be resumed, so it is removed only with
+    `committed`. With `unknown`, also remove runs that may be alive. Raises StoreError.
     """
     found = []
     for run in list_runs(parent):
@@ -143,7 +142,7 @@ def collect_garbage(
 
 
 def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Collected:
-    """Raises OSError, StoreError."""
+    """Remove one run's directory, or return why not. Raises OSError, StoreError."""
     if (refusal := _refusal(run, committed, unknown)) is not None:
         return Collected(run=run, removed=False, reason=refusal)
     parent, name = run.path.parent.resolve(), run.path.name
@@ -163,14 +162,14 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
             with suppress(FileNotFoundError):
                 os.unlink(OWNER_NAME, dir_fd=fd)
         finally:
-            lock.close()  # NFS keeps an open file in its directory under another name
+            lock.close()  # before rmdir: NFS keeps an open file in its directory under another name
         os.rmdir(name, dir_fd=parent_fd)
     return Collected(run=run, removed=True, reason=run.reason)
 
 
 def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
-    """Lock the owner file, so that no other process takes the run over. `CLOSED`: there is no such file, or (with
-    `unknown`) none that can be locked. Raises OSError, StoreError."""
+    """Lock the owner file, so that no other process takes the run over. Return `CLOSED` if there is no such file or,
+    with `unknown`, none that can be locked. Raises OSError, StoreError."""
     try:
         fd = open_file(OWNER_NAME, dir_fd, uid=os.geteuid(), flags=os.O_RDWR)
         try:
@@ -199,7 +198,8 @@ def _refusal(run: RunInfo, committed: bool, unknown: bool) -> str | None:
 
 
 def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) -> RunInfo:
-    """`locked`: whether another process holds the lock; None: look. Raises FileNotFoundError if it has gone."""
+    """Describe the run in `path`. `locked`: whether another process holds the lock; None: find out. Raises
+    FileNotFoundError if it is gone."""
     status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
     run = RunInfo(
         run_id=name.removeprefix(PREFIX),
@@ -221,7 +221,7 @@ def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) 
 
 
 def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
-    """Read the state of the run directory that is open at `fd`. Raises OSError, StoreError."""
+    """Read the state of the run directory open at `fd`. Raises OSError, StoreError."""
     owner, unreadable = None, "there is none"
     try:
         owner = read_owner_at(fd, os.geteuid())
@@ -238,8 +238,7 @@ def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
 
 
 def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
-    """Return the last committed step, and whether anything may be resumed; in doubt (damage, an unmounted path) it
-    may."""
+    """Return the last committed step, and whether the run may be resumed; True in doubt (damage, an unmounted path)."""
     first = Path(run.paths[0])
     try:
         committed, prepared = manifest.load_at(fd, first, os.geteuid()) if first == run.path else manifest.load(first)
@@ -250,8 +249,8 @@ def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
 
 
 def _liveness(run: RunInfo, fd: int, owner: Owner | None, locked: bool | None, unreadable: str) -> tuple[str, str]:
-    """State and reason. On a local file system the lock decides; elsewhere another machine's may not be seen.
-    `unreadable`: why there is no `owner`."""
+    """Return state and reason. On a local file system the lock decides; elsewhere other machines' locks may be
+    invisible. `unreadable`: why `owner` is None."""
     try:
         if is_locked(OWNER_NAME, fd, os.geteuid()) if locked is None else locked:
             return "alive", f"process {owner.pid} on {owner.host} holds its lock" if owner else "its lock is held"

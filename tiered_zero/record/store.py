@@ -1,4 +1,4 @@
-"""The swap store: records in preallocated files, checked reads and writes, all-or-nothing commits."""
+"""Store records in preallocated files, with checked reads and writes and all-or-nothing commits."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.spans import Recorder
 
 _STUCK_S = 5.0
-"""How long `close` waits for requests after a failure; they may be stuck for ever."""
+"""Seconds for which `close` waits for requests after a failure; they may be stuck for ever."""
 
 
 @final
 class SwapStore:
-    """Named records on NVMe. Driven by one thread; its transfers may be waited on by any.
+    """Named records on NVMe. One thread drives it; any thread may wait for its transfers.
 
-    A request that overlaps another of the same record that is still in flight is refused unless both are reads: the
-    caller orders them, by waiting. A failed transfer or sync latches the store: it only raises from then on.
+    A request that overlaps another one in flight of the same record is refused unless both are reads: the caller must
+    wait in between. A failed transfer or sync latches the store: from then on it only raises.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class SwapStore:
         state: Manifest | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """Create and preallocate the data files, `capacity_nbytes` (in whole pages) together.
+        """Create and preallocate the data files, `capacity_nbytes` (in whole pages) in total.
 
-        `weights`: the speed of each of the directory's paths, in any unit; equal by default. `state`: open the files
-        as this manifest describes them instead (use `recover`). `recorder`: gets a span for each request. Raises
-        StoreError when the disk is too small; the directory is removed then.
+        `weights`: the speed of each of the directory's paths, in any unit; equal by default. `state`: open existing
+        files as this manifest describes them (use `recover`). `recorder`: gets a span for each request. Raises
+        StoreError if the disk is too small; the directory is removed then.
         """
         self._is_hashed = checksums == "all"
         stripes = Stripes(weights or (state.weights if state is not None else [1.0] * len(directory.paths)))
@@ -100,9 +100,9 @@ class SwapStore:
     ) -> SwapStore:
         """Open the last committed state of a run that ended (`SwapDir.open`).
 
-        `step`: the state of this step instead, which may be one that was prepared and never confirmed; `metadata`:
-        items that it must have.
-        Raises StoreError: nothing committed, a damaged manifest, a missing or truncated file.
+        `step`: open the state of this step instead, possibly one that was prepared and never confirmed. `metadata`:
+        items that the state must have. Raises StoreError: nothing committed, a damaged manifest, a missing or truncated
+        file.
         """
         first = directory.paths[0]
         chosen, is_committed = manifest.choose(first, step, metadata)
@@ -120,7 +120,7 @@ class SwapStore:
 
     @property
     def capacity_nbytes(self) -> int:
-        """Bytes of the data files together, by now."""
+        """The present size of the data files together."""
         return self._table.capacity_nbytes
 
     @property
@@ -149,32 +149,33 @@ class SwapStore:
         return self._directory.run_id
 
     def reserve(self, name: str, nbytes: int, *, committed: bool = False, write_once: bool = False) -> Record:
-        """Reserve `nbytes`, page-aligned; a committed record takes two slots. Its bytes cannot be read before written.
+        """Reserve `nbytes`, page-aligned. A committed record takes two slots. Bytes cannot be read before they are
+        written.
 
-        `write_once`: a committed one takes one slot, and the second once bytes of a commit are changed, for which the
-        files may grow. Raises StoreError: the name is taken, or the capacity is used up.
+        `write_once`: a committed record takes one slot, and a second one if bytes of a commit change; the files may
+        grow then. Raises StoreError if the name is taken or the capacity is used up.
         """
         num_slots = 2 if committed and not write_once else 1
         return self._table.reserve(name, nbytes, committed=committed, num_slots=num_slots)
 
     def num_slots(self, record: Record) -> int:
-        """Places that the record has on the disk by now."""
+        """Return the number of places that the record has on disk now."""
         return self._table.num_slots(record)
 
     def records(self) -> dict[str, Record]:
-        """All records by name; after `recover` this is how to find them."""
+        """Return all records by name. After `recover` this is the way to find them."""
         return self._table.records()
 
     def nbytes(self, kind: Literal["read", "write", "unverified"]) -> dict[str, int]:
-        """Bytes whose read or write has completed, or that were read without a checksum over them (see the package's
-        text for when that is), by category: the record's name up to its first '/'."""
+        """Return completed bytes by category: the record's name up to its first '/'. `kind`: bytes read, written, or
+        read without a checksum (the package's text says when that happens)."""
         with self._count_lock:
             return dict(self._nbytes[kind])
 
     def read(self, record: Record, into: memoryview, offset: int = 0, *, urgent: bool = False) -> Transfer:
-        """Fill `into` from the record's byte `offset`; both in whole pages, the memory page-aligned.
+        """Start to fill `into` from the record's byte `offset`; both in whole pages, the memory page-aligned.
 
-        `urgent`: see IOEngine.read. `wait()` raises TransferError, or CorruptionError when the bytes are not those
+        `urgent`: see IOEngine.read. `wait()` raises TransferError, or CorruptionError if the bytes differ from what was
         written. Raises StoreError here for bytes that were never written.
         """
         self._check()
@@ -194,10 +195,10 @@ class SwapStore:
         return self._start(record, request, spans, into, partial(self.engine.read, urgent=urgent), parts, finish)
 
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Transfer:
-        """Write `data` at the record's byte `offset`; both in whole pages, the memory page-aligned.
+        """Start to write `data` at the record's byte `offset`; both in whole pages, the memory page-aligned.
 
         The caller leaves `data` alone until the transfer is done. `wait()` raises TransferError. Raises StoreError here
-        where a record that is written once needs more space than there is.
+        if a `write_once` record needs a second slot and there is no space.
         """
         self._check()
         data = memoryview(data).cast("B")
@@ -220,33 +221,35 @@ class SwapStore:
             self._count(record, write=len(data))
 
         hashing = SharedWork(compute)
-        self._hashing.submit(hashing.run)  # beside the disk: behind the ends of other requests a step took 3% longer
+        self._hashing.submit(hashing.run)  # on its own thread: behind other requests' ends a step took 3% longer
         return self._start(record, request, spans, data, self.engine.write, parts, finish)
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Make all committed records, as written so far, the durable state `step`. `metadata`: JSON only.
 
-        Returns when it survives power loss. Until then the last committed state does.
+        Returns when the state survives power loss. Until then the last committed state does.
         """
         self._check()
         self._commits.commit(step, metadata)
 
     def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """First half of `commit`: the new state is durable next to the last one; `recover` can open either.
+        """Do the first half of `commit`: make the new state durable next to the last one; `recover` can open either.
 
-        Processes that must commit together prepare, meet, and confirm. Committed records rest until `confirm`.
-        Raises StoreError while one of them is being written, and, with nothing changed, if the manifest does not fit.
+        Processes that must commit together prepare, meet, and confirm. Until `confirm` committed records cannot be
+        written. Raises StoreError while one is being written, and, with nothing changed, if the manifest does not fit
+        on the disk.
         """
         self._check()
         self._commits.prepare(step, metadata)
 
     def confirm(self) -> None:
-        """Second half of `commit`: the prepared state is the committed one; its predecessor's extents are reusable."""
+        """Do the second half of `commit`: make the prepared state the committed one; the extents of the last become
+        reusable."""
         self._check()
         self._commits.confirm()
 
     def cancel_prepared(self) -> None:
-        """Drop the prepared state, if there is one, durably: another store of the same commit could not prepare."""
+        """Drop the prepared state, if any, durably: another store of the same commit could not prepare."""
         self._commits.cancel()
 
     def revert(self) -> None:
@@ -255,7 +258,7 @@ class SwapStore:
         self._table.revert()
 
     def drain_all(self) -> None:
-        """Wait for every request, without its error. No other thread uses the store at this time."""
+        """Wait for every request and ignore errors. No other thread may use the store meanwhile."""
         self._files.engine.drain()
         finished = threading.Event()
         self._worker.submit(finished.set)
@@ -265,7 +268,7 @@ class SwapStore:
     def close(self, remove: bool = True) -> None:
         """Let requests finish, close the files, end the directory's ownership. Idempotent.
 
-        `remove=False` leaves a directory with a committed state on disk for `recover`; one without is removed anyway.
+        `remove=False` keeps a directory with a committed state on disk for `recover`; one without is removed anyway.
         """
         if not self._process.is_current():
             return  # a forked child owns nothing
@@ -287,7 +290,8 @@ class SwapStore:
         parts: list[IOTransfer],
         finish: Callable[[], None],
     ) -> Transfer:
-        """Submit one request; it is finished even if the caller does not wait for it. `parts`: takes its transfers."""
+        """Submit one request. It is finished even if the caller does not wait for it. `parts`: receives its
+        transfers."""
         begun_s = time.perf_counter()
 
         def work() -> None:
@@ -312,9 +316,9 @@ class SwapStore:
 
     @contextmanager
     def _ended(self, record: Record, request: InFlight, parts: Sequence[IOTransfer]) -> Iterator[None]:
-        """End a request with the block, once nothing of it moves bytes any more. Latch the store if it raises and a
-        write has begun, for what is written then is not known, or the disk has failed. An interrupt of the wait ends
-        no request: who waits next does."""
+        """End a request with the block, once none of its transfers moves bytes. Latch the store if the disk has failed,
+        or if a write has begun and the block raises: what it wrote is unknown. An interrupt of the wait ends nothing:
+        the next waiter does."""
         try:
             yield
         except Exception as error:
@@ -327,7 +331,7 @@ class SwapStore:
         self._table.end(record, request)
 
     def _add_slot(self, record: Record) -> None:
-        """Give a record that is written once its second slot. Raises StoreError."""
+        """Give a `write_once` record its second slot. Raises StoreError."""
         if not self._table.add_slot(record):
             capacity_nbytes = self.capacity_nbytes + record.extent_nbytes
             self._files.grow(capacity_nbytes)

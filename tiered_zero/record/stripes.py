@@ -1,4 +1,4 @@
-"""The store's address space laid over one data file for each path, in stripes weighted by speed."""
+"""Lay the store's address space over one data file per path, in stripes weighted by speed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class StripePiece(NamedTuple):
 
 @final
 class Stripes:
-    """Addresses `[0, capacity_nbytes)` -> (file, offset). Pure arithmetic.
+    """Maps addresses `[0, capacity_nbytes)` to (file, offset). Pure arithmetic.
 
-    `weights`: one number > 0 for each file, in any unit (measured bytes/s serve).
+    `weights`: one number > 0 for each file, in any unit, such as measured bytes/s.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -46,7 +46,7 @@ class Stripes:
         self._ranks = [self._turn[:place].count(index) for place, index in enumerate(self._turn)]
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[StripePiece]:
-        """The pieces of `[offset, offset + nbytes)` in order; with one file a single piece."""
+        """Yield the pieces of `[offset, offset + nbytes)` in order; with one file a single piece."""
         if len(self.weights) == 1:
             yield StripePiece(0, offset, nbytes)
             return
@@ -60,18 +60,18 @@ class Stripes:
             offset += length
 
     def locate(self, paths: Sequence[str | Path], offset: int) -> tuple[str, int]:
-        """Path and file offset of an address, for error texts."""
+        """Return path and file offset of an address, for error texts."""
         piece = next(self.pieces(offset, 1))
         return str(paths[piece.file_index]), piece.file_offset
 
     def file_nbytes(self, capacity_nbytes: int) -> list[int]:
-        """Bytes of each file; they sum to the capacity exactly."""
+        """Return the bytes of each file; their sum is exactly the capacity."""
         return file_nbytes(capacity_nbytes, self.weights)
 
 
 @final
 class StripedFiles:
-    """The open data files of a store. Any thread; the engine orders nothing."""
+    """The open data files of a store. Any thread; requests are not ordered."""
 
     def __init__(self, engine: IOEngine, files: Sequence[File], stripes: Stripes) -> None:
         self.engine = engine
@@ -80,7 +80,7 @@ class StripedFiles:
 
     @classmethod
     def create(cls, engine: IOEngine, paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> StripedFiles:
-        """Create and preallocate. Raises StoreError, and leaves no file behind, when the disk is too small."""
+        """Create and preallocate the files. Raises StoreError, and leaves no file behind, if the disk is too small."""
         made = cls(engine, (), stripes)
         for name, nbytes in zip(paths, stripes.file_nbytes(capacity_nbytes), strict=True):
             try:
@@ -118,7 +118,7 @@ class StripedFiles:
         return opened
 
     def grow(self, capacity_nbytes: int) -> None:
-        """Reserve the bytes of a larger capacity. Raises StoreError, with all as it was, when the disk is too small."""
+        """Reserve the bytes of a larger capacity. Raises StoreError, with nothing changed, if the disk is too small."""
         for file, nbytes in zip(self._files, self.stripes.file_nbytes(capacity_nbytes), strict=True):
             try:
                 file.allocate(nbytes)
@@ -130,18 +130,19 @@ class StripedFiles:
                 ) from error
 
     def locate(self, offset: int) -> tuple[str, int]:
-        """Path and file offset of an address, for error texts."""
+        """Return path and file offset of an address, for error texts."""
         return self.stripes.locate([file.path for file in self._files], offset)
 
     def submit(self, request: PieceRequest, offset: int, memory: memoryview, transfers: list[IOTransfer]) -> None:
-        """Make a request of the engine for each piece. `transfers`: takes theirs, also before one that is refused."""
+        """Request each piece of `memory` from the engine. `transfers`: receives them one by one, even if a later one is
+        refused."""
         start = 0
         for index, at, nbytes in self.stripes.pieces(offset, len(memory)):
             transfers.append(request(self._files[index], at, memory[start : start + nbytes]))
             start += nbytes
 
     def sync(self) -> list[IOTransfer]:
-        """Sync every file."""
+        """Start to sync every file."""
         return [self.engine.sync(file) for file in self._files]
 
     def close(self) -> None:
@@ -151,8 +152,8 @@ class StripedFiles:
 
 
 def check_data_files(paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> None:
-    """Raise StoreError if a data file of a store is missing, shorter than its part, or not a file of the directory's
-    owner, and where there are more or fewer paths than stripes."""
+    """Raise StoreError if a data file is missing, too short, or not the directory owner's file, or if the number of
+    paths is not that of the stripes."""
     if len(paths) != len(stripes.weights):
         raise StoreError(f"{paths[0]}: the state is striped over {len(stripes.weights)} paths; found {len(paths)}.")
     for path, nbytes in zip(paths, stripes.file_nbytes(capacity_nbytes), strict=True):
@@ -163,10 +164,10 @@ def check_data_files(paths: Sequence[Path], stripes: Stripes, capacity_nbytes: i
 
 
 def _fault(name: Path, nbytes: int) -> str:
-    """Say what is wrong with a data file of at least `nbytes`; empty: nothing."""
+    """Return what is wrong with a data file that must have `nbytes`; "" if nothing."""
     try:
         with open_of_owner(name) as fd:
-            with suppress(OSError):  # what is read then is on the disk
+            with suppress(OSError):  # drop cached pages, so that reads come from the disk
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             size = os.fstat(fd).st_size
     except FileNotFoundError:

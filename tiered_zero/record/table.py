@@ -1,4 +1,4 @@
-"""The table of a store's records: where they rest, what of them is written and durable, and their requests."""
+"""Track a store's records: where they are, which bytes are written and durable, and the requests under way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Written = tuple[Record, Sequence[Range]]
 @final
 @dataclass(eq=False, kw_only=True)
 class InFlight:
-    """One request for bytes `[start, end)` of a record, until `RecordTable.end`; known by identity."""
+    """One request for bytes `[start, end)` of a record, until `RecordTable.end`; compared by identity."""
 
     kind: Literal["read", "write"]
     start: int
@@ -32,7 +32,7 @@ class InFlight:
 @final
 @dataclass(kw_only=True)
 class _State:
-    """`durable`: what the durable manifest names of the record; None if it does not name it at all."""
+    """The state of a record. `durable`: what the durable manifest says of it; None if it does not name the record."""
 
     record: Record
     written: RangeMap = field(default_factory=RangeMap)
@@ -42,9 +42,9 @@ class _State:
 
 @final
 class RecordTable:
-    """Bookkeeping only; moves no bytes. Locked: requests begin on the driver's thread and end on any.
+    """The bookkeeping of a store; moves no bytes. Locked: requests begin on the driver's thread and end on any.
 
-    The rule that commits rest on is kept here: no extent that the durable manifest names is given to a write.
+    It keeps the rule on which commits rest: a write never goes to an extent that the durable manifest names.
     """
 
     def __init__(self, capacity_nbytes: int) -> None:
@@ -55,7 +55,7 @@ class RecordTable:
 
     @property
     def capacity_nbytes(self) -> int:
-        """In whole pages."""
+        """The size of the data files, in whole pages."""
         return self._extents.capacity_nbytes
 
     def records(self) -> dict[str, Record]:
@@ -63,7 +63,8 @@ class RecordTable:
             return {name: state.record for name, state in self._states.items()}
 
     def reserve(self, name: str, nbytes: int, *, committed: bool, num_slots: int) -> Record:
-        """Raises StoreError: no bytes, the name is taken, or the capacity is used up."""
+        """Reserve extents for a new record. Raises StoreError: no bytes, the name is taken, or the capacity is used
+        up."""
         if nbytes <= 0:
             raise StoreError(f"Record {name!r} must have at least one byte; found {nbytes}.")
         with self._lock:
@@ -85,7 +86,7 @@ class RecordTable:
         return record
 
     def adopt(self, written: Iterable[Written]) -> None:
-        """Enter the records of a durable manifest."""
+        """Add the records of a durable manifest. Raises StoreError."""
         for record, ranges in written:
             for offset in record.offsets:
                 try:
@@ -99,7 +100,8 @@ class RecordTable:
             return len(self._find(record).record.offsets)
 
     def kept(self, record: Record, start: int, end: int) -> list[Range]:
-        """Return the ranges of the last commit that a write of these bytes would change, for want of a second slot."""
+        """Return the ranges of the last commit that a write of these bytes would change, because there is no second
+        slot."""
         with self._lock:
             state = self._find(record)
             if not state.record.committed or len(state.record.offsets) > 1 or state.durable is None:
@@ -107,7 +109,7 @@ class RecordTable:
             return state.durable.overlapping(start, end)
 
     def add_slot(self, record: Record) -> bool:
-        """Give the record its second slot; False where no free extent is large enough."""
+        """Give the record its second slot, if it has one only. Return False if no free extent is large enough."""
         with self._lock:
             state = self._find(record)
             if len(state.record.offsets) == 1 and (offset := self._extents.allocate(record.nbytes)) is not None:
@@ -115,12 +117,12 @@ class RecordTable:
             return len(state.record.offsets) > 1
 
     def grow(self, capacity_nbytes: int) -> None:
-        """The files are larger now."""
+        """Set the capacity, after the files have grown."""
         with self._lock:
             self._extents.grow(capacity_nbytes)
 
     def begin_read(self, record: Record, request: InFlight) -> list[Span]:
-        """Return where these bytes rest. Raises StoreError if they may not be read now."""
+        """Return where these bytes are. Raises StoreError if they may not be read now."""
         start, end = request.start, request.end
         with self._lock:
             state = self._admit(record, request)
@@ -144,7 +146,8 @@ class RecordTable:
             return locate(state.record, runs, start, end), [piece for run in runs for piece in cut(run)]
 
     def end(self, record: Record, request: InFlight, written: Sequence[Range] = ()) -> None:
-        """A request has ended, or did not begin. `written`: of a write that succeeded, what tiles its bytes now."""
+        """Remove a request that has ended or did not begin. `written`: after a successful write, the ranges that tile
+        its bytes."""
         with self._lock:
             state = self._states.get(record.name)
             if state is None or request not in state.in_flight:
@@ -154,15 +157,15 @@ class RecordTable:
             state.in_flight.remove(request)
 
     def end_all(self) -> None:
-        """No request is under way any more."""
+        """Remove all requests: none is under way."""
         with self._lock:
             for state in self._states.values():
                 state.in_flight = []
 
     def freeze(self, step: int) -> list[Written]:
-        """The committed records and what is written of them; they rest until `thaw`.
+        """Return the committed records with what is written of them. They cannot be written until `thaw`.
 
-        Raises StoreError while one of them is being written, or rests already.
+        Raises StoreError while one of them is being written, or frozen already.
         """
         with self._lock:
             if self._frozen is not None:
@@ -183,12 +186,13 @@ class RecordTable:
             return [] if durable is None else durable.overlapping(start, end)
 
     def set_written(self, record: Record, ranges: Sequence[Range]) -> None:
-        """The same bytes, with checksums, while they rest."""
+        """Set the ranges of a frozen record: the same bytes, with checksums."""
         with self._lock:
             self._find(record).written = RangeMap(ranges)
 
     def thaw(self, durable: Mapping[str, Sequence[Range]] | None) -> None:
-        """Writes may go on. `durable`: what the new durable manifest names of each record; None: there is none."""
+        """Allow writes again. `durable`: what the new durable manifest says of each record; None: there is no new
+        one."""
         with self._lock:
             self._frozen = None
             if durable is None:
@@ -197,9 +201,9 @@ class RecordTable:
                 self._states[name].durable = RangeMap(ranges)
 
     def revert(self) -> None:
-        """Return the committed records to the last commit; those that it does not name are empty.
+        """Return the committed records to the last commit; those that it does not name become empty.
 
-        Scratch records stay as they are. Raises StoreError while a committed one is in use, or prepared.
+        Scratch records do not change. Raises StoreError while a committed record is in use or prepared.
         """
         with self._lock:
             states = [state for state in self._states.values() if state.record.committed]

@@ -1,12 +1,12 @@
-"""Append records to a new data file: the caller's memory goes to the disk without a copy, while a thread hashes it.
+"""Append records to a new data file: memory goes to the disk without a copy while a thread hashes it.
 
-Blocks are reserved when the file is made, so that a full disk is an error early, and so that direct writes need not
-change the file's size, which Linux does one at a time.
+Blocks are reserved when the file is made, so that a full disk is an error early and direct writes need not change the
+file's size, which Linux does one at a time.
 
-[Note: Checksums during training] A checksum reads memory that is in no cache: 0.1 s of a processor for 1.6 GB, and 0.3
-s during training, which waits for its slowest thread. On a thread of low priority a step under a save took 4 to 8%
-longer, on one of the usual priority 9 to 12% (3% without checksums). Beside other programs that could take long: a
-thread of the usual priority joins it as soon as something waits for the save.
+[Note: Checksums during training] Hashing reads memory that is in no cache: 0.1 s of a processor for 1.6 GB, and 0.3 s
+during training, which waits for its slowest thread. With hashing on a thread of low priority a step under a save took 4
+to 8% longer, on one of normal priority 9 to 12% (3% without checksums). Next to other programs low priority could take
+long, so a thread of normal priority joins as soon as something waits for the save.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOWEST_PRIORITY = 19
 @final
 @dataclass(eq=False, kw_only=True)
 class _Appended:
-    """A record that is being written. `parts`: of each append, its ranges, once they have checksums."""
+    """A record that is being written. `parts`: for each append, its ranges, once they have checksums."""
 
     offset: int
     nbytes: int = 0
@@ -48,8 +48,8 @@ class RecordWriter:
     """Appends to one data file. One thread drives it; `finish` and `wait_durable`, or `close`, end it."""
 
     def __init__(self, path: Path, engine: IOEngine | None = None, *, needed_nbytes: int = 0) -> None:
-        """`path`: of the file, which is made by the first `append`. `engine`: None: one of its own, chosen then.
-        `needed_nbytes`: what will be appended; 0: not known."""
+        """`path`: the file, made by the first `append`. `engine`: None: choose one then. `needed_nbytes`: bytes that
+        will be appended; 0 if unknown."""
         self._path = path
         self._engine, self._own_engine = engine, engine is None
         self._file: File | None = None
@@ -61,23 +61,23 @@ class RecordWriter:
         self._is_low = False
 
     def yield_to_training(self) -> None:
-        """Take what training leaves of the processors, until `hurry`. Before the first `append`."""
+        """Hash at low priority until `raise_priority`. Call it before the first `append`."""
         self._is_low = True
 
-    def hurry(self) -> None:
-        """Yield no longer: something waits for what is written. Any thread; idempotent."""
+    def raise_priority(self) -> None:
+        """Stop yielding to training: something waits for the save. Any thread; idempotent."""
         with self._priority:
             is_low, self._is_low = self._is_low, False
             if is_low and self._hashing is not None:
-                with suppress(StoreError):  # the first thread goes on alone
+                with suppress(StoreError):  # without a second thread the first goes on alone
                     self._hashing.add_thread()
 
     def append(self, name: str, memory: memoryview) -> Transfer:
-        """Write whole pages, at an address in whole pages, as the next bytes of the record `name`: a new one, or the
-        last.
+        """Write whole pages, at a page-aligned address, as the next bytes of record `name`: a new record, or the last
+        one.
 
-        Nothing is copied: the memory must stay as it is until the transfer is done. Raises TransferError, and
-        ConfigError if no I/O engine works.
+        Nothing is copied: the memory must not change until the transfer is done. Raises TransferError, and ConfigError
+        if no I/O engine works.
         """
         nbytes = len(memory)
         if nbytes == 0 or nbytes % PAGE_NBYTES or memory_address(memory) % PAGE_NBYTES:
@@ -98,7 +98,7 @@ class RecordWriter:
         return transfer
 
     def finish(self) -> Contents:
-        """Wait for all writes, cut the file to its bytes, begin to make it durable. Raises OSError."""
+        """Wait for all writes, cut the file to its bytes, and begin to make it durable. Raises OSError."""
         transfers, self._transfers = self._transfers, deque()
         wait_all(transfers)
         if self._file is not None and self._engine is not None:
@@ -116,23 +116,23 @@ class RecordWriter:
         )
 
     def wait_durable(self) -> None:
-        """Return when the file is on the disk, and close it. After `finish`. Raises TransferError."""
+        """Wait until the file is durable, and close it. Call it after `finish`. Raises TransferError."""
         transfers, self._transfers = self._transfers, deque()
         wait_all(transfers)
         self.close()
 
     def close(self) -> None:
-        """Close the file, whatever state it is in, when nothing uses the callers' memory any more. Idempotent."""
+        """Close the file in any state, once nothing uses the callers' memory. Idempotent."""
         if self._file is not None:
             self._file.close()
         if self._hashing is not None:
-            self.hurry()
+            self.raise_priority()
             self._hashing.close()
         if self._own_engine and self._engine is not None:
             self._engine.close()
 
     def _opened(self, nbytes: int) -> tuple[IOEngine, File, Worker]:
-        """Open what the first append needs; see that the file has blocks for `nbytes` more."""
+        """Open what the first append needs, and reserve blocks for `nbytes` more."""
         if self._engine is None:
             self._engine = select_engine(self._path.parent).engine
         if self._file is None:
@@ -147,17 +147,17 @@ class RecordWriter:
 
 
 def _hash(memory: memoryview, start: int, ranges: list[Range], completion: Completion) -> None:
-    """Add the ranges of the record's bytes from `start` on, with their checksums."""
+    """Add the ranges of the record's bytes from `start`, with their checksums."""
     try:
         ranges.extend(hashed(cut(Range(start, start + len(memory), 0, None)), memory, start))
-    except BaseException as error:  # the thread goes on; the transfer has the error
+    except BaseException as error:  # the transfer carries the error; the thread goes on
         completion.fail(error)
     else:
         completion.complete()
 
 
 def _lower_priority() -> None:
-    """Lower the priority of the calling thread alone, as Linux can."""
+    """Lower the priority of the calling thread alone; only Linux can."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

@@ -1,4 +1,4 @@
-"""Device memory as a tier, for state, gradients and shards of parameters that rest where compute is."""
+"""Keep state, gradients and shards of parameters in device memory, as a tier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 class DeviceTier(Tier):
-    """Slots are plain device tensors, charged to the ledger's tier "device"."""
+    """A tier whose slots are device tensors, charged to the ledger's tier "device"."""
 
     name = "device"
 

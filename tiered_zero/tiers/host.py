@@ -1,4 +1,4 @@
-"""Host memory as a tier: slots of the one arena."""
+"""Keep slots in the host arena, as a tier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 class HostTier(Tier):
-    """Slots lie in `arena` (pinned where the machine allows it) and are used in place; one of no bytes takes none."""
+    """A tier whose slots lie in `arena` (pinned if the machine allows it) and are used in place. An empty slot takes no
+    memory."""
 
     name = "host"
 
@@ -41,7 +42,7 @@ class HostTier(Tier):
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         target = as_bytes(out)
         source = self.view(slot)[: target.numel()]
-        before = [self._accelerator.record_compute(), *([after.computed] if after else [])]  # in place
+        before = [self._accelerator.record_compute(), *([after.computed] if after else [])]  # it is written in place
 
         def job() -> None:
             with self._span("fetch", "fetch", slot.name, target.numel()):

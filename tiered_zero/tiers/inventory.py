@@ -1,4 +1,4 @@
-"""The one table of what rests where."""
+"""Record in one table which slot holds what."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ Owner = Unit | SubGroup
 
 @dataclass(frozen=True)
 class Home:
-    """A slot and its tier. `start`: which element of the owner's flat the slot begins with: that of this rank's shard,
-    where the slot holds no more than it."""
+    """A slot and its tier. `start`: the element of the owner's flat with which the slot begins; not 0 if the slot holds
+    only this rank's shard."""
 
     tier: Tier
     slot: Slot
     start: int = 0
 
     def elements(self, unit: Unit) -> slice:
-        """Elements of the unit's flat that rest in the slot, which is a home of the unit."""
+        """Return the elements of the unit's flat that the slot holds. The slot must be a home of the unit."""
         return slice(self.start, self.start + self.slot.nbytes // unit.itemsize)
 
     def offset_of(self, segment: Segment) -> int:
-        """Bytes in the slot before the segment's first element, in the unit's dtype."""
+        """Return the byte of the slot at which the segment begins, in the unit's dtype."""
         return (segment.unit_start - self.start) * segment.unit.itemsize
 
     def view_of(self, segment: Segment) -> torch.Tensor | None:
-        """The segment's elements in place, [numel] of the unit's dtype; None where they cannot be addressed."""
+        """Return a view of the segment's elements in the slot, [numel] of the unit's dtype; None if it cannot be
+        addressed."""
         if (raw := self.tier.view(self.slot)) is None:
             return None
         start = (segment.unit_start - self.start) * segment.unit.itemsize
@@ -41,10 +42,9 @@ class Home:
 
 
 class Inventory:
-    """(unit or sub-group, kind) -> home, and the last update of each unit.
+    """The table of homes, (unit or sub-group, kind) -> home, and the last update of each unit.
 
-    A unit without a "param" home rests on the device, in its own storage. Driver thread; reads also from the update
-    thread.
+    A unit without a "param" home rests on the device, in its own storage. Driver thread; the update thread reads too.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,8 @@ class Inventory:
         self._homes.update({(type(owner), owner.index, kind): home for (owner, kind), home in homes.items()})
 
     def set_last_update(self, unit: Unit, unit_update: UnitUpdate) -> None:
-        """Set the unit's last update: once it is written, its home (or device storage) holds the new parameters."""
+        """Set the unit's last update. Once that is written, the unit's home (or device storage) holds the new
+        parameters."""
         self._last_updates[unit.index] = unit_update
 
     def last_update(self, unit: Unit) -> UnitUpdate | None:

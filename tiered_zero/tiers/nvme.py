@@ -1,4 +1,4 @@
-"""Swap files as a tier: records of the store, and the staging buffers between them and the device."""
+"""Keep slots in swap files, as a tier, and move their bytes through staging buffers to the device."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tiered_zero.tiers.unit_update import StartCopy, UnitUpdate
 
 @dataclass(kw_only=True)
 class _Chunk:
-    """`part`: its bytes on the device. `lease`: what they pass through; None where no staging buffer was free yet, and
-    where the disk writes to the device's memory itself. `read`: None until it has begun."""
+    """A part of a fetch. `part`: its bytes on the device. `lease`: its staging buffer; None while none is free, or if
+    the disk writes to the device's memory itself. `read`: None until it begins."""
 
     part: torch.Tensor
     offset: int
@@ -35,8 +35,8 @@ class _Chunk:
 
 @dataclass(kw_only=True)
 class _Fetch:
-    """A record on its way to `target`. `pages`: those of the target, where the disk can write to them. `update`: one
-    that is under way. `is_deferred`: its job takes staging buffers."""
+    """A record on its way to `target`. `pages`: the target's memory, if the disk can write to it. `update`: the update
+    under way, if any. `is_deferred`: the job on the lane leases staging buffers."""
 
     record: Record
     target: torch.Tensor
@@ -47,7 +47,7 @@ class _Fetch:
 
 
 def _release_all(chunks: list[_Chunk]) -> None:
-    """Wait for the reads of a fetch that failed, and release their buffers; its own error is raised already."""
+    """Wait for the reads of a failed fetch and release their buffers. The fetch has raised its own error."""
     for chunk in chunks:
         with chunk.lease or nullcontext():
             if chunk.read:
@@ -55,7 +55,7 @@ def _release_all(chunks: list[_Chunk]) -> None:
 
 
 class NvmeTier(Tier):
-    """Slots are records of `store`. `staging` carries parameters on their way to the device."""
+    """A tier whose slots are records of `store`. `staging` carries parameters on their way to the device."""
 
     name = "nvme"
 
@@ -67,11 +67,11 @@ class NvmeTier(Tier):
         self._recorder = runtime.recorder
         self._records: dict[str, Record] = {}
         self._recovered = store.records()
-        """Records of a resumed run, which have no slot yet."""
+        """Records of a resumed run that have no slot yet."""
         self._charged: dict[str, list[tuple[str, int]]] = {}
-        """Slot -> kind and bytes on disk of each of its places there."""
+        """Slot -> kind and bytes of each place that it has on disk."""
         self._once: set[str] = set()
-        """Slots that are written once, and take a second place when they are not."""
+        """Slots that are written once; they take a second place if they are written again."""
         self._deferred = 0
         self._lock = threading.Lock()
 
@@ -96,7 +96,7 @@ class NvmeTier(Tier):
         return None
 
     def read(self, slot: Slot, out: HostBuffer, offset: int = 0, *, urgent: bool = False) -> Transfer:
-        """`urgent`: see `IOEngine.read`."""
+        """Read as `Tier.read` says. `urgent`: see `IOEngine.read`."""
         return self.store.read(self._records[slot.name], out.memory, offset, urgent=urgent)
 
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
@@ -107,7 +107,7 @@ class NvmeTier(Tier):
         return transfer
 
     def _charge(self, slot: Slot, num_places: int) -> None:
-        """Charge what is not charged yet of so many places on disk."""
+        """Charge the slot's places on disk that are not charged yet, up to `num_places`."""
         charged = self._charged[slot.name]
         while len(charged) < num_places:
             kind = COMMIT_KINDS.get(slot.kind, slot.kind) if charged else slot.kind
@@ -115,17 +115,18 @@ class NvmeTier(Tier):
             charged.append((kind, slot.nbytes))
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
-        """One job on the fetch lane carries all chunks: disk -> device where the disk can write there; else each
-        through a staging buffer, which it fills at most. Of an update under way the parts that are not written come
-        from its own buffers, and the job reads what remains.
+        """Fetch a slot in chunks, in one job on the fetch lane. See `Tier.fetch`.
 
-        Chunks whose buffer is free are read at once; the job takes buffers for the others. While a job with such chunks
-        is queued, later fetches take no buffer either, so a buffer is only ever waited for behind jobs ahead on the
-        lane. The reads are urgent, unlike those of the state: compute waits for them, and the prefetch limit bounds
-        them, so that the state's wait no longer than it takes to read that much.
+        The disk writes to the device's memory if it can; else each chunk goes through a staging buffer. If an update is
+        under way, parts that it has not written are copied from its buffers, and the job reads the rest.
+
+        Chunks are read at once while buffers are free; the job leases buffers for the others. While such a job is
+        queued, later fetches lease none in advance, so a job waits only for buffers of jobs ahead of it on the lane.
+        The reads are urgent, unlike those of state: compute waits for them, and the prefetch limit bounds how long they
+        delay state.
         """
         if after is not None and after.written.done():
-            after.written.wait()  # a failed update fails here, before any buffer is taken
+            after.written.wait()  # raises if the update failed, before any buffer is leased
             after = None
         target, compute = as_bytes(out), self._accelerator.record_compute()
         pages = self._accelerator.host_pages(target)
@@ -147,8 +148,8 @@ class NvmeTier(Tier):
             raise
 
     def _copier(self, compute: Transfer, in_place: bool) -> StartCopy:
-        """Return what copies from an update's buffers: at once where the device's memory is the host's; else after
-        `compute`, on a lane whose jobs wait for no update, as those of the fetch lane do."""
+        """Return the function that copies from an update's buffers: at once if device memory is host memory; else after
+        `compute`, on a lane whose jobs never wait for an update, as those of the fetch lane do."""
         copy = self._accelerator.copy
 
         def copy_at_once(target: torch.Tensor, source: torch.Tensor) -> Transfer:
@@ -161,8 +162,8 @@ class NvmeTier(Tier):
         return lambda target, source: submit(partial(copy, target, source), after=[compute], holds=[target])
 
     def _cut(self, fetch: _Fetch, spans: Sequence[tuple[int, int]], takes_buffers: bool = False) -> None:
-        """Add the chunks of `spans` (from, to), and begin to read those that have memory: pages, or staging buffers as
-        long as some are free."""
+        """Add the chunks of `spans` (from, to), and begin to read those that have memory: pages, or a free staging
+        buffer."""
         pages, record = fetch.pages, fetch.record
         most = self._staging.buffer_nbytes if pages is None else fetch.target.numel()
         for start, end in ((at, min(at + most, stop)) for begin, stop in spans for at in range(begin, stop, most)):
@@ -177,7 +178,7 @@ class NvmeTier(Tier):
                 takes_buffers = False
 
     def _land(self, fetch: _Fetch) -> None:
-        """Bring each chunk to the device, on the fetch lane. Releases every lease, also when a chunk fails."""
+        """Copy each chunk to the device, on the fetch lane. Releases every lease even if a chunk fails."""
         record, chunks = fetch.record, fetch.chunks
         try:
             if fetch.update is not None:
@@ -189,7 +190,7 @@ class NvmeTier(Tier):
                     chunk.lease = self._staging.lease(align_up(nbytes, PAGE_NBYTES), record.name, lane="fetch")
                     chunk.read = self.store.read(record, chunk.lease.memory, chunk.offset, urgent=True)
                 del chunks[0]
-                moved_nbytes = nbytes if chunk.lease else 0  # bytes that the disk moves are its own
+                moved_nbytes = nbytes if chunk.lease else 0  # else the disk's own span counts the bytes
                 with chunk.lease or nullcontext(), self._recorder.span("fetch", "fetch", record.name, moved_nbytes):
                     with self._recorder.span("fetch", "wait_param", record.name):  # the disk works, not this lane
                         wait_all([chunk.read])
@@ -201,12 +202,12 @@ class NvmeTier(Tier):
                 self._deferred -= fetch.is_deferred
 
     def drain(self) -> None:
-        """Wait for what the disk still moves. The lanes are idle."""
+        """Wait for all requests to the disk. The lanes are idle."""
         self.store.drain_all()
         self._deferred = 0
 
     def close(self) -> None:
-        """The records end with their store."""
+        """Discharge all slots. The store itself is closed elsewhere."""
         for charged in self._charged.values():
             for kind, nbytes in charged:
                 self._ledger.discharge(self.name, kind, nbytes)

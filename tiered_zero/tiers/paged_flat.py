@@ -1,19 +1,17 @@
-"""Flats whose home is NVMe, the gradients of a unit: in host memory while they are worked on.
+"""Keep flats of gradients on NVMe, and in host memory while they are worked on.
 
-[Note: Gradients on NVMe]
-A unit's gradients come one by one, and are added up over micro-batches, so they are filled in a window: one of a few
-buffers of host memory, each as large as the largest such unit. Once all windows are taken, the one that was opened
-first is written to its record; a flat that is opened again is read back. So memory does not grow with the model, and
-what a window still holds at the end of backward is never written: the update copies it from there, and reads the rest
-of a sub-group's gradients beside its state. Where an update that began in backward holds all that it needs of a unit,
-its window is kept for it: backward then waits for the update in place of writing, and no gradient sees the disk. But
-an update that waits for gradients to arrive frees no window, and what it waits for may need one: until they are there
-kept windows are written as others are.
+[Note: Gradients on NVMe] A unit's gradients come one by one and are added up over micro-batches, so they are collected
+in a window: one of a few host memory buffers, each as large as the largest such unit. When all windows are taken, the
+one opened first is written to its record; a flat that is opened again is read back. So memory does not grow with the
+model. What a window holds at the end of backward is never written: the update copies it from there and reads the rest
+of a sub-group's gradients together with its state. If an update that began in backward has all it needs of a unit, the
+unit's window is kept for it: backward then waits for the update instead of a write, and the gradient never goes to
+disk. But an update that waits for gradients to arrive frees no window, and those gradients may need one: until they are
+there, kept windows are written like others.
 
-A flat is written in the stretches that the update reads, so that each is verified by checksums of its own.
-
-Records are scratch: no commit names them, and they end with the run. A checkpoint is of the state between two steps,
-where there are no gradients.
+A flat is written in the parts that the update reads, so that each has checksums of its own. Records are scratch: no
+commit names them, and they end with the run. A checkpoint holds the state between two steps, when there are no
+gradients.
 """
 
 from __future__ import annotations
@@ -36,11 +34,12 @@ from tiered_zero.tiers.tier import BufferView
 
 @final
 class PagedFlat:
-    """The flat [numel] of one unit's gradients, or of a rank's shard, in one step. Its fields are `FlatWindows`'.
+    """The flat [numel] of one unit's gradients, or of a rank's shard, in one step. Only `FlatWindows` changes its
+    fields.
 
-    It holds nothing until it is opened, and after `FlatWindows.drop`: its bytes are undefined then. `dtype`: of the
-    elements. `cuts`: the first elements of stretches that are read by themselves, besides 0. `padding`: elements
-    between and behind entries, which are zero in every window.
+    Its bytes are undefined until it is opened, and after `FlatWindows.drop`. `dtype`: of the elements. `cuts`: the
+    first elements of parts that are read separately; 0 is always one. `padding`: elements between and after entries,
+    which are zero in every window.
     """
 
     def __init__(
@@ -57,23 +56,23 @@ class PagedFlat:
         self.dtype, self.numel, self.padding = dtype, numel, padding
         self.cuts = tuple(sorted({0, numel, *cuts}))
         self.lease: Lease | None = None
-        """Of its window, whose bytes are newer than those of the record."""
+        """The lease of its window, whose bytes are newer than the record's."""
         self.arriving: Transfer = COMPLETED
         """The last job that launches copies to its window. See [Note: Waits for gradients]."""
         self.writing: Transfer | None = None
         """The write of its window to the record."""
         self.is_stored = False
-        """Whether the record holds it."""
+        """Whether the record holds its bytes."""
         self.num_users = 0
-        """Threads that have it open."""
+        """The number of threads that have it open."""
         self.is_kept = False
-        """Whether an update under way copies it from the window, and frees that."""
+        """Whether the window is kept for an update under way, which copies from it and frees it."""
         self.was_opened = False
         self.previous: PagedFlat | None = None
-        """Of an earlier step, with the same record: dropped as this one is opened."""
+        """The flat of an earlier step with the same record; dropped when this one is opened."""
 
     def next(self) -> PagedFlat:
-        """Return the flat of the next step, which is opened once nothing needs this one."""
+        """Return the flat for the next step. It is opened only when nothing needs this one."""
         if not self.was_opened:
             return self
         flat = PagedFlat(self.home, self.windows, self.dtype, self.numel, cuts=self.cuts, padding=self.padding)
@@ -101,9 +100,9 @@ def _write(flat: PagedFlat, lease: Lease) -> Transfer:
 
 @final
 class FlatWindows:
-    """Gives flats their windows, and takes them back. Any thread.
+    """Leases windows to flats and takes them back. Any thread.
 
-    `writes_ahead`: the oldest window is written as the last free one is taken, so that the next flat finds one.
+    `writes_ahead`: start to write the oldest window when the last free one is taken, so that the next flat finds one.
     """
 
     def __init__(self, pool: StagingPool, recorder: Recorder, *, writes_ahead: bool) -> None:
@@ -111,17 +110,17 @@ class FlatWindows:
         self._writes_ahead = writes_ahead
         self._changed = threading.Condition()
         self._open: list[PagedFlat] = []
-        """Flats with a window, as they got it."""
+        """Flats with a window, in the order in which they got it."""
         self._num_awaited = 0
-        """Updates that wait for gradients to arrive."""
+        """The number of updates that wait for gradients to arrive."""
 
     @contextmanager
     def open(self, flat: PagedFlat, lane: str) -> Iterator[torch.Tensor]:
-        """The flat in its window, [numel], to be read and changed. Waits for a window and for the bytes, under the
-        name of `lane`. Raises the error of a transfer."""
+        """Give the flat a window inside the block: [numel], to be read and changed. Waits for a window and for the
+        bytes, in a span of `lane`. Raises transfer errors."""
         self._begin_use(flat, lane)
         try:
-            assert flat.lease is not None, "it is in use"
+            assert flat.lease is not None, "`_begin_use` has leased a window"
             yield flat.lease.view(flat.dtype, flat.numel)
         finally:
             with self._changed:
@@ -129,8 +128,8 @@ class FlatWindows:
                 self._changed.notify_all()
 
     def read(self, flat: PagedFlat, offset: int, out: BufferView) -> Transfer | None:
-        """Bytes of the flat from `offset` on -> all of `out`; None where it holds nothing. Raises what the store
-        refuses."""
+        """Copy or start to read the flat's bytes from `offset` into all of `out`. Return None if it holds nothing.
+        Raises StoreError."""
         with self._changed:
             if flat.lease is not None:
                 out.tensor.copy_(flat.lease.tensor[offset : offset + out.tensor.numel()])
@@ -138,13 +137,13 @@ class FlatWindows:
             return flat.home.tier.read(flat.home.slot, out, offset) if flat.is_stored else None
 
     def keep(self, flat: PagedFlat) -> None:
-        """Leave the flat in its window until `drop`: an update copies it from there."""
+        """Keep the flat in its window until `drop`: an update copies it from there."""
         with self._changed:
             flat.is_kept = flat.lease is not None
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """While an update waits for gradients to arrive: nothing is kept for it."""
+        """Keep no windows inside the block: an update waits for gradients to arrive."""
         with self._changed:
             self._num_awaited += 1
             self._changed.notify_all()
@@ -155,7 +154,7 @@ class FlatWindows:
                 self._num_awaited -= 1
 
     def drop(self, flat: PagedFlat) -> None:
-        """Free the window, and forget the bytes: nothing needs them any more."""
+        """Free the window and discard the bytes: nothing needs them any more."""
         with self._changed:
             writing = flat.writing
         if writing is not None:
@@ -176,7 +175,7 @@ class FlatWindows:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _begin_use(self, flat: PagedFlat, lane: str) -> None:
-        """Give the flat a window with its bytes, and count a user."""
+        """Give the flat a window that holds its bytes, and count a user."""
         flat.was_opened = True
         if flat.previous is not None:
             self.drop(flat.previous)
@@ -220,7 +219,7 @@ class FlatWindows:
             view[part] = 0
 
     def _write_ahead(self) -> None:
-        """Start to write the oldest window, if none is free any more."""
+        """Start to write the oldest window if none is free."""
         while True:
             with self._changed:
                 if self._pool.num_free or (oldest := self._next_write()) is None or oldest[0].writing is not None:
@@ -228,8 +227,9 @@ class FlatWindows:
             wait_quietly(oldest[1])
 
     def _next_write(self) -> tuple[PagedFlat, Transfer] | None:
-        """Start to write the oldest window that nothing uses, unless a write is under way: return that, or the copies
-        to the window, which come first. None where an update frees one, or all are in use. Under the lock."""
+        """Start to write the oldest unused window, and return it with the write. If a write is under way, return that;
+        if copies to the window are, return those, which must end first. None if an update will free a window, or all
+        are in use. Under the lock."""
         for flat in self._open:
             if flat.writing is not None:
                 return flat, flat.writing
@@ -244,7 +244,7 @@ class FlatWindows:
         return None
 
     def _finish_write(self, flat: PagedFlat, writing: Transfer, lane: str = "update") -> None:
-        """Wait for a write, and free its window. Where it fails the window stays as it is. Or wait for copies to it."""
+        """Wait for a write, and free its window unless it failed. `writing` may also be copies to the window."""
         is_stored = False
         try:
             with self._recorder.span(lane, "wait_grad", flat.name):
@@ -259,8 +259,8 @@ class FlatWindows:
                 self._changed.notify_all()
 
     def _free(self, flat: PagedFlat) -> None:
-        """Under the lock."""
-        assert flat.lease is not None, "it has a window"
+        """Release the flat's window. Under the lock."""
+        assert flat.lease is not None, "only flats with a window are freed"
         flat.lease.release()
         flat.lease = None
         self._open.remove(flat)

@@ -1,4 +1,4 @@
-"""The tiers of one run, without an engine: swap stores, the host arena, staging pools."""
+"""Build the tiers of one run, without an engine: swap stores, host arena, staging pools."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("tiered_zero")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdoptedStore:
-    """A committed state that a store resumes from: in which directory, of which step, with which metadata."""
+    """A committed state from which a store resumes: its directory, step and metadata."""
 
     directory: Path
     step: int
@@ -43,10 +43,10 @@ class AdoptedStore:
 
 @final
 class TierRack:
-    """Allocate what the plan says of every tier, and the staging buffers of parameters, state and gradients.
+    """Allocates what the plan needs on every tier, and the staging buffers for parameters, state and gradients.
 
-    `resources` closes it all: pools and tiers, the arena, stores, disk engines, directories. A swap directory that has
-    a commit is released then, its files kept; others are removed. Driver thread.
+    `resources` closes everything: pools and tiers, arena, stores, disk engines, directories. Swap directories with a
+    commit are then released and their files kept; others are removed. Driver thread.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TierRack:
         model_name: str = "",
         adopted: Mapping[tuple[str, ...], AdoptedStore] | None = None,
     ) -> None:
-        """`model_name`: for the owner files. `adopted`: swap paths -> the state it resumes from. Raises
+        """`model_name`: written to the owner files. `adopted`: swap paths -> the state to resume from. Raises
         ConfigError, StoreError and BudgetError."""
         zero = config.zero_optimization
         stores: dict[tuple[str, ...], SwapStore] = {}
@@ -100,7 +100,7 @@ class TierRack:
         self._state_paths = zero.offload_optimizer.nvme_paths
 
     def drain(self) -> None:
-        """Wait for the disks. The lanes are idle."""
+        """Wait for all requests to the disks. The lanes are idle."""
         for tier in self._all_nvme:
             tier.drain()
 
@@ -125,15 +125,15 @@ class TierRack:
         return self._scratch.get("activation")
 
     def for_gradients(self, name: str) -> Tier:
-        """The tier `name` of gradients."""
+        """Return the tier called `name`, for gradients."""
         return {"device": self.device, "host": self.host}.get(name) or self._scratch["gradient"]
 
     def for_params(self, name: str) -> Tier:
-        """The tier `name` of parameters that are paged."""
+        """Return the tier called `name`, for paged parameters."""
         return {"device": self.device, "host": self.host}.get(name) or self._nvme[self._param_paths]
 
     def for_state(self, name: str) -> Tier:
-        """The tier `name` of optimizer state."""
+        """Return the tier called `name`, for optimizer state."""
         return {"device": self.device, "host": self.host}.get(name) or self._nvme[self._state_paths]
 
     def _pool(self, size: StagingSize, kind: str, runtime: Runtime, resources: Teardown) -> StagingPool | None:
@@ -145,8 +145,8 @@ class TierRack:
 
 
 def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...], int]]:
-    """Kind -> directories and bytes of what has a store of its own, which no commit names: whatever fails there leaves
-    parameters and state alone."""
+    """Return kind -> (directories, bytes) for data with a store of its own, which no commit names: a failure there does
+    not affect parameters and state."""
     paths = {
         "gradient": config.zero_optimization.offload_optimizer.nvme_paths,
         "activation": config.tiered_zero.activations.nvme_paths,
@@ -155,7 +155,7 @@ def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...]
 
 
 def nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
-    """Directories that are striped together -> bytes of parameters and state planned there."""
+    """Return directories that are striped together -> bytes of parameters and state that the plan puts there."""
     zero = config.zero_optimization
     needs: dict[tuple[str, ...], int] = {}
     param, state = zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths
@@ -226,7 +226,8 @@ def on_one_drive(paths: Sequence[Path]) -> bool:
 
 
 def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
-    """The share of the bytes that each directory holds, by its speed; equal on one drive. Raises StoreError."""
+    """Return each directory's weight for striping, by its measured speed; equal weights on one drive. Raises
+    StoreError."""
     if on_one_drive(paths):
         return [1.0] * len(paths)
     try:

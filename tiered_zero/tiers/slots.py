@@ -1,4 +1,4 @@
-"""Move plain CPU tensors to and from slots: for initial values, state_dict and user changes. Slow: it blocks."""
+"""Copy plain CPU tensors to and from slots, for initial values, state_dict and user changes. Slow: it blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tiered_zero.tiers.tier import BufferView, as_bytes
 
 
 def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None) -> torch.Tensor:
-    """[nbytes] uint8 on the CPU: the slot's bytes from `offset`, by staging buffers where they cannot be addressed."""
+    """Return the slot's bytes from `offset`, [nbytes] uint8 on the CPU; through staging buffers if it cannot be
+    addressed."""
     view = home.tier.view(home.slot)
     if view is not None:
         return view[offset : offset + nbytes].to("cpu", copy=True)
@@ -28,7 +29,7 @@ def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None)
             found = _read(home, window, staging)[at - window.start :]
         except CorruptionError:
             raise
-        except StoreError:  # what lies around it was never written
+        except StoreError:  # bytes around the wanted ones were never written
             found = _read(home, exact, staging)
         part = out[at - offset :][: found.numel()]
         part.copy_(found[: part.numel()])
@@ -37,8 +38,7 @@ def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None)
 
 
 def _verified_window(home: Home, wanted: range, buffer_nbytes: int) -> range:
-    """Extend what is read to borders of checksums, for a part of what one was taken of cannot be verified; as far as a
-    buffer holds it."""
+    """Extend the range to whole checksum chunks, if the buffer can hold them: a part of a chunk cannot be verified."""
     start = wanted.start // MIB * MIB
     stop = min(align_up(wanted.stop, MIB), home.slot.nbytes)
     if stop - start > buffer_nbytes:
@@ -53,7 +53,7 @@ def _read(home: Home, window: range, staging: StagingPool) -> torch.Tensor:
 
 
 def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool | None) -> None:
-    """A contiguous tensor of whole pages -> the slot's bytes from `offset`."""
+    """Write a contiguous tensor of whole pages to the slot's bytes from `offset`."""
     raw = as_bytes(data)
     view = home.tier.view(home.slot)
     if view is not None:
@@ -71,10 +71,10 @@ def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool
 def leased_slot(
     home: Home, staging: StagingPool | None, read: slice, write: slice | None = None
 ) -> Iterator[torch.Tensor]:
-    """Lend a slot's bytes, [nbytes] uint8: where they rest, or in a staging buffer.
+    """Lend a slot's bytes, [nbytes] uint8, inside the block: in place, possibly on the device, or in a staging buffer.
 
-    `read`, `write`: which bytes (from, to, whole pages) are read into the buffer before the block, and written back
-    after it; of no consequence where the slot is lent in place, which may be on the device.
+    `read`, `write`: the bytes (from, to, whole pages) that are read into a staging buffer before the block and written
+    back after it; ignored if the slot is lent in place.
     """
     view = home.tier.view(home.slot)
     if view is not None:

@@ -1,4 +1,4 @@
-"""The gradients of one step, from the gradient store to the update."""
+"""Hand the gradients of one step from the gradient store to the update."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tiered_zero.tiers.tier import BufferView
 
 @dataclass(frozen=True, kw_only=True)
 class UnitShare:
-    """`flat`: the unit's gradients from element `start` of its flat on, in place: all, or a rank's shard. `present`:
-    parameters (by index) that have a gradient. `last`: its landing. `on_device`: it rests on the device. `paged`: its
-    home is NVMe, and `flat` is empty."""
+    """One unit's gradients in a step. `flat`: the gradients from element `start` of the unit's flat, in place: all, or
+    a rank's shard. `present`: indices of parameters with a gradient. `last`: the transfer that completes last.
+    `on_device`: `flat` is on the device. `paged`: set if the home is NVMe; `flat` is then empty."""
 
     flat: torch.Tensor
     start: int
@@ -30,12 +30,12 @@ class UnitShare:
 
 @dataclass(frozen=True, kw_only=True)
 class StepGradients:
-    """Unit index -> its gradients. Filled by the driver, unit by unit, before the update reaches the unit."""
+    """The gradients of one step, by unit index. The driver adds each unit before the update reaches it."""
 
     shares: dict[int, UnitShare] = field(default_factory=dict)
 
     def part(self, segment: Segment) -> torch.Tensor:
-        """View the gradients of a segment, [numel], which rest in memory."""
+        """Return a view of the gradients of a segment, [numel], which must rest in memory."""
         share = self.shares[segment.unit.index]
         return share.flat[segment.unit_start - share.start :][: segment.numel]
 
@@ -43,17 +43,17 @@ class StepGradients:
         return self.shares[unit.index].on_device
 
     def has(self, unit: Unit, param: ParamSpec) -> bool:
-        """Whether autograd gave this parameter a gradient in this step."""
+        """Return whether the parameter has a gradient in this step."""
         share = self.shares.get(unit.index)
         return share is not None and param.index in share.present
 
     def has_arrived(self, unit: Unit) -> bool:
-        """Whether `wait_transfers` would return at once."""
+        """Return whether `wait_transfers` would return at once."""
         last = self.shares[unit.index].last
         return last is None or last.done()
 
     def wait_transfers(self, unit: Unit) -> None:
-        """Block until the unit's gradients are where `part` says."""
+        """Block until the unit's gradients are readable by `part`."""
         last = self.shares[unit.index].last
         if last is None:
             return
@@ -64,7 +64,7 @@ class StepGradients:
             last.wait()
 
     def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
-        """Gradients of a segment that rest on NVMe -> all of `out`; None where there are none."""
+        """Start to read the gradients of a segment from NVMe into all of `out`. Return None if they are not there."""
         share = self.shares.get(segment.unit.index)
         if share is None or share.paged is None:
             return None
@@ -72,18 +72,18 @@ class StepGradients:
         return share.paged.windows.read(share.paged, offset, out)
 
     def release(self, unit: Unit) -> None:
-        """The unit's update is computed: free the memory that its gradients from NVMe are in."""
+        """Free the memory of the unit's gradients from NVMe: its update is computed."""
         share = self.shares.get(unit.index)
         if share is not None and share.paged is not None:
             share.paged.windows.drop(share.paged)
 
     def release_all(self) -> None:
-        """The update is over, well or badly."""
+        """Free the memory of all gradients from NVMe: the update has ended or failed."""
         for share in list(self.shares.values()):
             if share.paged is not None:
                 share.paged.windows.drop(share.paged)
 
     def fill(self, later: StepGradients) -> None:
-        """Take over from `later` the units that are not here yet."""
+        """Add from `later` the units that are not here yet."""
         for index, share in later.shares.items():
             self.shares.setdefault(index, share)

@@ -1,4 +1,4 @@
-"""The interface of a tier, and what its users hold: slots and host buffers."""
+"""Define the interface of a tier, and what its users hold: slots and host buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 class HostBuffer(Protocol):
-    """Page-aligned host memory: an arena slot or a staging lease. `tensor` [nbytes] uint8 and `memory` are the same
+    """Page-aligned host memory: an arena slot or a staging lease. `tensor`, [nbytes] uint8, and `memory` share the
     bytes.
     """
 
@@ -25,7 +25,7 @@ class HostBuffer(Protocol):
 
 @dataclass(frozen=True)
 class BufferView:
-    """A part of a lease as a host buffer of its own."""
+    """A part of a lease, as a host buffer."""
 
     tensor: torch.Tensor
     memory: memoryview
@@ -33,7 +33,7 @@ class BufferView:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A named region of a tier, of fixed size. `nbytes`: whole pages. `kind`: what the ledger counts it as."""
+    """A named region of a tier, of fixed size. `nbytes`: whole pages. `kind`: the ledger's category."""
 
     name: str
     nbytes: int
@@ -41,44 +41,44 @@ class Slot:
 
 
 class Tier(ABC):
-    """A place where bytes rest. Offsets and lengths are bytes, whole pages. Calls come from the driver or the update
-    thread.
-
-    A transfer's error is a TransferError or CorruptionError.
+    """A place where bytes rest. Offsets and lengths are bytes, in whole pages. Transfers raise TransferError or
+    CorruptionError. The driver or the update thread calls it.
     """
 
     name: str
 
     @abstractmethod
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
-        """A new slot; its bytes are undefined until written. Raises BudgetError or StoreError when the tier is full.
+        """Return a new slot, whose bytes are undefined until written. Raises BudgetError or StoreError if the tier is
+        full.
 
-        `num_durable`: on nvme, if not 0, the slot takes part in the commits of its store, in so many places on disk; a
-        number, because what is written once needs 1, and everything else 2. In memory nothing can be durable: other
-        tiers ignore it.
+        `num_durable`: how many places on disk the slot has, as part of its store's commits: 1 if it is written once,
+        else 2; 0 means no part of commits. Tiers in memory ignore it.
         """
 
     @abstractmethod
     def view(self, slot: Slot) -> torch.Tensor | None:
-        """The slot's own bytes, [nbytes] uint8, to be used in place; None where they cannot be addressed (nvme)."""
+        """Return the slot's own bytes, [nbytes] uint8, for use in place; None if they cannot be addressed (nvme)."""
 
     @abstractmethod
     def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
-        """Slot bytes from `offset` on -> all of `out`. `out` is the tier's until the transfer is done."""
+        """Start to read slot bytes from `offset` into all of `out`. The caller leaves `out` alone until the transfer is
+        done."""
 
     @abstractmethod
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
-        """All of `data` -> slot bytes from `offset` on. `data` is the tier's until the transfer is done.
+        """Start to write all of `data` to slot bytes from `offset`. The caller leaves `data` alone until the transfer
+        is done.
 
-        `after`: compute's mark: what may still read the slot where that is on the device. Required on a lane; None: all
-        that compute has launched."""
+        `after`: a mark of what compute has launched, which may still read a slot on the device. Required on a lane;
+        None: everything that compute has launched."""
 
     @abstractmethod
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
-        """The whole slot -> `out`, a contiguous device tensor of at most as many bytes, on the fetch lane.
+        """Copy the whole slot to `out`, a contiguous device tensor of at most as many bytes, on the fetch lane.
 
-        Starts after what compute has launched so far, since `out` may be memory that compute has just released, and
-        after `after`: the update that is still writing the slot, or that forwards its new bytes to `out`.
+        Starts after what compute has launched, since compute may just have released the memory of `out`. `after`: an
+        update that still writes the slot; wait for it, or copy its new bytes to `out`.
         """
 
     @abstractmethod
@@ -86,5 +86,5 @@ class Tier(ABC):
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """[n] uint8 view of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor, as a [n] uint8 view."""
     return tensor.view(-1).view(torch.uint8)
