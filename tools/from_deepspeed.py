@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tiered_zero.checkpoint.driver import encode
+from tiered_zero.checkpoint.driver import to_json
 from tiered_zero.checkpoint.index import Part, RecordName, Share, Source, TensorEntry, WrittenBy
 from tiered_zero.checkpoint.run_state import describe
 from tiered_zero.checkpoint.tag_writer import TagWriter
@@ -105,7 +105,7 @@ def driver(model: dict[str, Any], optimizer: dict[str, Any], schedule: str | Non
         "random_states": None, "loader": None, "modules": {},
         "client_state": {name: value for name, value in model.items() if name not in DEEPSPEEDS},
     }  # fmt: skip
-    return {name: encode(value, name) for name, value in state.items()}
+    return {name: to_json(value, name) for name, value in state.items()}
 
 
 def convert(universal: Path, out: Path, rule: str, schedule: str | None) -> Path:
