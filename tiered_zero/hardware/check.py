@@ -1,6 +1,6 @@
-"""Checks of a device for `tiered-zero doctor --device`: each takes an open accelerator and returns one finding.
+"""Check a device for `tiered-zero doctor --device`: each check takes an open accelerator and returns one finding.
 
-They go through lanes, pinned memory and events as a run does. Main thread; they raise what torch raises.
+Checks use lanes, pinned memory and events as a run does. Main thread; they raise what torch raises.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from tiered_zero.telemetry.ledger import Ledger
 COPY_NBYTES = 256 * MIB
 NUM_COPIES = 4
 SIDE = 4096
-"""Of the matrices that are multiplied."""
+"""Rows and columns of the matrices that are multiplied."""
 
 BUSY_S = 0.1
-"""How long the device computes while a thread waits for it."""
+"""Seconds for which the device computes while a thread waits for it."""
 
 COLLECTIVE_LIMIT_S = 10.0
 Launch = Callable[[], Transfer]
@@ -50,7 +50,7 @@ def check_memory(accelerator: Accelerator) -> Finding:
 
 
 def check_kernel(accelerator: Accelerator) -> Finding:
-    """Launch a kernel, whose architecture this torch may not have."""
+    """Launch a kernel: this torch may lack the device's architecture."""
     device, built = accelerator.device, f"torch {torch.__version__}"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -64,7 +64,7 @@ def check_kernel(accelerator: Accelerator) -> Finding:
 
 
 def check_copies(accelerator: Accelerator) -> Finding:
-    """Measure copies by direction, of pinned and of pageable memory."""
+    """Measure copies in each direction, of pinned and of pageable memory."""
     rates, fix = {}, ""
     for pins in (True, False):
         with copy_buffers(accelerator, pins) as (up, down):
@@ -78,7 +78,7 @@ def check_copies(accelerator: Accelerator) -> Finding:
 
 
 def check_overlap(accelerator: Accelerator) -> Finding:
-    """Measure how much of a copy runs beside products of matrices."""
+    """Measure how much of a copy runs at the same time as matrix products."""
     with copy_buffers(accelerator) as (up, _):
         copy_s = launch_seconds(accelerator, up)
         products, products_s = _products(accelerator, copy_s)
@@ -101,7 +101,7 @@ def check_sleep(accelerator: Accelerator) -> Finding:
 
 
 def check_allocator(accelerator: Accelerator) -> Finding:
-    """Name torch's allocator, and see whether the pool of units returns its memory."""
+    """Name torch's allocator, and check that the pool of units returns its memory."""
     device = accelerator.device
     backend = torch.cuda.memory.get_allocator_backend() if device.type == "cuda" else device.type
     conf = next((f"{name}={os.environ[name]}" for name in _ALLOC_CONF if name in os.environ), "no PYTORCH_ALLOC_CONF")
@@ -119,7 +119,7 @@ def check_allocator(accelerator: Accelerator) -> Finding:
 
 
 def check_pinning(accelerator: Accelerator, nbytes: int) -> Finding:
-    """Pin `nbytes`, what a plan calls host memory, and time it."""
+    """Pin `nbytes`, the plan's host memory, and time it."""
     if nbytes > (available := available_host_nbytes()):
         found = f"{format_nbytes(nbytes)} asked for, {format_nbytes(available)} of host memory may be taken"
         return Finding("pinned memory", BAD, found, "lower tiered_zero.host_memory_limit")
@@ -139,7 +139,7 @@ def check_numa(accelerator: Accelerator, system: Path = SYSTEM, proc: Path = PRO
         return Finding("NUMA", GOOD, f"nodes: {num_nodes}; the device's: {'not said' if node is None else node}")
     with _arena(accelerator, COPY_NBYTES) as arena:
         memory = arena.take(COPY_NBYTES, "param").tensor
-        memory.zero_()  # pages that are not pinned are touched now
+        memory.zero_()  # touch pages that are not pinned
         pages = node_pages(memory.data_ptr(), proc)
     near = pages.get(node, 0) / max(1, sum(pages.values()))
     fix = "" if near > 0.9 else f"numactl --cpunodebind={node} --preferred={node}"
@@ -147,7 +147,7 @@ def check_numa(accelerator: Accelerator, system: Path = SYSTEM, proc: Path = PRO
 
 
 def node_pages(address: int, proc: Path = PROC) -> dict[int, int]:
-    """Count the pages of each NUMA node in the mapping of this process that holds `address`."""
+    """Count the pages on each NUMA node in the mapping of this process that holds `address`."""
     maps = [line.split() for line in read_text(proc / "self/numa_maps").splitlines()]
     below = [words for words in maps if int(words[0], 16) <= address]
     words = max(below, key=lambda words: int(words[0], 16), default=[])
@@ -155,8 +155,8 @@ def node_pages(address: int, proc: Path = PROC) -> dict[int, int]:
 
 
 def check_collectives(accelerator: Accelerator) -> Finding:
-    """Reduce over a group of this process alone, which connects as a group of several does. In a thread, for a call
-    that hangs cannot be ended."""
+    """Reduce over a group of this process alone, which connects as a larger group does. In a thread, since a call that
+    hangs cannot be ended."""
     device, ended = accelerator.device, list[str]()
 
     def reduce() -> None:
@@ -192,7 +192,7 @@ def _arena(accelerator: Accelerator, nbytes: int, pins: bool = True) -> Iterator
 
 @contextmanager
 def copy_buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[Launch, Launch]]:
-    """Yield what launches copies of host memory to the device, and from it."""
+    """Yield two functions that launch copies from host memory to the device and back."""
     with _arena(accelerator, 2 * COPY_NBYTES, pins) as arena:
         host = [arena.take(COPY_NBYTES, "param").tensor.fill_(0) for _ in range(2)]
         on_device = [torch.zeros(COPY_NBYTES, dtype=torch.uint8, device=accelerator.device) for _ in range(2)]
@@ -206,12 +206,12 @@ def copy_buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[
 
         up = partial(launch, "fetch", on_device[0], host[0])
         down = partial(launch, "reduce", host[1], on_device[1])
-        launch_seconds(accelerator, up, down)  # the first copies open what later ones find open
+        launch_seconds(accelerator, up, down)  # the first copies also set up the lanes
         yield up, down
 
 
 def _products(accelerator: Accelerator, seconds: float) -> tuple[Launch, float]:
-    """Return what launches products of about `seconds`, and how long they take."""
+    """Return a function that launches matrix products of about `seconds`, and their measured time."""
     square = torch.ones(SIDE, SIDE, device=accelerator.device)
 
     def launch(number: int = 1) -> Transfer:
@@ -226,7 +226,7 @@ def _products(accelerator: Accelerator, seconds: float) -> tuple[Launch, float]:
 
 
 def launch_seconds(accelerator: Accelerator, *launches: Launch) -> float:
-    """Time work from its launch to its end."""
+    """Return the seconds from the launch of all work to its end."""
     accelerator.synchronize()
     began_s = time.perf_counter()
     for transfer in [launch() for launch in launches]:

@@ -1,4 +1,4 @@
-"""The processors that the threads of a rank run on: its share of those that it has in common with other ranks."""
+"""Bind the threads of a rank to its share of the processors that it has in common with other ranks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tiered_zero.system.process import read_text
 logger = logging.getLogger("tiered_zero")
 
 Place = tuple[int, int, int]
-"""Of a processor: NUMA node, package, core. Processors of equal place are threads of one core."""
+"""A processor's NUMA node, package and core. Processors with the same place are threads of one core."""
 
 
 def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTEM) -> None:
-    """Bind this process, with the threads and children that it starts from now on, to its share of processors.
+    """Bind this process, and the threads and children that it starts later, to its share of processors. Collective.
 
-    Only where the launcher has not: ranks of one host that may run on exactly the same processors divide them. A rank
-    has whole cores, on the NUMA node of its GPU where that is known. What ranks are bound to stays until the process
-    ends. Nothing happens where there are fewer processors than ranks. Collective.
+    Only if the launcher has not done so: ranks of one host that may run on exactly the same processors divide them.
+    Each rank gets whole cores, on its GPU's NUMA node if that is known, until the process ends. Does nothing if there
+    are fewer processors than ranks.
     """
     if ranks.world_size == 1 or not hasattr(os, "sched_setaffinity"):
         return
@@ -42,16 +42,17 @@ def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTE
     if len(together) == 1 or not share:
         return
     for thread in [entry.name for entry in (PROC / "self/task").iterdir()]:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             os.sched_setaffinity(int(thread), share)
     logger.info("rank %d of %d runs on processors %s", ranks.rank, ranks.world_size, ", ".join(map(str, share)))
 
 
 def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: int) -> list[int]:
-    """Return the processors of rank `index` of `len(nodes)`; none where there are too few.
+    """Return the processors of rank `index` of `len(nodes)`; none if there are too few.
 
-    `places`: of the processors that the ranks divide. `nodes`: of each rank's GPU; None: not known, and then none
-    counts. Each rank gets a range in the order of places, so that the threads of a core, and a node, stay together.
+    `places`: of the processors to divide. `nodes`: the node of each rank's GPU; if one is unknown (None), all are
+    ignored. Each rank gets a range in the order of places, so that threads of a core, and cores of a node, stay
+    together.
     """
     ordered = sorted(places, key=lambda cpu: (places[cpu], cpu))
     num_sharing, number = len(nodes), index
@@ -65,7 +66,7 @@ def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: in
 
 
 def place_of(cpu: int, system: Path = SYSTEM) -> Place:
-    """Return the location of a processor; zeros where the system does not give it."""
+    """Return a processor's place; zeros if the system does not tell."""
     folder = system / "devices/system/cpu" / f"cpu{cpu}"
     nodes = [entry.name[4:] for entry in folder.glob("node[0-9]*")]
     package, core = (read_text(folder / "topology" / name) for name in ("physical_package_id", "core_id"))
@@ -73,18 +74,18 @@ def place_of(cpu: int, system: Path = SYSTEM) -> Place:
 
 
 def gpu_node(device: torch.device, system: Path = SYSTEM) -> int | None:
-    """Return the NUMA node of an accelerator; None for the CPU, and where torch or the system does not say."""
+    """Return the NUMA node of an accelerator; None for the CPU, or if torch or the system does not tell."""
     find = getattr(torch.get_device_module(device), "get_device_properties", None)
     if device.type == "cpu" or find is None:
         return None
     found = find(device)
     domain, bus, slot = (getattr(found, f"pci_{name}_id", -1) for name in ("domain", "bus", "device"))
-    return pci_node(f"{domain:04x}:{bus:02x}:{slot:02x}.0", system)  # torch does not name all three everywhere
+    return pci_node(f"{domain:04x}:{bus:02x}:{slot:02x}.0", system)  # some devices lack one of the three
 
 
 def near_cpus(device: torch.device, system: Path = SYSTEM) -> set[int]:
-    """Return the processors of this process on the NUMA node of an accelerator: host memory that they touch first lies
-    near it. None where the system does not say, and where all or none of them are."""
+    """Return this process's processors on an accelerator's NUMA node: host memory that they touch first is near the
+    device. Empty if the system does not tell, or if all or none of the processors are there."""
     if (node := gpu_node(device, system)) is None or not hasattr(os, "sched_getaffinity"):
         return set()
     cpus = os.sched_getaffinity(0)
@@ -93,7 +94,7 @@ def near_cpus(device: torch.device, system: Path = SYSTEM) -> set[int]:
 
 
 def pci_node(address: str, system: Path = SYSTEM) -> int | None:
-    """Return the NUMA node of the PCI device at `address` ("0000:3b:00.0"); None where the system does not say."""
+    """Return the NUMA node of the PCI device at `address` ("0000:3b:00.0"); None if the system does not tell."""
     node = _number(read_text(system / "bus/pci/devices" / address / "numa_node"))
     return node if node is not None and node >= 0 else None
 

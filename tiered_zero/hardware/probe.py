@@ -1,4 +1,4 @@
-"""Facts about the machine, read and never changed. Works where /proc or cgroups are absent."""
+"""Read facts about the machine, without changing anything. Works without /proc or cgroups, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYSTEM = Path("/sys")
 
 
 def accelerator_kind() -> str | None:
-    """Name what this build of torch can compute on besides the CPU, as "CUDA 13.0" or "xpu"."""
+    """Return the accelerator that this torch build supports, such as "CUDA 13.0" or "xpu"; None if only the CPU."""
     found = torch.accelerator.current_accelerator()
     if found is None:
         return None
@@ -25,7 +25,7 @@ def accelerator_kind() -> str | None:
 
 
 def accelerator_names() -> list[str]:
-    """List torch's accelerators by index, as their makers call them; empty where there is none."""
+    """Return the makers' names of torch's accelerators, by index; empty if there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return []
@@ -34,9 +34,9 @@ def accelerator_names() -> list[str]:
 
 
 def available_device_nbytes(device: torch.device, own: Iterable[torch.Tensor] = ()) -> int | None:
-    """Return the accelerator's memory that this process can still have: what is free, what torch's allocator keeps
-    unused, and the bytes of `own`, tensors that will make room. None for the CPU, and where torch finds no such device
-    or cannot say."""
+    """Return the accelerator memory that this process can still get: free memory, what torch's allocator caches unused,
+    and the bytes of `own`, tensors that will be freed. None for the CPU, or if torch finds no such device or cannot
+    tell."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type != device.type:
         return None
@@ -46,7 +46,7 @@ def available_device_nbytes(device: torch.device, own: Iterable[torch.Tensor] = 
     try:
         free, _ = torch.accelerator.get_memory_info(index)
         unused = torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
-    except RuntimeError:  # its backend has no allocator that answers
+    except RuntimeError:  # its backend has no allocator with these figures
         return None
     return free + unused + sum(tensor.nbytes for tensor in own if tensor.device == torch.device(device.type, index))
 
@@ -56,8 +56,8 @@ def total_host_nbytes(proc: Path = PROC) -> int:
 
 
 def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Return what can be allocated before the kernel kills a process: the least of MemAvailable and every enclosing
-    cgroup's limit minus its usage, where inactive page cache counts as free (the kernel drops it first)."""
+    """Return the bytes that can be allocated before the kernel kills a process: the least of MemAvailable and every
+    enclosing cgroup's limit minus its usage. Inactive page cache counts as free (the kernel drops it first)."""
     bounds = [_meminfo(proc).get("MemAvailable") or _physical_nbytes()]
     for folder in cgroup_folders("memory", proc, cgroup):
         limit = _read_int(folder / "memory.max", folder / "memory.limit_in_bytes")
@@ -68,16 +68,16 @@ def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def cgroup_memory_limit_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
-    """The least limit of the enclosing cgroups; None where there is none."""
+    """Return the least memory limit of the enclosing cgroups; None if there is none."""
     folders = cgroup_folders("memory", proc, cgroup)
     limits = (_read_int(folder / "memory.max", folder / "memory.limit_in_bytes") for folder in folders)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def huge_pages(system: Path = SYSTEM) -> str | None:
-    """Whether memory lies in transparent huge pages: "always", "madvise" (where asked for), "never"; None: not known.
+    """Return the mode of transparent huge pages: "always", "madvise" (only where asked for), "never"; None if unknown.
 
-    /sys/kernel/mm/transparent_hugepage/enabled: all words, the one in force in brackets.
+    /sys/kernel/mm/transparent_hugepage/enabled lists all modes, with the present one in brackets.
     """
     words = read_text(system / "kernel" / "mm" / "transparent_hugepage" / "enabled").split()
     return next((word.strip("[]") for word in words if word.startswith("[")), None)
@@ -89,7 +89,7 @@ def _inactive_file_nbytes(folder: Path) -> int:
 
 
 def _meminfo(proc: Path) -> dict[str, int]:
-    """Bytes by name."""
+    """Return the fields of /proc/meminfo in bytes, by name."""
     fields = (line.split() for line in read_text(proc / "meminfo").splitlines())
     return {name.rstrip(":"): int(kib) * 1024 for name, kib, *_ in fields}
 
@@ -99,6 +99,6 @@ def _physical_nbytes() -> int:
 
 
 def _read_int(*candidates: Path) -> int | None:
-    """The first candidate that holds a number; None for "max" or where none is there."""
+    """Return the first candidate file's number; None for "max", or if none exists."""
     texts = (read_text(path) for path in candidates)
     return next((int(text) for text in texts if text.isdigit()), None)

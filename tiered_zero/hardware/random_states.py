@@ -1,4 +1,4 @@
-"""The states of the random number generators that training draws from: Python's, numpy's, torch's, each device's."""
+"""Save and restore the random number generators that training uses: Python's, numpy's, torch's, each device's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy
 import torch
 
 _NUM_WORDS = 624
-"""Of the state of a Mersenne twister."""
+"""Words in the state of a Mersenne twister."""
 
 
 def random_states() -> dict[str, Any]:
-    """Copy the states of all generators; of devices, those of torch's accelerators where the process uses them."""
+    """Copy the states of all generators; of devices, those of torch's accelerators that this process uses."""
     module = _accelerators()
     return {
         "python": random.getstate(),
@@ -26,8 +26,8 @@ def random_states() -> dict[str, Any]:
 
 
 def check_random_states(states: Any) -> None:
-    """Raise ValueError unless `restore_random_states` can restore `states`, which are untrusted: restore them, and the
-    states of now after that."""
+    """Raise ValueError unless `restore_random_states` accepts the untrusted `states`: try it, then restore the present
+    states."""
     try:
         with kept_random_states():
             restore_random_states(states)
@@ -36,13 +36,12 @@ def check_random_states(states: Any) -> None:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> list[str]:
-    """Set every generator to its state in `states`. Returns a line for each generator that is in one of the two
-    only."""
+    """Set every generator to its state in `states`. Return a line for each generator that exists on one side only."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     lines, own, saved = [], _numpys_generator(), states["numpy"]["bit_generator"]
     if own == saved == "MT19937":
-        if not 0 <= states["numpy"]["state"]["pos"] <= _NUM_WORDS:  # numpy itself reads where it points
+        if not 0 <= states["numpy"]["state"]["pos"] <= _NUM_WORDS:  # numpy would read out of bounds
             raise ValueError(f"numpy's position was expected from 0 to {_NUM_WORDS}")
         numpy.random.set_state(states["numpy"])
     else:
@@ -76,8 +75,7 @@ def _numpys_generator() -> str:
 
 
 def _accelerators() -> Any:
-    """Return torch's module for the accelerators of this process; None where it uses none, or where these have no
-    generators of their own."""
+    """Return torch's module for this process's accelerators; None if it uses none, or they have no own generators."""
     found = torch.accelerator.current_accelerator()
     module = None if found is None else torch.get_device_module(found.type)
     is_used = getattr(module, "is_initialized", lambda: module is not None)()
@@ -85,7 +83,7 @@ def _accelerators() -> Any:
 
 
 def _device_names() -> list[str]:
-    """Name the accelerators of this process, "cuda:0" and so on, whose generators it draws from."""
+    """Return the names of this process's accelerators with generators: "cuda:0" and so on."""
     if _accelerators() is None:
         return []
     found = torch.accelerator.current_accelerator()

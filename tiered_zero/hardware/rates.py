@@ -1,6 +1,6 @@
-"""Measure the rates of this machine that plans compute with: matrix products, host memory, the link to the device.
+"""Measure the rates of this machine for plans: matrix products, host memory, the link to the device.
 
-assembly/rates.py measures what the optimizer reaches, and keeps all of it. Main thread; the device is idle.
+assembly/rates.py measures the optimizer's rates, and stores all of them. Main thread; the device is idle.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.fl
 REPEATS: Final = 5
 
 LIMIT_S: Final = 1.0
-"""Of one rate: what is slow is repeated less often."""
+"""Seconds for one rate: slow work is repeated less often."""
 
 _SHAPES: Final = {True: (512, 512), False: (4096, 4096)}
 """Tokens and hidden size of the products, on the CPU and on others. On two cores of Zen 5, alone, 512 x 512 reaches
-0.95 of the rate of 2048 x 2048 in fp32 and in bf16. With fewer tokens the time to read the weights comes on top."""
+0.95 of the rate of 2048 x 2048 in fp32 and in bf16. With fewer tokens reading the weights takes additional time."""
 
 _COPIED_NBYTES: Final = 128 * MIB
 
 
 def median_rate(amount: float, work: Callable[[], object]) -> float:
-    """Return `amount` a second, the median of REPEATS calls after a first, which counts only where it alone takes
-    LIMIT_S."""
+    """Return `amount` per second: the median of REPEATS calls after a first one, which counts only if it takes LIMIT_S
+    alone."""
     seconds: list[float] = []
     while not seconds or (len(seconds) <= REPEATS and sum(seconds) < LIMIT_S):
         began_s = time.perf_counter()
@@ -44,12 +44,12 @@ def median_rate(amount: float, work: Callable[[], object]) -> float:
 
 
 def product_rates(accelerator: Accelerator) -> Mapping[str, float]:
-    """Measure operations a second of an MLP's products, forward and both of backward, by the name of the type; without
-    the types that the device does not multiply."""
+    """Measure operations per second of an MLP's products, forward and both of backward, by name of dtype. Types that
+    the device cannot multiply are left out."""
     tokens, hidden = _SHAPES[accelerator.device.type == "cpu"]
     rates = {}
     for name, dtype in DTYPES.items():
-        with suppress(RuntimeError):  # of a type that it does not multiply
+        with suppress(RuntimeError):  # the device cannot multiply this type
             inputs, grads, weights = (
                 torch.randn(shape, device=accelerator.device).to(dtype)
                 for shape in ((tokens, hidden), (tokens, 4 * hidden), (4 * hidden, hidden))
@@ -64,13 +64,13 @@ def product_rates(accelerator: Accelerator) -> Mapping[str, float]:
 
 
 def copy_rate() -> float:
-    """Measure the bytes that a copy within host memory reads and writes a second, on torch's threads."""
+    """Measure bytes per second, read and written, of a copy within host memory, on torch's threads."""
     source, target = (torch.ones(_COPIED_NBYTES, dtype=torch.uint8) for _ in range(2))
     return median_rate(2 * _COPIED_NBYTES, lambda: target.copy_(source))
 
 
 def link_rates(accelerator: Accelerator) -> tuple[float | None, float | None]:
-    """Measure bytes a second of pinned memory to the device, and from it; None where the device is the CPU."""
+    """Measure bytes per second from pinned memory to the device, and back; None if the device is the CPU."""
     if accelerator.device.type == "cpu":
         return None, None
     with copy_buffers(accelerator) as launches:

@@ -1,4 +1,4 @@
-"""The runtime: the parts of the machine that every mover of bytes works with."""
+"""Group the parts of the machine that all movers of bytes use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiered_zero.telemetry.spans import Recorder
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """One a run: the device, the account of bytes, the record of time, and the other ranks."""
+    """The device, the ledger of bytes, the recorder of spans, and the other ranks; one per run."""
 
     accelerator: Accelerator
     ledger: Ledger

@@ -1,4 +1,4 @@
-"""The engine `aiofiles`: the package of that name."""
+"""Move bytes with the package aiofiles: the engine `aiofiles`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MAX_BLOCKS_A_CALL = 4
 
 @final
 class AiofilesEngine(PieceEngine):
-    """An event loop on one thread, and an executor, on which aiofiles runs each system call.
+    """An event loop on one thread, and an executor on which aiofiles runs each system call.
 
-    Calls have their own offsets, so that several pieces of one file are under way at once. Each piece passes through
-    the loop: without the native library a step on NVMe takes 1.2 to 1.3 times as long as with the engine `threads`.
+    Calls have their own offsets, so several pieces of one file are in flight at once. Each piece passes through the
+    loop: without the native library a step on NVMe takes 1.2 to 1.3 times as long as with the engine `threads`.
     """
 
     name = "aiofiles"
@@ -45,7 +45,7 @@ class AiofilesEngine(PieceEngine):
         self._ending: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run, args=(self._loop,), name="tiered-zero-aiofiles-loop", daemon=True)
-        # the thread does not hold the engine: one without an owner ends it, once no request holds it
+        # the thread does not hold the engine, so an engine without owner and requests is freed, and ends the thread
         weakref.finalize(self, _stop_loop, os.getpid(), self._loop).atexit = False
         self._thread.start()
 
@@ -58,7 +58,7 @@ class AiofilesEngine(PieceEngine):
         asyncio.run_coroutine_threadsafe(self._run_next(), self._loop)
 
     async def _run_next(self) -> None:
-        """Carry out the next piece once a worker is free: called once for each."""
+        """Carry out the next piece once a worker is free. Called once per piece."""
         error: BaseException | None = None
         async with self._free_workers:
             with self._lock:
@@ -66,12 +66,12 @@ class AiofilesEngine(PieceEngine):
             if self.begin(piece):
                 try:
                     await self._carry_out(piece)
-                except BaseException as failure:  # it belongs to the transfer
+                except BaseException as failure:  # the transfer carries it
                     error = failure
             self.end(piece, error)
 
     async def _carry_out(self, piece: IOPiece) -> None:
-        """Raises TransferError, and OSError where a sync fails."""
+        """Carry out a piece. Raises TransferError, and OSError if a sync fails."""
         request, file, view = piece.transfer.request, piece.transfer.file, piece.view
         if request.kind == "sync":
             await self._call(request, file, view, 0, executor=self._executor)
@@ -92,7 +92,7 @@ class AiofilesEngine(PieceEngine):
     def _stop(self, idle: bool) -> None:
         """Leave the loop's thread running if requests are stuck: do not join it."""
         self._executor.shutdown(wait=idle, cancel_futures=True)
-        with suppress(RuntimeError):  # the loop is closed, by a stop that a second Ctrl-C broke off
+        with suppress(RuntimeError):  # the loop is closed: a second Ctrl-C interrupted an earlier stop
             self._loop.call_soon_threadsafe(self._end_loop)
         if idle:
             self._thread.join()
@@ -102,7 +102,7 @@ class AiofilesEngine(PieceEngine):
             self._ending = self._loop.create_task(self._stop_after(asyncio.all_tasks()))
 
     async def _stop_after(self, pieces: set[asyncio.Task[Any]]) -> None:
-        """Stop the loop when every piece has ended; those that no worker has begun end at once, with an error."""
+        """Stop the loop when every piece has ended. Pieces that no worker has begun end at once, with an error."""
         if pieces:
             await asyncio.wait(pieces)
         self._loop.stop()
@@ -124,7 +124,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _stop_loop(pid: int, loop: asyncio.AbstractEventLoop) -> None:
-    """End the loop of an engine that is no more, in the process that has its thread. The executor ends its own."""
+    """End the loop of a freed engine, in the process that has its thread. The executor ends its own threads."""
     if os.getpid() == pid and not loop.is_closed():
-        with suppress(RuntimeError):  # it is closed now
+        with suppress(RuntimeError):  # it was closed meanwhile
             loop.call_soon_threadsafe(loop.stop)

@@ -21,7 +21,7 @@ from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.system.resources import Descriptor, opened
 
 _SLICE_S = 0.25
-"""A wait returns to Python this often, so that signal handlers run (as of Ctrl-C) and stalls are seen."""
+"""Longest wait before returning to Python, so that signal handlers run (Ctrl-C) and stalls are noticed."""
 
 _POLL_S = 0.005
 """The shortest wait for a request that hangs: it may be about to complete."""
@@ -48,7 +48,7 @@ _ADVICE_ELSE = "Look at the kernel log (dmesg) for the cause."
 
 
 def errno_text(code: int) -> str:
-    """5 -> 'EIO (Input/output error)'."""
+    """Format an errno: 5 becomes "EIO (Input/output error)"."""
     return f"{errno.errorcode.get(code, code)} ({os.strerror(code)})"
 
 
@@ -58,7 +58,7 @@ def errno_advice(code: int) -> str:
 
 
 def free_text(path: str) -> str:
-    """Free bytes of the file system that holds `path` (or held it)."""
+    """Describe the free space of the file system that holds, or held, `path`."""
     with contextlib.suppress(OSError, AttributeError):
         status = os.statvfs(os.path.dirname(path) or ".")
         return f"{format_nbytes(status.f_bavail * status.f_frsize)} free there"
@@ -66,13 +66,14 @@ def free_text(path: str) -> str:
 
 
 def file_error(act: str, path: str, code: int) -> TransferError:
-    """An error of opening, allocating or closing; nothing was transferred."""
+    """Return the error of opening, allocating or closing a file; nothing was transferred."""
     text = f"cannot {act} {path}: {errno_text(code)}; {free_text(path)}. {errno_advice(code)}"
     return _with_errno(text, code)
 
 
 def transfer_error(request: Request, at: int, wanted: int, got: int, code: int) -> TransferError:
-    """The error of a request whose block at offset `at` moved `got` of `wanted` bytes and then met errno `code`."""
+    """Return the error of a request whose block at offset `at` moved `got` of `wanted` bytes and then met errno
+    `code`."""
     if request.kind == "sync":
         what = f"sync of {request.path} failed"
         advice = "Writes since the last sync may be lost: resume from the last checkpoint."
@@ -93,14 +94,14 @@ def end_of_file_error(request: Request, at: int, wanted: int, got: int, file_nby
 
 
 def _with_errno(text: str, code: int) -> TransferError:
-    """`errno` for programs; not `filename`, which would make OSError print another text."""
+    """Return an error with `errno`, for programs. It has no `filename`, with which OSError would print another text."""
     error = TransferError(text)
     error.errno = code
     return error
 
 
 class _PyBuffer(ctypes.Structure):
-    """Python's Py_buffer (Include/pybuffer.h), for the address of memory that may be read-only."""
+    """Python's Py_buffer (Include/pybuffer.h), used for the address of memory that may be read-only."""
 
     _fields_ = struct_fields(
         (ctypes.c_void_p, "buf obj"),
@@ -112,7 +113,7 @@ class _PyBuffer(ctypes.Structure):
 
 
 def memory_address(view: memoryview) -> int:
-    """Return the address of a contiguous view's memory; valid while the view lives."""
+    """Return the address of a contiguous view's memory. It is valid while the view lives."""
     buffer = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
     address = int(buffer.buf or 0)
@@ -121,7 +122,7 @@ def memory_address(view: memoryview) -> int:
 
 
 def open_descriptor(path: str, *, create: bool, writable: bool, direct: bool) -> Descriptor:
-    """Open a file that no child inherits; a new file has mode 0600 and did not exist. Raises TransferError."""
+    """Open a file that no child inherits. A new file gets mode 0600 and must not exist. Raises TransferError."""
     flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW
     flags |= os.O_CREAT | os.O_EXCL if create else 0
     flags |= _O_DIRECT if direct else 0
@@ -133,7 +134,7 @@ def open_descriptor(path: str, *, create: bool, writable: bool, direct: bool) ->
 
 @final
 class DiskFile(File):
-    """One descriptor. `drain` waits until nothing of this file is in flight, and returns False if it is stuck."""
+    """An open file. `drain`: waits until none of its requests is in flight; returns False if some are stuck."""
 
     def __init__(
         self, path: str, fd: Descriptor, *, alignment: int, direct: bool, drain: Callable[[DiskFile], bool]
@@ -151,7 +152,7 @@ class DiskFile(File):
             raise file_error(act, self.path, error.errno or errno.EIO) from error
 
     def _fallocate(self, nbytes: int) -> bool:
-        """False where the file system cannot: glibc's own emulation does not work through O_DIRECT."""
+        """Allocate blocks. Return False if the file system cannot: glibc's emulation does not work through O_DIRECT."""
         if not hasattr(os, "posix_fallocate"):
             return False
         try:
@@ -163,7 +164,7 @@ class DiskFile(File):
         return True
 
     def _fill_with_zeros(self, nbytes: int) -> None:
-        """Reserve blocks by writing them, from the file's present end on."""
+        """Reserve blocks by writing zeros from the file's present end on."""
         position, end = (align_up(size, self.alignment) for size in (self.size_nbytes(), nbytes))
         with mmap.mmap(-1, MIB) as zeros, memoryview(zeros) as view:
             while position < end:
@@ -171,12 +172,13 @@ class DiskFile(File):
                 position += os.write(self.fd, view[: min(MIB, end - position)])
 
     def sync(self) -> None:
-        """Raises OSError. What is on the disk need not stay in memory."""
+        """Sync the file, and drop its pages from memory. Raises OSError."""
         getattr(os, "fdatasync", os.fsync)(self.fd)
         self.drop_pages(0, 0)
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
-        """Ask for buffered pages to be written and dropped (`nbytes` 0: to the end): host memory has its own plan."""
+        """Ask the system to write and drop buffered pages (`nbytes` 0: to the end): they are not in the plan of host
+        memory."""
         if not self.direct and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):  # advice only
                 os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
@@ -185,8 +187,8 @@ class DiskFile(File):
         return os.fstat(self.fd).st_size
 
     def close(self) -> None:
-        """Idempotent. The descriptor of a stuck request stays: a late write would land in the file that gets its
-        number."""
+        """Close the file. Idempotent. A stuck request keeps its descriptor: a late write would go to the next file that
+        gets its number."""
         if self.fd >= 0 and self._drain(self):
             self._descriptor.close()
         self.fd = -1
@@ -199,15 +201,15 @@ class DiskTransfer(IOTransfer):
         self.engine, self.file, self.request = engine, file, request
         self.submitted_s = time.monotonic()
         self.error: TransferError | None = None
-        """What went wrong, once finished."""
+        """The error of a finished request, if it failed."""
 
     @abstractmethod
     def finished_within(self, timeout_s: float) -> bool:
-        """Block at most `timeout_s`; True once finished."""
+        """Block at most `timeout_s`. Return True once finished."""
 
     @abstractmethod
     def progressed_s(self) -> float:
-        """time.monotonic() of the last sign of life: this request's, or the engine's while it is still queued."""
+        """Return time.monotonic() of the last progress: this request's, or the engine's while this one is queued."""
 
     def wait(self) -> None:
         self.engine.check_process(self.request.path)
@@ -215,24 +217,24 @@ class DiskTransfer(IOTransfer):
         while not self.finished_within(min(_SLICE_S, max(_POLL_S, self._patience_s(begun_s)))):
             before_s, looked_s = looked_s, time.monotonic()
             if looked_s - before_s > STOPPED_S:
-                begun_s = looked_s  # the workers have not run either
+                begun_s = looked_s  # this process was stopped, and the workers with it
             if self._patience_s(begun_s) <= 0.0:
                 raise self.engine.stall(self)
         if self.error is not None:
             raise self.error
 
     def _patience_s(self, begun_s: float) -> float:
-        """Seconds for which it may still go on without a sign of life. Of many requests that hang, one is waited for
-        to the limit; the others hang as long already."""
+        """Return the seconds for which the request may go on without progress. If many hang, only the first is waited
+        for up to the limit: the others have hung as long."""
         since_s = self.progressed_s() if self.engine.has_stalled else max(begun_s, self.progressed_s())
         return since_s + self.engine.io_timeout_s - time.monotonic()
 
 
 class DiskEngine(IOEngine):
-    """An engine over file descriptors. Requests may be submitted from any thread, and not across a fork."""
+    """An engine over file descriptors. Any thread may submit requests, but not across a fork."""
 
     def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
-        """`alignment`: of O_DIRECT requests, 512 or 4096; 1 if not `direct`."""
+        """`alignment`: of O_DIRECT requests, 512 or 4096; 1 unless `direct`."""
         assert direct or alignment == 1, "buffered files need no alignment"
         self.direct, self.alignment, self.settings = direct, alignment, settings
         self.io_timeout_s = io_timeout_s
@@ -241,7 +243,7 @@ class DiskEngine(IOEngine):
         self._closed = False
         self._stopped = False
         self.has_stalled = False
-        # A dict as an ordered set: each operation on it is atomic, so that a signal handler can read it at any time.
+        # a dict as an ordered set: its operations are atomic, so a signal handler can read it at any time
         self._unfinished: dict[DiskTransfer, None] = {}
 
     def open(self, path: str, *, create: bool = False, writable: bool = True) -> DiskFile:
@@ -272,14 +274,14 @@ class DiskEngine(IOEngine):
 
     def close(self) -> None:
         self._closed = True
-        if not self._stopped:  # nor if a second Ctrl-C broke off the wait
+        if not self._stopped:  # also after a second Ctrl-C interrupted the wait
             idle = self._drain()
             if self._pid == os.getpid():
                 self._stop(idle)
             self._stopped = True
 
     def stall(self, transfer: DiskTransfer) -> TransferError:
-        """The error of a request without progress; latches, because its memory may still be written to."""
+        """Return the error of a request without progress, and latch: its memory may still be written to."""
         request = transfer.request
         error = TransferError(
             f"{request.kind} of {request.nbytes} bytes at offset {request.offset} of {request.path} made no progress "
@@ -291,17 +293,17 @@ class DiskEngine(IOEngine):
         return error
 
     def check_process(self, path: str) -> None:
-        """Raises TransferError in a forked child."""
+        """Raise TransferError in a forked child."""
         if self._pid != os.getpid():
             raise TransferError(f"{path}: an I/O engine has no workers in a forked process; open one there")
 
     @abstractmethod
     def _start(self, file: DiskFile, request: Request, view: memoryview) -> DiskTransfer:
-        """Hand an admitted request to the workers and enter it into `_unfinished`."""
+        """Pass an admitted request to the workers, and add it to `_unfinished`."""
 
     @abstractmethod
     def _stop(self, idle: bool) -> None:
-        """End the workers; `idle` is False if some are stuck in a system call and must be abandoned."""
+        """End the workers. `idle`: False if some are stuck in a system call and must be abandoned."""
 
     def _submit(self, kind: str, file: File, offset: int, data: memoryview, urgent: bool = False) -> IOTransfer:
         assert isinstance(file, DiskFile), f"{file} was not opened by an engine on disk files"
@@ -319,7 +321,8 @@ class DiskEngine(IOEngine):
         self.check_process(file.path)
 
     def _drain(self, file: DiskFile | None = None) -> bool:
-        """Wait for what is in flight (of one file, or all), but not again after a stall; False if it is stuck."""
+        """Wait for what is in flight (of one file, or all); do not wait again after a stall. Return False if something
+        is stuck."""
         if self._pid != os.getpid():
             return True
         for transfer in list(self._unfinished):

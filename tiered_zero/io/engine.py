@@ -1,4 +1,4 @@
-"""Define the interface between the store and whatever moves aligned bytes to and from files.
+"""Define the interface between the store and the engines that move aligned bytes to and from files.
 
 Show what is in flight as a table: in the error of a request without progress, and on a signal that the program chose.
 """
@@ -20,13 +20,13 @@ from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 class IOSettings:
     """The `aio` section of the configuration, and what each key does to each engine.
 
-    `block_size`: bytes that one system call moves; threads and aiofiles: up to 4 neighbouring blocks of a large
-    request, for fewer trips through the GIL. `queue_depth` x `intra_op_parallelism`: workers, that is calls on their
-    way at once, in all engines; at most 32, which fill the fastest array of drives.
+    `block_size`: bytes per system call; threads and aiofiles use up to 4 neighbouring blocks of a large request, to
+    take the GIL less often. `queue_depth` x `intra_op_parallelism`: workers, that is calls in flight at once, in all
+    engines; at most 32, which saturate the fastest array of drives.
 
-    The defaults, on a virtio disk of 3.4 GB/s read and 6.6 written: alone 2 MiB x 8 comes within 2..5% of the best of
-    0.5..4 MiB x 2..16, but a training step takes 3..7% less time with 4 MiB x 16, for a worker comes late to its next
-    block. An urgent read waits behind what is on its way, at most 64 MiB.
+    The defaults, on a virtio disk of 3.4 GB/s read and 6.6 written: alone, 2 MiB x 8 comes within 2..5% of the best of
+    0.5..4 MiB x 2..16, but a training step takes 3..7% less time with 4 MiB x 16, because workers are late for their
+    next block. An urgent read waits for what is in flight, at most 64 MiB.
     """
 
     block_size: int = 4 * MIB
@@ -35,7 +35,7 @@ class IOSettings:
 
     @property
     def block_nbytes(self) -> int:
-        """`block_size` made a whole number of pages, within what one system call can move."""
+        """`block_size` as whole pages, and at most what one system call can move."""
         return min(align_up(max(self.block_size, 1), PAGE_NBYTES), GIB)
 
     @property
@@ -66,7 +66,7 @@ class File(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> None:
-        """Reserve disk blocks up to `nbytes` (posix_fallocate); a full disk raises TransferError here."""
+        """Reserve disk blocks up to `nbytes` (posix_fallocate). Raises TransferError if the disk is full."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -75,7 +75,7 @@ class File(ABC):
 class IOTransfer(Transfer):
     """One request of an engine, of any size. The engine owns the request's memory from submission until `done()`.
 
-    `wait` blocks at most `io_timeout_s` after the last sign of life, and raises TransferError.
+    `wait` blocks at most `io_timeout_s` after the last progress, and raises TransferError.
     """
 
     request: Request
@@ -83,7 +83,7 @@ class IOTransfer(Transfer):
     @property
     @abstractmethod
     def seconds(self) -> float:
-        """From submission to completion; 0.0 while in flight."""
+        """Seconds from submission to completion; 0.0 while in flight."""
 
 
 class IOEngine(ABC):
@@ -100,8 +100,9 @@ class IOEngine(ABC):
 
     @abstractmethod
     def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
-        """`urgent`: a thread waits for it now. It goes before all requests that are not; blocks that a worker has taken
-        go on. The others wait for as long as there are urgent ones: the caller bounds these.
+        """Start to read. `urgent`: a thread waits for it now, so it goes ahead of all requests that are not urgent.
+        Blocks that a worker has begun go on. Other requests wait while there are urgent ones; the caller must limit
+        these.
         """
 
     @abstractmethod
@@ -109,19 +110,19 @@ class IOEngine(ABC):
 
     @abstractmethod
     def sync(self, file: File) -> IOTransfer:
-        """fdatasync after every write submitted before it has finished. A failure latches; it is never retried."""
+        """Start an fdatasync after all writes submitted before it. A failure latches; it is never retried."""
 
     @abstractmethod
     def in_flight(self) -> list[tuple[Request, float]]:
-        """Requests not finished, each with its age in seconds."""
+        """Return the unfinished requests, each with its age in seconds."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Return when nothing that was submitted before is in flight, or is stuck."""
+        """Wait until no earlier request is in flight, except stuck ones."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what is in flight, stop the workers. Idempotent."""
+        """Finish what is in flight, and stop the workers. Idempotent."""
 
 
 _MAX_ROWS = 32
@@ -130,7 +131,7 @@ _watched: weakref.WeakSet[IOEngine] = weakref.WeakSet()
 
 
 def dump_in_flight(engine: IOEngine) -> str:
-    """A table of the engine's unfinished requests, oldest first: age, kind, size, offset, path."""
+    """Format the engine's unfinished requests as a table, oldest first: age, kind, size, offset, path."""
     requests = sorted(engine.in_flight(), key=lambda entry: -entry[1])
     lines = [f"I/O engine {engine.name}: {len(requests)} requests in flight"]
     for request, age_s in requests[:_MAX_ROWS]:
@@ -143,15 +144,15 @@ def dump_in_flight(engine: IOEngine) -> str:
 
 
 def watch(engine: IOEngine) -> None:
-    """Show `engine` in the tables of `dump_on` for as long as it exists."""
+    """Show `engine` in the tables of `dump_on` as long as it exists."""
     _watched.add(engine)
 
 
 def dump_on(number: int) -> None:
     """Print every run's disk requests in flight to stderr each time the process gets the signal `number`, such as
-    `signal.SIGUSR1`; then call the handler of before.
+    `signal.SIGUSR1`; then call the previous handler.
 
-    Call it in the main thread. No other call of the package handles this signal, so without it SIGUSR1 ends a process.
+    Call it in the main thread. Nothing else in the package handles this signal, so without it SIGUSR1 ends a process.
     """
 
     def dump(number: int, frame: FrameType | None) -> None:

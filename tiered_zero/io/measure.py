@@ -1,4 +1,4 @@
-"""The rate of an engine on a disk: for benchmarks and plans, and to weigh directories against each other."""
+"""Measure the rate of an engine on a disk, for benchmarks and plans, and to weigh directories for striping."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ _MOST_ROUNDS, _LEAST_TRIAL_S = 3, 0.4
 
 
 def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
-    """Create a file, mode 0600, of random bytes on the disk, for blocks never written are read without it.
-
-    Return its size: whole MiB of `nbytes`, or what was written when `seconds` were over.
+    """Create a file, mode 0600, of random bytes, since blocks never written are read without the disk. Return its size:
+    whole MiB of `nbytes`, or what was written after `seconds`.
     """
     end_s = time.perf_counter() + seconds
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -44,10 +43,10 @@ def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
 
 
 def weigh_directories(engine: IOEngine, directories: Sequence[Path], nbytes: int) -> list[float]:
-    """Return the share of the bytes that each directory holds, in proportion to its speed; the shares sum to 1.
+    """Return each directory's share of the bytes, in proportion to its speed; the shares sum to 1.
 
-    Each is measured for a fifth of a second, with reads and writes, in a file that is removed again and takes no more
-    than an equal part would. Rates that differ by less than a quarter count as equal. Raises TransferError, OSError.
+    Each is measured for a fifth of a second, by reads and writes, in a temporary file no larger than an equal share.
+    Rates that differ by less than a quarter count as equal. Raises TransferError, OSError.
     """
     size_nbytes = min(_WEIGHED_NBYTES, align_up(nbytes // len(directories), MIB))
     rates = []
@@ -84,15 +83,16 @@ def measure_rate(
     one_memory: bool = False,
     read_share: float = 0.5,
 ) -> float:
-    """Bytes/s of an existing file's first `nbytes`, read, written, or both at once ("mixed"), over and over.
+    """Measure bytes/s of reading or writing an existing file's first `nbytes`, or both at once ("mixed"), over and
+    over.
 
-    Keeps `num_in_flight` requests on their way for `seconds`, as the tiers do, and counts what was completed. Written
-    are random bytes. The memory is like the runtime's. `one_memory`: all requests share it, so that it is as small as a
-    request and may stay in the processor's cache. `read_share`: of the bytes of "mixed". Raises TransferError.
+    Keeps `num_in_flight` requests in flight for `seconds`, as the tiers do, and counts completed ones. Writes random
+    bytes, from memory like the runtime's. `one_memory`: all requests share one request's memory, which may stay in the
+    processor's cache. `read_share`: of the bytes of "mixed". Raises TransferError.
     """
     request_nbytes = min(request_nbytes, nbytes // num_in_flight // PAGE_NBYTES * PAGE_NBYTES)
-    # huge pages: O_DIRECT pins each page of a transfer, and a device takes so many pieces of memory at once. With pages
-    # of 4 KiB one virtio disk read at 0.4 of the rate.
+    # huge pages: O_DIRECT pins each page of a transfer, and a device takes a limited number of pieces at once. With
+    # pages of 4 KiB one virtio disk read at 0.4 of the rate.
     memories = [
         memoryview(map_memory(request_nbytes, "MADV_HUGEPAGE")) for _ in range(1 if one_memory else num_in_flight)
     ]

@@ -1,4 +1,4 @@
-"""The engine `native`: the pool of threads of native/direct_io.c, bound with ctypes."""
+"""Move bytes with the C thread pool of native/direct_io.c, through ctypes: the engine `native`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class _Request(ctypes.Structure):
 
 @final
 class _Library:
-    """The functions of direct_io.c. Those that may block release the GIL, the others are not worth giving it away."""
+    """The functions of direct_io.c. Those that may block release the GIL; for the others that would cost more than it
+    gains."""
 
     def __init__(self, path: Path) -> None:
         releasing, holding = load(path), ctypes.PyDLL(str(path))
@@ -65,7 +66,7 @@ class _Library:
 
 
 def load_library(path: Path | None = None) -> _Library:
-    """Raises ConfigError with the reason where there is no native engine."""
+    """Load the C library. Raises ConfigError, with the reason, if there is no native engine."""
     found = path or find_library("_direct_io")
     if found is None:
         raise ConfigError("its library is missing: {}; to have it: {}".format(*why_missing("_direct_io")))
@@ -77,7 +78,8 @@ def load_library(path: Path | None = None) -> _Library:
 
 @final
 class NativeTransfer(DiskTransfer):
-    """Its C request is Python's memory: it must live until `finished`, which the engine's table sees to."""
+    """A request of the native engine. Its C struct is Python's memory and must live until `finished`: the engine's
+    table holds it."""
 
     def __init__(self, engine: NativeEngine, file: DiskFile, request: Request, view: memoryview) -> None:
         super().__init__(engine, file, request)
@@ -112,7 +114,7 @@ class NativeTransfer(DiskTransfer):
         return (self.raw.finished_ns - self.raw.submitted_ns) / _NS if self.raw.finished else 0.0
 
     def complete_io(self) -> None:
-        """Release the memory of a finished request, and find its error. Called once, by the engine."""
+        """Release the memory of a finished request, and find its error. The engine calls it once."""
         self._view = None
         raw = self.raw
         block = (raw.error_offset, raw.error_wanted, raw.error_got)
@@ -124,8 +126,8 @@ class NativeTransfer(DiskTransfer):
 
 @final
 class NativeEngine(DiskEngine):
-    """One call submits a request and one waits for it, whatever its size; in between its workers need no GIL, so that
-    the rate holds while Python code computes."""
+    """Submits and waits with one C call each, whatever the request's size. Its workers need no GIL, so the rate holds
+    while Python code computes."""
 
     name = "native"
 
@@ -138,20 +140,20 @@ class NativeEngine(DiskEngine):
         io_timeout_s: float,
         library_path: Path | None = None,
     ) -> None:
-        """`library_path`: of the shared object, instead of the one that the build made. Raises ConfigError."""
+        """`library_path`: a shared object to use instead of the one that the build made. Raises ConfigError."""
         super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
         self.library = load_library(library_path)
         self.pool = ctypes.c_void_p()
         self._lock = threading.Lock()
         self._open_pools = [self.pool]
-        # runs once no transfer holds the engine: a thread may be about to ask the pool for one
+        # runs once no transfer holds the engine, so no thread can still ask the pool for one
         weakref.finalize(self, _end_pool, os.getpid(), self.library, self.pool, self._open_pools).atexit = False
         code = self.library.open_pool(settings.num_workers, settings.block_nbytes, ctypes.byref(self.pool))
         if code:
             raise ConfigError(f"its {settings.num_workers} threads cannot be started: {errno_text(code)}")
 
     def collect(self, transfer: NativeTransfer) -> None:
-        """Take a finished transfer out of the table; a failure latches. Any thread, more than once."""
+        """Remove a finished transfer from the table; a failure latches. Any thread, any number of times."""
         with self._lock:
             if transfer in self._unfinished:
                 transfer.complete_io()
@@ -161,13 +163,13 @@ class NativeEngine(DiskEngine):
 
     def _start(self, file: DiskFile, request: Request, view: memoryview) -> NativeTransfer:
         transfer = NativeTransfer(self, file, request, view)
-        with self._lock:  # the table stands in the order of submission
+        with self._lock:  # keeps the table in the order of submission
             self._unfinished[transfer] = None
             self.library.submit(self.pool, transfer.raw)
         return transfer
 
     def _check_usable(self, file: DiskFile) -> None:
-        """First collect finished transfers that were not waited for: all of them after a failure, else the oldest."""
+        """Collect finished transfers that nobody waited for, then check: all after a failure, otherwise the oldest."""
         if not self._closed and self._pid == os.getpid():
             failed = self.library.failed(self.pool)
             for transfer in list(self._unfinished) if failed else self._oldest():
@@ -187,7 +189,7 @@ class NativeEngine(DiskEngine):
 
 
 def _end_pool(pid: int, library: _Library, pool: ctypes.c_void_p, still_open: list[ctypes.c_void_p]) -> None:
-    """Free a pool that no engine has any more, if it was opened in this process."""
+    """Free the pool of a freed engine, if it was opened in this process."""
     if pool and os.getpid() == pid:
         while still_open:
             library.close_pool(still_open.pop(), 0)

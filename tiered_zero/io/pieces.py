@@ -1,4 +1,4 @@
-"""Parts that the engines written in Python share: requests cut into pieces, short transfers, syncs after writes."""
+"""Cut requests into pieces, continue short transfers, and order syncs after writes, for the two Python engines."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tiered_zero.io.disk import DiskEngine, DiskFile, DiskTransfer, end_of_file_
 from tiered_zero.io.engine import IOSettings, Request
 
 _MAX_TRIES = 16
-"""Tries without a byte moved before a transfer fails: they last about a second in all."""
+"""Tries without progress before a transfer fails; together they last about a second."""
 
 
 @final
 class Progress:
-    """Progress of one piece, and whether another try is due. Raises TransferError if none is.
+    """The progress of one piece. Raises TransferError when no further try is due.
 
-    A transfer that ends short is continued. With O_DIRECT the next one must start aligned, so that a short transfer
-    with an unaligned end is issued again from the last aligned offset before it.
+    A short transfer is continued. With O_DIRECT the next one must start aligned: after an unaligned end it starts from
+    the last aligned offset before it.
     """
 
     def __init__(self, request: Request, file: DiskFile, offset: int, nbytes: int) -> None:
@@ -34,7 +34,7 @@ class Progress:
 
     @property
     def start(self) -> int:
-        """Bytes into the piece at which the next transfer starts."""
+        """The byte of the piece at which the next transfer starts."""
         return self._done - self._done % self._file.alignment
 
     @property
@@ -42,7 +42,7 @@ class Progress:
         return self._done >= self._nbytes
 
     def advance(self, moved: int) -> None:
-        """A transfer from `start` moved this many bytes."""
+        """Note that a transfer from `start` moved `moved` bytes. Raises TransferError."""
         end = self.start + moved
         if end > self._done:
             self._done, self._num_tries = end, 0
@@ -54,7 +54,7 @@ class Progress:
         self._try_again(errno.EIO)
 
     def interrupted(self, code: int) -> None:
-        """A transfer raised errno `code`."""
+        """Note that a transfer failed with errno `code`. Raises TransferError unless it can be tried again."""
         if code not in (errno.EINTR, errno.EAGAIN):
             raise self._error(code)
         self._try_again(code)
@@ -75,16 +75,16 @@ class Progress:
 
 @final
 class PieceTransfer(DiskTransfer):
-    """Finished when its last piece is. `num_left`, `blockers` and `error` are guarded by the engine's lock."""
+    """A request that is finished with its last piece. The engine's lock guards `num_left`, `blockers` and `error`."""
 
     def __init__(self, engine: PieceEngine, file: DiskFile, request: Request, num_pieces: int) -> None:
         super().__init__(engine, file, request)
         self._pool = engine
         self.num_left = num_pieces
         self.blockers: set[PieceTransfer] = set()
-        """Of a sync: the writes that it waits for."""
+        """For a sync: the writes for which it waits."""
         self.moved_s = 0.0
-        """time.monotonic() at which a piece last started or ended; 0.0 while all are queued."""
+        """time.monotonic() when a piece last started or ended; 0.0 while all are queued."""
         self._seconds = 0.0
         self._event = threading.Event()
 
@@ -108,7 +108,7 @@ class PieceTransfer(DiskTransfer):
 
 @dataclass(frozen=True, slots=True)
 class IOPiece:
-    """The work of one worker at a time. A sync is one piece without bytes."""
+    """A part of a request that one worker carries out. A sync is one piece without bytes."""
 
     transfer: PieceTransfer
     offset: int
@@ -117,8 +117,7 @@ class IOPiece:
 
 @final
 class PieceQueue:
-    """Pieces that no worker has taken yet: the urgent ones, then the others, both in the order in which they came. The
-    caller sees to it that one thread at a time is in it."""
+    """Pieces that no worker has taken: urgent ones first, else in the order of arrival. The caller locks it."""
 
     def __init__(self) -> None:
         self._urgent: deque[IOPiece] = deque()
@@ -132,7 +131,7 @@ class PieceQueue:
 
 
 class PieceEngine(DiskEngine):
-    """Cuts requests into pieces; the subclass brings workers that carry each out between `begin` and `end`."""
+    """Cuts requests into pieces. The subclass has workers that carry out each piece between `begin` and `end`."""
 
     def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
         super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
@@ -146,7 +145,7 @@ class PieceEngine(DiskEngine):
 
     @abstractmethod
     def _enqueue(self, piece: IOPiece) -> None:
-        """Pass a piece to the workers. Never blocks; called with the engine's lock held."""
+        """Pass a piece to the workers. Never blocks; called under the engine's lock."""
 
     def _start(self, file: DiskFile, request: Request, view: memoryview) -> PieceTransfer:
         step = self._piece_nbytes(request.nbytes)
@@ -154,7 +153,7 @@ class PieceEngine(DiskEngine):
         is_sync = request.kind == "sync"
         transfer = PieceTransfer(self, file, request, num_pieces=1 if is_sync else len(starts))
         with self._lock:
-            self.latch.check()  # again: a write that has failed since cannot be made durable
+            self.latch.check()  # again: after a failed write a sync must not succeed
             if is_sync:
                 transfer.blockers = {
                     earlier
@@ -174,7 +173,7 @@ class PieceEngine(DiskEngine):
         return transfer
 
     def begin(self, piece: IOPiece) -> bool:
-        """Start a piece, on a worker; False if its request has failed already, so that only `end` is left to do."""
+        """Start a piece, on a worker. Return False if its request has failed: then only `end` remains to be called."""
         piece.transfer.moved_s = self.moved_s = time.monotonic()
         return piece.transfer.error is None
 
@@ -196,14 +195,14 @@ class PieceEngine(DiskEngine):
         transfer.finish()
         for sync in [waiting for waiting in self._waiting_syncs if transfer in waiting.blockers]:
             sync.blockers.remove(transfer)
-            sync.error = sync.error or transfer.error  # what was not written cannot be made durable
+            sync.error = sync.error or transfer.error  # a write that failed cannot be made durable
             if not sync.blockers:
                 self._waiting_syncs.remove(sync)
                 self._enqueue(IOPiece(sync, 0, memoryview(b"")))
 
 
 def _as_transfer_error(error: BaseException, request: Request) -> TransferError:
-    """As a TransferError without a traceback: its frames would keep the request's memory alive."""
+    """Convert an error to a TransferError without traceback, whose frames would keep the request's memory alive."""
     error.__context__ = error.__cause__ = error.__traceback__ = None
     if isinstance(error, TransferError):
         return error

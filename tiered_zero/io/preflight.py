@@ -1,4 +1,4 @@
-"""Checks of a swap directory before anything is written to it."""
+"""Check a swap directory before anything is written to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _LOCAL = frozenset(
     "bcachefs btrfs devtmpfs erofs exfat ext2 ext3 ext4 f2fs fuseblk hfsplus jffs2 jfs msdos nilfs2 ntfs ntfs3 overlay "
     "ramfs reiserfs tmpfs ubifs udf vfat xfs zfs".split()
 )
-"""File systems that one kernel alone writes to. Any other may be shared with a machine whose locks are not seen."""
+"""File systems to which only one kernel writes. Any other may be shared with a machine whose locks are invisible
+here."""
 
 _WARNINGS = {
     "tmpfs": "is RAM-backed (tmpfs): what is swapped there takes host memory, and nothing is gained",
@@ -27,15 +28,15 @@ _WARNINGS = {
 
 
 def is_local(fstype: str | None) -> bool:
-    """Whether no other machine can use the file system at the same time. Unknown types are not local."""
+    """Return whether no other machine can use the file system at the same time; False for unknown types."""
     return fstype in _LOCAL
 
 
 def preflight_directory(path: str | os.PathLike[str], key: str = "nvme_path") -> list[str]:
-    """Warnings about a directory that is to hold swap files, fit to be printed. `key`: of the config, that names it.
+    """Check a directory for swap files, and return warnings as text. `key`: the config key that names it.
 
-    Raises ConfigError if it is missing, no directory, a block device, another user's behind a symbolic link, or not
-    writable; each says what to do. Creates and removes one empty file. Free space is checked by the store.
+    Raises ConfigError, with a remedy, if it is missing, no directory, a block device, another user's behind a symbolic
+    link, or not writable. Creates and removes one empty file. The store checks free space.
     """
     directory = os.fspath(path)
     try:
@@ -68,7 +69,7 @@ def preflight_directory(path: str | os.PathLike[str], key: str = "nvme_path") ->
 
 
 def filesystem_warnings(directory: str, fstype: str | None) -> list[str]:
-    """`fstype`: None if unknown, which is no reason to warn."""
+    """Return warnings about the file system of a directory. `fstype`: None if unknown, which gives none."""
     text = _WARNINGS.get(fstype or "")
     if fstype is not None and not is_local(fstype):
         text = f"is on a network file system ({fstype}), or one not known to be local: expect latency, use a local disk"
@@ -78,7 +79,7 @@ def filesystem_warnings(directory: str, fstype: str | None) -> list[str]:
 
 
 def filesystem_type(path: str | os.PathLike[str], mounts: Path = _MOUNTS) -> str | None:
-    """The type of the mount that holds `path` ("ext4", "tmpfs", ...), after proc(5); None if unknown."""
+    """Return the type of the mount that holds `path` ("ext4", "tmpfs", ...), by proc(5); None if unknown."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -88,6 +89,6 @@ def filesystem_type(path: str | os.PathLike[str], mounts: Path = _MOUNTS) -> str
     for line in lines:
         fields = line.split(" ")
         point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
-        if os.path.commonpath((point, real)) == point and len(point) >= len(best):  # the last of equals is on top
+        if os.path.commonpath((point, real)) == point and len(point) >= len(best):  # of equals the last is on top
             best, fstype = point, fields[fields.index("-", 6) + 1]
     return fstype

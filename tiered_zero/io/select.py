@@ -1,4 +1,4 @@
-"""The choice of an engine, by trying each in the real directory."""
+"""Choose an engine by trying each in the real directory."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ ENGINES: dict[str, Callable[..., DiskEngine]] = {
     "threads": ThreadsEngine,
     "aiofiles": AiofilesEngine,
 }
-"""Best first."""
+"""Engines by name, best first."""
 
 _ACCESS = ((True, 512), (True, PAGE_NBYTES), (False, 1))
-"""(O_DIRECT?, alignment) in the order in which they are tried."""
+"""(O_DIRECT?, alignment), in the order in which they are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """`engine`: open; the caller closes it. `alignment`: what its O_DIRECT needs; 1 if buffered.
-
-    `reasons`: one line for each better engine or access that is off, and the last for the one that was taken.
+    """The chosen engine. `engine`: open; the caller closes it. `alignment`: for O_DIRECT; 1 if buffered. `reasons`: one
+    line for each better engine or access that does not work, and a last one for the choice.
     """
 
     engine: IOEngine
@@ -47,12 +46,11 @@ def select_engine(
     settings: IOSettings | None = None,
     io_timeout_s: float = 60.0,
 ) -> Selection:
-    """The best engine that works in every one of `directories`; `prefer` names one ("native", "threads", "aiofiles")
-    and no other.
+    """Return the best engine that works in all `directories`; `prefer` names the only candidate.
 
-    Works means: a temporary file there (mode 0600, removed) takes an aligned write and a sync, and gives the same
-    bytes back; O_DIRECT at 512, then 4096, else buffered (where pages are dropped from the cache once written).
-    Any engine with O_DIRECT comes before any without. Raises ConfigError if nothing works.
+    An engine works if a temporary file there (mode 0600, removed) takes an aligned write and a sync and returns the
+    same bytes; tried are O_DIRECT at 512, at 4096, then buffered access (pages are dropped from the cache once
+    written). Any engine with O_DIRECT comes before any without. Raises ConfigError if nothing works.
     """
     if prefer != "auto" and prefer not in ENGINES:
         raise ConfigError(f"there is no I/O engine {prefer!r}; use auto, {', '.join(ENGINES)}")
@@ -75,9 +73,9 @@ def select_engine(
 
 
 def select_reader(*paths: str | os.PathLike[str], settings: IOSettings | None = None) -> Selection:
-    """The best engine that reads the first page of every one of these files; nothing is written.
+    """Return the best engine that reads the first page of all these files; nothing is written.
 
-    Raises TransferError if none does: the error of buffered reads, which says most of the file.
+    Raises TransferError if none does: the error of buffered reads, which tells most about the file.
     """
     failures = [TransferError("there is no I/O engine here")]
 
@@ -98,7 +96,7 @@ def select_reader(*paths: str | os.PathLike[str], settings: IOSettings | None = 
 def _first_working(
     names: Sequence[str], settings: IOSettings, io_timeout_s: float, trial: Callable[[DiskEngine], None]
 ) -> tuple[DiskEngine | None, list[str]]:
-    """Return the first engine and access, best first, that passes `trial`; and a line for each one before it."""
+    """Return the first engine and access, best first, that passes `trial`, and a line for each before it."""
     working, reasons = [*names], list[str]()
     for direct, alignment in _ACCESS:
         for name in [*working]:
@@ -122,7 +120,7 @@ def _first_working(
 
 
 def _try_to_read(engine: DiskEngine, path: str) -> None:
-    """Raises TransferError."""
+    """Read the first page of a file. Raises TransferError."""
     if engine.direct and not hasattr(os, "O_DIRECT"):
         raise TransferError("this platform has no O_DIRECT")
     memory = memoryview(mmap.mmap(-1, PAGE_NBYTES))
@@ -134,7 +132,7 @@ def _try_to_read(engine: DiskEngine, path: str) -> None:
 
 
 def _try(engine: DiskEngine, directory: str, nbytes: int) -> None:
-    """Write, sync, read back and compare at an offset of half of `nbytes`; raises TransferError."""
+    """Write, sync, read back and compare at an offset of half of `nbytes`. Raises TransferError."""
     path = os.path.join(directory, f".tiered-zero-probe-{secrets.token_hex(8)}")
     half = nbytes // 2
     if engine.direct and not hasattr(os, "O_DIRECT"):

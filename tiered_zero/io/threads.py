@@ -1,4 +1,4 @@
-"""The engine `threads`: preadv and pwritev on a small pool of Python threads."""
+"""Move bytes with preadv and pwritev on a small pool of Python threads: the engine `threads`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MAX_BLOCKS_A_CALL = 4
 
 @final
 class ThreadsEngine(PieceEngine):
-    """One queue for all requests and files: whichever worker is free takes the next piece, so that the device's queue
-    does not drain at the end of a request or a file.
+    """One queue for all requests and files: any free worker takes the next piece, so the device's queue does not drain
+    at the end of a request or file.
 
-    Needs no compiler. Every call crosses the GIL: while Python code computes, prefer the native engine.
+    Needs no compiler. Every call takes the GIL: while Python code computes, prefer the native engine.
     """
 
     name = "threads"
@@ -33,8 +33,8 @@ class ThreadsEngine(PieceEngine):
             raise ConfigError("this platform has no preadv and pwritev")
         super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
         self._queue = PieceQueue()  # under the engine's lock
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # one for each piece, None to end a worker
-        # the workers do not hold the engine: one without an owner ends them
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # one per piece, None to end a worker
+        # the workers do not hold the engine, so an engine without owner is freed, and ends them
         weakref.finalize(self, _end_workers, self._calls, settings.num_workers).atexit = False
         self._workers = [
             threading.Thread(target=_work, args=(self._calls,), name=f"tiered-zero-io-{index}", daemon=True)
@@ -65,7 +65,7 @@ class ThreadsEngine(PieceEngine):
         if self.begin(piece):
             try:
                 _carry_out(piece)
-            except BaseException as failure:  # whatever it is, it belongs to the transfer and must not end the worker
+            except BaseException as failure:  # the transfer carries it; it must not end the worker
                 error = failure
         self.end(piece, error)
 
@@ -77,7 +77,7 @@ class ThreadsEngine(PieceEngine):
 
 def _work(calls: SimpleQueue[Callable[[], None] | None]) -> None:
     while (run := calls.get()) is not None:
-        run()  # no name here holds on to a finished piece, and with it to its memory
+        run()  # no name here keeps a finished piece, and its memory, alive
         del run
 
 
@@ -87,7 +87,7 @@ def _end_workers(calls: SimpleQueue[Callable[[], None] | None], count: int) -> N
 
 
 def _carry_out(piece: IOPiece) -> None:
-    """Raises TransferError, and OSError where a sync fails."""
+    """Carry out a piece. Raises TransferError, and OSError if a sync fails."""
     request, file, view = piece.transfer.request, piece.transfer.file, piece.view
     if request.kind == "sync":
         file.sync()

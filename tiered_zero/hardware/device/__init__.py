@@ -1,1 +1,1 @@
-"""The device that torch computes on: ordered lanes of work besides compute, events between them, memory figures."""
+"""Compute with torch on a device: ordered lanes of work next to compute, events between them, memory figures."""

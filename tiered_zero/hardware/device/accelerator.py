@@ -1,16 +1,17 @@
-"""Interface of a device: ordered lanes of work besides compute, and memory figures.
+"""Define the interface of a device: ordered lanes of work next to compute, and memory figures.
 
-[Note: Lanes]
-A lane is a worker thread with a device stream of its own: `fetch` carries parameters to the device, `reduce` carries
-gradients to the host. A job is a plain function; it may first wait for a disk transfer (so nvme -> host -> device needs
-no callback from an I/O worker) and then launches copies. Each job is a transfer, which its consumer waits for.
-The driver thread (or autograd's) is the `compute` lane: `record_compute` marks what it has launched so far,
-`wait_on_compute` orders everything that it launches from now on after a transfer. On the CPU both reduce to threading.
-Transfers of lanes and marks of compute order streams; any other transfer (the disk's) is waited for on the host.
+[Note: Lanes] A lane is a worker thread with its own device stream: `fetch` carries parameters to the device, `reduce`
+carries gradients to the host. A job is a plain function; it may first wait for a disk transfer (so nvme -> host ->
+device needs no callback on an I/O worker) and then launches copies. Each job is a transfer, for which its consumer
+waits.
 
-A mark is recorded where the work is launched. On a lane's thread the current stream is the lane's own, so a lane that
-must come after compute is handed compute's mark by the driver: both calls are refused on a lane, and `record` marks
-what the calling thread itself has launched.
+The driver thread (or autograd's) is the `compute` lane: `record_compute` marks what it has launched so far, and
+`wait_on_compute` orders all later launches after a transfer. On the CPU both reduce to threading. Transfers of lanes
+and marks of compute order streams; for any other transfer (the disk's) the host waits.
+
+A mark is recorded where the work is launched. On a lane's thread the current stream is the lane's own, so the driver
+hands compute's mark to a lane that must come after compute: both calls are refused on a lane, and `record` marks what
+the calling thread itself has launched.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from tiered_zero.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
 from tiered_zero.telemetry.spans import Recorder
 
 Timer = Callable[[str, str, str, int], AbstractContextManager[None]]
-"""(lane, kind, name, nbytes) -> the span of a `with` block."""
+"""(lane, kind, name, nbytes) -> a context manager that records a span."""
 
 
 class Accelerator(ABC):
-    """The device. `shares_cores`: compute and the host's own work take each other's time. `pins`: copies to and from
-    host memory are faster, and beside compute, where that memory is pinned."""
+    """The device. `shares_cores`: compute and the host's own work compete for processors. `pins`: copies to and from
+    host memory are faster, and overlap compute, if that memory is pinned."""
 
     name: str
     device: torch.device
@@ -48,7 +49,7 @@ class Accelerator(ABC):
     pins = False
 
     def __init__(self, poison: bool) -> None:
-        """`poison`: debug mode, in which freed memory becomes NaN."""
+        """`poison`: debug mode, in which freed memory is overwritten with NaN."""
         self._poison = poison
         self._lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
@@ -58,7 +59,7 @@ class Accelerator(ABC):
     def _build_lane(self, name: str) -> Lane: ...
 
     def lane(self, name: str) -> Lane:
-        """The lane of that name, started at first use."""
+        """Return the lane called `name`; start it at first use."""
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the {self.name} accelerator is closed; lane {name} cannot be had any more")
@@ -67,9 +68,8 @@ class Accelerator(ABC):
             return self._lanes[name]
 
     def check_compute(self) -> None:
-        """Raise ModelError where the calling thread's current stream is not compute's, the one that was current as the
-        engine was made, and where a graph of the device is captured. Driver thread, as a call of the engine or the
-        forward of one of its modules begins."""
+        """Raise ModelError unless the calling thread is on compute's stream (the one current when the engine was made),
+        or if a device graph is being captured. Driver thread, when an engine call or a module's forward begins."""
         return
 
     @abstractmethod
@@ -78,35 +78,33 @@ class Accelerator(ABC):
 
     @abstractmethod
     def record(self) -> Transfer:
-        """Mark everything that the calling thread has launched on its own stream so far: compute's, or its lane's."""
+        """Mark everything that the calling thread has launched so far on its stream, compute's or its lane's."""
 
     @abstractmethod
     def wait_on_compute(self, transfer: Transfer) -> None:
-        """Order what compute launches from now on after `transfer`; raise its error. Driver or autograd's thread;
-        InternalError on a lane.
-
-        Blocks the host only as far as the device needs it to (on the CPU: until the transfer is done).
+        """Order compute's later launches after `transfer`, and raise its error. Driver or autograd's thread;
+        InternalError on a lane. Blocks the host only if the device needs it (on the CPU: until the transfer is done).
         """
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
-        """Launch target <- source (contiguous, same dtype and size) on the calling lane's stream.
+        """Launch a copy from `source` to `target` (contiguous, same dtype and size) on the calling lane's stream.
 
-        `finish`: return only when the bytes are there, because the caller is about to reuse the host memory.
-        Starts no threads and leaves autograd's version counters alone.
+        `finish`: return only when the bytes are there, because the caller reuses the host memory next. Starts no
+        threads, and does not change autograd's version counters.
         """
 
     def timer(self, recorder: Recorder) -> Timer:
-        """Return what times a block of a lane's job as a span of `recorder`, called as `Recorder.span` is: from the
-        moment at which the device begins what the block launches to that at which it is complete."""
+        """Return a timer for a block of a lane's job, called like `Recorder.span`. It records a span from the moment at
+        which the device begins what the block launches until that is complete."""
         return recorder.span
 
     def add_spans(self) -> None:
-        """Give recorders the spans that the device has completed since. Driver thread, once a step."""
+        """Add the spans that the device has completed to their recorders. Driver thread, once a step."""
         return
 
     def release_cached_memory(self) -> None:
-        """Return what the device's allocator keeps for reuse, before an allocation that failed is tried again."""
+        """Release the memory that the device's allocator caches, before a failed allocation is retried."""
         return
 
     def synchronize(self) -> None:
@@ -117,34 +115,35 @@ class Accelerator(ABC):
             transfer.wait()
 
     def prepare(self, flat: torch.Tensor) -> None:
-        """`flat` on the device has just been given memory, whose content is undefined: poisoned in debug mode."""
+        """Prepare `flat`, which has just been given device memory of undefined content: poison it in debug mode."""
         self.poison(flat)
 
     def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
         """Reserve addresses for a flat that is fetched and evicted; all such flats hold at most `window_nbytes` at
-        once. None where the device's allocator is to give it memory."""
+        once. Return None if the device's allocator should allocate its memory."""
         return None
 
     def unit_memory(self) -> AbstractContextManager[None]:
-        """Return a block in which the device's allocator gives memory for flats that are fetched and evicted: apart
-        from activations, where it can. Driver or autograd's thread."""
+        """Return a context in which the device's allocator allocates flats that are fetched and evicted, apart from
+        activations if it can. Driver or autograd's thread."""
         return nullcontext()
 
     def host_pages(self, flat: torch.Tensor) -> memoryview | None:
-        """The whole pages of `flat`, a unit's on the device or a shard of it, where the disk can write to them."""
+        """Return the whole pages of `flat`, a unit's or a shard's on the device, if the disk can write to them; else
+        None."""
         return None
 
     def alias(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return `flat`, which has memory, as a tensor that does not count as a view of its storage where the memory
-        has an owner of its own: what is handed to threads that let go of it at some later time."""
+        """Return `flat` as a tensor that does not count as a view of its storage if the memory has its own owner: for
+        threads that may hold it for some time."""
         return flat.data
 
     def poison(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """In debug mode overwrite `flat`, taken as `dtype`, with NaN or, of integers, a pattern; else do nothing."""
+        """In debug mode overwrite `flat`, taken as `dtype`, with NaN, or integers with a pattern; else do nothing."""
         if not self._poison:
             return
         flat = flat if dtype is None else flat.view(dtype)
-        # .data: a version counter of its own, so that views saved by autograd do not count this as a change
+        # .data has its own version counter, so views saved by autograd do not see a change
         if flat.is_floating_point() or flat.is_complex():
             flat.data.fill_(float("nan"))
         else:
@@ -152,13 +151,13 @@ class Accelerator(ABC):
 
     @abstractmethod
     def pin(self, address: int, nbytes: int) -> bool:
-        """Register host memory for direct copies. False (once logged, with the reason) where it cannot be."""
+        """Register host memory for direct copies. Return False, and log the reason once, if that fails."""
 
     @abstractmethod
     def unpin(self, address: int) -> None: ...
 
     def close(self) -> None:
-        """Finish every lane's jobs and stop the threads; errors that were not waited for are logged. Idempotent."""
+        """Finish every lane's jobs and stop the threads. Log errors for which nobody waited. Idempotent."""
         with self._lock:
             self._closed = True
             lanes = list(self._lanes.values())
@@ -167,10 +166,10 @@ class Accelerator(ABC):
 
 
 def _nothing() -> None:
-    """The job whose completion says that every job before it is complete."""
+    """Do nothing: this job completes when all jobs before it have."""
 
 
-# -- where the CPU is the device -------------------------------------------------------------------------------------
+# -- the CPU as the device -------------------------------------------------------------------------------------------
 
 
 logger = logging.getLogger("tiered_zero")
@@ -181,10 +180,9 @@ _LIBC = ctypes.CDLL(None)
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy between contiguous CPU tensors of one dtype and size, without the GIL.
 
-    A lane's thread copies alone, any other thread with its OpenMP team.
-
-    Tensor.copy_ would start another team for each lane, and torch.set_num_threads(1) in a lane would also bind every
-    thread that starts later. Raises ValueError, also where the storage was emptied.
+    A lane's thread copies alone, any other thread with its OpenMP team: Tensor.copy_ would start another team per lane,
+    and torch.set_num_threads(1) in a lane would also bind all threads that start later. Raises ValueError, also if the
+    storage was emptied.
     """
     if target.dtype != source.dtype or target.numel() != source.numel():
         raise ValueError(f"copy_bytes needs equal dtypes and sizes, not {_describe(target)} and {_describe(source)}")
@@ -195,11 +193,12 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     if THIS_THREAD.is_lane:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
-        target.data.copy_(source)  # .data: autograd's version counters stay
+        target.data.copy_(source)  # .data: autograd's version counters do not change
 
 
 def advise_huge_pages(memory: torch.Tensor) -> None:
-    """Advise huge pages for the part of `memory` [any, CPU] that fills whole ones. Linux; else do nothing."""
+    """Advise huge pages for the part of `memory` (any dtype, CPU) that fills whole ones. Does nothing except on
+    Linux."""
     start, end = align_up(memory.data_ptr(), HUGE_PAGE_NBYTES), memory.data_ptr() + memory.nbytes
     nbytes = (end - start) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
     if nbytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -208,10 +207,9 @@ def advise_huge_pages(memory: torch.Tensor) -> None:
 
 @final
 class CpuAccelerator(Accelerator):
-    """Compute on the calling thread: what it launched is complete, and a wait blocks it.
+    """Computes on the calling thread: what it launched is complete, and a wait blocks it.
 
-    `delay_seed`: every job starts and ends late by a seeded, pseudo-random time, as if the device were a machine of its
-    own.
+    `delay_seed`: every job starts and ends late by a seeded, pseudo-random time, as on a separate device.
     """
 
     name = "cpu"
@@ -224,7 +222,7 @@ class CpuAccelerator(Accelerator):
         self._logged_pin = False
         self._page_pool: HugePagePool | None = None
         self._places: list[tuple[int, memoryview]] = []
-        """(address, memory) of every place, by address."""
+        """(address, memory) of every place, sorted by address."""
 
     def _build_lane(self, name: str) -> Lane:
         delays = None if self._delay_seed is None else DelayInjector(self._delay_seed, name)
@@ -263,8 +261,8 @@ class CpuAccelerator(Accelerator):
         return super().alias(flat) if pages is None else torch.frombuffer(pages, dtype=flat.dtype, count=flat.numel())
 
     def prepare(self, flat: torch.Tensor) -> None:
-        """Advise huge pages: a unit's memory is mapped twice a step, with a few page faults then, not thousands."""
-        if self._page_pool is None:  # whose places are of huge pages
+        """Advise huge pages: a unit's memory is mapped twice a step, with a few page faults instead of thousands."""
+        if self._page_pool is None:  # the pool's places have huge pages already
             advise_huge_pages(flat)
         if self._poison:
             self.poison(flat)
@@ -280,7 +278,7 @@ class CpuAccelerator(Accelerator):
     def close(self) -> None:
         super().close()
         if self._page_pool is not None:
-            self._page_pool.close()  # its ranges hold it as long as they are held
+            self._page_pool.close()  # ranges that still exist keep it alive
         self._page_pool = None
         self._places.clear()
 
@@ -291,7 +289,7 @@ class CpuAccelerator(Accelerator):
         return False
 
     def unpin(self, address: int) -> None:
-        """Nothing was pinned."""
+        """Do nothing: nothing was pinned."""
 
 
 def _launch(work: Work) -> DeviceMarker | None:

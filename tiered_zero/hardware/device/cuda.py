@@ -1,13 +1,11 @@
-"""What CUDA has beyond other accelerators: host memory of any origin is registered for direct copies, and paged units
-have a pool of the allocator to themselves.
+"""Run on CUDA: register host memory of any origin for direct copies, and give paged units their own allocator pool.
 
-[Note: The pool of units]
-torch's allocator splits its blocks. Where units and activations share them, a block that a unit has left is soon cut
-for activations, the next unit finds none that is long enough, and more is reserved than planned. A private pool gives
-its blocks to units alone: what one leaves the next one takes, on the same stream, and where units are alike the pool
-reserves no more than the window of paged parameters. `storage.resize_()` allocates there as anywhere. Inside of such a
-block torch neither gives back what it has cached nor tries again, so the caller of `fill()` does. Where an allocation
-outside of the pool finds no memory, it gets what idle units have left in the pool (`use_on_oom`).
+[Note: The pool of units] torch's allocator splits its blocks. If units and activations share them, activations soon
+take parts of a block that a unit has freed, the next unit finds no block that is long enough, and more is reserved than
+planned. A private pool gives its blocks to units alone: the next unit takes what one has freed, on the same stream, and
+if units are alike the pool reserves no more than the window of paged parameters. `storage.resize_()` allocates from it,
+too. Inside such a block torch neither releases its cache nor retries, so the caller of `fill()` does. If an allocation
+outside the pool finds no memory, it gets what idle units have left in the pool (`use_on_oom`).
 """
 
 from __future__ import annotations
@@ -28,20 +26,20 @@ HOST_REGISTER_PORTABLE = 1
 
 @final
 class CudaAccelerator(StreamAccelerator):
-    """One CUDA device; ROCm's builds of torch call theirs so, too."""
+    """One CUDA device; torch's ROCm builds use the same names."""
 
     def __init__(self, device: torch.device, poison: bool = False) -> None:
         super().__init__(device, poison)
         self._unit_pool: torch.cuda.MemPool | None = None
         self._has_pool = True
-        """False once the allocator has refused one."""
+        """False once the allocator has refused to make a pool."""
 
     def _current_stream(self) -> torch.Stream:
         return torch.cuda.current_stream(self.device)
 
     def _new_event(self) -> torch.Event:
-        """Make an event whose waiter sleeps, for the update needs the core: torch.Event has that argument, and leaves
-        it out here (of c10::EventFlag 2.13 has timing alone), so that its waiter spins."""
+        """Make an event whose waiter sleeps, since the update needs the core. torch.Event has that argument but ignores
+        it here (c10::EventFlag 2.13 only has timing), so its waiter spins."""
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def unit_memory(self) -> AbstractContextManager[None]:
@@ -52,7 +50,7 @@ class CudaAccelerator(StreamAccelerator):
         return torch.cuda.use_mem_pool(self._unit_pool, self.device)
 
     def _open_pool(self) -> None:
-        """Make the pool of units; log, once, why the allocator has none."""
+        """Make the pool of units. If the allocator cannot, log the reason once."""
         backend = torch.cuda.memory.get_allocator_backend()
         why = "" if backend == "native" else f"the allocator {backend} has no pools"
         try:
@@ -70,7 +68,7 @@ class CudaAccelerator(StreamAccelerator):
             )
 
     def release_cached_memory(self) -> None:
-        """Give back what units have left, too: a pool does so as its owner drops it. Units that have memory keep it."""
+        """Release what units have freed, too: a pool is released with its owner. Units that have memory keep it."""
         self._unit_pool = None
         super().release_cached_memory()
 
@@ -95,7 +93,8 @@ class CudaAccelerator(StreamAccelerator):
             logger.error("unpinning host memory failed (%s)", torch.cuda.CudaError(code))
 
     def _clear_error(self) -> None:
-        """Launch a kernel that reports, and so clears, the error of a failed runtime call before another one does."""
+        """Launch a kernel that reports, and so clears, the error of a failed runtime call, before another kernel
+        does."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 

@@ -1,7 +1,7 @@
-"""Worker lanes, shared by every accelerator: one thread, one queue, one transfer a job.
+"""Run jobs on worker lanes, for every accelerator: one thread, one queue, one transfer per job.
 
-A job is submitted after the jobs whose transfers it waits for, and a lane runs its jobs in order: so lanes cannot wait
-for each other in a circle through `after`. What a job waits for in its own body is the job's affair.
+A job is submitted after the jobs for whose transfers it waits, and a lane runs its jobs in order, so lanes cannot wait
+for each other in a circle through `after`. Waits in a job's own body are the job's responsibility.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Job = Callable[[], None]
 
 
 class _ThisThread(threading.local):
-    """Of the calling thread. `is_lane`: whether it is a lane's."""
+    """State of the calling thread. `is_lane`: whether it belongs to a lane."""
 
     is_lane = False
 
@@ -37,12 +37,12 @@ THIS_THREAD = _ThisThread()
 
 
 def runs_on_lane() -> bool:
-    """Whether the calling thread is a lane's."""
+    """Return whether the calling thread belongs to a lane."""
     return THIS_THREAD.is_lane
 
 
 def on_lane_error(call: str) -> InternalError:
-    """The error of a lane's thread that makes `call`, which is about compute's stream."""
+    """Return the error for `call`, which concerns compute's stream, made on a lane's thread."""
     return InternalError(
         f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
         "an error in tiered_zero, not in the model: please report it with this message."
@@ -50,7 +50,7 @@ def on_lane_error(call: str) -> InternalError:
 
 
 class DeviceMarker(Protocol):
-    """The device's side of a transfer; `torch.Event` is one."""
+    """The device's side of a transfer, such as a `torch.Event`."""
 
     def query(self) -> bool: ...
 
@@ -59,7 +59,7 @@ class DeviceMarker(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Failure:
-    """The cause of a failed job; shared by the transfers of the jobs that failed because of it."""
+    """Why a job failed; shared by the transfers of all jobs that failed because of it."""
 
     lane: str
     error: BaseException
@@ -68,13 +68,14 @@ class Failure:
 
 
 _LAUNCHED = threading.Event()
-"""Of every transfer whose job was launched before it was made."""
+"""The `launched` event of transfers whose job was launched before they were made."""
 
 _LAUNCHED.set()
 
 
 class LaneTransfer(Transfer):
-    """Launched on the host, then complete on the device. Without a marker the two are one (the CPU)."""
+    """A job's transfer: launched on the host, then complete on the device. Without a marker (CPU) both happen
+    together."""
 
     def __init__(
         self,
@@ -82,12 +83,12 @@ class LaneTransfer(Transfer):
         failure: Failure | None = None,
         launched: threading.Event = _LAUNCHED,
     ) -> None:
-        """`launched`: set by the lane's thread, with marker and failure, where the job is queued."""
+        """`launched`: for a queued job; the lane's thread sets it after marker and failure."""
         self.marker, self.failure = marker, failure
         self._launched = launched
 
     def finish_launch(self, marker: DeviceMarker | None, failure: Failure | None) -> None:
-        """Lane's thread only, once."""
+        """Set marker and failure, then `launched`. Lane's thread only, once."""
         self.marker, self.failure = marker, failure
         self._launched.set()
 
@@ -98,12 +99,12 @@ class LaneTransfer(Transfer):
         return self.failure
 
     def check_launched(self) -> None:
-        """Block until the job was launched; raise its error if it failed."""
+        """Block until the job was launched. Raise its error if it failed."""
         if not self._launched.is_set():
             self._await_launch()
         if (failure := self.failure) is not None:
             failure.collected = True
-            # the error may be raised several times: each from where it happened, without the earlier raisers' frames
+            # it may be raised several times: reset its traceback to where it happened
             raise failure.error.with_traceback(failure.traceback)
 
     def _await_launch(self) -> None:
@@ -115,13 +116,13 @@ class LaneTransfer(Transfer):
     def wait(self) -> None:
         if not self._launched.is_set() or self.failure is not None:  # in this order: the failure is set first
             self.check_launched()
-        if self.marker is not None and not self.marker.query():  # a wait puts the thread to sleep
+        if self.marker is not None and not self.marker.query():  # query first: synchronize puts the thread to sleep
             self.marker.synchronize()
 
 
 @dataclass(slots=True, kw_only=True)
 class Work:
-    """An item of a lane's queue. By the time of its launch, `after` was launched without failing."""
+    """An item of a lane's queue. When it is launched, all of `after` were launched without an error."""
 
     job: Job
     after: Sequence[Transfer]
@@ -129,17 +130,17 @@ class Work:
 
 
 Launch = Callable[[Work], DeviceMarker | None]
-"""Runs a job on the calling thread, after `work.after` on the device, and marks its completion there. May raise."""
+"""Runs a job on the calling thread, after `work.after` on the device, and returns its completion marker. May raise."""
 
 
 class DelayInjector:
-    """Seeded delays at the start and the end of jobs: a missing wait then finds its partner late. One thread."""
+    """Adds seeded delays at the start and end of jobs, so that a missing wait shows. One thread."""
 
     def __init__(self, seed: int, lane: str) -> None:
         self._random = random.Random(f"{seed}/{lane}")
 
     def delay(self) -> None:
-        """Sleep: nothing in 2 of 5 calls, up to 300 us mostly, 1 to 3 ms in 1 of 20."""
+        """Sleep: not at all in 2 of 5 calls, mostly up to 300 us, 1 to 3 ms in 1 of 20."""
         draw = self._random.random()
         if draw >= 0.95:
             time.sleep(self._random.uniform(1e-3, 3e-3))
@@ -148,9 +149,9 @@ class DelayInjector:
 
 
 class Lane:
-    """An ordered queue of jobs, and the thread that launches them. A failed job does not stop the jobs behind it.
+    """An ordered queue of jobs, and the thread that launches them. A failed job does not stop later ones.
 
-    `inline`: jobs that wait for nothing run on the thread that submits them, while the lane is idle.
+    `inline`: while the lane is idle, a job that waits for nothing runs on the submitting thread.
     """
 
     def __init__(self, name: str, launch: Launch, delays: DelayInjector | None = None, inline: bool = False) -> None:
@@ -181,17 +182,16 @@ class Lane:
         waits: bool = True,
         transfer: LaneTransfer | None = None,
     ) -> LaneTransfer:
-        """Run `job` on this lane's thread and stream, after all earlier jobs and after `after`.
+        """Run `job` on this lane's thread and stream, after all earlier jobs and after `after`. Any thread.
 
-        `holds`: device tensors that the job reads or writes, referenced until it is launched. Free their memory only
-        after `wait_on_compute(transfer)` or `transfer.wait()`: the allocator knows of no stream but compute.
-        `waits`: False of a job that waits for nothing but `after`. Where the device is the CPU and nothing is before
-        it, it runs at once on the calling thread: on its own thread it would take a core from compute.
-        `transfer`: a new one, of a kind of its own, that stands for the job.
-        Returns the transfer that is done when the job is complete on the device. Any thread.
+        Returns the transfer that is done when the job is complete on the device. `holds`: device tensors that the job
+        reads or writes, referenced until it is launched. Free their memory only after `wait_on_compute(transfer)` or
+        `transfer.wait()`: the allocator knows only compute's stream. `waits`: False if the job waits for nothing but
+        `after`; on the CPU, if nothing is ahead of it, it then runs at once on the calling thread, since its own thread
+        would take a core from compute. `transfer`: a new transfer, of the caller's class, to use for the job.
         """
         work = Work(job=job, after=[each for each in after if each is not COMPLETED], holds=tuple(holds))
-        with self._lock:  # nothing is queued behind the end mark
+        with self._lock:  # so that nothing is queued after the end mark
             if self._closed:
                 raise RuntimeError(f"lane {self.name} is closed; jobs are submitted before the accelerator is closed")
             runs_now = self._inline and not waits and not self._num_queued and transfer is None
@@ -206,7 +206,7 @@ class Lane:
             return LaneTransfer(*self._perform(work))
 
     def close(self) -> None:
-        """Finish queued jobs and stop the thread; log errors that were not waited for. Idempotent."""
+        """Finish queued jobs and stop the thread. Log errors for which nobody waited. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -227,9 +227,9 @@ class Lane:
                 marker, failure = self._perform(work)
             with self._lock:
                 self._num_queued -= 1
-            del work, queued  # what the job holds is free before its transfer says so
+            del work, queued  # free what the job holds before its transfer completes
             if failure is not None:
-                traceback.clear_frames(failure.traceback)  # as are the names in the frames of a job that failed
+                traceback.clear_frames(failure.traceback)  # and what the frames of a failed job hold
             transfer.finish_launch(marker, failure)
             del transfer, marker, failure
 

@@ -1,4 +1,4 @@
-"""Run paging where the user's modes and function transforms do not see it."""
+"""Run paging code outside the user's torch modes and function transforms."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def _outside_modes() -> Iterator[None]:
 
 
 def runs_outside_modes(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Run a function without the modes that the user has set for operators of this thread: TorchDispatchModes,
-    TorchFunctionModes (a default device is one) and torch.func's transforms. A selective checkpoint, for one, counts
-    every operator that it meets in forward and in the recomputation, and copies between tiers are not part of either.
-    Where no mode is on, that takes three looks, 0.2 us together."""
+    """Run a function without the modes that the user has set on this thread: TorchDispatchModes, TorchFunctionModes
+    (such as a default device) and torch.func's transforms. A selective checkpoint, for example, counts every operator
+    in forward and in the recomputation, and copies between tiers belong to neither. If no mode is on, the check takes
+    0.2 us."""
 
     @wraps(function)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

@@ -1,4 +1,4 @@
-"""Choice of the accelerator for a config."""
+"""Choose the accelerator that a config names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tiered_zero.hardware.device.cuda import CudaAccelerator
 from tiered_zero.hardware.device.streams import StreamAccelerator
 
 _WITHOUT_STREAMS = frozenset({"meta", "mps"})
-"""Types of device with no memory, and with one stream of torch's own: nothing could be fetched beside compute."""
+"""Device types without memory, or with only torch's own stream: nothing could be fetched during compute."""
 
 
 def build_accelerator(name: str = "auto", poison: bool = False, delay_seed: int | None = None) -> Accelerator:
-    """`name`: "auto" (an accelerator if any), "cpu", or an accelerator as torch names it ("cuda", "xpu:1").
-    `delay_seed`: CPU. Raises ConfigError."""
+    """Build the accelerator. `name`: "auto" (an accelerator if there is one), "cpu", or a torch name ("cuda", "xpu:1").
+    `delay_seed`: CPU only. Raises ConfigError."""
     device = find_device(name)
     if device.type == "cpu":
         return CpuAccelerator(poison, delay_seed)
@@ -27,7 +27,7 @@ def build_accelerator(name: str = "auto", poison: bool = False, delay_seed: int 
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device that `tiered_zero.device` names, whether it is there or not. Raises ConfigError."""
+    """Return the device that `tiered_zero.device` names, whether it exists or not. Raises ConfigError."""
     with suppress(RuntimeError):
         device = _own_device() if name == "auto" else torch.device(name)
         if device.type not in _WITHOUT_STREAMS:
@@ -44,5 +44,6 @@ def _own_device() -> torch.device:
 
 
 def shares_cores(name: str, delay_seed: int | None) -> bool:
-    """Whether compute on that device takes the cores of the update: the CPU, unless delays simulate another machine."""
+    """Return whether compute on that device uses the update's cores: only on the CPU, unless delays simulate a
+    device."""
     return find_device(name).type == "cpu" and delay_seed is None

@@ -1,5 +1,5 @@
-"""Any device that torch.accelerator knows: each lane's thread owns a stream, and events order streams without blocking
-the host. What a kind of device has besides, such as the registration of host memory, is a subclass's."""
+"""Run on any device that torch.accelerator knows: each lane's thread owns a stream, and events order streams without
+blocking the host. Subclasses add what one kind of device can do in addition, such as registering host memory."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tiered_zero.telemetry.spans import Recorder
 logger = logging.getLogger("tiered_zero")
 
 MAX_PENDING = 1 << 14
-"""Spans that wait for a step; of an evaluation without one the oldest are left out."""
+"""The most spans that wait for a step; in an evaluation without one the oldest are dropped."""
 
 
 class StreamAccelerator(Accelerator):
-    """One device of torch's current accelerator (cuda, xpu, ...), by default the current one."""
+    """One device of torch's current accelerator (cuda, xpu, ...); by default the current one."""
 
     pins = True
 
     def __init__(self, device: torch.device, poison: bool = False) -> None:
-        """Raises ConfigError where torch finds no such device."""
+        """Raises ConfigError if torch finds no such device."""
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None or found.type != device.type:
             raise ConfigError(
@@ -58,10 +58,10 @@ class StreamAccelerator(Accelerator):
         stream = torch.Stream(self.device)
 
         def launch(work: Work) -> EventMarker:
-            # first: a new thread's device is 0, and leaving the stream's context sets the thread's device again
+            # first: a new thread is on device 0, and leaving the stream's context sets the thread's device again
             torch.accelerator.set_device_index(self.device)
-            # no record_stream(): a recorded block is reused only once the host sees the event done, so that a host
-            # that runs ahead of the device would take new memory at each fetch. Every free is ordered by an event.
+            # no record_stream(): a recorded block is reused only once the host sees the event done, so a host that
+            # runs ahead of the device would allocate at each fetch. Events order every free.
             with stream:
                 for earlier in work.after:
                     self._order(earlier)
@@ -81,7 +81,7 @@ class StreamAccelerator(Accelerator):
                 "replays the addresses that it has seen, and the memory of paged parameters moves. Leave out "
                 'torch.cuda.graph(...), and compile the model without mode="reduce-overhead".'
             )
-        # the allocator gives freed memory out again in the order of the one stream that it was allocated on
+        # the allocator reuses freed memory in the order of the stream on which it was allocated
         stream = torch.accelerator.current_stream(self.device)
         if stream != self._compute:
             raise ModelError(
@@ -108,11 +108,11 @@ class StreamAccelerator(Accelerator):
             transfer.wait()
 
     def _current_stream(self) -> torch.Stream:
-        """Return the calling thread's stream, as this device's events take it."""
+        """Return the calling thread's stream, as the events of this device take it."""
         return torch.accelerator.current_stream(self.device)
 
     def _new_event(self) -> torch.Event:
-        """Make an event for the host to wait for."""
+        """Make an event for which the host can wait."""
         return torch.Event(self.device)
 
     def _mark(self) -> EventMarker:
@@ -122,7 +122,7 @@ class StreamAccelerator(Accelerator):
         return EventMarker(event)
 
     def _order(self, transfer: Transfer) -> None:
-        """Order what the calling thread launches from now on after `transfer`, which was launched. Does not block."""
+        """Order the calling thread's later launches after `transfer`, which was launched. Does not block."""
         if isinstance(transfer, LaneTransfer) and isinstance(transfer.marker, EventMarker):
             transfer.marker.event.wait(self._current_stream())
 
@@ -157,7 +157,7 @@ class StreamAccelerator(Accelerator):
         return False
 
     def unpin(self, address: int) -> None:
-        """Nothing was pinned."""
+        """Do nothing: nothing was pinned."""
 
     def _log_pageable(self, nbytes: int, why: str) -> None:
         if not self._logged_pin:
@@ -171,14 +171,14 @@ class StreamAccelerator(Accelerator):
 
 
 def _no() -> bool:
-    """Of a device without graphs: whether one is captured."""
+    """Return False: a device without graphs captures none."""
     return False
 
 
 @final
 class EventMarker:
-    """An event that was recorded. The host waits for it once, however many threads wait, and not at all once it is
-    seen to be complete: a unit's gradients are waited for to make room for others, and by the update."""
+    """A recorded event. The host waits for it once, however many threads wait, and not at all once it was seen
+    complete: both the limit of gradients in flight and the update wait for a unit's gradients."""
 
     def __init__(self, event: torch.Event) -> None:
         self.event = event
@@ -200,7 +200,7 @@ class EventMarker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pending:
-    """A span whose events are recorded and may not have come."""
+    """A span with recorded events that may not be complete."""
 
     recorder: Recorder
     lane: str
@@ -213,21 +213,21 @@ class _Pending:
 
 @final
 class DeviceClock:
-    """Times what lanes launch by the device's own events, for on the host a span of a transfer would be that of its
-    launch: pairs of events, and the host's time of one of them, from which the others' are counted."""
+    """Times what lanes launch, by device events: the host would only see the launch. Spans are pairs of events, and
+    their times are counted from one event whose host time is known."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
         self._first: _Pending | None = None
-        """Before those; taken out of them first, for a lane's append to a full deque drops the first there."""
+        """The oldest span, taken out of `_pending` first: a lane's append to a full deque drops its oldest item."""
         self._zero: torch.Event | None = None
-        """An event that has come, at `_zero_s` of time.perf_counter()."""
+        """A completed event, at `_zero_s` of time.perf_counter()."""
         self._zero_s = 0.0
 
     @contextmanager
     def span(self, recorder: Recorder, lane: str, kind: str, name: str = "", nbytes: int = 0) -> Iterator[None]:
-        """Time what the block launches on the current stream. Nothing is recorded of a block that raises. On a lane."""
+        """Time what the block launches on the current stream. Records nothing if the block raises. On a lane."""
         start = self._record()
         yield
         end = self._record()
@@ -236,9 +236,9 @@ class DeviceClock:
         )
 
     def add_spans(self) -> None:
-        """Add the spans whose ends have come, in the order of their launch; the others come with the next call.
+        """Add the spans that have ended, in the order of their launch; the others follow at the next call.
 
-        The zero follows them: torch gives milliseconds in fp32, which has no microseconds left after some minutes.
+        The zero moves along: torch returns milliseconds in fp32, which cannot hold microseconds after some minutes.
         """
         if self._first is None and not self._pending:
             return

@@ -1,1 +1,2 @@
-"""Host memory: one block of the planned size, staging buffers that are leased, huge pages for units on the CPU."""
+"""Manage host memory: one block of the planned size, staging buffers that are leased, huge pages for units on the
+CPU."""

@@ -1,4 +1,4 @@
-"""Memory for large blocks that are allocated and freed many times in a step."""
+"""Reuse memory for large blocks that are allocated and freed many times in a step."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from tiered_zero.system.resources import map_memory
 
 @final
 class BlockPool:
-    """Mappings that the next tensor of their size gets when their last one is gone. One thread takes; any thread drops
+    """Memory mappings that are reused by the next tensor of the same size. One thread takes; any thread may drop
     tensors.
 
-    The system clears a new mapping as it is touched, 1.6 GB/s of a core where this was measured and 4 GB/s were read.
-    `mapped_nbytes`: of all mappings that are kept.
+    The system clears a new mapping when it is touched: 1.6 GB/s per core where this was measured, while the disk read 4
+    GB/s. `mapped_nbytes`: bytes of all mappings that are kept.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """`nbytes`: of all mappings, in use and free; where more are in use none is free."""
+        """`nbytes`: limit of all mappings, used and free; beyond it free ones are dropped."""
         self._nbytes = nbytes
         self.mapped_nbytes = 0
         self._returned: deque[mmap.mmap] = deque()
         self._free: list[mmap.mmap] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Whole pages for `nbytes`, [n] uint8, whose contents are undefined."""
+        """Return whole pages for `nbytes`, [n] uint8 of undefined content."""
         self._collect()
         size = align_up(nbytes, PAGE_NBYTES)
         found = next((index for index in reversed(range(len(self._free))) if len(self._free[index]) == size), None)
@@ -41,7 +41,7 @@ class BlockPool:
             mapping = self._free.pop(found)
         else:
             self._shrink(self._nbytes - size)
-            # kept from forked children, as HostArena's memory
+            # not inherited by forked children, like HostArena's memory
             mapping = map_memory(size, "MADV_HUGEPAGE", "MADV_DONTFORK")
             self.mapped_nbytes += size
         memory = memoryview(mapping)  # lives as long as the tensor's storage
@@ -58,23 +58,23 @@ class BlockPool:
             self._free.append(self._returned.popleft())
 
     def _shrink(self, nbytes: int) -> None:
-        """Drop free mappings, the oldest first, until all have at most `nbytes`."""
+        """Drop free mappings, oldest first, until all together have at most `nbytes`."""
         while self._free and self.mapped_nbytes > nbytes:
             self.mapped_nbytes -= len(self._free.pop(0))
 
 
 @final
 class HeapTrim:
-    """Trims malloc's heap when moved blocks have left too much of it free and resident; glibc only (2.33). One thread.
+    """Trims malloc's heap when moved blocks have left too much of it free and resident; glibc 2.33 only. One thread.
 
-    Small blocks that live longer come to lie between large ones in the heap, which then fit into none of the holes: 64
-    checkpoints of 4 MiB, whose inputs were offloaded, left 250 MiB there. A mapping for each large block
-    (M_MMAP_THRESHOLD) leaves no holes, and took a third more of the CPU's time for a step, all of it to clear pages.
+    Small long-lived blocks end up between large ones in the heap, whose holes then fit no large block: 64 checkpoints
+    of 4 MiB, whose inputs were offloaded, left 250 MiB there. A mapping per large block (M_MMAP_THRESHOLD) leaves no
+    holes, but a step took a third more CPU time, all of it to clear pages.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """`nbytes`: of holes, which stay for the next blocks; and of blocks that are moved before holes are looked for:
-        plain PyTorch leaves holes too."""
+        """`nbytes`: size of holes that is left alone for the next blocks, and bytes moved before holes are looked for;
+        plain PyTorch leaves holes, too."""
         self._nbytes = nbytes
         self._moved_nbytes = 0
         self._info = getattr(ctypes.CDLL(None), "mallinfo2", None)
@@ -83,7 +83,7 @@ class HeapTrim:
             self._least_nbytes = self._unused_nbytes()
 
     def add(self, nbytes: int) -> None:
-        """Count a block that is moved; trim where holes have grown beyond the size that is left alone."""
+        """Count a moved block, and trim if holes have grown beyond the size that is left alone."""
         self._moved_nbytes += nbytes
         if self._info is None or self._moved_nbytes < self._nbytes:
             return
@@ -95,14 +95,14 @@ class HeapTrim:
         self._least_nbytes = min(found, self._least_nbytes)
 
     def _unused_nbytes(self) -> int:
-        """The resident set less what malloc has given out: holes, and what is no malloc's."""
+        """Return the resident set minus what malloc has given out: holes, and memory that is not malloc's."""
         info = self._info()  # type: ignore[misc]
         num_pages = int(Path("/proc/self/statm").read_bytes().split()[1])
         return num_pages * mmap.PAGESIZE - int(info.uordblks) - int(info.hblkhd)
 
 
 class _Mallinfo2(ctypes.Structure):
-    """Of mallinfo(3). `uordblks`: bytes given out in heaps; `hblkhd`: in mappings of their own."""
+    """The result of mallinfo2(3). `uordblks`: bytes given out in heaps. `hblkhd`: bytes in separate mappings."""
 
     _fields_ = [
         (name, ctypes.c_size_t)

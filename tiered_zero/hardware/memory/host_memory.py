@@ -1,4 +1,4 @@
-"""Host memory: one block of exactly the planned size, from which named slots are taken."""
+"""Allocate host memory: one block of exactly the planned size, from which named slots are taken."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from tiered_zero.system.resources import map_memory, touch_pages
 from tiered_zero.telemetry.ledger import Ledger
 
 _MAPPED_NBYTES = 128 * 1024
-"""malloc, too, gives blocks from this size on a mapping of their own, until the first of them is freed."""
+"""From this size on malloc, too, uses separate mappings, until the first of them is freed."""
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HostSlot:
-    """Whole pages of the arena. `nbytes`: the size asked for, rounded up to a page.
-
-    `tensor`: [nbytes] uint8, host. `memory`: the same bytes for the I/O engines.
+    """Whole pages of the arena. `nbytes`: the requested size, rounded up to a page. `tensor`: [nbytes] uint8. `memory`:
+    the same bytes for the I/O engines.
     """
 
     offset: int
@@ -39,25 +38,25 @@ class HostSlot:
     _arena: HostArena
 
     def release(self) -> None:
-        """Free the bytes, once. The caller keeps no view of them, for the arena gives them to the next slot."""
+        """Free the bytes, once. The caller keeps no view: the next slot may get them."""
         self._arena._release(self)
 
 
 def trim_malloc() -> None:
-    """Return the retained heap, malloc's freed blocks, to the system; glibc only.
+    """Return malloc's free heap memory to the system; glibc only. Takes a few milliseconds.
 
-    glibc raises its threshold for blocks of their own to the largest one freed, so that a unit's first values, freed
-    before the next unit's are made, leave holes of up to 32 MiB each in the heap. A few milliseconds.
+    glibc raises its threshold for separate mappings to the largest block freed, so a unit's initial values, freed
+    before the next unit's are made, leave holes of up to 32 MiB each in the heap.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def temporary_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU that are needed for a moment; large ones in a mapping of their own.
+    """Return zeros on the CPU for temporary use; large ones in a separate mapping.
 
-    Values that are allocated and freed one after another, while small blocks stay between them, make malloc's heap
-    grow by their sum; what is allocated in the holes later makes them resident, up to all of it.
+    Values allocated and freed one after another, with small blocks left in between, make malloc's heap grow by their
+    sum; later allocations in the holes make it resident, up to all of it.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _MAPPED_NBYTES:
@@ -66,7 +65,7 @@ def temporary_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def typed_view(raw: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """`raw`: [n] uint8 -> [numel] `dtype` over its first bytes. Raises BudgetError where they are too few."""
+    """Return the first bytes of `raw`, [n] uint8, as [numel] of `dtype`. Raises BudgetError if they are too few."""
     nbytes = numel * dtype.itemsize
     if nbytes > raw.numel():
         raise BudgetError(f"{numel} elements of {dtype} need {nbytes} bytes; this memory has {raw.numel()}")
@@ -74,16 +73,16 @@ def typed_view(raw: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tenso
 
 
 UNPINNED_KINDS = frozenset({"state", "commit", "commit_param", "commit_copy", "bucket"})
-"""What never crosses to the device: the CPU updates state where it rests."""
+"""Kinds that never cross to the device: the CPU updates state in place."""
 
 
 @final
 class HostArena:
-    """One anonymous, page-aligned mapping, whose slots are pinned where that is asked for and possible. Any thread.
+    """One anonymous, page-aligned mapping, whose slots are pinned if that is asked for and possible. Any thread.
 
-    Torch's pinned allocator rounds every size up to a power of two; here a byte asked for is a byte taken. A slot is
-    pinned by itself, so that one which cannot be leaves the others pinned; `UNPINNED_KINDS`, most of the
-    bytes, are not.
+    Torch's pinned allocator rounds sizes up to powers of two; this one takes exactly the pages asked for. Slots are
+    pinned one by one, so that a slot which cannot be leaves the others pinned. `UNPINNED_KINDS`, most of the bytes, are
+    not.
     """
 
     def __init__(self, capacity_nbytes: int, accelerator: Accelerator, pin: bool, ledger: Ledger) -> None:
@@ -94,23 +93,23 @@ class HostArena:
         self._lock = threading.Lock()
         self._taken: dict[int, HostSlot] = {}
         self._closed = False
-        # Kept from forked children: a child's copy-on-write would take pages from under a direct transfer in flight
-        # (open(2), O_DIRECT notes).
+        # not inherited by forked children: a child's copy-on-write would replace pages under a direct transfer in
+        # flight (open(2), O_DIRECT notes)
         mapping = map_memory(self.capacity_nbytes, "MADV_DONTFORK", "MADV_HUGEPAGE")
         self._memory, self._tensor = memoryview(mapping), torch.frombuffer(mapping, dtype=torch.uint8)
         self._pin = pin
         self._near_cpus = near_cpus(accelerator.device) if pin else set()
         self._pinned: dict[int, int] = {}
-        """Offset -> bytes of each slot that is pinned."""
+        """Offset -> bytes of each pinned slot."""
         self.poison(self._tensor)
 
     @property
     def pinned_nbytes(self) -> int:
-        """Bytes that the device copies directly."""
+        """The number of bytes that the device can copy directly."""
         return sum(self._pinned.values())
 
     def take(self, nbytes: int, kind: str) -> HostSlot:
-        """A slot of at least `nbytes` bytes, first fit. Its contents are undefined. Raises BudgetError."""
+        """Return a slot of at least `nbytes`, first fit, of undefined content. Raises BudgetError."""
         size = align_up(max(nbytes, 1), PAGE_NBYTES)
         with self._lock:
             offset = self._extents.allocate(size)
@@ -148,13 +147,13 @@ class HostArena:
             self._ledger.discharge("host", slot.kind, slot.nbytes)
 
     def poison(self, pages: torch.Tensor) -> None:
-        """In debug mode overwrite whole pages ([n] uint8): NaN in fp32 and in every other 16-bit float."""
+        """In debug mode overwrite whole pages, [n] uint8: NaN in fp32, and in every other 16-bit float."""
         self._accelerator.poison(pages, torch.float32)
 
     def close(self) -> None:
-        """Unpin, and give the memory back once the last view of it is gone. Idempotent.
+        """Unpin the memory; it is freed with the last view of it. Idempotent.
 
-        A tensor or memoryview that outlives the arena stays valid (it holds the mapping); it is no longer pinned.
+        A tensor or memoryview that outlives the arena stays valid (it holds the mapping), but is no longer pinned.
         """
         with self._lock:
             self._closed = True

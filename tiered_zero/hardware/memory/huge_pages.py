@@ -1,13 +1,13 @@
-"""Memory for paged units where the CPU is the device: huge pages move from one unit's addresses to another's.
+"""Move huge pages between the addresses of paged units, if the CPU is the device.
 
-malloc gives a large block back to the system when it is freed, and the system clears it page by page when it is asked
-for again: on the machine where this was measured, a virtual one, that took several times as long as to read the unit
-from its disk. Here each unit keeps its own addresses, without memory behind them. Memory is mapped there in huge pages
-(mremap(2), which moves an entry of the page table, not bytes), and unmapped again into a store of such pages. So it is
-never fragmented, and the disk can write to it directly, for it begins at a page.
+malloc returns a large block to the system when it is freed, and the system clears it page by page when it is asked for
+again: on the virtual machine where this was measured that took several times as long as reading the unit. Here huge
+pages are mapped under a unit's addresses (mremap(2), which moves an entry of the page table, not bytes), and unmapped
+again into a store of such pages. So memory is never fragmented, and the disk can write to it directly, because it
+begins at a page.
 
-Addresses without memory of their own show NaN (all bits set, -1 in whole numbers). Code that reads a tensor past every
-guard (at a constant address in C++, as `torch.jit.save` does) meets those, and not zeros that look like weights.
+Addresses without their own memory show NaN (all bits set, -1 as integers). Code that reads a tensor past every guard
+(at a constant address in C++, as `torch.jit.save` does) sees NaN instead of zeros that look like weights.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 _MAX_STORED = 4096
-"""Pages in the store, at most: each is an entry of its own in the process's table of mappings."""
+"""The most pages in the store: each is a separate entry in the process's table of mappings."""
 
 
 @final
 class HugePagePool:
-    """Address ranges for units, and a store of huge pages that no unit has; full ranges and the store hold `nbytes` at
-    most. Driver thread.
+    """Hands huge pages to address ranges, and stores those that no unit has. Driver thread.
 
-    Raises OSError where the system cannot move pages (not Linux, before 5.7).
+    Full ranges and the store hold at most `nbytes`. Raises OSError if the system cannot move pages (not Linux, or
+    before 5.7).
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -42,7 +42,7 @@ class HugePagePool:
         num_pages = min(nbytes // HUGE_PAGE_NBYTES, _MAX_STORED)
         self._store = map_memory(
             (num_pages + 2) * HUGE_PAGE_NBYTES, flags=_MAP_NORESERVE
-        )  # two more: one is lost where it begins inside of a page
+        )  # two more pages: one is lost if the mapping begins inside a page
         start = align_up(_address(self._store), HUGE_PAGE_NBYTES)
         self._vacant = [start + index * HUGE_PAGE_NBYTES for index in range(num_pages)]
         self._stored: list[int] = []
@@ -51,24 +51,24 @@ class HugePagePool:
         self._nans = mmap.mmap(-1, HUGE_PAGE_NBYTES, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
         self._nans.write(b"\xff" * HUGE_PAGE_NBYTES)
         self._nans_address = _address(self._nans)
-        if self._vacant:  # try it: onto itself is refused, so onto the spare page behind
+        if self._vacant:  # try it, onto the spare page at the end: a move onto itself is refused
             self._move(start, start + num_pages * HUGE_PAGE_NBYTES)
 
     def close(self) -> None:
-        """Free what is stored, and from now on what ranges are emptied of. Idempotent."""
+        """Free what is stored; from now on free what ranges are emptied of. Idempotent."""
         self._vacant.clear()
         self._stored.clear()
         self._store.close()
 
     def map(self, address: int, nbytes: int) -> None:
-        """Map huge pages of the store at `address`, as many as there are; the system gives the others when they are
-        touched, and the store frees what would be too much with them. `nbytes`: whole pages, as below."""
+        """Map huge pages of the store at `address`; the system provides missing ones when they are touched. Then free
+        stored pages beyond the limit. `nbytes`: whole pages, also below."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         if self._libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
             raise OSError(ctypes.get_errno(), "mmap of memory for units")
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):  # the latter as for HostArena's memory
             self._libc.madvise(address, nbytes, advice)
-        with suppress(OSError):  # out of mappings: then the system gives the rest too
+        with suppress(OSError):  # out of mappings: the system provides the rest
             for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._stored))):
                 self._move(self._stored[-1], address + index * HUGE_PAGE_NBYTES)
                 self._vacant.append(self._stored.pop())
@@ -78,9 +78,9 @@ class HugePagePool:
             self._vacant.append(self._stored.pop())
 
     def unmap(self, address: int, nbytes: int, keep: bool) -> None:
-        """Move the huge pages at `address` into the store as far as it has room, and free the rest. `keep`: False frees
+        """Move the huge pages at `address` into the store while it has room, and free the rest. `keep`: False frees
         everything."""
-        with suppress(OSError):  # then the rest is freed
+        with suppress(OSError):  # the rest is freed
             for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant)) if keep else 0):
                 self._move(address + index * HUGE_PAGE_NBYTES, self._vacant[-1])
                 self._stored.append(self._vacant.pop())
@@ -88,15 +88,15 @@ class HugePagePool:
         self.show_nans(address, nbytes)
 
     def show_nans(self, address: int, nbytes: int) -> None:
-        """Map the pattern of NaN under these addresses, piece by piece; the memory that they had goes to the system."""
+        """Map NaNs at these addresses, piece by piece; the memory that they had returns to the system."""
         for start in range(0, nbytes, HUGE_PAGE_NBYTES):
             size = min(HUGE_PAGE_NBYTES, nbytes - start)
-            # of a shared mapping, an old size of 0 makes a second one of the same memory
+            # for a shared mapping, an old size of 0 makes a second mapping of the same memory
             if self._libc.mremap(self._nans_address, 0, size, _MAYMOVE | _FIXED, address + start) == _FAILED:
                 raise OSError(ctypes.get_errno(), "mremap of memory for units")
 
     def _move(self, page: int, to: int) -> None:
-        """A huge page; nothing is left behind under its old address, which stays ours."""
+        """Move a huge page. Its old address stays reserved, without memory."""
         size = HUGE_PAGE_NBYTES
         if self._libc.mremap(page, size, size, _MAYMOVE | _FIXED | _DONTUNMAP, to) == _FAILED:
             raise OSError(ctypes.get_errno(), "mremap of memory for units")
@@ -104,11 +104,11 @@ class HugePagePool:
 
 @final
 class PageRange:
-    """A unit's addresses, empty at first. `tensor`: [nbytes] uint8; `alias`: the same with a storage of its own;
-    `memory`: the same as whole pages.
+    """A unit's addresses, empty at first. `tensor`: [nbytes] uint8. `alias`: the same with its own storage. `memory`:
+    the same as whole pages.
 
-    What is in them is undefined after `fill` until something is written, and NaN before it and after `empty`. The
-    mapping ends with its last view.
+    The content is undefined after `fill` until it is written, and NaN before `fill` and after `empty`. The mapping ends
+    with its last view.
     """
 
     def __init__(self, pool: HugePagePool, nbytes: int) -> None:
@@ -129,7 +129,7 @@ class PageRange:
         self.is_full = True
 
     def empty(self, keep: bool = True) -> None:
-        """`keep`: False where something may still write to this memory, so that no other range may get it."""
+        """Unmap the memory. `keep`: False if something may still write to it, so that no other range may get it."""
         self._pool.unmap(self._address_of_first, self._nbytes, keep)
         self.is_full = False
 

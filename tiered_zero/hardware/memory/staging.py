@@ -1,4 +1,4 @@
-"""Staging buffers: a fixed number of equal buffers, leased one at a time, with back-pressure instead of failure."""
+"""Lease staging buffers: a fixed number of equal buffers, with back-pressure instead of failure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from tiered_zero.telemetry.spans import Recorder
 logger = logging.getLogger("tiered_zero")
 
 _SLICE_S = 1.0
-"""A blocked wait looks at the clock this often."""
+"""A blocked wait checks the clock this often."""
 
 
 @final
 class Lease:
-    """Ownership of one staging buffer, until `release()` (any thread, once counts) or the end of a `with` block.
+    """Ownership of one staging buffer, until `release()` (any thread, only the first call counts) or the end of a
+    `with` block.
 
-    `tensor`: [n] uint8, host, n the asked size rounded up to a page; `memory`: the same bytes for the I/O engines.
+    `tensor`: [n] uint8, host, n the asked size rounded up to a page. `memory`: the same bytes for the I/O engines.
     After release both are empty, so that a late use fails.
     """
 
@@ -38,7 +39,7 @@ class Lease:
         self.memory = memory
 
     def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first `numel` elements as a flat of `dtype`."""
+        """Return the first `numel` elements as a flat of `dtype`."""
         return typed_view(self.tensor, dtype, numel)
 
     def release(self) -> None:
@@ -64,7 +65,7 @@ class StagingPool:
         recorder: Recorder,
         timeout_s: float = 300.0,
     ) -> None:
-        """`timeout_s`: how long a lease may be waited for; longer is a deadlock."""
+        """`timeout_s`: the longest wait for a lease; a longer one counts as a deadlock."""
         self.buffer_nbytes = align_up(buffer_nbytes, PAGE_NBYTES)
         self.count = count
         self.kind = kind
@@ -75,12 +76,12 @@ class StagingPool:
         self._changed = threading.Condition()
         self._leased: dict[int, Lease] = {}
         self._free = list(range(count))[::-1]
-        """The others: the one that was released last is leased first."""
+        """The free buffers; the one released last is leased first."""
         self._closed = False
 
     @property
     def memory(self) -> memoryview:
-        """All buffers, one behind the other."""
+        """All buffers, one after another."""
         return self._slot.memory
 
     @property
@@ -88,14 +89,15 @@ class StagingPool:
         return len(self._free)
 
     def lease_nowait(self, nbytes: int, holder: str = "") -> Lease | None:
-        """A buffer if one is free now. Raises BudgetError where `nbytes` is more than a buffer."""
+        """Lease a buffer if one is free now; else return None. Raises BudgetError if `nbytes` is more than a buffer."""
         with self._changed:
             return self._lease(nbytes, holder)
 
     def lease(self, nbytes: int, holder: str = "", lane: str = "compute") -> Lease:
-        """A buffer, as soon as one is free; the wait is recorded as `wait_lease` on `lane`.
+        """Lease a buffer, waiting until one is free; the wait is recorded as `wait_lease` on `lane`.
 
-        `holder`: a name for the table of holders. Raises BudgetError: more than a buffer, or the time is up.
+        `holder`: a name for the table of holders. Raises BudgetError if `nbytes` is more than a buffer, or after the
+        timeout.
         """
         with self._changed:
             if (lease := self._lease(nbytes, holder)) is not None:
@@ -109,7 +111,8 @@ class StagingPool:
             return lease
 
     def _wait_free(self) -> bool:
-        """Wait until a buffer is free or the pool closed, `timeout_s` at most; return whether it is. Under the lock."""
+        """Wait at most `timeout_s` until a buffer is free or the pool closed, and return whether that is so. Under the
+        lock."""
         looked_s = time.monotonic()
         until_s = looked_s + self._timeout_s
         while (left_s := until_s - looked_s) > 0:
@@ -121,18 +124,18 @@ class StagingPool:
         return bool(self.num_free or self._closed)
 
     def holders(self) -> list[tuple[str, float]]:
-        """The holders of buffers, each with the lease's age in seconds, oldest first."""
+        """Return the holders of buffers, each with the lease's age in seconds, oldest first."""
         now_s = time.monotonic()
         with self._changed:
             return [(lease.holder, now_s - lease.since_s) for lease in self._leased.values()]
 
     def reclaim(self) -> None:
-        """Release every lease: nothing is in flight, and what had leased them was broken off."""
+        """Release every lease: nothing is in flight, and the holders were aborted."""
         for lease in list(self._leased.values()):
             lease.release()
 
     def close(self) -> None:
-        """Give the buffers back to the arena; waiting threads raise. Leases still out are logged: their I/O was not
+        """Return the buffers to the arena; waiting threads raise. Leases still held are logged: their I/O was not
         drained. Idempotent."""
         with self._changed:
             if self._closed:
@@ -144,7 +147,7 @@ class StagingPool:
         self._slot.release()
 
     def _lease(self, nbytes: int, holder: str) -> Lease | None:
-        """Under the lock."""
+        """Lease a free buffer; None if there is none. Under the lock. Raises BudgetError."""
         if nbytes > self.buffer_nbytes:
             raise BudgetError(
                 f"a lease of {format_nbytes(nbytes)} ({nbytes} bytes) was asked of the {self.kind} buffers; each has "
@@ -166,7 +169,7 @@ class StagingPool:
         with self._changed:
             if self._leased.get(index) is not lease:
                 return
-            self._changed.notify()  # the woken thread goes on once the lock is free
+            self._changed.notify()  # the woken thread continues once the lock is free
             del self._leased[index]
             self._free.append(index)
             tensor = lease.tensor

@@ -1,1 +1,1 @@
-"""The ranks of a run: collectives over torch.distributed, acts in which all take part, failures that they post."""
+"""Connect the ranks of a run: collectives over torch.distributed, joint decisions, and failures that ranks post."""

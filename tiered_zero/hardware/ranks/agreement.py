@@ -1,4 +1,4 @@
-"""Acts in which every rank takes part: all get each one's result, or all raise the error of one."""
+"""Run an act on every rank: all get every rank's result, or all raise the error of one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def agree(
     encode: Callable[[Result], Any] = lambda result: result,
     decode: Callable[[Any], Result] = lambda value: value,
 ) -> list[Result]:
-    """Run `act` on every rank and return the results in rank order. Driver thread, at the same time on every rank;
-    blocks until the slowest has ended.
+    """Run `act` on every rank and return the results in rank order. Driver thread, on all ranks at the same time;
+    blocks until the slowest has ended. With one rank it returns `[act()]`.
 
-    An error of `act` on one rank is raised there, and on the others as one of its class that names the rank: the ranks
-    stay in step, and the run goes on if the caller lets it. `encode`, `decode`: between a result and JSON. An `act`
-    that makes collectives calls `ranks.fail` where it fails in their midst: the others wait in one of them, and not for
-    its answer. Raises RankError where another rank is in another `call`, fails or does not answer, from this rank's own
-    error if it has one. With one rank it is `[act()]`.
+    An error of `act` on one rank is raised there; the others raise one of the same class that names the rank. So ranks
+    stay in step, and the run can go on. An `act` that makes collectives and fails between them must call `ranks.fail`,
+    since the others wait in a collective instead of for its answer. `encode`, `decode`: convert a result to JSON and
+    back. Raises RankError if another rank makes another `call`, fails or does not answer; this rank's own error is its
+    cause.
     """
     if ranks.world_size == 1:
         return [act()]
@@ -45,7 +45,7 @@ def agree(
             raise
         raise error from failure
     except (KeyboardInterrupt, SystemExit) as interrupt:
-        # the others wait for this rank's answer, or have it and go on
+        # the others wait for this rank's answer, or have it and continue
         ranks.fail(f"{call}: {type(interrupt).__name__}")
         raise
     found = [_decoded(message) for message in messages]
@@ -65,12 +65,12 @@ def agree(
 def _decoded(message: bytes) -> dict[str, Any]:
     try:
         found = json.loads(message)
-    except ValueError:  # of step(), whose messages are packed numbers
+    except ValueError:  # a message of step(), which packs numbers
         found = None
     return found if isinstance(found, dict) else {}
 
 
 def _class_of(name: str) -> type[errors.TieredZeroError]:
-    """An error class of this package by its name; their base for any other."""
+    """Return this package's error class of that name; their base class for any other name."""
     found = getattr(errors, name, None)
     return found if isinstance(found, type) and issubclass(found, errors.TieredZeroError) else errors.TieredZeroError

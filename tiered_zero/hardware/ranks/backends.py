@@ -1,4 +1,4 @@
-"""The backends of torch.distributed: one of host memory, and the one that each kind of device has."""
+"""Choose torch.distributed backends: one for host memory, and the one of each kind of device."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch.distributed as dist
 from tiered_zero.errors import ConfigError
 
 HOST_BACKEND = "gloo"
-"""Carries control, and bytes in host memory."""
+"""Carries control messages, and bytes in host memory."""
 
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""(output, input, group) of one tensor each. torch 2.13 has given `all_gather_into_tensor` this name, and warns of the
-old one, which is the only one in 2.11 and 2.12."""
+"""(output, input, group), one tensor each. torch 2.13 has renamed `all_gather_into_tensor` and warns about the old
+name, the only one in 2.11 and 2.12."""
 
 
 def device_backend(device: torch.device) -> str:
-    """Return the backend that carries what lies on `device`, an accelerator. Raises ConfigError where this torch has
+    """Return the backend that carries tensors on `device`, an accelerator. Raises ConfigError if this torch has
     none."""
     try:
         backend = dist.get_default_backend_for_device(device)

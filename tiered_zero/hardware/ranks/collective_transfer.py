@@ -1,4 +1,4 @@
-"""A collective under way, and how the driver waits for the other ranks."""
+"""Track a collective under way, and let the driver wait for the other ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tiered_zero.hardware.ranks.rank_failures import CollectiveCall, RankFailure
 from tiered_zero.telemetry.spans import Recorder
 
 POLL_S = 0.5
-"""A blocked wait looks in the store this often for the message of a rank that failed."""
+"""A blocked wait checks the store this often for the message of a failed rank."""
 
 
 @dataclass(kw_only=True)
 class RankTraffic:
-    """Bytes of whole flats and buckets that this rank has handed to collectives so far: with W ranks (W - 1)/W of them
-    are another rank's. `waited_s`: seconds that the driver was blocked for other ranks."""
+    """Bytes of whole flats and buckets that this rank has passed to collectives; with W ranks another rank has (W -
+    1)/W of them. `waited_s`: seconds that the driver was blocked for other ranks."""
 
     gathered_nbytes: int = 0
     reduced_nbytes: int = 0
@@ -29,7 +29,7 @@ class RankTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class WaitContext:
-    """The records of a wait: failures to look for, traffic and spans to count it in."""
+    """What a wait for other ranks uses: failures to check, traffic and spans to record it in."""
 
     failures: RankFailures
     traffic: RankTraffic
@@ -42,7 +42,7 @@ class WaitContext:
         what: str,
         call: CollectiveCall,
     ) -> None:
-        """Wait for `is_over(seconds)`. Raises RankError where another rank has failed."""
+        """Wait for `is_over(seconds)`. Raises RankError if another rank has failed."""
         start_s, failures = time.perf_counter(), self.failures
         if not is_over(POLL_S):
             blocks_driver = not runs_on_lane()
@@ -64,7 +64,7 @@ class WaitContext:
 
 @final
 class CollectiveTransfer(Transfer):
-    """One collective under way. A wait ends early, with RankError, where another rank has failed."""
+    """One collective under way on the host. A wait ends early, with RankError, if another rank has failed."""
 
     def __init__(self, waits: WaitContext, call: CollectiveCall, what: str) -> None:
         self._waits = waits
@@ -74,7 +74,7 @@ class CollectiveTransfer(Transfer):
         self._event = threading.Event()
 
     def end(self, error: BaseException | None) -> None:
-        """Complete it. Called once, by the lane's thread."""
+        """Complete the transfer. The lane's thread calls it once."""
         self.error = error
         self._event.set()
 
@@ -89,8 +89,8 @@ class CollectiveTransfer(Transfer):
 
 @final
 class DeviceCollective(LaneTransfer):
-    """One collective of a device. What comes after it is ordered by its event; the host waits for its launch, which may
-    have to wait for the other ranks' calls. A wait ends early, with RankError, where another rank has failed."""
+    """One collective on a device. Its event orders what follows. The host waits for its launch, which may wait for the
+    other ranks' calls; the wait ends early, with RankError, if another rank has failed."""
 
     def __init__(self, waits: WaitContext, call: CollectiveCall, what: str) -> None:
         super().__init__(launched=threading.Event())
@@ -100,7 +100,7 @@ class DeviceCollective(LaneTransfer):
 
     def wait(self) -> None:
         super().wait()
-        if self._waits.failures.found is not None:  # its groups were ended, and its memory has any content
+        if self._waits.failures.found is not None:  # the groups were closed, and the result is undefined
             raise self._waits.failures.found
 
     def _await_launch(self) -> None:

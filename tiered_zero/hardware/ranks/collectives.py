@@ -1,4 +1,4 @@
-"""Collectives: their interface, and the ranks that a run has."""
+"""Define the interface of collectives, and make those of a run."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ logger = logging.getLogger("tiered_zero")
 
 
 class Collectives(Protocol):
-    """The collectives of a run. Driver thread only: every rank makes the same calls in the same order.
+    """The collectives of a run. Driver thread only; every rank makes the same calls in the same order.
 
-    `what`: names the call in errors. Raises RankError where another rank fails or does not answer.
+    `what`: names the call in errors. Raises RankError if another rank fails or does not answer.
     """
 
     rank: int
     world_size: int
     traffic: RankTraffic
     recorder: Recorder
-    """Of the whole run. Has a span of each gather and reduction, with the bytes that this rank has handed over; the
-    driver's waits are `wait_ranks`."""
+    """The run's recorder. It gets a span per gather and reduction, with this rank's bytes; the driver's waits are
+    `wait_ranks`."""
 
     def all_gather(
         self,
@@ -58,12 +58,11 @@ class Collectives(Protocol):
         bounds: Sequence[int] | None = ...,
     ) -> Transfer:
         """Start to fill `flat` [W * n] with every rank's `shard` [n], in rank order. `shard` may be its part of `flat`.
-        Both are this call's until the transfer is done. `bounds`: W+1 offsets of the shards, of any sizes; None: of one
-        size.
 
-        `after`: what fills `shard`; an error of it is this transfer's. `order`: what this call gathers: where another
-        rank gathers something else now, every rank raises RankError with what each does. None: the order of calls is
-        known to be the same."""
+        The caller leaves both alone until the transfer is done. `after`: fills `shard`; its error becomes this
+        transfer's. `order`: names what is gathered; if ranks name different things, all raise RankError with every
+        name. None: the order is known to be the same. `bounds`: W+1 offsets of shards of any sizes; None: all have one
+        size."""
 
     def reduce_scatter(
         self,
@@ -74,42 +73,41 @@ class Collectives(Protocol):
         after: Sequence[Transfer] = ...,
         bounds: Sequence[int] | None = ...,
     ) -> Transfer:
-        """Start to sum part `rank` of all ranks' `bucket` [W * n] into this rank's: that of rank 0 first, then the
-        others' in rank order, so that an element's sum depends on its values alone. Other parts are undefined then.
-        `room`, 1-D: [W - 1] at least, to receive others' parts in; (W - 1) n are received at once. Both are this call's
-        until the transfer is done. `after`, `bounds`: as of `all_gather`."""
+        """Start to sum part `rank` of all ranks' `bucket` [W * n] into this rank's, in rank order, so that an element's
+        sum depends only on its values. The other parts are then undefined. `room`, 1-D: at least [W - 1], to receive
+        others' parts; with (W - 1) n all are received at once. The caller leaves both alone until the transfer is done.
+        `after`, `bounds`: as in `all_gather`."""
 
     def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
         """Fill `tensor` with that of rank `source`. Blocks."""
 
     def exchange(self, data: bytes, what: str = ..., *, kind: str = ...) -> list[bytes]:
-        """Return every rank's `data`, in rank order: what each gave, of any length. Blocks. `kind`: of call, where
-        `what` says more, as the number of a step. Raises RankError, on every rank, where kinds differ."""
+        """Return every rank's `data`, of any length, in rank order. Blocks. `kind`: the kind of call, if `what` says
+        more, such as a step's number. Raises RankError on every rank if kinds differ."""
 
     def fail(self, message: str) -> None:
         """End the run on every rank: the others raise RankError with `message`. Idempotent; raises nothing."""
 
     def open(self) -> None:
-        """Connect to the other ranks. Once, before any other call; every rank calls it at the same time. `close` ends
-        what it has begun where it raises. Raises ModelError and RankError."""
+        """Connect to the other ranks. Once, before any other call, on every rank at the same time. If it raises,
+        `close` ends what it has begun. Raises ModelError and RankError."""
 
     def connect_device(self, accelerator: Accelerator) -> None:
-        """Let tensors on the device of `accelerator` be gathered and reduced there. Once, after `open`; every rank
-        calls it at the same time. Nothing where that is the CPU. Raises ConfigError and RankError."""
+        """Allow gathers and reductions of tensors on the device of `accelerator`; does nothing for the CPU. Once, after
+        `open`, on every rank at the same time. Raises ConfigError and RankError."""
 
     def close(self) -> None:
-        """Free what this has created. Idempotent."""
+        """Free what this object has created. Idempotent."""
 
 
 def make_collectives(
     timeout_s: float, dist_init_required: bool | None = None, gather_numel: int = 1 << 62
 ) -> Collectives:
-    """Return the collectives of the ranks that the launcher has started, or that torch.distributed has: one, or many.
-    They are still to be opened, by a caller that closes them where that fails.
+    """Return the collectives of the ranks that the launcher or torch.distributed has: one or many. The caller opens
+    them, and closes them if that fails. Every rank calls it at the same time.
 
-    Every rank calls it at the same time. `timeout_s`: after which a rank that does not answer is an error.
-    `dist_init_required`: False initializes no process group. `gather_numel`: elements that a gather moves at once, at
-    most. Raises ModelError and RankError.
+    `timeout_s`: a rank that does not answer for longer is an error. `dist_init_required`: False initializes no process
+    group. `gather_numel`: the most elements that a gather moves at once. Raises ModelError and RankError.
     """
     if world_size_here() == 1:
         return SingleRank(dist_init_required)
@@ -118,9 +116,9 @@ def make_collectives(
 
 
 def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> None:
-    """Initialize torch.distributed from the launcher's environment, if it is not.
+    """Initialize torch.distributed from the launcher's environment, unless it is.
 
-    The group stays until the process ends: the launcher's store takes no second one, and another engine may follow.
+    The group stays until the process ends: the launcher's store accepts no second one, and another engine may follow.
     """
     if is_initialized():
         return
@@ -150,7 +148,7 @@ def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> Non
 
 
 def _meet(timeout_s: float) -> None:
-    """Initialize torch.distributed on a thread of its own, for signals end a wait of Python's, not one of torch's."""
+    """Initialize torch.distributed on a separate thread: signals can interrupt Python's wait, but not torch's."""
     met = Completion()
 
     def meet() -> None:
@@ -167,8 +165,8 @@ def _meet(timeout_s: float) -> None:
 
 
 def _restarted_store(timeout: timedelta) -> dict[str, Any]:
-    """Keep the keys of a restarted run apart in torchrun's store from those that the ended ranks have left there, which
-    name their addresses. On one host: the agents of several count their restarts each for itself."""
+    """Return a store in which a restarted run does not see the keys of the ended ranks, which name their addresses.
+    Only on one host: with several, each torchrun agent counts its own restarts."""
     if not num_restarts() or not is_one_host():
         return {}
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
@@ -177,8 +175,8 @@ def _restarted_store(timeout: timedelta) -> dict[str, Any]:
 
 
 def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | None = None) -> None:
-    """Initialize torch.distributed, if it is not: of the ranks that the launcher has started, or of one. Raises
-    ModelError and RankError."""
+    """Initialize torch.distributed unless it is: with the launcher's ranks, or with one. Raises ModelError and
+    RankError."""
     if world_size_here() > 1:
         ensure_many(timeout_s, dist_init_required)
     else:
@@ -187,23 +185,23 @@ def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | Non
 
 @final
 class SingleRank:
-    """Rank 0 of 1: every collective is the identity, and changes no bit."""
+    """The collectives of rank 0 of 1: each is the identity, and changes no bit."""
 
     rank = 0
     world_size = 1
 
     def __init__(self, dist_init_required: bool | None = None) -> None:
-        """`dist_init_required`: False lets `open` create no group."""
+        """`dist_init_required`: False: `open` creates no group."""
         self.traffic = RankTraffic()
         self.recorder = Recorder()
         self._dist_init_required = dist_init_required
         self._owns_group = False
 
     def open(self) -> None:
-        """Let scripts that ask torch.distributed for a rank go on: create a private one-rank group if there is none.
+        """Create a private one-rank group if there is none, so that scripts can ask torch.distributed for a rank.
 
-        It opens no connection: an in-memory store, the loopback interface. A group that exists is respected. Raises
-        ModelError where more than one rank runs.
+        It opens no connection: an in-memory store, the loopback interface. An existing group is kept. Raises ModelError
+        if more than one rank runs.
         """
         self._check_world_size("the launcher's WORLD_SIZE", launched_world_size())
         if not dist.is_available():
@@ -241,16 +239,16 @@ class SingleRank:
         return COMPLETED
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "") -> None:
-        """There is no other rank."""
+        """Do nothing: there is no other rank."""
 
     def exchange(self, data: bytes, what: str = "", *, kind: str = "") -> list[bytes]:
         return [data]
 
     def fail(self, message: str) -> None:
-        """There is no other rank."""
+        """Do nothing: there is no other rank."""
 
     def connect_device(self, accelerator: Accelerator) -> None:
-        """There is no other rank."""
+        """Do nothing: there is no other rank."""
 
     def close(self) -> None:
         """Destroy the group if this object created it. Idempotent."""
@@ -270,7 +268,7 @@ class SingleRank:
             _keep_group_in_children()
             logger.debug("torch.distributed: made a process group of one rank, without a connection")
         finally:
-            sys.excepthook = hook  # torch's prefixes every traceback with [rank0], which says nothing of one rank
+            sys.excepthook = hook  # torch's hook prefixes tracebacks with [rank0], useless with one rank
 
     @staticmethod
     def _check_world_size(source: str, world_size: int) -> None:
@@ -283,7 +281,8 @@ class SingleRank:
 
 @functools.cache
 def _keep_group_in_children() -> None:
-    """Once a process. A forked child has none of gloo's threads, and the destructor of a group joins them."""
+    """Keep the group alive in forked children, once per process: they have none of gloo's threads, which a group's
+    destructor joins."""
 
     def keep() -> None:
         if dist.is_initialized():

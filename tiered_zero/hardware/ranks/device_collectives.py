@@ -1,4 +1,4 @@
-"""Gathers and reductions of memory on a device, over the backend that torch has for it."""
+"""Gather and reduce memory on a device, with the backend that torch has for it."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from tiered_zero.hardware.ranks.rank_order import add_in_order, split_rows
 logger = logging.getLogger("tiered_zero")
 
 LANE = "collectives"
-"""Carries gathers and reductions."""
+"""The lane that carries gathers and reductions."""
 
 
 @final
 class DeviceCollectives:
-    """The device's side of `ProcessGroups`. Driver thread, but for the lanes inside.
+    """The device part of `ProcessGroups`. Driver thread, except the lanes inside.
 
-    [Note: Collectives of a device] Gathers and reductions have one group and one lane, whose stream waits for the
-    events of what comes before and is waited for by an event: the host launches, and waits for no device. Calls are in
-    one order on all ranks. Two groups would need that too: kernels of both wait in the queues of one device. A gather
-    moves bytes. A reduction is an exchange of parts and a sum in rank order here, as on the host ([Note: Collectives by
-    owner]), and not the backend's own, whose order depends on the number of ranks and of bytes.
+    [Note: Collectives of a device] Gathers and reductions share one group and one lane. Its stream waits for the events
+    of earlier work, and later work waits for its events: the host launches, and waits for no device. Calls have one
+    order on all ranks; two groups would need that too, since kernels of both wait in one device's queues. A gather
+    moves bytes. A reduction exchanges parts and sums them here in rank order, as on the host ([Note: Collectives by
+    owner]): the order of the backend's own reduction depends on the number of ranks and bytes.
 
-    [Note: Comparisons before gathers] Whether ranks gather the same is compared over the host's backend before each
-    launch at stage 3: units of one size that differ would be mixed, and of two sizes hang. A comparison took 0.26 ms
-    (2 ranks of one host), on a lane of its own, begins as the gather is asked for, beside the fetch of the shard, and
-    is over before compute comes to the unit. Modelled with two ranks beside other load, a step of 7B (65 gathers, 2.1 s
-    of compute) took 2.16 to 2.18 s with comparisons, one 2.35 s, and 2.16 to 2.20 s without. So gathers that follow the
-    order of the step before are compared too: to leave that out would gain nothing.
+    [Note: Comparisons before gathers] At stage 3 ranks compare what they gather, over the host's backend, before each
+    launch: different units of one size would be mixed, and of two sizes hang. A comparison took 0.26 ms (2 ranks of one
+    host). It has its own lane, begins when the gather is asked for, during the fetch of the shard, and ends before
+    compute comes to the unit. Modelled with two ranks and other load, a step of 7B (65 gathers, 2.1 s of compute) took
+    2.16 to 2.18 s with comparisons, once 2.35 s, and 2.16 to 2.20 s without. So gathers that repeat the last step's
+    order are compared, too: leaving that out would gain nothing.
     """
 
     def __init__(self, accelerator: Accelerator, waits: WaitContext, rank: int, world_size: int, timeout_s: float):
@@ -54,13 +54,13 @@ class DeviceCollectives:
         """The last collective. [Note: Gathers that meet]"""
 
     def open(self, call: Callable[[str, str], CollectiveCall]) -> None:
-        """Connect the devices, and try both kinds of collectives. `call`: counts one of a group and kind. Raises
+        """Connect the devices, and try both kinds of collectives. `call`: counts one, given group and kind. Raises
         ConfigError and RankError."""
         device = self._accelerator.device
         backend = device_backend(device)
         try:
             self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=self._timeout_s))
-            self._accelerator.lane(LANE)  # a thread that cannot be started fails here
+            self._accelerator.lane(LANE)  # start its thread here, where a failure is handled
             self._try(call)
         except (RuntimeError, ValueError) as error:
             raise RankError(
@@ -69,7 +69,8 @@ class DeviceCollectives:
             ) from error
 
     def _try(self, call: Callable[[str, str], CollectiveCall]) -> None:
-        """Many backends connect at the first collective: better here than under the first step."""
+        """Run one gather and one reduction: many backends connect at the first collective, better now than in the first
+        step."""
         ranks = torch.arange(self._world_size, device=self._accelerator.device)
         rows, others = split_rows(ranks, None, self._world_size), torch.empty_like(ranks)[1:]
         own, after = rows[self._rank], [self._accelerator.record_compute()]
@@ -87,7 +88,7 @@ class DeviceCollectives:
         call: CollectiveCall,
         after: Sequence[Transfer],
     ) -> Transfer:
-        """Gather `rows` of `flat`, of which `shard` is this rank's."""
+        """Gather `rows` of `flat`; `shard` is this rank's."""
         group, own = self._group, rows[self._rank]
 
         def gather() -> None:
@@ -154,7 +155,8 @@ class DeviceCollectives:
         return transfer
 
     def abort(self) -> None:
-        """Free whatever hangs in the group, on this rank. No collective is begun any more. Any thread; idempotent."""
+        """Free everything that hangs in the group, on this rank; no collective begins after this. Any thread;
+        idempotent."""
         if (group := self._group) is not None:
             try:
                 group.abort()

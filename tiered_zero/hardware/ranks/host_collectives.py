@@ -1,4 +1,4 @@
-"""Gathers and reductions of host memory, over gloo: what a lane of `ProcessGroups` runs."""
+"""Gather and reduce host memory over gloo, on a lane of `ProcessGroups`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tiered_zero.hardware.ranks.rank_order import add_in_order
 
 
 def gather(rows: Sequence[torch.Tensor], shard: torch.Tensor, rank: int, part_numel: int, group: Any) -> None:
-    """Fill `rows`, one of each rank, with the ranks' shards, at most `part_numel` elements of each at once. `shard`: of
-    this rank, `rank`; it may be its row.
+    """Fill `rows` with all ranks' shards, at most `part_numel` elements of each at once. `shard`: this rank's; it may
+    be its row.
 
-    [Note: Collectives by owner] A gather is a broadcast of each rank's shard, a reduction a message of each part to the
-    rank that owns it, which adds them up in rank order: all of a call are under way at once. Parts may differ in size,
-    each moves from and to where it rests, and as many bytes pass as in a ring. gloo's all_gather and reduce_scatter
-    copy the whole aside first: of 64 MiB at 4 ranks on one host the gather took 235 ms and 64 MiB more, the broadcasts
-    58 ms and nothing. gloo's reduce adds in an order that depends on where an element lies in the tensor, and took 2 to
-    8 times the processor time for 1 MiB at 2 to 4 ranks, and 1.1 to 2 times for 16 MiB.
+    [Note: Collectives by owner] A gather is a broadcast of each rank's shard; a reduction is a message of each part to
+    the rank that owns it, which adds them in rank order. All messages of a call are under way at once. Parts may differ
+    in size, move without copies, and need as many bytes as a ring. gloo's all_gather and reduce_scatter first copy
+    everything: for 64 MiB at 4 ranks on one host the gather took 235 ms and 64 MiB more, the broadcasts 58 ms and
+    nothing. gloo's reduce adds in an order that depends on an element's place in the tensor, and took 2 to 8 times the
+    processor time for 1 MiB at 2 to 4 ranks, and 1.1 to 2 times for 16 MiB.
     """
     if rows[rank].data_ptr() != shard.data_ptr():
         rows[rank].copy_(shard)
@@ -34,8 +34,8 @@ def gather(rows: Sequence[torch.Tensor], shard: torch.Tensor, rank: int, part_nu
 
 
 def reduce(rows: Sequence[torch.Tensor], room: torch.Tensor, rank: int, part_numel: int, group: Any) -> None:
-    """Sum all ranks' row `rank` into this rank's, at most `part_numel` elements at once. `room`: to receive others' in.
-    See [Note: Collectives by owner]."""
+    """Sum all ranks' row `rank` into this rank's, at most `part_numel` elements at once. `room`: receives others'
+    parts. See [Note: Collectives by owner]."""
     for start in range(0, max(row.numel() for row in rows), part_numel):
         parts = [row[start : start + part_numel] for row in rows]
         own_numel = parts[rank].numel()
@@ -46,7 +46,8 @@ def reduce(rows: Sequence[torch.Tensor], room: torch.Tensor, rank: int, part_num
 
 
 def _wait_each(started: Iterable[Any]) -> None:
-    """Wait until every one of `started`, works of torch.distributed, has left its memory; raise the first error."""
+    """Wait until every one of `started`, works of torch.distributed, no longer uses its memory. Raise the first
+    error."""
     errors: list[Exception] = []
     for work in list(started):
         try:
@@ -60,7 +61,7 @@ def _wait_each(started: Iterable[Any]) -> None:
 def _exchange_parts(
     parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int, group: Any
 ) -> Iterator[Any]:
-    """Start to send each other rank its part, and to receive what it has of this rank's."""
+    """Start to send each other rank its part, and to receive its copy of this rank's."""
     for other, part in enumerate(received):
         if other != rank and part.numel():
             yield dist.irecv(part, group_src=other, group=group)

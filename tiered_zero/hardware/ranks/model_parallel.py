@@ -1,4 +1,4 @@
-"""The ranks that split modules among themselves, as the program around names them."""
+"""Find the ranks that split modules among themselves, by the program's own object for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModelParallelRanks:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the parts of all ranks in their order, [size * n]. `part`: [n], as long on each rank."""
+        """Return the parts of all ranks in order, [size * n]. `part`: [n], equally long on each rank."""
         whole = part.new_empty(len(part) * self.size)
         # as bytes: not every backend has every dtype
         all_gather_single(whole.view(torch.uint8), part.view(torch.uint8), group=self._group)
@@ -27,7 +27,7 @@ class ModelParallelRanks:
 
 
 def find_model_parallel_ranks(mpu: Any) -> ModelParallelRanks | None:
-    """Ask DeepSpeed's or Megatron-LM's object for them. None without one, and for a group of one rank."""
+    """Return the model parallel ranks from DeepSpeed's or Megatron-LM's object; None without one, or for one rank."""
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
         if hasattr(mpu, name):
             ranks = ModelParallelRanks(getattr(mpu, name)())

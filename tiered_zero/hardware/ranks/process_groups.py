@@ -1,4 +1,4 @@
-"""Collectives of many ranks, over torch.distributed's process groups."""
+"""Run the collectives of many ranks over torch.distributed's process groups."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from tiered_zero.telemetry.spans import Recorder
 logger = logging.getLogger("tiered_zero")
 
 GROUPS = ("collectives", "control")
-"""One process group and one lane each: gathers and reductions run in the order of their calls, which is the same on
-every rank; control, which the driver waits for, runs beside them."""
+"""One process group and one lane each: gathers and reductions run in the order of their calls, the same on every rank;
+control, for which the driver waits, runs independently of them."""
 
 FREED_S = 5.0
-"""As an engine closes, collectives that are under way have so long to end, as on the other ranks."""
+"""Seconds that collectives under way have to end when an engine closes."""
 
 INLINE_NBYTES = 248
-"""An exchange of at most so many bytes is one collective of 256 bytes a rank; a longer one takes a second."""
+"""The most data in an exchange of one collective of 256 bytes per rank; more data takes a second one."""
 
 _HEAD = struct.Struct("<II")
-"""Before the data of an exchange: how many bytes it has, and the number of its kind of call."""
+"""The header of an exchange's data: its bytes, and the number of its kind of call."""
 
 
 class _Phase(Enum):
-    """The phase of this rank's groups. FAILED: this rank has posted its failure, and starts no collective any more."""
+    """The phase of this rank's groups. FAILED: this rank has posted its failure, and starts no more collectives."""
 
     NEW = auto()
     OPEN = auto()
@@ -61,7 +61,7 @@ class _Phase(Enum):
 
 @final
 class _SharedNotices(logging.Filter):
-    """Lets notices and warnings, which are the same on every rank, come from rank 0 alone; errors come from each."""
+    """Lets notices and warnings, which are the same on all ranks, come from rank 0 only; errors come from each rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -73,16 +73,15 @@ class _SharedNotices(logging.Filter):
 
 @final
 class ProcessGroups:
-    """Rank `rank` of `world_size`: `Collectives` of CPU tensors over three gloo groups of its own, and of tensors on a
-    device over that device's.
+    """The collectives of rank `rank` of `world_size`: of CPU tensors over its own gloo groups, of device tensors over
+    the device's backend. Driver thread, except the lanes inside.
 
-    Driver thread, but for the lanes inside. A rank that fails calls `fail`: it posts its message to the store and
-    closes its groups, and every other rank raises RankError with the message, at most seconds later. A rank that is
-    stopped is found by the timeout.
+    A rank that fails calls `fail`: it posts its message to the store and closes its groups, and every other rank raises
+    RankError with the message, at most seconds later. The timeout finds a rank that is stopped.
     """
 
     def __init__(self, timeout_s: float, gather_numel: int) -> None:
-        """torch.distributed is initialized. `gather_numel`: elements that a gather moves at once, at most."""
+        """torch.distributed is initialized. `gather_numel`: the most elements that a gather moves at once."""
         self._timeout_s = timeout_s
         self._gather_numel = gather_numel
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -139,7 +138,8 @@ class ProcessGroups:
         order: str | None = None,
         bounds: Sequence[int] | None = None,
     ) -> Transfer:
-        """See [Note: Collectives by owner]. At most `gather_numel` elements are under way at once."""
+        """Gather as `Collectives.all_gather` says, at most `gather_numel` elements at once. See [Note: Collectives by
+        owner]."""
         rows = split_rows(flat, bounds, self.world_size)
         assert rows[self.rank].numel() == shard.numel(), "the part is this rank's"
         self.traffic.gathered_nbytes += flat.nbytes
@@ -170,7 +170,7 @@ class ProcessGroups:
         after: Sequence[Transfer] = (),
         bounds: Sequence[int] | None = None,
     ) -> Transfer:
-        """See [Note: Collectives by owner]."""
+        """Reduce as `Collectives.reduce_scatter` says. See [Note: Collectives by owner]."""
         rows = split_rows(bucket, bounds, self.world_size)
         self.traffic.reduced_nbytes += bucket.nbytes
         part_numel = room.numel() // (self.world_size - 1)
@@ -222,12 +222,13 @@ class ProcessGroups:
         nbytes: int = 0,
         after: Sequence[Transfer] = (),
     ) -> CollectiveTransfer:
-        """`nbytes`: that this rank hands over. `after`: what comes before, on which no time is counted.
+        """Submit a collective to its lane. `nbytes`: what this rank passes to it. `after`: waited for first, outside
+        the span.
 
         [Note: Gathers that meet] The n-th gather of a rank meets the n-th of the others, and takes its bytes: a gather
-        whose order is not compared has no name. So where one fails on a rank, as a fetch before it does, neither a
-        gather nor a reduction after it is made there: it would meet the one that failed. The same holds on a device.
-        The others wait until this rank posts its error.
+        whose order is not compared has no name. So once one fails on a rank, for example because its fetch failed, that
+        rank makes no later gather or reduction: it would meet the failed one. The same holds on a device. The others
+        wait until this rank posts its error.
         """
         name, kind = call.group, call.kind
         transfer = CollectiveTransfer(self._waits, call, f"{kind} of {what}")
@@ -263,8 +264,8 @@ class ProcessGroups:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def fail(self, message: str) -> None:
-        """Post `message`, which the others raise, and close the groups. Called by the rank on which the first error is
-        raised, and by those that it reaches."""
+        """Post `message`, which the others raise, and close the groups. Called on the rank where the first error is
+        raised, and on those that the message reaches."""
         if self._phase is not _Phase.OPEN:
             return
         self._phase, self._why_closed = _Phase.FAILED, message
@@ -282,10 +283,10 @@ class ProcessGroups:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the groups and the lanes. Idempotent; waits for other ranks where a collective is under way, for some
+        """Close the groups and the lanes. Idempotent. If a collective is under way, wait for other ranks for some
         seconds at most.
 
-        At the end of a program that an error ends, the others raise that error.
+        If the program ends by an error, the others raise that error.
         """
         if self._phase is _Phase.CLOSED:
             return
@@ -303,12 +304,12 @@ class ProcessGroups:
         logger.removeFilter(self._notices)
 
     def _ends_in_time(self) -> bool:
-        """Whether every collective ends by itself, or as the other ranks close their groups."""
+        """Return whether every collective ends by itself, or when the other ranks close their groups."""
         under_way: list[Transfer] = [*self._last.values()]
         if self._device is not None and self._device.last is not None:
             under_way.append(self._device.last)
         deadline_s = time.monotonic() + FREED_S
-        with suppress(Exception):  # of a device that has failed
+        with suppress(Exception):  # the device may have failed
             while not all(transfer.done() for transfer in under_way):
                 if time.monotonic() > deadline_s:
                     return False
@@ -317,15 +318,15 @@ class ProcessGroups:
         return False
 
     def _close_groups(self) -> None:
-        """Close the groups, which frees a peer that is blocked in one of them at once."""
+        """Close the groups, which at once frees peers that are blocked in them."""
         groups, self._groups = self._groups, {}
         for group in groups.values():
             with suppress(Exception):
                 dist.destroy_process_group(group)
 
     def _close_lanes(self) -> None:
-        """End the threads of lanes. One that is blocked is freed as the others close, seconds later at most: it would
-        end the process, if it came back from C++ while Python ends. That of a stopped peer stays."""
+        """End the threads of lanes. One blocked in a collective stays until the others close, at most seconds later:
+        returning from C++ while Python ends would crash the process. One blocked by a stopped peer stays for ever."""
         self._ends_in_time()
         for name, lane in self._lanes.items():
             if name not in self._last or self._last[name].done():
@@ -336,7 +337,7 @@ _num_runs = 0
 
 
 def _next_run(group: Any) -> int:
-    """Number the runs of these processes, which each have their own keys in the store: the same on every rank."""
+    """Return this run's number, the same on every rank; it separates the runs' keys in the store."""
     global _num_runs
     number = torch.tensor(_num_runs + 1)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
@@ -345,12 +346,12 @@ def _next_run(group: Any) -> int:
 
 
 def _packed(kind: int, data: bytes) -> bytes:
-    """The first message of an exchange: its head, and as much of the data as there is room for."""
+    """Return the first message of an exchange: its header, and as much of the data as fits."""
     return (_HEAD.pack(len(data), kind) + data[:INLINE_NBYTES]).ljust(_HEAD.size + INLINE_NBYTES, b"\0")
 
 
 def _name_of(call: str) -> bytes:
-    """A call's name as the other ranks receive it: of one size on every rank."""
+    """Return a call's name as sent to the other ranks, in a fixed size."""
     return call.encode()[:ORDER_NBYTES].ljust(ORDER_NBYTES)
 
 

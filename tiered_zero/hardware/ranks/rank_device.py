@@ -1,4 +1,4 @@
-"""The device of each rank."""
+"""Choose the device of each rank."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from tiered_zero.hardware.ranks.launcher import local_rank
 from tiered_zero.system.process import read_text
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-"""Variables by which indices of devices mean other ones."""
+"""Environment variables that change which devices indices mean."""
 
 
 def choose_device(ranks: Collectives, name: str) -> None:
-    """Make this rank's device the current one of the calling thread: the one that `name`, `tiered_zero.device`, has an
-    index of, else that of its place on the host. Driver thread, before the run is planned; every rank calls it at the
-    same time. Nothing for one rank, and on the CPU.
+    """Make this rank's device the calling thread's current one: the index in `name` (`tiered_zero.device`), else
+    LOCAL_RANK.
 
-    Raises ConfigError, on every rank, where there is no such device, where torch has no backend for it, and where two
-    ranks have one.
+    Driver thread, before the run is planned, on every rank at the same time. Does nothing for one rank, and on the CPU.
+    Raises ConfigError, on every rank, if there is no such device, torch has no backend for it, or two ranks share one.
     """
     if ranks.world_size == 1 or name == "cpu":
         return
@@ -49,7 +48,7 @@ def choose_device(ranks: Collectives, name: str) -> None:
 
 
 def _choose(device: torch.device) -> str:
-    """Make it the current one; return its name among those of all hosts."""
+    """Make the device current, and return a name that is unique among all hosts."""
     device_backend(device)
     found = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if found is None or found.type != device.type else torch.accelerator.device_count()

@@ -1,4 +1,4 @@
-"""Failures and waits that ranks post for each other in the store of torch.distributed."""
+"""Post a rank's failures and waits for the others, in the store of torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any, final
 from tiered_zero.errors import RankError, TieredZeroError
 
 GRACE_S = 3.0
-"""A rank whose connection broke waits so long for another's message, and for the launcher to see which rank ended."""
+"""Seconds that a rank with a broken connection waits for another's message, and for the launcher to see which rank
+ended."""
 
 _FAILED, _CLOSED, _WAITS = "failed", "closed", "wait"
-"""Keys of the store: the first failure, and for each rank one where it has closed its engine and one of where it
-waits."""
+"""Keys of the store: the first failure; per rank, whether it has closed its engine, and where it waits."""
 
 _ALL = "all"
-"""In place of a rank before a message that every rank raises as it is."""
+"""Marks a message, in the place of a rank, that every rank raises unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCall:
-    """One collective of this rank. `number`: in the order of those of its group, from 1. `kind`: collectives of other
-    kinds do not meet."""
+    """One collective of this rank. `number`: its place among those of its group, from 1. `kind`: collectives of
+    different kinds do not meet."""
 
     group: str
     number: int
@@ -35,26 +35,26 @@ class CollectiveCall:
 
 @dataclass(frozen=True, kw_only=True)
 class RankWaits:
-    """The wait of one rank, "" without one. `call`: the collective that its driver waits for, whatever it takes; None:
-    it does not. `num_calls`: how many of each group it has made."""
+    """What one rank waits for; `text` is "" if nothing. `call`: the collective in which its driver is blocked, or None.
+    `num_calls`: the number of collectives that it has made, by group."""
 
     text: str = ""
     call: CollectiveCall | None = None
     num_calls: Mapping[str, int]
 
     def has_made(self, call: CollectiveCall) -> bool:
-        """Whether this rank has made, or may still make, another rank's `call`. Its driver is blocked."""
+        """Return whether this rank, whose driver is blocked, has made or may still make another rank's `call`."""
         if self.call is not None and (self.call.group, self.call.number) == (call.group, call.number):
             return self.call.kind == call.kind
         return self.num_calls.get(call.group, 0) >= call.number
 
 
 def find_blocked(waits: Sequence[RankWaits]) -> set[int]:
-    """Return the ranks that wait for each other permanently: each is in a collective that another of them has not made,
-    and makes none before its own is complete.
+    """Return the ranks that wait for each other for ever: each is in a collective that another of them has not made and
+    will not make before its own completes.
 
-    Sound for posts that are of different times: the first of these ranks whose wait ends would need a call that another
-    one makes only after its own wait.
+    Correct even if posts are from different times: the first of these ranks to end its wait would need a call that
+    another makes only after its own wait.
     """
     blocked = {rank for rank, each in enumerate(waits) if each.call is not None}
     while True:
@@ -72,7 +72,7 @@ def find_blocked(waits: Sequence[RankWaits]) -> set[int]:
 class RankFailures:
     """The first failure of a run, posted by this rank or found by it. Any thread.
 
-    Errors of the store are passed over: it may have ended with its rank, and is not asked again then.
+    Errors of the store are ignored: it may have ended with its rank, and is then not used again.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
@@ -86,7 +86,7 @@ class RankFailures:
         """Collectives that this rank has made, by group. Driver thread."""
         self._is_store_lost = False
         self.found: RankError | None = None
-        """What another rank has posted, or what ended a collective here: every call after it raises this."""
+        """The error that another rank has posted, or that ended a collective here: every later call raises it."""
         with suppress(Exception):
             self._post_wait("", None)
 
@@ -97,7 +97,7 @@ class RankFailures:
                 self._store.compare_set(_FAILED, "", f"{self._rank} {message}")
 
     def check(self) -> None:
-        """Raise RankError where another rank has posted that it failed."""
+        """Raise RankError if another rank has posted a failure."""
         if self.found is None and not self._is_store_lost:
             try:
                 if self._store.check([_FAILED]):
@@ -108,8 +108,8 @@ class RankFailures:
             raise self.found
 
     def check_blocked(self) -> None:
-        """Raise RankError, on every rank, where this one and others wait for each other permanently. Driver thread,
-        in a wait that has been posted."""
+        """Raise RankError, on every rank, if this one and others wait for each other for ever. Driver thread, in a
+        posted wait."""
         blocked: set[int] = set()
         with suppress(Exception):
             blocked = find_blocked(self._read_waits())
@@ -121,7 +121,8 @@ class RankFailures:
             raise self.found
 
     def explain(self, error: BaseException, what: str) -> BaseException:
-        """Say what ended a collective: the failure that another rank has posted, the timeout, or a lost connection."""
+        """Return what ended a collective: the failure that another rank has posted, the timeout, or a lost
+        connection."""
         if isinstance(error, TieredZeroError):
             return error
         if self.found is None:
@@ -129,8 +130,8 @@ class RankFailures:
         return self.found
 
     def post_wait(self, what: str, call: CollectiveCall) -> None:
-        """Post that the driver waits in the collective `what`, and for nothing else, for the error of a rank that waits
-        in vain. Driver thread."""
+        """Post that the driver waits in the collective `what` and nowhere else, so that ranks can find a deadlock.
+        Driver thread."""
         self._driver_waits = True
         self._post_wait(what, call)
 
@@ -151,8 +152,8 @@ class RankFailures:
             self._store.set(f"{_CLOSED}/{self._rank}", "")
 
     def _find_cause(self, error: BaseException, what: str) -> RankError:
-        """A rank posts what it has to say before it closes its groups. One that was killed posts nothing: this one ends
-        some seconds later, so that the launcher finds, and names, the one that was killed."""
+        """Find why a collective ended. A rank posts its message before it closes its groups. A killed rank posts
+        nothing: then this rank ends some seconds later, so that the launcher names the killed one."""
         if not self._driver_waits:
             self._post_wait(what, None)
         deadline_s = time.monotonic() + GRACE_S
@@ -183,7 +184,7 @@ class RankFailures:
         return lost
 
     def _agree_on(self, message: str) -> RankError:
-        """Post `message` for every rank, and return what all raise: this, or what another has posted before."""
+        """Post `message` for every rank, and return what all raise: this, or a message that was posted earlier."""
         try:
             self._store.compare_set(_FAILED, "", f"{_ALL} {message}")
             return self._read_posted()
@@ -197,12 +198,12 @@ class RankFailures:
         return RankError(f"Rank {rank} failed, which ends the run on all {self._world_size} ranks: {message}")
 
     def _waits(self) -> str:
-        """Name the collective that each rank waits in now."""
+        """Name the collective in which each rank waits now."""
         found = enumerate(self._read_waits())
         return "; ".join(f"rank {rank}: {waits.text or 'no call that waits'}" for rank, waits in found)
 
     def _read_waits(self) -> list[RankWaits]:
-        """Read what each rank has posted. Raises where the store, or a rank's post, is not there."""
+        """Read what each rank has posted. Raises if the store, or a rank's post, is missing."""
         keys = [f"{_WAITS}/{rank}" for rank in range(self._world_size)]
         if not self._store.check(keys):
             raise LookupError("a rank has not begun")

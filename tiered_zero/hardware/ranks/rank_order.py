@@ -1,4 +1,5 @@
-"""What collectives of host and of device memory share: the parts of ranks, the order of a sum, the order of gathers."""
+"""Share code between collectives of host and device memory: the ranks' parts, the order of a sum, the order of
+gathers."""
 
 from __future__ import annotations
 
@@ -13,20 +14,20 @@ from tiered_zero.errors import RankError
 from tiered_zero.hardware.ranks.backends import all_gather_single
 
 ORDER_NBYTES = 256
-"""What ranks compare of the order of a gather: a digest, and as much of its text as there is room for. The names of
-calls that differ have as much room."""
+"""Bytes that ranks compare of a gather's order: a digest, and as much of the text as fits. Names of calls that differ
+have the same room."""
 
 
 def split_rows(flat: torch.Tensor, bounds: Sequence[int] | None, world_size: int) -> list[torch.Tensor]:
-    """View the part of each rank: gloo ends the process where sizes differ from those of another rank."""
+    """Return a view of each rank's part. Sizes must be equal on all ranks: gloo ends the process otherwise."""
     ends = range(0, flat.numel() + 1, flat.numel() // world_size or 1) if bounds is None else bounds
     rows = [flat[start:stop] for start, stop in pairwise(ends)]
-    assert len(rows) == world_size and ends[-1] == flat.numel(), "bounds are of the whole"
+    assert len(rows) == world_size and ends[-1] == flat.numel(), "bounds cover the whole"
     return rows
 
 
 def add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Put the sum of `parts`, the first first, into `out`, which is one of them; the others are overwritten."""
+    """Write the sum of `parts`, added in order, to `out`, which is one of them; the others are overwritten."""
     first, *others = parts
     room = first if first is not out else others[0]
     for number, part in enumerate(others, start=1):
@@ -34,7 +35,7 @@ def add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def compare_order(order: str, group: Any, world_size: int) -> None:
-    """Raise RankError where another rank gathers something else now. On a lane; `group` is of the host."""
+    """Raise RankError if another rank gathers something else now. On a lane; `group` is over host memory."""
     message = sha256(order.encode()).digest() + order.encode()
     own = torch.frombuffer(bytearray(message[:ORDER_NBYTES].ljust(ORDER_NBYTES)), dtype=torch.uint8)
     out = torch.empty(world_size * ORDER_NBYTES, dtype=torch.uint8, device="cpu")

@@ -1,5 +1,5 @@
-"""A process group of the user's, as an optimizer needs it whose ranks own parameters: broadcasts, and messages between
-two ranks. Without lanes, and without groups of its own: calls are made on the thread, and the stream, of the loop."""
+"""Wrap a user's process group for an optimizer whose ranks own parameters: broadcasts, and messages between two ranks.
+It has no lanes or groups of its own: calls run on the loop's thread and stream."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Joinable", "ShardGroup", "StepHook", "notify_join_context"]
 
 
 def notify_join_context(joinable: Joinable) -> None:
-    """Tell torch's Join context, if there is one, that this rank has not run out of data. Collective in it."""
+    """Tell torch's Join context, if there is one, that this rank still has data. Collective in that context."""
     Join.notify_join_context(joinable)
 
 
 @final
 class StepHook(JoinHook):
-    """Steps where this rank has no data any more, so that the others' broadcasts find it."""
+    """Steps on a rank that has no more data, so that it takes part in the others' broadcasts."""
 
     def __init__(self, step: Callable[[], Any]) -> None:
         self._step = step
@@ -34,8 +34,8 @@ class StepHook(JoinHook):
 
 @final
 class ShardGroup:
-    """The ranks of `process_group`; None: those of the default group, or this process alone where there is none. Raises
-    what torch raises without a group where a launcher has started several processes."""
+    """The ranks of `process_group`; None: the default group, or this process alone without one. If a launcher has
+    started several processes and there is no group, raises torch's error."""
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group: Any = process_group
@@ -49,7 +49,7 @@ class ShardGroup:
         self.global_rank = dist.get_rank()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Any:
-        """Start to fill `tensor` with that of rank `source` of the group; `wait()` of what is returned ends it."""
+        """Start to fill `tensor` with that of rank `source` of the group; `wait()` on the result ends it."""
         if self.world_size == 1:
             (done := Completion()).complete()
             return done
@@ -75,7 +75,7 @@ class ShardGroup:
         return found
 
     def send(self, data: bytes, to: int) -> None:
-        """Send bytes of any number. Blocks, as does `receive`, which the other rank calls."""
+        """Send any number of bytes to another rank, which calls `receive`. Both block."""
         self.send_tensor(torch.tensor([len(data)]), to)
         self.send_tensor(torch.frombuffer(bytearray(data), dtype=torch.uint8), to)
 
@@ -87,7 +87,7 @@ class ShardGroup:
         return bytes(data.numpy())
 
     def send_tensor(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a tensor of any device, one that this call may copy to where the group communicates."""
+        """Send a tensor on any device; it may be copied to where the group communicates."""
         if tensor.numel():
             dist.send(tensor.to(self._device).contiguous(), self._global(to), group=self.process_group)
 
@@ -102,7 +102,7 @@ class ShardGroup:
 
     @property
     def _device(self) -> torch.device:
-        """Where messages lie: in host memory, unless the backend takes none there."""
+        """The device of messages: host memory, unless the backend takes none there."""
         types: Sequence[str] = [device.type for device in self.process_group._device_types]
         return torch.device("cpu" if "cpu" in types else types[0])
 
