@@ -44,6 +44,7 @@ def last_records() -> dict[tuple[Any, ...], dict[str, Any]]:
             kind = arguments.get("clip", arguments.get("accumulation", arguments.get("part", 0.0)))
             if record["name"] == "activations":
                 kind = arguments["hidden"], arguments.get("huge_pages", False), "plain_blocks" in arguments
+            kind = arguments.get("tier", kind)
             records[record["name"], arguments.get("model", ""), arguments.get("tokens", 0), kind] = record
     return records
 
@@ -236,6 +237,15 @@ def auto_table(record: dict[str, Any]) -> str:
         + "\n"
         + rows(["case", "s", "predicted s", "error", "of the best by hand"], body)
     )
+
+
+def deepspeed_table(record: dict[str, Any]) -> str:
+    """DeepSpeed and tiered_zero with everything on one tier."""
+    arguments = record["arguments"]
+    body = [[f"{case} {record['deepspeed'][case]}", f"{seconds:.2f}"] for case, seconds in record["median"].items()]
+    title = f"A step of {arguments['model']}, bf16, with everything on {arguments['tier']}"
+    after = f"\nDeepSpeed takes {record['ratio']:.2f} times as long.\n"
+    return head(record, title) + "\n" + rows(["case", "s"], body) + after
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
