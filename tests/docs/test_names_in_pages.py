@@ -18,18 +18,22 @@ from tiered_zero.config.deepspeed_keys import table
 from tiered_zero.config.schema import Config
 
 PACKAGE = ROOT / "tiered_zero"
-PAGES = [
-    ROOT / name
-    for name in (
-        "README.md CONTRIBUTING.md SECURITY.md docs/architecture.md docs/glossary.md docs/migrating.md "
-        "docs/troubleshooting.md docs/storage.md docs/benchmarks.md docs/config.md docs/checkpoints.md docs/ranks.md "
-        "docs/optimizers.md docs/integrations.md docs/guide.md docs/recipes.md"
-    ).split()
-]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_OURS = set(
     "torch numpy safetensors copy Function p loss param module model scheduler storage deepspeed param_groups".split()
 )
-PLAIN = {"scripted", "clip_grad_norm_", "reset_parameters", "fsync", "fdatasync", "rename", "print"}
+PLAIN = {
+    "scripted",
+    "clip_grad_norm_",
+    "named_parameters",
+    "save_on_cpu",
+    "gradient_checkpointing_enable",
+    "reset_parameters",
+    "fsync",
+    "fdatasync",
+    "rename",
+    "print",
+}
 
 
 def cells(line: str) -> list[str]:
