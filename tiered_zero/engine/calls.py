@@ -55,7 +55,7 @@ def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Eng
     @wraps(method)
     def entered(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         step, call = self._step, f"engine.{method.__name__}()"
-        driver = step.pager.driver
+        driver, records = step.pager.driver, torch.is_grad_enabled()
         driver.enter(call)
         try:
             if method.__name__ != "peek":  # which looks at what is there
@@ -65,6 +65,7 @@ def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Eng
             raise
         except BaseException:
             driver.was_broken_off = True
+            torch.set_grad_enabled(records)  # a torch.no_grad() may have been broken off as it ended
             raise
         finally:
             driver.leave()
