@@ -37,7 +37,7 @@ def _handler() -> Iterator[None]:
 
 
 def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)  # to the main thread, also from another
 
 
 # -- the mechanism -----------------------------------------------------------------------------------------------------
