@@ -1,20 +1,26 @@
-"""Write docs/config.md from the schema: every key, its type, its default, and what it does.
+"""Write the reference: docs/config.md from the schema, and docs/reference.md from the commands and the errors.
 
-python tools/config_docs.py [--check]    --check: write nothing; exit 1 if the page is not current
+python tools/config_docs.py [--check]    --check: write nothing; exit 1 if a page is not current
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
+from tiered_zero import errors
+from tiered_zero.cli.main import COMMANDS, main
 from tiered_zero.config import Config
 from tiered_zero.config.deepspeed_keys import Fate, Key, table
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "config.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 _HEAD = """# The config
 
@@ -91,8 +97,64 @@ def page() -> str:
     return "\n".join(parts)
 
 
+_REFERENCE_HEAD = """# Commands and errors
+
+<!-- Written by tools/config_docs.py from the commands and tiered_zero.errors; do not edit. -->
+
+Each command has `--help`. A command ends with 1 and one message where it fails, and with 2 where it was called wrongly.
+[The config](config.md) has every key.
+"""
+
+
+def leaf_commands(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    """Yield each command that does something, with its words, as "swap ls"."""
+    if not isinstance(command, click.Group):
+        yield name, command
+        return
+    for inner, found in command.commands.items():
+        yield from leaf_commands(f"{name} {inner}", found)
+
+
+def command_section(name: str, command: click.Command) -> str:
+    """Make a heading with the arguments, the help text, and a table of the options."""
+    context = click.Context(command, info_name=name)
+    arguments = [param.make_metavar(context) for param in command.params if isinstance(param, click.Argument)]
+    text = f"### {' '.join(['tiered-zero', name, *arguments])}\n\n"
+    text += re.sub(r"\s*\n\s*\n\s*", "\n\n", inspect.cleandoc(command.help or "").replace("\b\n", "")) + "\n"
+    options = [param.get_help_record(context) for param in command.params if isinstance(param, click.Option)]
+    lines = ((f"`{names}`", " ".join(what.split())) for names, what in filter(None, options))
+    return text + ("\n" + rows(("option", "effect"), lines) if options else "")
+
+
+def reference() -> str:
+    """Return the whole text of docs/reference.md."""
+    parts, shown = [_REFERENCE_HEAD, "## Commands\n"], set()
+    for top in COMMANDS:
+        group = main.get_command(click.Context(main), top)
+        assert group is not None
+        for name, command in leaf_commands(top, group):
+            if command not in shown:  # `swap capacity` is `plan`
+                shown.add(command)
+                parts.append(command_section(name, command))
+    parts.append("## Errors\n\n[Troubleshooting](troubleshooting.md) has messages, and what to do.\n")
+    family = [found for found in vars(errors).values() if inspect.isclass(found)]
+    lines = (
+        (
+            f"`{found.__name__}`",
+            ", ".join(f"`{base.__name__}`" for base in found.__bases__),
+            inspect.cleandoc(found.__doc__ or ""),
+        )
+        for found in family
+    )
+    parts.append(
+        rows(("error", "is a", "when"), ((name, bases, " ".join(text.split())) for name, bases, text in lines))
+    )
+    return "\n".join(parts)
+
+
 if __name__ == "__main__":
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != page():
-        sys.exit(f"{PAGE} is not what the schema says: run python tools/config_docs.py")
+    for path, text in ((DOCS / "config.md", page()), (DOCS / "reference.md", reference())):
+        if "--check" not in sys.argv[1:]:
+            path.write_text(text, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path} is not current: run python tools/config_docs.py")
