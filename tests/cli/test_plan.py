@@ -318,6 +318,33 @@ def test_a_machine_that_is_described_has_its_own_sizes_and_disks(tmp_path: Path)
     assert wrong.exit_code == 1 and "describes no machine: name: Field required" in wrong.stderr
 
 
+def test_a_plan_ends_with_the_seconds_of_a_step_where_the_rates_are_known() -> None:
+    machine = str(Path(CONFIG).parent / "machines" / "rtx4090.json")
+    options = (CONFIG, "--params", "1.3e9", "--sequence-length", "1024", "--machine", machine)
+    found = plan_json(*options)[1]
+    seconds, (drive,) = found["seconds"], found["drives"]
+    assert seconds["seconds"] >= max(seconds["by_resource"].values()) > 0
+    assert seconds["tokens_per_s"] == pytest.approx(seconds["tokens"] / seconds["seconds"])
+    assert seconds["bound_by"] in seconds["by_resource"] and seconds["shorter_by"]
+    assert seconds["hidden_from_tokens"].keys() == {"host", "nvme"}
+    assert seconds["written_nbytes_per_step"] == drive["written_nbytes_per_step"]
+    assert seconds["steps_to_rating"] == drive["steps_to_tbw"]
+    shown = CliRunner().invoke(main, ["plan", *options]).stdout
+    _, _, screen = shown.partition("Predicted step on a desktop")
+    for word in (
+        "bytes",
+        "seconds",
+        "tokens/s; bound by",
+        "busy)",
+        "hidden",
+        "GB a step",
+        "is written after",
+        "shorter",
+    ):
+        assert word in screen
+    assert plan_json(CONFIG)[1]["seconds"] is None, "no rates are known"
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from tiered_zero.config import load
-from tiered_zero.telemetry.advice import _LANES, _WAITS, MEANINGS, explain_pace
+from tiered_zero.telemetry.advice import _LANES, _WAITS, MEANINGS, explain_pace, explain_prediction
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.report import CAUSES, RunReport, RunTotals, StepMeter, StepReport
 from tiered_zero.telemetry.spans import LANES, Recorder, Totals
@@ -82,3 +82,17 @@ def test_every_setting_that_is_named_exists() -> None:
     sentences = [*(remedy for _, remedy in _LANES.values()), *_WAITS.values()]
     named = {word.rsplit(".", 1)[-1] for text in sentences for word in re.findall(r"\b\w+(?:_\w+)+(?:\.\w+)*", text)}
     assert len(named) > 8 and named <= known
+
+
+def test_a_prediction_is_compared_lane_by_lane_if_it_is_of_as_many_tokens() -> None:
+    predicted = {"tokens": 64.0, "step": 1.0, "compute": 0.8, "disk read": 0.9}
+    totals = RunTotals(predicted=predicted)
+    assert explain_prediction(totals.report()) == "", "without a step"
+    busy_s = {"compute": 0.9, "disk read": 1.5, "update": 0.1}
+    totals.add(StepReport(step=1, wall_s=2.0, seconds={}, busy_s=busy_s, tokens=64))
+    rows = [("step", 1.0, 2.0), ("compute", 0.8, 0.9), ("disk read", 0.9, 1.5)]
+    assert totals.report().prediction_rows() == rows
+    text = explain_prediction(totals.report())
+    assert "1 s a step (-50%)" in text and "largest miss is disk read: 0.9 s predicted, 1.5 s busy" in text
+    totals.add(StepReport(step=2, wall_s=2.0, seconds={}, busy_s=busy_s, tokens=32))
+    assert totals.report().prediction_rows() == [] and explain_prediction(totals.report()) == ""

@@ -16,7 +16,7 @@ import torch
 
 from tiered_zero.activations.extents import HostPlace, NvmePlace, Place
 from tiered_zero.activations.mover import ActivationMover, MoverSettings
-from tiered_zero.assembly.choice import save_choice
+from tiered_zero.assembly.choice import predicted_seconds, save_choice
 from tiered_zero.assembly.machine import SHUTDOWN, Machine, Source, find_source, open_machine, open_runtime
 from tiered_zero.assembly.spec import RunSpec, planning_notices
 from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async
@@ -527,6 +527,7 @@ def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) ->
         planned_nbytes=planned,
         facts=facts,
         config={row.path: json.dumps(row.value, default=str) for row in config.explain() if row.source != "default"},
+        predicted=predicted_seconds(run_spec.config, run_spec.model, run_spec.plan),
     )
     observer = RunObserver(runtime.recorder, header, settings.report, settings.trace)
     resources.add("observers", observer.close)

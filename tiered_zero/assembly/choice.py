@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from tiered_zero.assembly.estimate import estimate_of, most_tokens
+from tiered_zero.assembly.estimate import estimate_of, idle_numel, most_tokens
 from tiered_zero.assembly.rates import TO_MEASURE, load_measured
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError
@@ -81,17 +81,20 @@ def choose_placement(
     return Choice(candidates=tuple(search.run()), tokens=length * config.train_micro_batch_size_per_gpu)
 
 
-def make_predictor(config: Config, model: nn.Module, rates: Machine | None = None) -> Callable[[Plan], StepSeconds]:
+def make_predictor(
+    config: Config, model: nn.Module, rates: Machine | None = None, *, finds_hidden: bool = False
+) -> Callable[[Plan], StepSeconds]:
     """Return what predicts the step of a plan for the model and batch of `config`. Raises ConfigError."""
     machine, length = rates or _rates_here(_paths(config)), _length(config, model)
     estimate, tokens = estimate_of(model, config, length), length * config.train_micro_batch_size_per_gpu
     dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[config.param_dtype_name]
+    idle = idle_numel(model)
     width = estimate.boundaries_nbytes // (tokens * (4 if dtype == "fp32" else 2)) if estimate is not None else 0
 
     def predict(plan: Plan) -> StepSeconds:
         work = Work(
             tokens=tokens,
-            forward_flops=forward_flops(plan.units, tokens, length=length, width=width),
+            forward_flops=forward_flops(plan.units, tokens, length=length, width=width) - 2.0 * tokens * idle,
             accumulation=config.gradient_accumulation_steps,
             dtype=dtype,
             num_tensors=sum(param.requires_grad for param in model.parameters()),
@@ -102,9 +105,21 @@ def make_predictor(config: Config, model: nn.Module, rates: Machine | None = Non
             raise ConfigError(
                 f"tiered_zero.placement: {', '.join(missing)} of this machine are not known; {TO_MEASURE}."
             )
-        return predict_step(plan, work, machine, finds_hidden=False)
+        return predict_step(plan, work, machine, finds_hidden=finds_hidden)
 
     return predict
+
+
+def predicted_seconds(config: Config, model: nn.Module, plan: Plan) -> dict[str, float]:
+    """Return tokens and seconds of a step, and seconds by lane, for the run's report; nothing where the rates of this
+    machine are not known, and with several ranks."""
+    if plan.request.ranks.world_size > 1 or config.optimizer is None:
+        return {}
+    try:
+        step = make_predictor(config, model)(plan)
+    except ConfigError:
+        return {}
+    return {"tokens": float(step.tokens), "step": step.seconds, **step.by_resource}
 
 
 def _length(config: Config, model: nn.Module) -> int:

@@ -33,6 +33,17 @@ def most_tokens(model: nn.Module) -> int:
     return _size(_sizes_of(model), "context", "max_position_embeddings", "n_positions")
 
 
+def idle_numel(model: nn.Module) -> int:
+    """Count the elements of experts that a token does not pass through."""
+    sizes = _sizes_of(model)
+    used = _size(sizes, "num_experts_per_tok")
+    of = _size(sizes, "num_local_experts", "num_experts", "n_routed_experts")
+    if not 0 < used < of:
+        return 0
+    experts = sum(param.numel() for name, param in model.named_parameters() if ".experts." in name)
+    return experts * (of - used) // of
+
+
 def _sizes_of(model: nn.Module) -> Any:
     sizes: Any = getattr(model, "config", None)
     return sizes.get_text_config() if hasattr(sizes, "get_text_config") else sizes

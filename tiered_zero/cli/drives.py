@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiered_zero.layout.extents import file_nbytes
 from tiered_zero.plan.machine import Disk
+from tiered_zero.plan.traffic import written_on_nvme
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 
 if TYPE_CHECKING:
@@ -20,13 +21,11 @@ _MOVED = ("read_nbytes_per_step", "written_nbytes_per_step")
 
 
 def written_per_step(run: RunSpec) -> tuple[int, int]:
-    """Bytes of trained parameters, and of masters and state. Of two homes, or two slots for commits, a step writes
-    one."""
-    trained = {unit.index for unit in run.units if unit.trainable and run.trains}
-    params = (
-        slot.nbytes for slot in run.slots if (slot.kind, slot.tier) == ("param", "nvme") and slot.index in trained
-    )
-    return sum(params), run.plan.nbytes("nvme", "state")
+    """Bytes of trained parameters, and of masters and state with the gradients that find no window. Of two homes, or
+    two slots for commits, a step writes one."""
+    in_backward, accumulation = run.plan.update_policy.optimizer_in_backward, run.config.gradient_accumulation_steps
+    written = written_on_nvme(run.plan.units, accumulation, in_backward=in_backward)
+    return written["param"], written["state"] + written["gradient"]
 
 
 def written_per_commit(run: RunSpec) -> int:
@@ -44,7 +43,7 @@ def read_per_step(run: RunSpec) -> tuple[int, int]:
 def directory_needs(run: RunSpec, ranks: int = 1) -> list[dict[str, Any]]:
     """Return rows of the directories of the stores that the run would open, parameters and state first: what `ranks` of
     one host need there, and read and write in a step, with an in-place commit after each. Stripes are of one size, as
-    on drives of one speed. Gradients and activations are not in what is read and written."""
+    on drives of one speed. Activations are not in what is read and written, gradients only in what is written."""
     from tiered_zero.tiers.rack import nvme_needs, scratch_needs  # imports torch, which no help text needs
 
     zero = run.config.zero_optimization

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,10 @@ from tiered_zero.cli.drives import (
     look_at_drives,
 )
 from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_size, parse_source, parsed
+from tiered_zero.cli.seconds import seconds_facts, seconds_lines
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
-from tiered_zero.errors import PlanError
+from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.machine import Disk, parse_disk
 from tiered_zero.sizes import format_nbytes, parse_hardware_nbytes
@@ -142,10 +144,11 @@ def plan(
     settings = read_json(config)
     if optimizer is not None:
         settings["optimizer"] = {"type": optimizer}
-    if choose is not None:
-        own = settings["tiered_zero"] = {**settings.get("tiered_zero", {}), "placement": "auto"}
-        own |= {"sequence_length": sequence_length} if sequence_length else {}
+    own: dict[str, Any] = {"placement": "auto"} if choose is not None else {}
+    own |= {"sequence_length": sequence_length} if sequence_length else {}
+    settings |= {"tiered_zero": {**settings.get("tiered_zero", {}), **own}} if own else {}
     # Not imported for --help: torch takes seconds.
+    from tiered_zero.assembly.choice import make_predictor
     from tiered_zero.assembly.estimate import estimate_of
     from tiered_zero.cli.planned_run import build_planned, count_parameters, specify_planned
     from tiered_zero.hardware.device.select import find_device
@@ -158,6 +161,11 @@ def plan(
     run = specify_planned(loaded, model, ranks, device_memory, host_memory, rates)
     if choose is not None and run.choice is not None:
         run.choice.save(choose)
+    step = None
+    if run.trains and ranks == 1:
+        with suppress(ConfigError):  # rates that are not known, which a line says
+            predict = make_predictor(loaded, model, rates, finds_hidden=True)
+            step = seconds_facts(predict(run.plan), machine)
     needs = directory_needs(run, ranks=ranks)
     directories, drives = look_at_drives(needs)
     if disks:
@@ -177,6 +185,7 @@ def plan(
             "rows": run.plan.rows,
             "activations": estimate,
             "machine": machine,
+            "seconds": step,
             "choice": run.choice.lines if run.choice is not None else None,
             "directories": directories,
             "drives": drives,
@@ -194,6 +203,7 @@ def plan(
             *drive_lines(directories, drives),
             *lines,
             whose,
+            *(seconds_lines(step, run.plan, machine) if step is not None else ()),
         ):
             click.echo(line)
         if disks and not needs and machine_file is None:

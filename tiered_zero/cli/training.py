@@ -19,6 +19,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import tiered_zero
+from tiered_zero.assembly.choice import predicted_seconds
 from tiered_zero.cli.console import STDERR, print_json, print_table
 from tiered_zero.cli.options import DEMO_MODEL
 from tiered_zero.cli.saving import MODEL, Resumption, Saver, warn_of_others
@@ -32,7 +33,7 @@ from tiered_zero.hardware.ranks.launcher import rank_here, world_size_here
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.sizes import TIERS, format_nbytes
 from tiered_zero.stopping import INTERRUPTED, TERMINATED, StopRequest, stop_on_signals
-from tiered_zero.telemetry.advice import explain_pace
+from tiered_zero.telemetry.advice import explain_pace, explain_prediction
 from tiered_zero.telemetry.report import MAX_STEPS_KEPT, RunReport, RunTotals, StepReport
 
 logger = logging.getLogger("tiered_zero")
@@ -116,7 +117,8 @@ class Training:
         """Train, print the tables, and return the exit code. Raises NonFiniteError for a loss that is not finite."""
         with stop_on_signals(at_boundary=False) as stop:
             engine = open_engine(self._settings, self._model, self._options.seed)
-            totals = RunTotals({tier: engine.plan.nbytes(tier) for tier in TIERS})
+            predicted = predicted_seconds(engine.config, engine.module, engine.plan)
+            totals = RunTotals({tier: engine.plan.nbytes(tier) for tier in TIERS}, predicted)
             ranks = RankSteps(engine)
             try:
                 with engine:
@@ -236,6 +238,9 @@ def print_report(report: RunReport, num_parameters: int) -> None:
     ]
     causes.append(("wall time", f"{report.step_s:.3f}", ""))
     print_table(("spent in", "seconds", "share"), causes, title="A typical step")
+    if rows := report.prediction_rows():
+        shown = [(name, f"{predicted_s:.3f}", f"{s:.3f}") for name, predicted_s, s in rows]
+        print_table(("resource", "predicted", "seconds"), shown, title="A typical step, predicted and measured")
     links = list(report.link_rows())
     print_table(("link", "bytes", "rate while busy", "busy"), links, "Nothing was moved.", title="Links, whole run")
     first, last = ("?" if loss is None else f"{loss:.3f}" for loss in (report.first_loss, report.last_loss))
@@ -245,6 +250,8 @@ def print_report(report: RunReport, num_parameters: int) -> None:
         f"{report.steps_text} in {report.total_s:.1f} s, {report.tokens_per_s:,.0f} tokens/s, loss {first} -> {last}\n"
         f"bound by: {report.bound_by}; overlap {report.overlap:.0%}\n{explain_pace(report)}"
     )
+    if text := explain_prediction(report):
+        click.echo(text)
 
 
 def _size(nbytes: int | None) -> str:

@@ -156,15 +156,21 @@ def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool
         seconds=seconds,
         by_resource=by_resource,
         tokens=work.tokens * work.accumulation,
-        written_nbytes=written_on_nvme(
-            plan.units, work.accumulation, in_backward=plan.update_policy.optimizer_in_backward
-        ),
+        written_nbytes=_written(plan, work),
         num_events=num_events,
     )
     if not finds_hidden:
         return step
     hidden = {tier: _hidden_from(tier, plan, work, machine) for tier in ("host", "nvme") if _is_used(plan, tier)}
     return replace(step, hidden_from_tokens=hidden)
+
+
+def _written(plan: Plan, work: Work) -> dict[str, int]:
+    """Return by kind the bytes that a step writes to nvme."""
+    in_backward = plan.update_policy.optimizer_in_backward
+    written = written_on_nvme(plan.units, work.accumulation, in_backward=in_backward)
+    on_nvme = plan.activations is not None and plan.activations.tier == "nvme"
+    return {**written, "activation": work.accumulation * work.activation_nbytes * on_nvme}
 
 
 def _is_used(plan: Plan, tier: str) -> bool:

@@ -20,9 +20,9 @@ WAIT_SHARE = 0.1
 
 _TOKENS = "more tokens per step (train_micro_batch_size_per_gpu)"
 _DISK = (
-    "state or parameters in host memory (offload_optimizer.device, offload_param.device, tiered_zero.state_limits), "
-    "more tokens per step (train_micro_batch_size_per_gpu, gradient_accumulation_steps), smaller state "
-    "(tiered_zero.state_format), or more drives in nvme_path"
+    "state or parameters in host memory (offload_optimizer.device, offload_param.device, "
+    "tiered_zero.state_limits.host), more tokens per step (train_micro_batch_size_per_gpu, "
+    "gradient_accumulation_steps), smaller state (tiered_zero.state_format), or more drives in nvme_path"
 )
 _REDUCE = "a larger micro-batch in place of gradient_accumulation_steps, or a smaller offload_optimizer.ratio"
 _RANKS = f"{_TOKENS}, a faster network, or equal work on all ranks"
@@ -81,6 +81,24 @@ MEANINGS = {
     "overlap": "100%: a step takes no longer than its busiest resource; 0%: resources work one after another",
 }
 """What the names in a report mean."""
+
+
+def remedy_of(lane: str) -> str:
+    """Say what can shorten a step of which the lane sets the pace."""
+    return _LANES.get(lane, ("", ""))[1]
+
+
+def explain_prediction(report: RunReport) -> str:
+    """Compare the step with what was predicted for it, and name the lane that misses most; "" without a prediction."""
+    rows = report.prediction_rows()
+    if len(rows) < 2:
+        return ""
+    (_, predicted, measured), *lanes = rows
+    lane, s, busy_s = max(lanes, key=lambda row: abs(row[1] - row[2]))
+    return (
+        f"Predicted were {predicted:.3g} s a step ({predicted / measured - 1:+.0%}). The largest miss is {lane}: "
+        f"{s:.3g} s predicted, {busy_s:.3g} s busy."
+    )
 
 
 def explain_pace(report: RunReport) -> str:

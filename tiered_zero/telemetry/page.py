@@ -8,7 +8,7 @@ from html import escape
 from statistics import median
 
 from tiered_zero.sizes import GIB, KIB, MIB, TIERS, format_nbytes
-from tiered_zero.telemetry.advice import MEANINGS, explain_pace
+from tiered_zero.telemetry.advice import MEANINGS, explain_pace, explain_prediction
 from tiered_zero.telemetry.charts import (
     NOT_RECORDED,
     Bar,
@@ -213,7 +213,7 @@ def _style_name(span: Span) -> str:
 
 
 def _why(report: RunReport) -> str:
-    sentence = explain_pace(report)
+    sentence = " ".join(filter(None, (explain_pace(report), explain_prediction(report))))
     return f'<p class="why"><b>What sets the pace.</b> {escape(sentence)}</p>' if sentence else ""
 
 

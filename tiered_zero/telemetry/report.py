@@ -217,6 +217,7 @@ class RunReport(JsonRecord):
 
     `planned_nbytes`, `peak_nbytes`: by tier. `link_nbytes`: by lane, whole run. `bytes_per_s`: by lane, while busy.
     `cpu_share`: see StepReport. `start_s`: of placing the values. `end_save_s`: of saves after the last step.
+    `predicted`: tokens and seconds of a step, and seconds by lane.
     """
 
     steps: int
@@ -238,12 +239,21 @@ class RunReport(JsonRecord):
     peak_nbytes: dict[str, int]
     cpu_share: float | None = None
     end_save_s: float = 0.0
+    predicted: dict[str, float] = field(default_factory=dict)
 
     @property
     def steps_text(self) -> str:
         """'1 step', '200 steps (2 skipped)'."""
         skipped = f" ({self.skipped_steps} skipped)" if self.skipped_steps else ""
         return f"{self.steps:,} step{'s' * (self.steps != 1)}{skipped}"
+
+    def prediction_rows(self) -> list[tuple[str, float, float]]:
+        """List "step" and each lane with its seconds, predicted and measured; none where nothing was predicted, or for
+        other tokens than a step has."""
+        if not self.steps or self.predicted.get("tokens") != self.tokens / self.steps:
+            return []
+        measured = {"step": self.step_s, **self.busy_s}
+        return [(name, s, measured.get(name, 0.0)) for name, s in self.predicted.items() if name != "tokens"]
 
     def link_rows(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield each lane with its bytes, its rate and its busy share of a typical step, in words."""
@@ -260,8 +270,10 @@ class RunReport(JsonRecord):
 class RunTotals:
     """Sum the steps of a run. One thread."""
 
-    def __init__(self, planned_nbytes: Mapping[str, int] | None = None) -> None:
-        self._planned_nbytes = dict(planned_nbytes or {})
+    def __init__(
+        self, planned_nbytes: Mapping[str, int] | None = None, predicted: Mapping[str, float] | None = None
+    ) -> None:
+        self._planned_nbytes, self._predicted = dict(planned_nbytes or {}), dict(predicted or {})
         self._recent: deque[StepReport] = deque(maxlen=MAX_STEPS_KEPT)
         self._first: StepReport | None = None
         self._num_steps = self._num_skipped = self._tokens = 0
@@ -303,6 +315,7 @@ class RunTotals:
             bytes_per_s=link_rates(self._link_nbytes, self._busy_s),
             planned_nbytes=self._planned_nbytes,
             peak_nbytes=dict(last.peak_nbytes) if last else {},
+            predicted=self._predicted,
             cpu_share=_mean(typical, lambda report: {"share": report.cpu_share or 0.0}).get("share") or None,
         )
 

@@ -45,6 +45,7 @@ class RunHeader(JsonRecord):
     planned_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     config: dict[str, str] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
     version: int = FORMAT_VERSION
 
@@ -86,7 +87,7 @@ class RunRecord:
         """The footer, or what the steps add up to."""
         if self.footer is not None:
             return self.footer
-        totals = RunTotals(self.header.planned_by_tier)
+        totals = RunTotals(self.header.planned_by_tier, self.header.predicted)
         for step in self.steps:
             totals.add(step)
         return totals.report()
@@ -158,7 +159,7 @@ class RunLog:
     """
 
     def __init__(self, header: RunHeader, path: str | os.PathLike[str]) -> None:
-        self._totals = RunTotals(header.planned_by_tier)
+        self._totals = RunTotals(header.planned_by_tier, header.predicted)
         self._file = PrivateFile(path, "tiered_zero.report")
         self._write("header", header.to_json())
 
