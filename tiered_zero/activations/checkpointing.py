@@ -1,7 +1,7 @@
-"""DeepSpeed's checkpoints: recompute with the random numbers that forward drew, and split what is saved over ranks.
+"""Provide DeepSpeed's checkpoints: recompute with forward's random numbers, and split saved inputs over ranks.
 
-The numbers may come from generators that a program keeps apart. The ranks are those of a model-parallel group, which
-all hold the same inputs (ZeRO-R).
+The numbers may come from generators that a program keeps separately. The ranks are a model-parallel group, all with the
+same inputs (ZeRO-R).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tiered_zero.hardware.device.select import find_device
 from tiered_zero.hardware.ranks.model_parallel import ModelParallelRanks
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the dtype that its bits are added in."""
+"""Bytes of an element -> the dtype in which its bits are summed."""
 
 MODEL_PARALLEL = "model-parallel-rng"
 """The name that DeepSpeed and Megatron-LM give to the generator of split modules."""
@@ -27,9 +27,8 @@ MODEL_PARALLEL = "model-parallel-rng"
 
 @final
 class RandomStates:
-    """States of the device's random generator, by name, for parts of a model that draw from one of their own.
-
-    DeepSpeed's names (CudaRNGStatesTracker). The thread of forward, and that of backward.
+    """Named states of the device's random generator, for parts of a model that draw from their own. Method names are
+    those of DeepSpeed's CudaRNGStatesTracker. Used on the threads of forward and of backward.
     """
 
     def __init__(self) -> None:
@@ -41,15 +40,15 @@ class RandomStates:
         self._states, self._seeds = {}, set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """Return name -> state as it is now."""
+        """Return name -> present state."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Set what `get_states` has returned."""
+        """Set the states that `get_states` returned."""
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Begin a state from `seed`. Raises ModelError where the name or the seed is taken."""
+        """Create a state from `seed`. Raises ModelError if the name or the seed is taken."""
         if name in self._states or seed in self._seeds:
             what, found = ("name", name) if name in self._states else ("seed", seed)
             raise ModelError(
@@ -62,7 +61,7 @@ class RandomStates:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from the state `name` inside the block. Raises ModelError where there is none."""
+        """Draw from the state `name` inside the block. Raises ModelError if there is none."""
         if name not in self._states:
             raise ModelError(
                 f"RNG tracker: expected one of the states {sorted(self._states)}; found {name!r}. Call "
@@ -89,7 +88,7 @@ def _kept_state() -> Iterator[Any]:
 
 
 def seed_generators(states: RandomStates, seed: int, rank: int = 0) -> None:
-    """Seed the device's generator, and the state of split modules, apart for each model-parallel `rank`."""
+    """Seed the device's generator, and the state of split modules differently for each model-parallel `rank`."""
     device = find_device("auto").type
     states.reset()
     (torch if device == "cpu" else torch.get_device_module(device)).manual_seed(seed)
@@ -99,13 +98,13 @@ def seed_generators(states: RandomStates, seed: int, rank: int = 0) -> None:
 def run_checkpointed(
     function: Callable[..., Any], args: tuple[Any, ...], states: RandomStates, *, reentrant: bool
 ) -> Any:
-    """Run `function`, and again in backward with the generators and `states` as they are now."""
+    """Run `function` now, and again in backward with the present generators and `states`."""
     return checkpoint(_Tracked(function, states), *args, use_reentrant=reentrant)
 
 
 @final
 class _Tracked:
-    """A function whose later calls, those of recomputations, find `states` as the first did."""
+    """A function whose later calls, in recomputations, use `states` as the first call did."""
 
     def __init__(self, function: Callable[..., Any], states: RandomStates) -> None:
         self._function, self._states = function, states
@@ -129,7 +128,7 @@ class _Tracked:
 
 @final
 class _Part:
-    """This rank's part of a tensor, and the sum of the whole one. `size`, `stride`: of the whole."""
+    """This rank's part of a tensor, and the sum of the whole tensor. `size`, `stride`: of the whole."""
 
     __slots__ = ("device", "memory", "numel", "size", "stride", "sum")
 
@@ -141,14 +140,14 @@ class _Part:
 @final
 @dataclass(kw_only=True)
 class _Checks:
-    """What one backward has gathered: per tensor, whether it is equal, on its device, and its size. `graph_task`: -1
-    outside of a backward."""
+    """The comparisons of one backward: for each gathered tensor, whether it is equal (on its device), and its size.
+    `graph_task`: -1 outside a backward."""
 
     graph_task: int
     found: list[tuple[torch.Tensor, torch.Size]] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Wait for the device, once. Raises ModelError."""
+        """Wait once for the device. Raises ModelError if a tensor differed."""
         device = self.found[-1][0].device
         flags = torch.stack([equal.to(device) for equal, _ in self.found]).tolist()
         for (_, size), equal in zip(self.found, flags, strict=True):
@@ -162,15 +161,15 @@ class _Checks:
 
 @final
 class PartitionedInputs:
-    """Hooks for `torch.autograd.graph.saved_tensors_hooks` around checkpoints."""
+    """Hooks for `torch.autograd.graph.saved_tensors_hooks`, around checkpoints."""
 
     def __init__(self, ranks: ModelParallelRanks, *, in_cpu: bool = False) -> None:
-        """`in_cpu`: parts rest in host memory."""
+        """`in_cpu`: keep parts in host memory."""
         self.ranks, self.in_cpu = ranks, in_cpu
         self._checks = _Checks(graph_task=-1)
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Return (pack, unpack). What stays whole goes to the hooks that autograd calls now, if there are any."""
+        """Return (pack, unpack). Tensors that stay whole go to the hooks that are active now, if there are any."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None:
             return self.pack, self.unpack
@@ -183,7 +182,8 @@ class PartitionedInputs:
         return pack_inside, lambda packed: self.unpack(packed) if isinstance(packed, _Part) else unpack(packed)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
-        """Keep this rank's part; parameters, and what is no plain memory or too small to split, stay whole."""
+        """Return this rank's part of a tensor. Parameters, and tensors that are not plain memory or too small, stay
+        whole."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.numel() < self.ranks.size:
             return tensor
         if tensor.itemsize not in _INTEGERS or tensor.is_conj() or tensor.is_neg():
@@ -199,9 +199,8 @@ class PartitionedInputs:
         return _Part(tensor, memory, _sum(flat))
 
     def unpack(self, packed: torch.Tensor | _Part) -> torch.Tensor:
-        """Gather the whole. All ranks of the group run backward in the same order.
-
-        Where the ranks' inputs differ the backward raises ModelError at its end, so that a device waits once."""
+        """Gather the whole tensor. All ranks of the group must run backward in the same order. If the ranks' inputs
+        differ, backward raises ModelError at its end, so that it waits for the device only once."""
         if not isinstance(packed, _Part):
             return packed
         whole = self.ranks.gather(packed.memory.to(packed.device))[: packed.numel]
@@ -220,5 +219,5 @@ class PartitionedInputs:
 
 
 def _sum(flat: torch.Tensor) -> torch.Tensor:
-    """The sum of the elements' bits as integers, which does not depend on an order."""
+    """Return the sum of the elements' bits as integers, which does not depend on the order."""
     return flat.view(_INTEGERS[flat.itemsize]).sum(dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Homes of saved activations: extents of one budget, first fit, and the transfers there and back."""
+"""Allocate places for saved activations in one budget, and transfer them there and back."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from tiered_zero.tiers.tier import BufferView
 
 LANE = "activations"
 MAX_HOLES_NBYTES = 64 * MIB
-"""Of malloc's heap, where the CPU computes: see `HeapTrim`. Less where less is on its way."""
+"""Holes in malloc's heap to leave alone if the CPU computes, see `HeapTrim`; less if less is in flight."""
 
 
 class Place(Protocol):
-    """The bytes of a budget. `write` and `read` run on the lane, in the order in which they were asked for."""
+    """The bytes of a budget. `write` and `read` run on the lane, in the order of their submission."""
 
     waits: bool
-    """Whether a job waits for more than the jobs before it."""
+    """Whether a job waits for more than earlier jobs."""
 
     def write(self, at: int, source: torch.Tensor) -> None:
-        """Bytes of the device -> the budget at offset `at`. `source` is free once the job is complete."""
+        """Copy `source`, on the device, to the budget's bytes from `at`. `source` is free when the job is complete."""
 
     def read(self, at: int, target: torch.Tensor) -> None:
-        """The budget at offset `at` -> `target`, which `new_target` made."""
+        """Copy the budget's bytes from `at` to `target`, which `new_target` made."""
 
     def new_target(self, nbytes: int) -> torch.Tensor:
-        """Device memory of `nbytes`, [n] uint8, that `read` can fill."""
+        """Return device memory of `nbytes`, [n] uint8, that `read` can fill."""
 
     def finish(self) -> None:
         """Wait for every write. Raises the first error."""
@@ -45,14 +45,14 @@ class Place(Protocol):
 
 @final
 class Extents:
-    """Disjoint parts of the budget; what is freed joins its neighbours. Driver thread."""
+    """Allocates disjoint parts of the budget; freed ones join their neighbours. Driver thread."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._map = ExtentMap(nbytes)
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of a new extent; None where no free one is large enough."""
+        """Return the offset of a new extent; None if no free one is large enough."""
         return self._map.allocate(nbytes)
 
     def free(self, at: int, nbytes: int) -> None:
@@ -64,7 +64,7 @@ class Extents:
 
 @final
 class HostPlace:
-    """One slot of host memory, pinned where the machine allows it."""
+    """A place in one slot of host memory, pinned if the machine allows it."""
 
     waits = False
 
@@ -82,16 +82,14 @@ class HostPlace:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._accelerator.device)
 
     def finish(self) -> None:
-        """Copies are complete when their jobs are."""
+        """Do nothing: copies are complete when their jobs are."""
 
 
 @final
 class NvmePlace:
-    """One record of a swap store. Writes pass through staging buffers and go on behind their job; where the CPU
-    computes, the disk reads straight into the target.
-
-    A write that is not complete is waited for before its bytes are read or written again.
-    """
+    """A place in one record of a swap store. Writes go through staging buffers and continue after their job; if the CPU
+    computes, the disk reads straight into the target. A write that is under way is waited for before its bytes are read
+    or written again."""
 
     waits = True
 
@@ -185,7 +183,7 @@ class NvmePlace:
 
 
 def _pages(target: torch.Tensor) -> BufferView:
-    """The whole pages of a target that the pool has mapped."""
+    """Return the whole pages of a target that the pool has mapped."""
     pages = torch.empty(0, dtype=torch.uint8).set_(target.untyped_storage())
     array: Any = pages.numpy()
     return BufferView(pages, memoryview(array))

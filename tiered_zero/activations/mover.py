@@ -1,4 +1,4 @@
-"""Move what autograd saves to its place in forward, and bring it back ahead of its use in backward."""
+"""Move what autograd saves to its place in forward, and read it back ahead of its use in backward."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.hardware.runtime import Runtime
 
 MAX_SHARE_OF_STORAGE = 4
-"""A view of less than this part of its storage stays on the device, and the storage with it."""
+"""A view of less than this fraction of its storage stays on the device, with the storage."""
 
 NUM_AHEAD = 2
-"""Records that are read before backward asks for them, room permitting."""
+"""Records that are read before backward asks for them, if there is room."""
 
 MAX_GAP = 32
-"""Records looked back over for those: the others between were dropped, or are there already."""
+"""Records searched for those: others in between were dropped or are there already."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoverSettings:
-    """`in_flight_nbytes`: on their way at once. `min_nbytes`: of a storage that moves. `synchronize`: forward waits for
-    each. `profile`: spans around `pack` and `unpack`."""
+    """`in_flight_nbytes`: the most bytes in flight. `min_nbytes`: of a storage that moves. `synchronize`: forward waits
+    for each move. `profile`: record spans of `pack` and `unpack`."""
 
     in_flight_nbytes: int
     min_nbytes: int
@@ -42,7 +42,7 @@ class MoverSettings:
 
 @final
 class _Reference:
-    """What autograd's `SavedActivation`s of one record share: with the last of them the record is dropped."""
+    """Shared by autograd's `SavedActivation`s of one record; when the last of them is gone the record is dropped."""
 
     __slots__ = ("__weakref__", "_dropped", "index", "step")
 
@@ -50,15 +50,14 @@ class _Reference:
         self.index, self.step, self._dropped = index, step, dropped
 
     def __del__(self) -> None:
-        """At any time, on any thread: the driver does the rest."""
+        """Note the drop, at any time and on any thread; the driver does the rest."""
         self._dropped.append((self.step, self.index))
 
 
 @final
 @dataclass(eq=False, kw_only=True)
 class _Record:
-    """One storage that was moved. `key`: see `ActivationMover._find`; `counter`: see `SavedActivation`. `at`: its
-    extent."""
+    """One moved storage. `key`: see `ActivationMover._find`. `counter`: see `SavedActivation`. `at`: its extent."""
 
     index: int
     key: tuple[int, int]
@@ -68,7 +67,7 @@ class _Record:
     at: int
     nbytes: int
     num_left: int = 0
-    """Of those that refer to it, how many backward has not asked for yet."""
+    """The number of saved activations of this record for which backward has not asked yet."""
     target: torch.Tensor | None = None
     """Its bytes on the device, once `reading` is complete."""
     reading: Transfer | None = None
@@ -76,7 +75,7 @@ class _Record:
 
 @final
 class SavedActivation:
-    """What autograd keeps of a tensor that was moved. `counter`: an empty tensor that shares its version counter."""
+    """What autograd keeps of a moved tensor. `counter`: an empty tensor that shares the tensor's version counter."""
 
     __slots__ = ("_mover", "_was_unpacked", "counter", "dtype", "offset", "reference", "size", "stride", "version")
 
@@ -95,14 +94,14 @@ class SavedActivation:
 
 
 def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor that shares the version counter of `tensor`, and not its storage."""
+    """Return an empty tensor that shares the version counter of `tensor` but not its storage."""
     counter = tensor.detach()
     counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
 
 
 def _is_shared(counter: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether the two have one version counter. It is moved, and set back."""
+    """Return whether the two share one version counter: change it, compare, and restore it."""
     before = tensor._version
     with _unsafe_preserve_version_counter(counter):
         increment_version(counter)
@@ -111,7 +110,7 @@ def _is_shared(counter: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 @final
 class ActivationMover:
-    """The records of one engine. Driver thread, or autograd's while the driver waits in backward."""
+    """Moves the activations of one engine. Driver thread, or autograd's while the driver waits in backward."""
 
     def __init__(self, place: Place, nbytes: int, settings: MoverSettings, runtime: Runtime) -> None:
         """`nbytes`: the budget of `place`."""
@@ -122,7 +121,7 @@ class ActivationMover:
         self._by_key: dict[tuple[int, int], _Record] = {}
         self._writing: deque[tuple[Transfer, torch.Tensor]] = deque()
         self._dropped: deque[tuple[int, int]] = deque()
-        """Step and index of records that nothing refers to any more."""
+        """(step, index) of records to which nothing refers any more."""
         self._next_index = self._step = 0
         self._in_flight_nbytes = 0
         self._is_closed = False
@@ -131,11 +130,11 @@ class ActivationMover:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor, version: int) -> SavedActivation | None:
-        """Begin to move the storage of `tensor`, detached; None if it stays on the device."""
+        """Begin to move the storage of `tensor`, detached. Return None if it stays on the device."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return None
         if torch._C._current_graph_task_id() != -1 or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return None  # what is computed again in backward is used at once
+            return None  # a recomputation in backward: the tensor is used at once
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if nbytes < self._settings.min_nbytes or not self._fits(tensor, nbytes):
@@ -149,14 +148,14 @@ class ActivationMover:
             return SavedActivation(self, reference, tensor, version)
 
     def _fits(self, tensor: torch.Tensor, nbytes: int) -> bool:
-        """Whether the tensor is most of its storage, and plain memory."""
+        """Return whether the tensor is plain memory and a large enough part of its storage."""
         if nbytes > MAX_SHARE_OF_STORAGE * tensor.nbytes or nbytes % tensor.itemsize or tensor.is_quantized:
             return False
         return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or 0 in tensor.stride())
 
     def _find(self, key: tuple[int, int], tensor: torch.Tensor) -> _Reference | None:
-        """The record of the storage with this identity, in this version, if both live. Another counter at the same
-        version, as `.data` makes one, says nothing of what was written since."""
+        """Return the record of this storage in this version, if both live. It must also share the version counter:
+        another one at the same version, as `.data` makes, does not show what was written since."""
         record = self._by_key.get(key)
         if record is None or record.storage.expired():  # type: ignore[no-untyped-call]
             return None
@@ -207,7 +206,7 @@ class ActivationMover:
         return reference
 
     def _wait_written(self, allowed_nbytes: int, *, on_host: bool = False) -> None:
-        """Free the oldest sources until at most `allowed_nbytes` are on their way, and those that have left."""
+        """Free the oldest sources until at most `allowed_nbytes` are in flight, and all whose transfers are done."""
         while self._writing and (self._in_flight_nbytes > allowed_nbytes or self._writing[0][0].done()):
             written, source = self._writing[0]
             try:
@@ -215,7 +214,7 @@ class ActivationMover:
                     if on_host:
                         written.wait()
                     self._accelerator.wait_on_compute(written)
-            except TieredZeroError:  # of the transfer, which is over: it is raised once
+            except TieredZeroError:  # the transfer has failed: raise its error once
                 self._writing.popleft()
                 self._discharge(source.nbytes)
                 raise
@@ -225,8 +224,8 @@ class ActivationMover:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def restore(self, reference: _Reference, *, is_first: bool) -> torch.Tensor:
-        """Return the bytes of a record on the device, [n] uint8, and begin to read those that backward needs next.
-        `is_first`: a node asks for the first time. Raises ModelError after the step that saved them."""
+        """Return a record's bytes on the device, [n] uint8, and begin to read those that backward needs next.
+        `is_first`: this node asks for the first time. Raises ModelError after the step that saved them."""
         with self._profiled("unpack"):
             if self._is_closed or reference.step != self._step:
                 raise ModelError(
@@ -259,12 +258,12 @@ class ActivationMover:
             with span(LANE, "restore", "", nbytes):
                 place.read(at, target)
 
-        after = [self._accelerator.record_compute()]  # the memory is what compute has just freed
+        after = [self._accelerator.record_compute()]  # compute may just have freed this memory
         record.target = target
         record.reading = self._accelerator.lane(LANE).submit(read, after=after, holds=[target], waits=place.waits)
 
     def _read_ahead(self, index: int) -> None:
-        """Begin to read the records that were packed right before."""
+        """Begin to read the records that were packed just before this one."""
         num_left = NUM_AHEAD
         for before in range(index - 1, max(-1, index - 1 - MAX_GAP), -1):
             record = self._records.get(before)
@@ -280,7 +279,7 @@ class ActivationMover:
                 return
 
     def _make_room(self, nbytes: int) -> None:
-        """Free sources that have left, then targets that wait for a later node, the latest packed first."""
+        """Free sources whose transfers are done, then targets that later nodes need, the latest packed first."""
         allowed_nbytes = self._settings.in_flight_nbytes - nbytes
         self._wait_written(allowed_nbytes)
         if self._in_flight_nbytes > allowed_nbytes:
@@ -290,7 +289,7 @@ class ActivationMover:
                 self._release(record)
 
     def _release(self, record: _Record) -> None:
-        """Let go of a record's memory on the device; it can be read again."""
+        """Free a record's memory on the device; it can be read again."""
         reading, record.reading, record.target = record.reading, None, None
         if reading is not None:
             self._accelerator.wait_on_compute(reading)
@@ -299,7 +298,7 @@ class ActivationMover:
     # -- the ends of a step --------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Free all that was saved in the step that is taken. Raises the error of a transfer."""
+        """Free everything saved in the step that was taken. Raises transfer errors."""
         if self._next_index:
             written = self._accelerator.lane(LANE).submit(self._place.finish)
             with nullcontext() if written.done() else self._recorder.span("compute", "wait_activation"):
@@ -310,25 +309,25 @@ class ActivationMover:
             self._clear()
 
     def abort(self) -> None:
-        """Free all that was saved in the step that is dropped."""
+        """Free everything saved in the step that is dropped."""
         if self._next_index:
             wait_quietly(self._accelerator.lane(LANE).submit(self._place.finish))
             self._clear()
 
     def close(self) -> None:
-        """Free everything; the lane has ended."""
+        """Free everything. The lane has ended."""
         self._is_closed = True
-        with suppress(TieredZeroError):  # nothing asks for these bytes any more
+        with suppress(TieredZeroError):  # nothing needs these bytes any more
             self._place.finish()
         self._clear()
 
     def take_counts(self) -> dict[str, int]:
-        """Return what was moved, and what found no room, since the last call."""
+        """Return what was moved, and what did not fit, since the last call."""
         counts, self._counts = dict(self._counts), Counter()
         return counts
 
     def _clear(self) -> None:
-        """No job is queued: every transfer is complete."""
+        """Forget all records of the step. No job is queued, and every transfer is complete."""
         self._step += 1
         self._next_index = 0
         self._records.clear()

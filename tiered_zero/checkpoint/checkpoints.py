@@ -88,11 +88,9 @@ class Checkpoints:
         exclude_frozen: bool = False,
     ) -> None:
         """Save the state after the last step. Return when the tag is durable or, with checkpoint.async, when everything
-        that a script may change is copied.
-
-        `begin`: checks that the call is allowed now, and returns the step and the tag's name. Raises the errors of this
-        save and of an asynchronous save before it. With many ranks all call this, and it returns, or raises, on all.
-        """
+        that a script may change is copied. `begin`: checks that the call is allowed now, and returns the step and the
+        tag's name. Raises the errors of this save and of an asynchronous save before it. With many ranks all call this,
+        and it returns, or raises, on all."""
         captured: list[Capture] = []
         arguments = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
 

@@ -151,9 +151,7 @@ class LoadParts:
 @dataclass(frozen=True, kw_only=True)
 class DriverState:
     """The objects of one run whose state a checkpoint holds in addition to arrays. Driver thread, between two steps.
-
-    `optimizer`: None if the run evaluates. `loader`: of `training_data`; None without.
-    """
+    `optimizer`: None if the run evaluates. `loader`: of `training_data`; None without."""
 
     counts: Counts
     overflow: OverflowGuard
@@ -164,10 +162,8 @@ class DriverState:
     module: nn.Module | None = None
 
     def capture(self, client_state: Mapping[str, Any]) -> State:
-        """Copy the present state as JSON, encoded by `to_json`.
-
-        Raises ModelError, naming the path, for a value that cannot be saved, or a scheduler without state_dict().
-        """
+        """Copy the present state as JSON, encoded by `to_json`. Raises ModelError, naming the path, for a value that
+        cannot be saved, or a scheduler without state_dict()."""
         overflow_counts, scaler = self.overflow.state()
         state = {
             "counts": self.counts.state_dict(),
@@ -186,11 +182,8 @@ class DriverState:
 
     def check(self, saved: Any, parts: LoadParts | None = None, ranks: Collectives | None = None) -> State:
         """Decode an untrusted state that `capture` returned, and return the argument of `restore`, with this rank's own
-        parts.
-
-        Raises StoreError for what `capture` never returns, and ModelError for a state that does not fit. Changes
-        nothing.
-        """
+        parts. Raises StoreError for what `capture` never returns, and ModelError for a state that does not fit. Changes
+        nothing."""
         parts = parts or LoadParts()
         state = _decode_state(saved)
         num_ranks = _select_rank(state, ranks or SingleRank())
@@ -316,11 +309,9 @@ def join_states(first: State, own: Sequence[Mapping[str, Any]]) -> State:
 
 
 def _select_rank(state: State, ranks: Collectives) -> int:
-    """Put this rank's own parts into `state`, and return how many ranks saved theirs.
-
-    A rank that did not exist at the save keeps its random states: with rank 0's it would draw the same numbers as rank
-    0. Its position in the data is rank 0's.
-    """
+    """Put this rank's own parts into `state`, and return how many ranks saved theirs. A rank that did not exist at the
+    save keeps its random states: with rank 0's it would draw the same numbers as rank 0. Its position in the data is
+    rank 0's."""
     of_ranks = state.pop("ranks", None) or [own_state(state)]
     if ranks.rank < len(of_ranks):
         state.update(of_ranks[ranks.rank])
@@ -469,11 +460,9 @@ _INSTEAD: Final = {
 
 
 def to_json(value: Any, where: str, depth: int = 0) -> Any:
-    """Return `value` in a JSON form, with copies of all data. `where`: names the value in messages.
-
-    Raises ModelError, with the path, for types other than `SAVED_TYPES` (subclasses are other types), for text that is
-    not Unicode, and for nesting deeper than `MAX_DEPTH`.
-    """
+    """Return `value` in a JSON form, with copies of all data. `where`: names the value in messages. Raises ModelError,
+    with the path, for types other than `SAVED_TYPES` (subclasses are other types), for text that is not Unicode, and
+    for nesting deeper than `MAX_DEPTH`."""
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value
@@ -507,10 +496,8 @@ def to_json(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def from_json(values: Any) -> Any:
-    """Invert `to_json` for untrusted JSON. Tensors are on the CPU.
-
-    Raises ValueError for anything that `to_json` does not return. Allocates no more than the text takes.
-    """
+    """Invert `to_json` for untrusted JSON. Tensors are on the CPU. Raises ValueError for anything that `to_json` does
+    not return. Allocates no more than the text takes."""
     if type(values) is list:
         return _items(values)
     if type(values) is not dict:

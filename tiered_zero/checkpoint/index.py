@@ -114,10 +114,8 @@ class RecordName(NamedTuple):
 
 @final
 class TensorEntry(StrictModel):
-    """One tensor. `order`: its dimensions from the slowest to the fastest in memory; None: row-major.
-
-    `parts`: in a manifest in order, disjoint, and covering the tensor; in a share only one rank's.
-    """
+    """One tensor. `order`: its dimensions from the slowest to the fastest in memory; None: row-major. `parts`: in a
+    manifest in order, disjoint, and covering the tensor; in a share only one rank's."""
 
     dtype: str
     shape: Annotated[tuple[Annotated[int, Field(ge=0, le=_MOST_NUMEL)], ...], Field(max_length=_MOST_DIMENSIONS)]

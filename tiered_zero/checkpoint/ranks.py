@@ -141,11 +141,9 @@ def check_together(ranks: Collectives, check: Callable[[], TagManifest]) -> None
 def write_together(
     ranks: Collectives, tensors: Sequence[WeightTensor], write: Callable[[Sequence[WeightTensor]], None]
 ) -> None:
-    """Call `write` on rank 0 with tensors that are split over ranks; all ranks read each of them, in this order.
-
-    An error of `write` is raised on all ranks once every tensor is read, and the run goes on. A failed read ends the
-    run: it is raised on that rank, and as RankError on the others, which wait in that tensor's gather.
-    """
+    """Call `write` on rank 0 with tensors that are split over ranks; all ranks read each of them, in this order. An
+    error of `write` is raised on all ranks once every tensor is read, and the run goes on. A failed read ends the run:
+    it is raised on that rank, and as RankError on the others, which wait in that tensor's gather."""
     begun: list[WeightTensor] = []
     failed: list[Exception] = []
 

@@ -230,10 +230,8 @@ NUM_SCRATCH = 8
 
 @final
 class StateSaver:
-    """Writes everything that this rank saves, with the state of `scalars`, once. One thread.
-
-    `free(sub-group)`: called when an update may change the sub-group. Nothing else may change what is saved.
-    """
+    """Writes everything that this rank saves, with the state of `scalars`, once. One thread. `free(sub-group)`: called
+    when an update may change the sub-group. Nothing else may change what is saved."""
 
     def __init__(self, state: RunState, scalars: Scalars, writer: RecordWriter, free: Callable[[int], None]) -> None:
         self._state = state

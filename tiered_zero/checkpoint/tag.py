@@ -293,11 +293,9 @@ def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
 
 
 def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
-    """Return why a run that resumes from `load_dir` begins at step 0; "" if there is something to load or to refuse.
-
-    A run begins anew in a directory that is missing or empty, or whose first save was never completed. Raises
-    StoreError.
-    """
+    """Return why a run that resumes from `load_dir` begins at step 0; "" if there is something to load or to refuse. A
+    run begins anew in a directory that is missing or empty, or whose first save was never completed. Raises
+    StoreError."""
     path = Path(load_dir)
     if not os.path.lexists(path):
         return "it does not exist"
@@ -477,11 +475,9 @@ def find_damage(tag_dir: str | os.PathLike[str]) -> list[str]:
 def open_commit(
     path: str | os.PathLike[str], own_runs: Container[str] = (), engine: IOEngine | None = None
 ) -> TensorReader:
-    """Open the newest commit of a run, in the swap directories of all its ranks.
-
-    `path`: any directory of the run. `own_runs`: ids of this run's stores, which must not commit while this is open.
-    Raises StoreError: nothing committed, damaged, a part missing here, or its owner lives (and is not this run).
-    """
+    """Open the newest commit of a run, in the swap directories of all its ranks. `path`: any directory of the run.
+    `own_runs`: ids of this run's stores, which must not commit while this is open. Raises StoreError: nothing
+    committed, damaged, a part missing here, or its owner lives (and is not this run)."""
     commit = Commit.read(Path(owner_of(Path(path)).paths[0]))
     with ExitStack() as resources:
         stores = open_stores(commit.stores, commit, resources, own_runs)

@@ -161,10 +161,8 @@ class SaveDirectory:
 
     def finish(self, replaced: str | None, latest: str | None = None) -> None:
         """Make a `rename`, or `latest`, durable, and remove the replaced tag. Raises OSError: then it still exists.
-
         `latest`: a file from `prepare_latest`, renamed to `latest` with the same sync. A crash may leave either of the
-        two new, which is safe for tags that all point to one state.
-        """
+        two new, which is safe for tags that all point to one state."""
         if latest is not None:
             os.rename(latest, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
@@ -286,10 +284,8 @@ class TagWriter:
         own_nbytes: int | None = None,
     ) -> TagWriter:
         """Lock the save directory, remove what dead writers left, check the space, make the temporary directory.
-
         `engine`: None: one of the tag's own, so that its failure affects no other transfer. `needed_nbytes`: of all
-        records. `own_nbytes`: of this process's records, if others join. Raises StoreError.
-        """
+        records. `own_nbytes`: of this process's records, if others join. Raises StoreError."""
         check_tag(tag)
         directory = SaveDirectory.open(save_dir)
         try:
@@ -358,11 +354,8 @@ class TagWriter:
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> TagManifest:
         """Make everything durable, give the tag its name, then set `latest`. Raises StoreError: then the tag is
-        discarded.
-
-        `fields`: of TagManifest, without the tag and what `shares` have. Data, manifest and the new `latest` become
-        durable at the same time, before the tag gets its name.
-        """
+        discarded. `fields`: of TagManifest, without the tag and what `shares` have. Data, manifest and the new `latest`
+        become durable at the same time, before the tag gets its name."""
         assert not self._joins, "rank 0 publishes"
         try:
             stores = tuple(store for share in shares for store in share.stores)
@@ -471,11 +464,9 @@ def _store_error(path: Path, tag: str, error: Exception, needed_nbytes: int) -> 
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
     """Remove all whole tags except the newest `keep`, and superseded pointers. Return those removed, or, with
-    `dry_run`, those that would be. Swap directories to which pointers lead stay. Raises StoreError.
-
-    Never removed: the tag that `latest` names, and the newest pointer to a commit without its own tag (the run was
-    killed between commit and tag). A tag that holds other programs' files stays, with a warning.
-    """
+    `dry_run`, those that would be. Swap directories to which pointers lead stay. Raises StoreError. Never removed: the
+    tag that `latest` names, and the newest pointer to a commit without its own tag (the run was killed between commit
+    and tag). A tag that holds other programs' files stays, with a warning."""
     if keep < 1:
         raise StoreError(f"Keep at least one checkpoint; found {keep}.")
     directory = SaveDirectory.join(save_dir) if dry_run else SaveDirectory.open(save_dir)

@@ -1,4 +1,4 @@
-"""The fate of every DeepSpeed key: one table, `table(Config)`. The reference is DeepSpeed 0.19.
+"""Define the fate of every DeepSpeed key in one table, `table(Config)`. The reference is DeepSpeed 0.19.
 
 Honoured keys are the fields of the schema. All others are listed here: renamed, accepted without effect (and why), or
 refused because ignoring them would change numbers.
@@ -20,7 +20,7 @@ from tiered_zero.config.section import switch
 
 
 class Fate(str, Enum):
-    """The fate of a key of a config file: honoured, renamed, without effect, or refused."""
+    """The fate of a config key: honoured, renamed, without effect, or refused."""
 
     HONOURED = "honoured"
     RENAMED = "renamed"
@@ -30,11 +30,11 @@ class Fate(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key. `why` is the effect, or the reason that there is none, or the reason of the refusal.
+    """One key. `why`: its effect, or the reason for having none or being refused.
 
-    `default`: DeepSpeed's value when the key is absent; a key without effect must have its type. `to`: the path that a
-    renamed key is read as. `quiet`: not worth a notice: a spelling that DeepSpeed itself holds equal, or a key without
-    effect because what it asks for holds in any case. `allowed`: the only values that a refused key takes, besides None
+    `default`: DeepSpeed's value if the key is absent; a key without effect must have its type. `to`: the path as which
+    a renamed key is read. `quiet`: not worth a notice: a spelling that DeepSpeed accepts, too, or a key without effect
+    because what it asks for always holds. `allowed`: the only values accepted for a refused key, in addition to None
     and "auto"; a section (its default is a dict) may also be off.
     """
 
@@ -61,14 +61,15 @@ OTHER_WORDS: Mapping[str, str] = {
     "clip_grad_norm": "gradient_clipping",
     "max_norm": "gradient_clipping",
 }
-"""What people write for a key -> its name, for suggestions."""
+"""Common other spellings -> the key's name, for suggestions."""
 
 OPTIMIZERS: Mapping[str, str] = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "lion": "Lion", "sgd": "SGD"}
-"""Names that are matched without regard to case; any other type is a class of torch.optim, spelled as there."""
+"""Optimizer names matched in any case; other types are classes of torch.optim, spelled as there."""
 
 
 def runs_as_adamw(name: str, adam_w_mode: bool) -> bool:
-    """Whether "adam" or "adamw" means AdamW, as in DeepSpeed. `adam_w_mode`: of optimizer.params, true by default."""
+    """Return whether "adam" or "adamw" means AdamW, as in DeepSpeed. `adam_w_mode`: of optimizer.params, true by
+    default."""
     return name == "adamw" or adam_w_mode
 
 
@@ -105,22 +106,22 @@ def _no_effect(section: str, why: str, *, quiet: bool = False, **defaults: Any) 
 
 
 def _satisfied(section: str, why: str, **defaults: Any) -> list[Key]:
-    """Keys without effect because what they ask for holds in any case."""
+    """Return keys without effect because what they ask for always holds."""
     return _no_effect(section, why, quiet=True, **defaults)
 
 
 def _refused(path: str, why: str, *allowed: Any) -> Key:
-    """`allowed`: every value that is taken; without any, only false."""
+    """Return a refused key. `allowed`: all accepted values; by default only false."""
     return Key(path=path, fate=Fate.REFUSED, why=why, allowed=allowed or (False,))
 
 
 def _refused_sections(why: str, *names: str, on: bool = False) -> list[Key]:
-    """`on`: a section that does not say `enabled` is on; in DeepSpeed most are off then."""
+    """Return refused sections. `on`: the section is on if it does not say `enabled`; in DeepSpeed most are off then."""
     return [Key(path=name, fate=Fate.REFUSED, why=why, default={} if on else {"enabled": False}) for name in names]
 
 
 def _bare(*names: str) -> list[Key]:
-    """DeepSpeed reads `stage3_x` and `x` alike."""
+    """Return keys that DeepSpeed reads as `stage3_x`, too."""
     prefix = "zero_optimization."
     return [
         Key(path=prefix + n, fate=Fate.RENAMED, why="bare name", to=f"{prefix}stage3_{n}", quiet=True) for n in names
@@ -259,7 +260,7 @@ OTHERS: tuple[Key, ...] = (
 
 @functools.cache
 def table(schema: type[BaseModel]) -> Mapping[str, Key]:
-    """Path -> key, in the schema's order, then that of OTHERS."""
+    """Return path -> key, in the schema's order, then that of OTHERS."""
     keys = [*_honoured(schema, ""), *OTHERS]
     result = {key.path: key for key in keys}
     assert len(result) == len(keys), "a key has two fates"
@@ -267,7 +268,7 @@ def table(schema: type[BaseModel]) -> Mapping[str, Key]:
 
 
 def section_type(annotation: Any) -> type[BaseModel] | None:
-    """The section class inside a field's annotation (`Section` or `Section | None`), or None for a plain value."""
+    """Return the section class in a field's annotation (`Section` or `Section | None`); None for a plain value."""
     for candidate in (annotation, *typing.get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
@@ -287,7 +288,7 @@ def _honoured(schema: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def asks_for_something(key: Key, value: Any) -> bool:
-    """Whether a key that is refused, or without effect, is at a value that would do something in DeepSpeed."""
+    """Return whether a key that is refused, or without effect, has a value that would do something in DeepSpeed."""
     if value is None or value == "auto":
         return False
     if isinstance(value, dict) and isinstance(key.default, dict):
@@ -299,7 +300,7 @@ def asks_for_something(key: Key, value: Any) -> bool:
 
 
 def _switched_on(section: Mapping[str, Any]) -> bool:
-    """Whether `enabled` is true; without it, whether any value inside is something else than false or empty."""
+    """Return whether `enabled` is true or, without it, whether any value inside is neither false nor empty."""
     off = (False, None, "auto", "false")
     if "enabled" in section:
         return section["enabled"] not in off and bool(section["enabled"])
@@ -310,7 +311,8 @@ def _switched_on(section: Mapping[str, Any]) -> bool:
 
 
 def has_type_of_default(key: Key, value: Any) -> bool:
-    """Whether a key without effect is at least well-formed; a default of None says nothing about its type."""
+    """Return whether the value of a key without effect has the default's type; any type is fine if the default is
+    None."""
     if value is None or key.default is None:
         return True
     if isinstance(key.default, bool):

@@ -1,4 +1,4 @@
-"""Source and effect of each value: the rows of `tiered-zero explain`, and the notices at start."""
+"""Explain the source and effect of each value: the rows of `tiered-zero explain`, and the notices at start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILLED = "the trainer that reads the file fills it: Transformers, Accelerate, Li
 
 @dataclass(frozen=True, kw_only=True)
 class KeyReport:
-    """One key: its value as understood, where that comes from, and what it does here."""
+    """One key: its value as understood, its origin, and its effect here."""
 
     path: str
     value: Any
@@ -30,25 +30,25 @@ class Reading:
     """Facts that the loader collects between the file and the values."""
 
     auto: dict[str, Any] = field(default_factory=dict)
-    """Path that said "auto" -> the value that it became."""
+    """Path that said "auto" -> the value that it got."""
     derived: set[str] = field(default_factory=set)
     """Batch sizes that follow from the others."""
     unfilled: set[str] = field(default_factory=set)
     """Paths that say "auto" and have no default: a trainer fills them before a run."""
     idle: list[tuple[Key, Any]] = field(default_factory=list)
-    """The keys that the file holds and that do nothing, with their values."""
+    """Keys in the file that do nothing, with their values."""
     renamed: dict[str, str] = field(default_factory=dict)
     """Path as understood -> path as written."""
     notices: list[str] = field(default_factory=list)
-    """Lines of their own: rounding, mappings."""
+    """Separate lines: rounding, mappings."""
 
     def written_as(self, path: str) -> str:
-        """The other name under which the file gave `path` or a section around it; "" if it did not."""
+        """Return the other name that the file uses for `path` or a section around it; "" if none."""
         return next((old for new, old in self.renamed.items() if path == new or path.startswith(f"{new}.")), "")
 
 
 def reports(config: BaseModel, reading: Reading) -> list[KeyReport]:
-    """Every honoured key, then every key of the file that has no effect."""
+    """Return every honoured key, then every key of the file that has no effect."""
     keys = table(type(config))
     rows = list(_honoured(config, reading, "", keys))
     rows += [_idle(key, value, reading) for key, value in reading.idle]
@@ -56,7 +56,7 @@ def reports(config: BaseModel, reading: Reading) -> list[KeyReport]:
 
 
 def notices(reading: Reading, keys: Mapping[str, Key]) -> tuple[str, ...]:
-    """The lines to log once at start: at most one a kind, and only for what the file says and a default does not."""
+    """Return the lines to log once at start: at most one of each kind, and only for what the file says."""
     renamed = [f"{old} -> {new}" for new, old in reading.renamed.items() if not keys[old].quiet]
     resolved = [f"{path} = {value}" for path, value in reading.auto.items() if path not in reading.unfilled]
     idle = [key.path for key, value in reading.idle if not key.quiet and asks_for_something(key, value)]
@@ -79,7 +79,7 @@ def _honoured(node: BaseModel, reading: Reading, prefix: str, keys: Mapping[str,
         value, path = getattr(node, name), prefix + (field_info.alias or name)
         if isinstance(value, BaseModel):
             yield from _honoured(value, reading, f"{path}.", keys)
-        elif path not in keys:  # a section that the file leaves out
+        elif path not in keys:  # the file leaves this section out
             continue
         elif isinstance(value, dict):
             arguments = {f"{path}.{argument}": given for argument, given in value.items()}

@@ -1,4 +1,4 @@
-"""JSON as people write it: comments (`//`, `#`, `/* */`) and trailing commas are allowed, a key given twice is not."""
+"""Read JSON as people write it: with comments (`//`, `#`, `/* */`) and trailing commas, but no key given twice."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*[}}\]])", re.DOTALL)
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers the keys that it was given twice."""
+    """A JSON object that remembers which keys it was given twice."""
 
     twice: tuple[str, ...] = ()
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The object in the file. Raises ConfigError: no such file, no JSON, no object, a key given twice."""
+    """Return the object in the file. Raises ConfigError: no such file, no JSON, no object, a key given twice."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read()
@@ -34,7 +34,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
-    """`name` stands for the text in errors. Removed text is replaced by blanks, so that line numbers stay true."""
+    """Parse JSON text. `name`: the text's name in errors. Comments are replaced by blanks, so that line numbers stay
+    right."""
     plain = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
     try:
         tree = json.loads(plain, object_pairs_hook=_object)

@@ -1,4 +1,4 @@
-"""From a file or a dict to a `Config`: rename, sort every key by its fate, resolve, validate."""
+"""Load a file or a dict as a `Config`: rename keys, sort them by their fates, resolve "auto", validate."""
 
 from __future__ import annotations
 
@@ -48,11 +48,9 @@ def load(
     *,
     to_train: bool = True,
 ) -> Config:
-    """Read `config` (a dict, or the path of a JSON file) or the file that `args.deepspeed_config` names.
-
-    `world_size`: data-parallel ranks, for the batch sizes. `to_train`: False to look at a file whose "auto" a trainer
-    fills later; its batch is one sample then. Touches nothing but that file. Raises ConfigError.
-    """
+    """Read `config` (a dict, or the path of a JSON file), or the file that `args.deepspeed_config` names. `world_size`:
+    data-parallel ranks, for the batch sizes. `to_train`: False to look at a file whose "auto" a trainer fills later;
+    its batch is then one sample. Reads nothing but that file. Raises ConfigError."""
     named = getattr(args, "deepspeed_config", None)
     if (config is None) == (named is None):
         found = "neither" if config is None else f"both ({named} in args)"
@@ -75,12 +73,12 @@ def load(
     return result
 
 
-# Names.
+# -- names -------------------------------------------------------------------------------------------------------------
 
 
 def _named_tree(given: Mapping[str, Any], known: Container[str], reading: Reading) -> dict[str, Any]:
-    """Copy `given` with the schema's names; `reading` notes what is dropped. `known`: paths of keys and sections.
-    ConfigError."""
+    """Copy `given` with the schema's names, and note in `reading` what is dropped. `known`: paths of keys and sections.
+    Raises ConfigError."""
     tree: dict[str, Any] = _plain(given, "", reading)
     _drop_dotted(tree, known, reading)
     _rename(tree, reading)
@@ -88,14 +86,13 @@ def _named_tree(given: Mapping[str, Any], known: Container[str], reading: Readin
 
 
 def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
-    """A key of the file that does nothing here, though the table may have another fate for its name."""
+    """Return a key of the file that does nothing here, whatever fate the table has for its name."""
     return Key(path=path, fate=Fate.NO_EFFECT, why=why, quiet=quiet)
 
 
 def _plain(node: Any, path: str, reading: Reading, depth: int = 0) -> Any:
-    """Copy plain dicts and lists, which the steps below change at will, without comments.
-
-    Raises ConfigError on what no key takes.
+    """Copy plain dicts and lists, which later steps change, without comments. Raises ConfigError for values that no key
+    takes.
     """
     if depth > _MAX_DEPTH:
         raise ConfigError(f"{path[:80]}...: expected at most {_MAX_DEPTH} objects one inside another. Flatten it.")
@@ -165,11 +162,11 @@ def _rename_one(tree: dict[str, Any], key: Key, reading: Reading) -> None:
     reading.renamed.setdefault(key.to, key.path)
 
 
-# Fates.
+# -- fates -------------------------------------------------------------------------------------------------------------
 
 
 def _sort(node: dict[str, Any], prefix: str, reading: Reading) -> dict[str, Any]:
-    """The honoured values of a section; everything else is recorded, or refused."""
+    """Return the honoured values of a section. Other keys are recorded or refused."""
     values: dict[str, Any] = {}
     off = prefix in ("fp16.", "bf16.") and switch(node.get("enabled")) in (None, "auto", False)
     for name, value in node.items():
@@ -203,7 +200,7 @@ def _drop_offload_param(values: dict[str, Any], reading: Reading) -> None:
     try:
         below = whole(zero.get("stage", 0)) in (0, 1, 2)
     except ValueError:
-        return  # the schema says what is wrong
+        return  # the schema reports what is wrong
     if below and (device := section.get("device", "none")) != "none":
         del zero["offload_param"]
         path, why = "zero_optimization.offload_param", "parameters stay on the device below stage 3, as in DeepSpeed"
@@ -212,7 +209,8 @@ def _drop_offload_param(values: dict[str, Any], reading: Reading) -> None:
 
 
 def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> None:
-    """`off`: the section around the key is, so that in DeepSpeed too the key does nothing."""
+    """Record a key that does nothing, or refuse it. `off`: its section is off, so the key does nothing in DeepSpeed
+    either."""
     if key.fate is Fate.REFUSED and not off and asks_for_something(key, value):
         taken = "it to be off" if False in key.allowed else " or ".join(map(json.dumps, key.allowed))
         raise ConfigError(f"{key.path}: expected {taken} or left out; found {shown(value)}. It is refused: {key.why}.")
@@ -223,7 +221,7 @@ def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> Non
 
 
 def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
-    """Arguments of the optimizer or the schedule: numeric strings are numbers, "auto" is the default of the class."""
+    """Return the arguments of the optimizer or schedule: numeric strings become numbers, "auto" the class's default."""
     if not isinstance(params, dict | None):
         raise ConfigError(f"{path}: expected an object; found {shown(params)}. Write the arguments inside {{}}.")
     values = {}
@@ -242,7 +240,7 @@ def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
 
 
 def _nearest(path: str) -> str:
-    """Return the valid key nearest to an unknown one: a sibling, the same name elsewhere, or a similar one."""
+    """Suggest the valid key nearest to an unknown one: a sibling, the same name elsewhere, or a similar one."""
     if path == "tiered_zero.io_uring":
         return "io_uring is not used: threads move 1.0 to 1.6 times as much. Leave the key out."
     section, _, name = path.rpartition(".")
@@ -260,11 +258,11 @@ def _nearest(path: str) -> str:
     return f"Remove it; {known or 'tiered-zero explain lists the keys in use'}."
 
 
-# Batch sizes.
+# -- batch sizes -------------------------------------------------------------------------------------------------------
 
 
 def _batch(values: dict[str, Any], world_size: int, reading: Reading, to_train: bool) -> dict[str, int]:
-    """The batch triangle: train = micro * accumulation * ranks, from any of them that suffice."""
+    """Complete the batch sizes, train = micro * accumulation * ranks, from any of them that suffice."""
     given: dict[str, int | None] = {}
     for name in _BATCH:
         try:
@@ -304,7 +302,7 @@ def _batch(values: dict[str, Any], world_size: int, reading: Reading, to_train: 
     return dict(zip(_BATCH, (train, micro, steps), strict=True))
 
 
-# Optimizer and schedule.
+# -- optimizer and schedule --------------------------------------------------------------------------------------------
 
 
 def _check_optimizer(section: dict[str, Any] | None) -> None:
@@ -318,7 +316,7 @@ def _check_optimizer(section: dict[str, Any] | None) -> None:
 
 
 def _check_scheduler(section: dict[str, Any] | None, reading: Reading, to_train: bool) -> None:
-    """Read the arguments of DeepSpeed's own schedules; torch's check their own when they are built."""
+    """Check the arguments of DeepSpeed's own schedules; torch's check theirs when they are built."""
     kind = SCHEDULES.get(section["type"]) if section and isinstance(section.get("type"), str) else None
     if section is None or kind is None:
         return
@@ -355,7 +353,7 @@ def _check_scheduler(section: dict[str, Any] | None, reading: Reading, to_train:
     section["params"] = {name: getattr(read, name) for name in params}
 
 
-# The end.
+# -- the end -----------------------------------------------------------------------------------------------------------
 
 
 def _finish(config: Config, reading: Reading) -> None:
@@ -403,7 +401,7 @@ def _describe(error: ValidationError) -> str:
         expected = _expected(problem)
         found = shown(problem["input"])
         rule = problem.get("ctx", {}).get("error")
-        if isinstance(rule, ConfigError):  # between keys, which says it all
+        if isinstance(rule, ConfigError):  # a rule between keys, whose text is complete
             lines.append(str(rule))
             continue
         if problem["type"] == "missing":
@@ -416,6 +414,6 @@ def _describe(error: ValidationError) -> str:
 
 
 def _expected(problem: Mapping[str, Any]) -> str:
-    """Return what was expected, as pydantic or a function of ours says it."""
+    """Return what was expected, in pydantic's words or ours."""
     text: str = problem["msg"]
     return text.removeprefix("Value error, ").replace("Input should be", "expected")

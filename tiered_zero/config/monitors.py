@@ -1,4 +1,4 @@
-"""DeepSpeed's monitors: where the numbers of each step are written besides `tiered_zero.report`."""
+"""Define DeepSpeed's monitors: where each step's numbers are written, in addition to `tiered_zero.report`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `tiered_zero`: settings that DeepSpeed does not have."""
+"""Define the section `tiered_zero`: settings that DeepSpeed does not have."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _paths(value: Any) -> Any:
 
 
 class StateLimitsSection(Section):
-    """How much of masters and optimizer state may rest on each tier. Tiers faster than offload_optimizer.device are
-    filled to it; there it is a bound. Embeddings come first, then what the next forward needs first."""
+    """The most masters and optimizer state on each tier. Tiers faster than offload_optimizer.device are filled up to
+    it; for that device it is a limit. Embeddings come first, then what the next forward needs first."""
 
     device: Nbytes = Field(
         None, description="most bytes of master weights and state on the device; null: what offload_optimizer says"
@@ -34,7 +34,7 @@ class StateLimitsSection(Section):
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """Tier -> bytes, fastest first, of those that are set."""
+        """Tier -> bytes, fastest first, for limits that are set."""
         return {tier: nbytes for tier, nbytes in self if nbytes is not None}
 
 
@@ -50,7 +50,7 @@ class ActivationsSection(OffloadSection):
 
 
 class CheckpointSection(Section):
-    """How a run is saved, and what it goes on from."""
+    """How a run is saved, and from what it resumes."""
 
     in_place: bool = Field(
         False,

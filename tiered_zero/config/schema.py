@@ -1,4 +1,5 @@
-"""The typed config: one frozen section a JSON object, DeepSpeed's names and defaults, and the rules between keys.
+"""Define the typed config: one frozen section per JSON object, DeepSpeed's names and defaults, and the rules between
+keys.
 
 Each description says what the key does and in which unit; `tiered-zero explain` and docs/config.md print it.
 """
@@ -45,7 +46,7 @@ def _per_group(value: Any) -> Any:
 
 
 PerGroup = Annotated[float | list[float], BeforeValidator(_per_group)]
-"""Of a learning rate or a momentum."""
+"""A learning rate or momentum: one value, or a list with one for each param group."""
 
 
 class _PlacedSection(OffloadSection):
@@ -72,7 +73,7 @@ class OffloadParamSection(_PlacedSection):
 
 
 class OffloadOptimizerSection(_PlacedSection):
-    """Where master weights and optimizer state rest. Honoured at every stage, nvme too."""
+    """Where master weights and optimizer state rest. Honoured at every stage, with nvme, too."""
 
     buffer_count: Whole = Field(4, ge=1, description="staging buffers for sub-groups on their way from and to nvme")
     pin_memory: bool = Field(
@@ -218,20 +219,21 @@ class ActivationCheckpointingSection(Section):
 
 
 class OptimizerSection(Section):
-    """The optimizer, where the script passes none."""
+    """The optimizer, if the script passes none."""
 
     type: str = Field(description="Adam (which is AdamW unless adam_w_mode is false), AdamW, or a class of torch.optim")
     params: dict[str, Any] = Field(default_factory=dict, description="arguments of the optimizer")
 
     @property
     def algorithm(self) -> str:
-        """torch's name of what runs: "Adam" means AdamW unless `params.adam_w_mode` is false, as in DeepSpeed."""
+        """The name of torch's class that runs: "Adam" means AdamW unless `params.adam_w_mode` is false, as in
+        DeepSpeed."""
         name = OPTIMIZERS.get(self.type.lower(), self.type)
         return "AdamW" if name == "Adam" and runs_as_adamw("adam", self.params.get("adam_w_mode", True)) else name
 
 
 class SchedulerSection(Section):
-    """The learning rate schedule, where the script passes none."""
+    """The learning rate schedule, if the script passes none."""
 
     type: str = Field(description="a DeepSpeed schedule or a class of torch.optim.lr_scheduler")
     params: dict[str, Any] = Field(
@@ -240,7 +242,7 @@ class SchedulerSection(Section):
 
 
 class Schedule(Section):
-    """Arguments of one of DeepSpeed's schedules, as `scheduler.params` gives them."""
+    """Arguments of one of DeepSpeed's schedules, from `scheduler.params`."""
 
     last_batch_iteration: Whole = -1
 
@@ -291,11 +293,11 @@ class WarmupCosineLR(_Warmup):
 SCHEDULES: Mapping[str, type[Schedule]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-"""DeepSpeed's own schedules; any other type is one of torch.optim.lr_scheduler."""
+"""DeepSpeed's own schedules; any other type is a class of torch.optim.lr_scheduler."""
 
 
 class BatchSizes(NamedTuple):
-    """train = micro * accumulation * ranks, in samples."""
+    """The batch sizes in samples: train = micro * accumulation * ranks."""
 
     train: int
     micro: int
@@ -303,7 +305,7 @@ class BatchSizes(NamedTuple):
 
 
 class Config(Section):
-    """The whole config, resolved. Made by `load`; frozen."""
+    """The whole config, resolved and frozen. `load` makes it."""
 
     train_batch_size: Whole = Field(ge=1, description="samples per optimizer step, over all ranks")
     train_micro_batch_size_per_gpu: Whole = Field(ge=1, description="samples per forward on each rank")
@@ -378,8 +380,8 @@ class Config(Section):
         return self
 
     def filled_in(self, settings: Mapping[str, Any]) -> Config:
-        """Return the config with those of `settings` (path -> value) that it leaves out, and with a placement that is
-        as written. Raises ValidationError where they do not agree with what is written."""
+        """Return the config with those of `settings` (path -> value) that it leaves out, and with placement
+        `as_written`. Raises ValidationError if they contradict what is written."""
         values = self.model_dump(by_alias=True, exclude_unset=True)
         for path, value in settings.items():
             *sections, name = path.split(".")
@@ -394,7 +396,7 @@ class Config(Section):
 
     @property
     def batch(self) -> BatchSizes:
-        """The resolved batch triangle."""
+        """The resolved batch sizes."""
         return BatchSizes(self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
 
     @property
@@ -407,12 +409,12 @@ class Config(Section):
 
     @property
     def param_dtype_name(self) -> Literal["float32", "bfloat16", "float16"]:
-        """torch's name of the dtype that the model computes in."""
+        """torch's name of the dtype in which the model computes."""
         return "float16" if self.fp16.enabled else "bfloat16" if self.bf16.enabled else "float32"
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """The lines to log once at start; empty for a config that is taken as it stands."""
+        """The lines to log once at start; empty if there is nothing to say."""
         return explaining.notices(self._reading, table(type(self)))
 
     @property
@@ -421,12 +423,12 @@ class Config(Section):
         return frozenset(self._reading.unfilled)
 
     def explain(self) -> list[explaining.KeyReport]:
-        """Every key of the file and every default: value, origin, fate, effect."""
+        """Return every key of the file and every default: value, origin, fate, effect."""
         return explaining.reports(self, self._reading)
 
 
 def _check_offload(zero: ZeroSection, activations: ActivationsSection) -> None:
-    """Every stage x offload_param x offload_optimizer trains, or is refused here."""
+    """Refuse combinations of stage, offload_param and offload_optimizer that do not train."""
     if zero.offload_param.device != "none" and zero.stage != 3:
         raise ConfigError(
             f"zero_optimization.offload_param.device: expected stage 3 with it; found {zero.offload_param.device!r} at "

@@ -1,7 +1,7 @@
-"""Parts of the config's sections: the types of values as files write them, and the base of a section.
+"""Define the types of config values as files write them, and the base of a section.
 
-`8`, `"8"`, `1e9` and `"1e9"` are counts; booleans, NaN and infinities are not. A conversion raises ValueError with
-what was expected; the caller adds the path and what was found.
+`8`, `"8"`, `1e9` and `"1e9"` are counts; booleans, NaN and infinities are not. A conversion raises ValueError with what
+was expected; the caller adds the path and what was found.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _URL = re.compile(r"[a-z0-9+.-]+://", re.IGNORECASE)
 
 
 def number(value: Any) -> float:
-    """A finite float from a number or a numeric string."""
+    """Convert a number or a numeric string to a finite float."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError("expected a number")
     try:
@@ -44,7 +44,7 @@ def number(value: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error quotes it: repr, cut to a line; also for a number with too many digits to print."""
+    """Format a value for an error: its repr, cut to a line. Works for numbers with too many digits to print, too."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):
@@ -53,7 +53,7 @@ def shown(value: Any) -> str:
 
 
 def whole(value: Any) -> int:
-    """An int from an int, an integral float (1e9) or a string of either; digits are exact beyond 2**53."""
+    """Convert an int, an integral float (1e9) or a string of either to an int; digits are exact beyond 2**53."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
@@ -68,7 +68,7 @@ def whole(value: Any) -> int:
 
 
 def switch(value: Any) -> Any:
-    """DeepSpeed reads 0, 1 and their words as false and true; anything else is returned as it is."""
+    """Convert 0, 1 and their words to false and true, as DeepSpeed does; return anything else unchanged."""
     if not isinstance(value, (int, float, str)):
         return value
     words = {0: False, 1: True, "0": False, "1": True, "false": False, "true": True}
@@ -76,7 +76,8 @@ def switch(value: Any) -> Any:
 
 
 def number_or_same(value: Any) -> Any:
-    """Numeric strings become numbers, also inside lists; the rest is returned as it is, but no NaN or infinity."""
+    """Convert numeric strings to numbers, also inside lists; return the rest unchanged. NaN and infinity raise
+    ValueError."""
     if isinstance(value, (list, tuple)):
         return [number_or_same(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -98,7 +99,7 @@ def _int(digits: str) -> int:
 
 
 def _elements(value: Any, info: ValidationInfo) -> int:
-    """A count of elements: like `whole`, but a fraction, as trainers compute it, is rounded down, with a notice."""
+    """Convert a count of elements like `whole`, but round a fraction, as trainers compute it, down with a notice."""
     exact = number(value)
     if exact.is_integer():
         return whole(value)
@@ -140,10 +141,8 @@ Nbytes = Annotated[int | None, BeforeValidator(_nbytes), WithJsonSchema({"type":
 
 
 class Section(BaseModel):
-    """Frozen; refuses unknown keys. `model_fields_set` has what the file sets.
-
-    Also read as the dict that DeepSpeed's `engine.config` is: `config["zero_optimization"].get("stage", 0)`.
-    """
+    """A frozen section that refuses unknown keys. `model_fields_set` has what the file sets. It can also be read like
+    the dict of DeepSpeed's `engine.config`: `config["zero_optimization"].get("stage", 0)`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
@@ -166,7 +165,7 @@ class Section(BaseModel):
 
 
 class SwitchedSection(Section):
-    """The first field is the switch. While it is off the other values do nothing, so one out of range is no error."""
+    """A section whose first field is a switch. While that is off, other values do nothing, so a bad one is no error."""
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -192,6 +191,6 @@ class OffloadSection(SwitchedSection):
 
     @property
     def nvme_paths(self) -> tuple[str, ...]:
-        """The swap directories in the order given, with `~` as the home directory; empty if none is given."""
+        """The swap directories in order, with `~` as the home directory; empty if none is given."""
         given = self.nvme_path.split(",") if isinstance(self.nvme_path, str) else self.nvme_path or ()
         return tuple(os.path.expanduser(path.strip()) for path in given if path.strip())

@@ -61,10 +61,8 @@ class GradientStore:
         self._measures_norms = is_last
 
     def accumulate(self, param: nn.Parameter) -> Unit | None:
-        """Move `param.grad` to its home, adding it to what is there, and set `param.grad` to None.
-
-        Returns the parameter's unit once all of its gradients of this backward have arrived.
-        """
+        """Move `param.grad` to its home, adding it to what is there, and set `param.grad` to None. Returns the
+        parameter's unit once all of its gradients of this backward have arrived."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
             GRAD_SLOT.__set__(param, None)
@@ -170,10 +168,8 @@ class GradientStore:
 
     def show_sum(self, param: nn.Parameter) -> None:
         """Add the gradient at home to `param.grad`, so that hooks see the sum, as in plain PyTorch; the sum replaces it
-        at home.
-
-        If ranks keep shards of the unit, or it has been reduced, hooks see this rank's gradient of this backward
-        instead."""
+        at home. If ranks keep shards of the unit, or it has been reduced, hooks see this rank's gradient of this
+        backward instead."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
         if grad is None or (place := self._places.get(param)) is None:
@@ -223,10 +219,8 @@ class GradientStore:
             self._accelerator.lane("reduce").submit(partial(flat.windows.keep, flat), waits=False)
 
     def detach_step(self) -> StepGradients:
-        """Return this step's gradients for its update, and begin the next step without gradients.
-
-        The update reads them in place: a unit's next gradient waits for its update, or goes to the spare flat.
-        """
+        """Return this step's gradients for its update, and begin the next step without gradients. The update reads them
+        in place: a unit's next gradient waits for its update, or goes to the spare flat."""
         step = StepGradients()
         for gradients in self._units.values():
             step.shares[gradients.unit.index] = gradients.share()

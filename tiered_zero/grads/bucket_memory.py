@@ -14,10 +14,8 @@ from tiered_zero.hardware.runtime import Runtime
 
 @final
 class BucketMemory:
-    """The memory of buckets, each free or with a reduction under way. Used on the reducer's thread.
-
-    A bucket without memory waits for the oldest, which bounds the gradients on the device.
-    """
+    """The memory of buckets, each free or with a reduction under way. Used on the reducer's thread. A bucket without
+    memory waits for the oldest, which bounds the gradients on the device."""
 
     def __init__(self, memory: Sequence[torch.Tensor], runtime: Runtime) -> None:
         """`memory`: for each bucket, [n] uint8."""

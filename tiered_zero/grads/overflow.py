@@ -28,10 +28,8 @@ class OverflowCounts:
 
 @final
 class OverflowGuard:
-    """Skips steps whose gradients are not finite, and adapts the loss scale. Driver thread.
-
-    `checks`: False applies such steps with a warning, as plain PyTorch does in fp32.
-    """
+    """Skips steps whose gradients are not finite, and adapts the loss scale. Driver thread. `checks`: False applies
+    such steps with a warning, as plain PyTorch does in fp32."""
 
     def __init__(self, scaler: LossScaler | None, checks: bool) -> None:
         self.scaler = scaler
@@ -57,10 +55,8 @@ class OverflowGuard:
             self.scaler.load_state_dict(scaler_state)
 
     def allows(self, check: GradCheck, step: int) -> bool:
-        """Count the gradient check of `step`, update the loss scale, and return whether to apply the step.
-
-        Raises NonFiniteError if training cannot go on; the step is counted then, too.
-        """
+        """Count the gradient check of `step`, update the loss scale, and return whether to apply the step. Raises
+        NonFiniteError if training cannot go on; the step is counted then, too."""
         counts = self.counts
         in_a_row = 0 if check.finite else counts.nonfinite_in_a_row + 1
         warns = in_a_row & (in_a_row - 1) == 0  # warn at 1, 2, 4, ... in a row

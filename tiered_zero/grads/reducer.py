@@ -230,10 +230,8 @@ class GradientReducer:
         group_values: Sequence[Mapping[str, str]] = (),
     ) -> GradCheck:
         """Reduce the rest of this step's gradients and check them. Every rank gets the same norm, factor and decision.
-
         `micro_steps`, `global_steps`, `group_values` (of each param group) must be equal on all ranks. Raises RankError
-        if they differ.
-        """
+        if they differ."""
         with self._runtime.recorder.span("compute", "reduce_ranks"):
             self._is_last = True
             self._reduce_all(self._agree_on_presence(micro_steps, global_steps))

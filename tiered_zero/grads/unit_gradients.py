@@ -283,10 +283,8 @@ class UnitGradients:
         return index in self.present and index not in self.zeroed
 
     def store_assigned(self) -> None:
-        """Copy the tensors that users assigned into the flat.
-
-        torch sums the norm in the order of a tensor's memory, which the copy changes: if strides differ, take the norm
-        of the user's own tensor."""
+        """Copy the tensors that users assigned into the flat. torch sums the norm in the order of a tensor's memory,
+        which the copy changes: if strides differ, take the norm of the user's own tensor."""
         if not self.assigned:
             return
         self.wait_transfers()

@@ -76,9 +76,7 @@ def cgroup_memory_limit_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int 
 
 def huge_pages(system: Path = SYSTEM) -> str | None:
     """Return the mode of transparent huge pages: "always", "madvise" (only where asked for), "never"; None if unknown.
-
-    /sys/kernel/mm/transparent_hugepage/enabled lists all modes, with the present one in brackets.
-    """
+    /sys/kernel/mm/transparent_hugepage/enabled lists all modes, with the present one in brackets."""
     words = read_text(system / "kernel" / "mm" / "transparent_hugepage" / "enabled").split()
     return next((word.strip("[]") for word in words if word.startswith("[")), None)
 

@@ -45,10 +45,8 @@ class IOSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One requested transfer, for error texts and the in-flight table.
-
-    `kind`: "read", "write" or "sync". `offset`, `nbytes`: bytes (0 for a sync). `urgent`: of a read.
-    """
+    """One requested transfer, for error texts and the in-flight table. `kind`: "read", "write" or "sync". `offset`,
+    `nbytes`: bytes (0 for a sync). `urgent`: of a read."""
 
     kind: str
     path: str
@@ -74,9 +72,7 @@ class File(ABC):
 
 class IOTransfer(Transfer):
     """One request of an engine, of any size. The engine owns the request's memory from submission until `done()`.
-
-    `wait` blocks at most `io_timeout_s` after the last progress, and raises TransferError.
-    """
+    `wait` blocks at most `io_timeout_s` after the last progress, and raises TransferError."""
 
     request: Request
 
@@ -87,10 +83,8 @@ class IOTransfer(Transfer):
 
 
 class IOEngine(ABC):
-    """Moves bytes between files and caller-owned memory, asynchronously.
-
-    The first failure latches the engine: every later submission raises it again.
-    """
+    """Moves bytes between files and caller-owned memory, asynchronously. The first failure latches the engine: every
+    later submission raises it again."""
 
     name: str
 
@@ -150,10 +144,8 @@ def watch(engine: IOEngine) -> None:
 
 def dump_on(number: int) -> None:
     """Print every run's disk requests in flight to stderr each time the process gets the signal `number`, such as
-    `signal.SIGUSR1`; then call the previous handler.
-
-    Call it in the main thread. Nothing else in the package handles this signal, so without it SIGUSR1 ends a process.
-    """
+    `signal.SIGUSR1`; then call the previous handler. Call it in the main thread. Nothing else in the package handles
+    this signal, so without it SIGUSR1 ends a process."""
 
     def dump(number: int, frame: FrameType | None) -> None:
         for engine in list(_watched):

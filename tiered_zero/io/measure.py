@@ -43,11 +43,9 @@ def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
 
 
 def weigh_directories(engine: IOEngine, directories: Sequence[Path], nbytes: int) -> list[float]:
-    """Return each directory's share of the bytes, in proportion to its speed; the shares sum to 1.
-
-    Each is measured for a fifth of a second, by reads and writes, in a temporary file no larger than an equal share.
-    Rates that differ by less than a quarter count as equal. Raises TransferError, OSError.
-    """
+    """Return each directory's share of the bytes, in proportion to its speed; the shares sum to 1. Each is measured for
+    a fifth of a second, by reads and writes, in a temporary file no larger than an equal share. Rates that differ by
+    less than a quarter count as equal. Raises TransferError, OSError."""
     size_nbytes = min(_WEIGHED_NBYTES, align_up(nbytes // len(directories), MIB))
     rates = []
     for directory in directories:

@@ -33,11 +33,9 @@ def is_local(fstype: str | None) -> bool:
 
 
 def preflight_directory(path: str | os.PathLike[str], key: str = "nvme_path") -> list[str]:
-    """Check a directory for swap files, and return warnings as text. `key`: the config key that names it.
-
-    Raises ConfigError, with a remedy, if it is missing, no directory, a block device, another user's behind a symbolic
-    link, or not writable. Creates and removes one empty file. The store checks free space.
-    """
+    """Check a directory for swap files, and return warnings as text. `key`: the config key that names it. Raises
+    ConfigError, with a remedy, if it is missing, no directory, a block device, another user's behind a symbolic link,
+    or not writable. Creates and removes one empty file. The store checks free space."""
     directory = os.fspath(path)
     try:
         status = os.stat(directory)

@@ -73,10 +73,8 @@ def select_engine(
 
 
 def select_reader(*paths: str | os.PathLike[str], settings: IOSettings | None = None) -> Selection:
-    """Return the best engine that reads the first page of all these files; nothing is written.
-
-    Raises TransferError if none does: the error of buffered reads, which tells most about the file.
-    """
+    """Return the best engine that reads the first page of all these files; nothing is written. Raises TransferError if
+    none does: the error of buffered reads, which tells most about the file."""
     failures = [TransferError("there is no I/O engine here")]
 
     def trial(engine: DiskEngine) -> None:

@@ -20,10 +20,8 @@ _MAX_BLOCKS_A_CALL = 4
 @final
 class ThreadsEngine(PieceEngine):
     """One queue for all requests and files: any free worker takes the next piece, so the device's queue does not drain
-    at the end of a request or file.
-
-    Needs no compiler. Every call takes the GIL: while Python code computes, prefer the native engine.
-    """
+    at the end of a request or file. Needs no compiler. Every call takes the GIL: while Python code computes, prefer the
+    native engine."""
 
     name = "threads"
 

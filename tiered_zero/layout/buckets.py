@@ -1,11 +1,10 @@
-"""Cut the gradients of units into buckets: what ranks reduce in one collective.
+"""Cut the gradients of units into buckets, each reduced by ranks in one collective.
 
-[Note: Order of sums over ranks]
-A bucket is a row for each rank: elements of that rank's shards, which it gets the sum of. Every rank adds the rows that
-it receives in rank order, element by element: so no sum depends on how units and buckets are cut, and fp32 averages are
-those of a loop that adds the ranks' gradients one after another. Where whole gradients rest, micro-batches are added up
-before it; where each rank keeps its shards, after it. In 16 bit a bucket is summed in fp32 where one of its units has
-gradients of several backwards.
+[Note: Order of sums over ranks] A bucket has a row for each rank: elements of that rank's shards, whose sums it gets.
+Every rank adds the rows that it receives in rank order, element by element. So sums do not depend on how units and
+buckets are cut, and fp32 averages equal those of a loop that adds the ranks' gradients one after another. If whole
+gradients are kept, micro-batches are summed before the reduction; if each rank keeps shards, after it. A 16-bit bucket
+is summed in fp32 if one of its units has gradients of several backwards.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ from itertools import accumulate, pairwise
 from tiered_zero.layout.flat import Unit
 
 SHARED_NUMEL = 1 << 18
-"""Units share a bucket until it has so many elements, 1 MiB of fp32: a collective of less takes as long as its messages
-do, and a larger one would keep the gradients of many units waiting."""
+"""Units share a bucket until it has this many elements, 1 MiB of fp32: a smaller collective takes as long as its
+messages, and a larger one would keep the gradients of many units waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPart:
-    """A part of one unit in a bucket. `spans`: by rank, elements of the unit's flat that the rank owns. `starts`: by
-    rank, where they begin in the bucket. `is_first`, `is_last`: no earlier, no later bucket holds more of the unit."""
+    """A part of one unit in a bucket. `spans`: by rank, the elements of the unit's flat that the rank owns. `starts`:
+    by rank, where they begin in the bucket. `is_first`, `is_last`: no earlier or later bucket holds more of the
+    unit."""
 
     unit: Unit
     spans: tuple[range, ...]
@@ -36,8 +36,7 @@ class BucketPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Parts of units of one dtype. `bounds`: W+1 offsets; rank r's row is what lies from `bounds[r]` to
-    `bounds[r + 1]`."""
+    """Parts of units of one dtype. `bounds`: W+1 offsets; rank r's row lies from `bounds[r]` to `bounds[r + 1]`."""
 
     parts: tuple[BucketPart, ...]
     bounds: tuple[int, ...]
@@ -51,11 +50,12 @@ class Bucket:
 
     @cached_property
     def units(self) -> frozenset[int]:
-        """Indices of the units that it holds parts of."""
+        """The indices of the units in the bucket."""
         return frozenset(part.unit.index for part in self.parts)
 
     def nbytes(self, itemsize: int) -> int:
-        """Memory of the bucket, and behind it room for rows of other ranks: for all at once where they are small."""
+        """Return the bytes of the bucket plus room for rows of other ranks; if these are small, for all of them at
+        once."""
         row_numel = max(stop - start for start, stop in pairwise(self.bounds))
         num_others = len(self.bounds) - 2
         room_numel = max(num_others, row_numel, min(num_others * row_numel, SHARED_NUMEL))
@@ -63,7 +63,7 @@ class Bucket:
 
 
 def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> list[Bucket]:
-    """Cut units, all trainable, in static order, into buckets of about `bucket_numel` elements at most, the last unit
+    """Cut trainable units, in static order, into buckets of at most about `bucket_numel` elements. The last unit comes
     first, as backward completes them."""
     row_numel = max(1, bucket_numel // world_size)
     shared_numel = min(row_numel, max(1, SHARED_NUMEL // world_size))
@@ -95,7 +95,8 @@ def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> li
 
 
 def _bucket(columns: Sequence[tuple[Unit, range, bool]], world_size: int) -> Bucket:
-    """`columns`: of each part: the unit, which elements of every rank's shard, and whether they are its last."""
+    """Build a bucket. `columns`: for each part its unit, the elements in every rank's shard, and whether they are the
+    last."""
     ranks = range(world_size)
     spans = [[unit.shard(rank)[part.start : part.stop] for rank in ranks] for unit, part, _ in columns]
     bounds = tuple(accumulate((sum(len(own[rank]) for own in spans) for rank in ranks), initial=0))

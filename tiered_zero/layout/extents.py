@@ -1,4 +1,4 @@
-"""A store's bytes: a free list of page-aligned extents, and how they are laid over its files. Pure arithmetic."""
+"""Manage a store's bytes: a free list of page-aligned extents, and their layout over files. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import final
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 
 STRIPE_NBYTES = 4 << 20
-"""One stripe: large enough for a disk to run at full rate, small enough that one record uses every disk."""
+"""Bytes of a stripe: large enough for a disk's full rate, small enough that one record uses every disk."""
 
 STRIPES_PER_CYCLE = 64
-"""Stripes in one cycle over all paths; a weight is met to within 1/128 of the whole."""
+"""Stripes in one cycle over all paths; each path's share is within 1/128 of its weight."""
 
 
 @final
 class ExtentMap:
-    """Allocate disjoint page-aligned extents of `[0, capacity_nbytes)`; freed neighbours coalesce. Not locked.
-
-    The lowest extent that fits is taken, so extents that are allocated in one go lie side by side in that order.
-    """
+    """Allocates disjoint page-aligned extents of `[0, capacity_nbytes)`; freed neighbours are joined. Not locked. It
+    takes the lowest extent that fits, so consecutive allocations are adjacent and in order."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self.capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)
@@ -31,7 +29,7 @@ class ExtentMap:
         return sum(end - start for start, end in self._free)
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of a new extent of `nbytes`, rounded up to pages; None where no free one is large enough."""
+        """Allocate `nbytes`, rounded up to pages. Return the offset; None if no free extent is large enough."""
         need = align_up(nbytes, PAGE_NBYTES)
         for index, (start, end) in enumerate(self._free):
             if end - start >= need:
@@ -40,14 +38,14 @@ class ExtentMap:
         return None
 
     def grow(self, capacity_nbytes: int) -> None:
-        """Add the bytes up to a larger capacity, in whole pages, to what is free."""
+        """Add the bytes up to a larger capacity, in whole pages, to the free extents."""
         start, self.capacity_nbytes = self.capacity_nbytes, capacity_nbytes
         if self._free and self._free[-1][1] == start:
             start = self._free.pop()[0]
         self._free.append((start, capacity_nbytes))
 
     def describe(self) -> str:
-        """Describe the free extents, for the error of an allocation that failed."""
+        """Describe the free extents, for the error of a failed allocation."""
         largest_nbytes = max((end - start for start, end in self._free), default=0)
         return (
             f"of {format_nbytes(self.capacity_nbytes)}, {format_nbytes(self.free_nbytes)} are free "
@@ -65,7 +63,7 @@ class ExtentMap:
         raise ValueError(f"The extent at {offset} of {nbytes} bytes overlaps another or lies outside of the store.")
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Free an extent that was allocated. Raises ValueError for any other."""
+        """Free an allocated extent. Raises ValueError for any other."""
         start, end = offset, offset + align_up(nbytes, PAGE_NBYTES)
         index = bisect_left(self._free, (start, end))
         before = self._free[index - 1] if index else None
@@ -80,7 +78,7 @@ class ExtentMap:
 
 
 def stripe_cycle(weights: Sequence[float]) -> list[int]:
-    """File index of each stripe of a cycle: file i occurs in proportion to weights[i], evenly spread."""
+    """Return the file index of each stripe in a cycle: file i occurs in proportion to weights[i], evenly spread."""
     credit = [0.0] * len(weights)
     cycle = []
     for _ in range(STRIPES_PER_CYCLE):
@@ -92,7 +90,7 @@ def stripe_cycle(weights: Sequence[float]) -> list[int]:
 
 
 def file_nbytes(capacity_nbytes: int, weights: Sequence[float]) -> list[int]:
-    """Bytes of each file of a store; they sum to the capacity exactly."""
+    """Return the bytes of each file of a store; their sum is exactly the capacity."""
     if len(weights) == 1:
         return [capacity_nbytes]
     cycle = stripe_cycle(weights)

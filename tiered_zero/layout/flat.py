@@ -1,4 +1,4 @@
-"""Layout of a unit's flat: the place of each parameter, and the range that each rank owns."""
+"""Lay out a unit's flat: the place of each parameter, and the range that each rank owns."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any, TypeVar, cast
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 PARAM_ALIGNMENT_NBYTES = 512
-"""Start of each parameter in its flat, as torch's allocators align a tensor on an accelerator: GEMM libraries choose
-their kernels by the alignment of operands, and another kernel may add in another order."""
+"""Alignment of each parameter in its flat, equal to that of tensors from torch's device allocators: GEMM libraries
+choose kernels by the alignment of operands, and another kernel may add in another order."""
 
 PACKED_ALIGNMENT_NBYTES = 128
-"""Start of each buffer among those that are packed for a checkpoint, where nothing computes."""
+"""Alignment of each buffer among those packed for a checkpoint, where nothing computes."""
 
 CUT_NUMEL = PAGE_NBYTES // 2
-"""Shards and sub-groups end at multiples of this many elements: a page even in 16 bit, so that any tier can write a
-cut part.
+"""Shards and sub-groups end at multiples of this many elements: whole pages even in 16 bits, so that any tier can write
+a part.
 """
 
 Memory = TypeVar("Memory")
-"""A tensor, 1-D and contiguous; this package imports no torch to say so."""
+"""A 1-D, contiguous tensor; this package does not import torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """One parameter by identity. `name`: its first fully qualified name; `aliases`: the others (tied weights).
+    """One parameter, however many names it has.
 
-    `dtype`: on the device. `index`: its place in `model.parameters()`. `embedding`: the table of an nn.Embedding, maybe
-    tied to an output head. `stride`: of its elements in memory, which it has densely; None: row-major. `owner`: the
-    class of the module that holds it.
+    `name`: its first fully qualified name. `aliases`: the others (tied weights). `dtype`: on the device. `index`: its
+    place in `model.parameters()`. `embedding`: the table of an nn.Embedding, possibly tied to an output head. `stride`:
+    of its elements in memory, which are dense; None: row-major. `owner`: the class of the module that holds it.
     """
 
     name: str
@@ -60,16 +60,15 @@ class ParamSpec:
         return None if order == tuple(range(len(order))) else order
 
     def view(self, memory: Memory) -> Memory:
-        """View `memory`, [numel], in the parameter's shape and strides."""
+        """Return `memory`, [numel], as a view in the parameter's shape and strides."""
         tensor: Any = memory
         if self.stride is None:
             return cast("Memory", tensor.view(self.shape))
         return cast("Memory", tensor.as_strided(self.shape, self.stride, tensor.storage_offset()))
 
     def flatten(self, value: Memory) -> Memory:
-        """[numel]: the elements of `value`, of the parameter's shape, in the order of the parameter's memory.
-
-        A view where `value` has the parameter's strides.
+        """Return the elements of `value`, in the parameter's shape, as [numel] in the parameter's memory order; a view
+        if `value` has the parameter's strides.
         """
         tensor: Any = value
         if self.stride is None:
@@ -81,7 +80,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class FlatEntry:
-    """`start`: first element in the flat."""
+    """A parameter in a flat. `start`: its first element there."""
 
     param: ParamSpec
     start: int
@@ -96,7 +95,7 @@ class Unit:
     """Parameters that move together: one dtype, trainable or not, persistent or not.
 
     `module`: qualified name of the module whose forward uses it ("" is the root). `bounds`: W+1 offsets; rank r owns
-    the elements from `bounds[r]` to `bounds[r + 1]` of the flat. Between entries and after the last lie zeros that are
+    the elements from `bounds[r]` to `bounds[r + 1]` of the flat. Zeros lie between entries and after the last; they are
     never read as values.
     """
 
@@ -111,7 +110,7 @@ class Unit:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the flat, padding included."""
+        """The number of elements in the flat, including padding."""
         return self.bounds[-1]
 
     @cached_property
@@ -124,21 +123,21 @@ class Unit:
 
     @cached_property
     def params_numel(self) -> int:
-        """Elements without padding."""
+        """The number of elements without padding."""
         return sum(entry.param.numel for entry in self.entries)
 
     def shard(self, rank: int) -> range:
-        """Elements of the flat that `rank` owns."""
+        """Return the elements of the flat that `rank` owns."""
         return range(self.bounds[rank], self.bounds[rank + 1])
 
     @cached_property
     def shard_nbytes(self) -> int:
-        """Bytes of the largest shard."""
+        """The bytes of the largest shard."""
         return max(stop - start for start, stop in pairwise(self.bounds)) * self.itemsize
 
 
 def place_params(params: Sequence[ParamSpec]) -> tuple[FlatEntry, ...]:
-    """Lay parameters of one dtype one after another, each at an aligned start."""
+    """Place parameters of one dtype one after another, each at an aligned start."""
     entries, position = [], 0
     for param in params:
         entries.append(FlatEntry(param, position))
@@ -147,7 +146,7 @@ def place_params(params: Sequence[ParamSpec]) -> tuple[FlatEntry, ...]:
 
 
 def equal_bounds(stop: int, itemsize: int, world_size: int = 1) -> tuple[int, ...]:
-    """Bounds of a flat whose last parameter ends at `stop`: shards of one size, of whole pages in any dtype."""
+    """Return the bounds of a flat whose last parameter ends at `stop`: equal shards, of whole pages in any dtype."""
     shard = align_up(-(-stop // world_size), max(CUT_NUMEL, PAGE_NBYTES // itemsize))
     return tuple(rank * shard for rank in range(world_size + 1))
 
@@ -155,9 +154,9 @@ def equal_bounds(stop: int, itemsize: int, world_size: int = 1) -> tuple[int, ..
 def place_by_rank(
     params: Sequence[ParamSpec], itemsize: int, world_size: int
 ) -> tuple[tuple[FlatEntry, ...], tuple[int, ...]]:
-    """Lay parameters one after another, and cut shards between them, for rules that step whole parameters: each rank
-    owns about as many elements, and one of more parameters than there are may own none. Returns entries and bounds, of
-    whole pages in any dtype."""
+    """Place parameters one after another, and cut shards between them, for rules that step whole parameters. Each rank
+    owns about as many elements; with more ranks than parameters some own none. Returns entries and bounds, in whole
+    pages of any dtype."""
     page = max(CUT_NUMEL, PAGE_NBYTES // itemsize)
     total = max(1, sum(param.numel for param in params))
     entries: list[FlatEntry] = []

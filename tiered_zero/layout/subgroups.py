@@ -11,43 +11,45 @@ from tiered_zero.layout.flat import CUT_NUMEL, FlatEntry, Memory, ParamSpec, Uni
 from tiered_zero.sizes import align_up
 
 AUTO_SUB_GROUP_NUMEL = 1 << 20
-"""Elements of a sub-group where the config leaves the size open: 12 MiB of fp32 Adam state. With many in flight the
-disk never runs dry, and the next forward waits for less at a time; 48 MiB and three in flight took a tenth longer a
-step.
+"""Elements of a sub-group if the config leaves the size open: 12 MiB of fp32 Adam state. With many in flight the disk
+is always busy, and the next forward waits for less at a time; with 48 MiB and three in flight a step took a tenth
+longer.
 """
 
 MAX_SUB_GROUP_NUMEL = 1 << 22
-"""Larger sub_group_size values fall back to the automatic size: DeepSpeed's default, 1e9, stands in most configs and
-would make one sub-group of a small model, with nothing to transfer while it is updated.
+"""Larger sub_group_size values mean the automatic size: most configs have DeepSpeed's default, 1e9, which would make
+one sub-group of a small model, with nothing to transfer during its update.
 """
 
 QUANTIZED_BLOCK_NUMEL = 32
-"""Moments of 8 bits that share a scale. Every parameter starts with a block, in any dtype; cuts fall between two."""
+"""Elements whose 8-bit moments share a scale. Every parameter starts with a block, in any dtype; cuts fall between
+blocks."""
 
 
 SHARED_CORES_SUB_GROUP_NUMEL = 1 << 22
-"""Where the size is open, state rests in memory and the CPU computes too: nothing is transferred, and each sub-group
-costs calls on the cores that compute. Of gpt2-124m 23 in place of 119 sub-groups took 4% of a step's CPU seconds off.
+"""Elements of a sub-group if the size is open, state rests in memory and the CPU computes too. Nothing is transferred,
+and each sub-group costs calls on the computing cores: for gpt2-124m 23 instead of 119 sub-groups saved 4% of a step's
+CPU time.
 """
 
 IN_PLACE_SUB_GROUP_NUMEL = 1 << 25
-"""At most, where the size is open and an accelerator's state is updated where it rests: nothing is transferred beside
-the update, and each sub-group costs 0.2 to 0.6 ms between two calls of the kernel, 1.2 s a step of 7 billion parameters
-at the size above. With clipping the next forward waits for all of it. Of 1 << 26 a unit of 202 million waits for parts
-of the next one."""
+"""The most elements of a sub-group if the size is open and an accelerator's state is updated in place. Nothing is
+transferred during the update, and each sub-group costs 0.2 to 0.6 ms between two kernel calls: 1.2 s a step for 7
+billion parameters at the size above. With clipping the next forward waits for all of it. At 1 << 26 a unit of 202
+million waits for parts of the next one."""
 
 LEAST_SUB_GROUPS = 64
-"""A model is cut into so many or more: units wait for their own updates."""
+"""The least number of sub-groups of a model: units wait for their own updates."""
 
 MAX_SUB_GROUPS = 1024
-"""A model below a billion elements is cut into no more: each sub-group is a job of its own in every step. DeepSpeed
-never cuts a parameter, so that small sizes stand in configs; 100 made 84,000 sub-groups of 172 million elements.
+"""The most sub-groups of a model below a billion elements, since each is a job in every step. DeepSpeed never cuts a
+parameter, so configs contain small sizes; 100 made 84,000 sub-groups of 172 million elements.
 """
 
 
 def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = False, shares_cores: bool = False) -> int:
-    """Elements at which sub-groups of `units` are cut. `given`: zero_optimization.sub_group_size. `in_memory`: state
-    rests in memory. `shares_cores`: the CPU computes and updates."""
+    """Return the number of elements at which sub-groups of `units` are cut. `given`: zero_optimization.sub_group_size.
+    `in_memory`: state rests in memory. `shares_cores`: the CPU computes and updates."""
     total = sum(unit.numel for unit in units if unit.trainable)
     if given <= MAX_SUB_GROUP_NUMEL:
         return max(given, align_up(min(AUTO_SUB_GROUP_NUMEL, total // MAX_SUB_GROUPS), CUT_NUMEL))
@@ -60,10 +62,10 @@ def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = Fals
 
 @dataclass(frozen=True, kw_only=True)
 class ParamPiece:
-    """The part of one parameter that lies in a sub-group.
+    """The part of one parameter in a sub-group.
 
-    `index`: its place among the sub-group's pieces. `start`: first element in the sub-group; `param_start`: in the
-    parameter; `group`: index of the optimizer's param group.
+    `index`: its place among the sub-group's pieces. `start`: first element in the sub-group. `param_start`: first
+    element in the parameter. `group`: index of the optimizer's param group.
     """
 
     index: int
@@ -80,11 +82,8 @@ class ParamPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A stretch of one unit inside a sub-group. `unit_start`: first element in the unit's flat; `start`: in the
-    sub-group.
-
-    What no piece covers is padding (zeros), or parameters that no param group holds.
-    """
+    """A range of one unit in a sub-group. `unit_start`: first element in the unit's flat. `start`: first element in the
+    sub-group. Elements outside all pieces are padding (zeros), or parameters that no param group holds."""
 
     unit: Unit
     unit_start: int
@@ -98,18 +97,18 @@ class Segment:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the elements in the unit's dtype."""
+        """The bytes of the elements in the unit's dtype."""
         return self.numel * self.unit.itemsize
 
     def entries(self) -> Iterator[tuple[FlatEntry, int, int]]:
-        """Yield the parameters with elements in the segment: elements [first, stop) of the unit's flat."""
+        """Yield the parameters with elements in the segment, with their range [first, stop) in the unit's flat."""
         for entry in self.unit.entries:
             first, stop = max(entry.start, self.unit_start), min(entry.stop, self.unit_start + self.numel)
             if first < stop:
                 yield entry, first, stop
 
     def part_of(self, flat: Memory) -> Memory:
-        """[numel]: the segment's elements in `flat`, the unit's flat of any dtype."""
+        """Return the segment's elements, [numel], of `flat`: the unit's flat, of any dtype."""
         if not self.unit_start and self.numel == self.unit.numel:
             return flat  # a slice takes a microsecond, and a model has thousands of parameters
         return cast("Memory", cast("Any", flat)[self.unit_start : self.unit_start + self.numel])
@@ -117,7 +116,8 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class SubGroup:
-    """`numel`: elements with padding, a multiple of a page in any dtype. `embedding`: of embeddings, cut apart."""
+    """Segments that the optimizer steps at once. `numel`: including padding, whole pages in any dtype. `embedding`: it
+    holds embeddings, which are cut separately."""
 
     index: int
     segments: tuple[Segment, ...]
@@ -129,7 +129,7 @@ class SubGroup:
 
     @cached_property
     def parts(self) -> dict[int, int]:
-        """Unit index -> elements of it."""
+        """Unit index -> the number of its elements in the sub-group."""
         return {segment.unit.index: segment.numel for segment in self.segments}
 
     @cached_property
@@ -146,13 +146,13 @@ def cut_subgroups(
     apart: bool = False,
     rank: int | None = 0,
 ) -> list[SubGroup]:
-    """Cut `rank`'s shards of the trainable units that have a param group into sub-groups of at most `size_numel`
-    elements (rounded up to a page's worth). `rank`: None for whole units, whose state every rank has.
+    """Cut `rank`'s shards of trainable units into sub-groups of at most `size_numel` elements, rounded up to a page's
+    worth.
 
-    `group_of`: parameter name -> param group; parameters that no group holds are not stepped. An elementwise rule may
-    be cut inside a parameter; for any other rule cuts fall between units only, so a unit larger than the size is a
-    sub-group alone. `apart`: embeddings share sub-groups with each other and with what lies in the same page; where
-    cuts fall between units only, with the rest of their unit.
+    `rank`: None: whole units, whose state every rank has. `group_of`: parameter name -> param group; units and
+    parameters without a group are not stepped. An elementwise rule may be cut inside a parameter; for other rules cuts
+    fall between units, so a unit larger than the size is one sub-group. `apart`: embeddings share sub-groups only with
+    each other and with elements in the same page, or, if cuts fall between units, with the rest of their unit.
     """
     runs = (
         (unit, *run)
@@ -168,12 +168,9 @@ def cut_subgroups(
 def pack_params(
     params: Sequence[tuple[ParamSpec, int]], size_numel: int, *, elementwise: bool, first_index: int = 0
 ) -> list[SubGroup]:
-    """Cut parameters that lie in memory of their own, each a unit of just its elements, into sub-groups of at most
-    `size_numel` elements (rounded up to a page's worth); a parameter that a rule steps as a whole may be larger.
-
-    `params`: with their param groups. Every part begins at a multiple of a block of the sub-group. `first_index`: of
-    the sub-groups.
-    """
+    """Cut separately stored parameters, each a unit without padding, into sub-groups of at most `size_numel` elements,
+    rounded up to a page's worth. A parameter that a rule steps as a whole may be larger. `params`: with their param
+    groups. Every part begins at a multiple of a block in the sub-group. `first_index`: of the first sub-group."""
     runs = []
     for param, _ in params:
         unit = Unit(
@@ -181,7 +178,7 @@ def pack_params(
             name=param.name,
             module="",
             dtype=param.dtype,
-            trainable=False,  # its gradient is the user's
+            trainable=False,  # its gradient belongs to the user
             persistent=False,
             entries=(FlatEntry(param, 0),),
             bounds=(0, param.numel),
@@ -199,7 +196,7 @@ def _cut(
     elementwise: bool,
     first_index: int = 0,
 ) -> list[SubGroup]:
-    """Lay runs of units (unit, start, stop, holds embeddings) one after another, each at a block, and cut them."""
+    """Place runs of units (unit, start, stop, holds embeddings) one after another, each at a block, and cut them."""
     limit = max(CUT_NUMEL, align_up(size_numel, CUT_NUMEL))
     subgroups: list[SubGroup] = []
     segments: list[Segment] = []
@@ -232,7 +229,7 @@ def _cut(
 
 
 def _runs(unit: Unit, shard: range, group_of: Mapping[str, int], elementwise: bool) -> list[tuple[int, int, bool]]:
-    """(start, stop, holds embeddings of `group_of`) of the parts of a shard, at cuts that any tier can write."""
+    """Return (start, stop, holds embeddings of `group_of`) for the parts of a shard, cut where any tier can write."""
     embeddings = [
         (max(entry.start, shard.start), min(entry.stop, shard.stop))
         for entry in unit.entries

@@ -1,4 +1,4 @@
-"""Find the units of a module tree: by default one transformer block each."""
+"""Find the units of a module tree: by default one per transformer block."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit, equal_bounds, place_by_rank, place_params
 
 MAX_UNIT_NUMEL = 1 << 28
-"""A quarter of a billion elements: half a GiB in 16 bit, far past the size at which any link is at full rate."""
+"""The most elements of a unit: half a GiB in 16 bits, far more than any link needs for its full rate."""
 
 SMALL_NUMEL = 1 << 20
-"""Small parts of a block move together, up to so many elements and a 64th of the model: 2 MiB in 16 bit take as long on
-PCIe as the calls that a unit of its own costs."""
+"""Small parts of a block are joined up to this size and a 64th of the model: 2 MiB in 16 bits take as long on PCIe as
+the calls that a separate unit costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitRules:
-    """`size_cap_numel`: None lets the walk choose (at least four units where the model has them, 2^28 elements at
-    most, and a compiled block whole).
+    """How to cut a model into units.
 
-    `persistence_numel`: trainable or frozen parameters of at most this many elements never leave the device, up to
-    `max_persistent_numel` of them in all. With more ranks than one a block is never split into the stacks inside it:
-    ranks may choose other experts, and must gather the same units in the same order. `whole_params`: ranks own whole
-    parameters, which the update rule steps.
+    `size_cap_numel`: the most elements of a unit; None: the walk chooses (at least four units if possible, at most 2^28
+    elements, a compiled block whole). `persistence_numel`: parameters, trainable or frozen, with at most this many
+    elements never leave the device, up to `max_persistent_numel` in total. `world_size`: with several ranks a block is
+    never split into the stacks inside it: ranks may choose different experts, and must gather the same units in the
+    same order. `whole_params`: ranks own whole parameters, which the update rule steps.
     """
 
     size_cap_numel: int | None = None
@@ -38,11 +38,11 @@ class UnitRules:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleSpec:
-    """One module of a tree. `params`: places in the list of ParamSpecs of the parameters that it owns itself.
+    """One module of a tree. `params`: indices, in the list of ParamSpecs, of its own parameters.
 
-    `is_stack`: holds blocks, or experts, that run one by one. `is_list`: a stack that holds them by number. `runs`: has
-    a forward, unlike ModuleList and ModuleDict, whose user may run some of what they hold. `is_compiled`: by
-    torch.compile, which makes one graph of it unless it is cut.
+    `is_stack`: holds blocks, or experts, that run one by one. `is_list`: a stack that numbers them. `runs`: has a
+    forward, unlike ModuleList and ModuleDict, whose user may run only some children. `is_compiled`: by torch.compile,
+    which makes one graph of it unless it is cut.
     """
 
     name: str = ""
@@ -55,7 +55,7 @@ class ModuleSpec:
 
     @cached_property
     def all_params(self) -> tuple[int, ...]:
-        """Return the parameters of the whole subtree, each once, in the order of `module.parameters()`."""
+        """The parameters of the whole subtree, each once, in the order of `module.parameters()`."""
         found = [*self.params, *(index for child in self.children for index in child.all_params)]
         return tuple(dict.fromkeys(found))
 
@@ -75,8 +75,8 @@ class _Kind:
 
 @dataclass(kw_only=True)
 class _Part:
-    """Parameters that become a unit, or join one. `module`: whose forward uses them. `block`: the module that small
-    parts join; None: they stay apart."""
+    """Parameters that become a unit or join one. `module`: its forward uses them. `block`: the module whose small parts
+    are joined; None: they stay separate."""
 
     module: str
     block: str | None
@@ -89,11 +89,11 @@ class _Part:
 
 
 def find_units(root: ModuleSpec, specs: Sequence[ParamSpec], rules: UnitRules) -> list[Unit]:
-    """Cut the tree into groups and each group into units by dtype, `requires_grad` and persistence.
+    """Cut the tree into groups, and each group into units by dtype, `requires_grad` and persistence.
 
-    The walk descends while a module holds a stack of blocks or is larger than the cap; what it stops at becomes a
-    group; parameters that a descended module owns itself become a group of that module. Small parts of one block join.
-    A tied parameter belongs to the first group that meets it. Order: that of the walk, which is the order of use in
+    The walk descends while a module holds a stack of blocks or is larger than the cap. A module where it stops is a
+    group; own parameters of a descended module are a group of that module. Small parts of one block are joined. A tied
+    parameter belongs to the first group that has it. Units are in the order of the walk, which is the order of use in
     most models.
     """
     total = sum(spec.numel for spec in specs)
@@ -106,7 +106,7 @@ def find_units(root: ModuleSpec, specs: Sequence[ParamSpec], rules: UnitRules) -
         words += [] if kind.trainable else ["frozen"]
         words += ["persistent"] if kind.persistent else []
         entries, bounds = _place(part.params, kind.dtype.itemsize, rules)
-        if entries[-1].stop == 0:  # only empty parameters: nothing rests anywhere, nothing moves
+        if entries[-1].stop == 0:  # only empty parameters: there is nothing to store or move
             continue
         units.append(
             Unit(
@@ -145,8 +145,8 @@ def _cut_parts(root: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: Un
 
 
 def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
-    """Join parts of one block and one kind, in the place of the first, while they have `most_numel` elements together:
-    what a batch does not use, as some experts, is fetched up to this size only."""
+    """Join parts of one block and one kind, in the place of the first, up to `most_numel` elements together. So
+    parameters that a batch does not use, such as some experts, are fetched only up to this size."""
     joined: list[_Part] = []
     open_parts: dict[tuple[str, _Kind], _Part] = {}
     for part in parts:
@@ -173,11 +173,9 @@ def _place(
 def _walk(
     module: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: UnitRules, above: tuple[ModuleSpec, ...] = ()
 ) -> Iterator[tuple[str, tuple[int, ...], str | None]]:
-    """(name of the module, its parameters, the block that they are a part of) of each group.
-
-    With more ranks than one end at a block of a list that holds stacks, also if it is one itself, unless it runs all of
-    it in order. `above`: the modules around `module`, the root first.
-    """
+    """Yield (module name, its parameters, the block to which they belong) for each group. With several ranks stop at a
+    block of a list that holds stacks, even if it is one itself, unless it runs all of it in order. `above`: the modules
+    around `module`, root first."""
     numel = sum(specs[index].numel for index in module.all_params)
     in_list = any(outer.is_list for outer in above)
     is_whole = rules.world_size > 1 and in_list and module.holds_stack and not (module.is_stack and module.runs)
@@ -193,7 +191,7 @@ def _walk(
 
 
 def _block(above: Sequence[ModuleSpec]) -> str | None:
-    """The innermost of these modules that is a block of a list, runs, and holds a stack for which it is cut."""
+    """Return the innermost of these modules that is a block of a list, runs, and holds a stack for which it is cut."""
     blocks = [
         module.name
         for outer, module in pairwise(above)

@@ -105,10 +105,8 @@ def read_owner(path: Path) -> Owner:
 @final
 @dataclass(kw_only=True)
 class _Hold:
-    """One directory of a run. `directory`, `lock`: descriptors of it and of its locked owner file.
-
-    Files are removed through `directory`, so whatever is at `path` by then is not touched.
-    """
+    """One directory of a run. `directory`, `lock`: descriptors of it and of its locked owner file. Files are removed
+    through `directory`, so whatever is at `path` by then is not touched."""
 
     path: Path
     directory: Descriptor = CLOSED
@@ -172,10 +170,8 @@ class SwapDir:
 
     @classmethod
     def create(cls, parents: Sequence[Path], *, model: str = "", owner_note: str = "") -> SwapDir:
-        """Make `tiered_zero-<run id>` (mode 0700) under each parent.
-
-        Raises ConfigError if a parent is missing, no directory or not writable, and StoreError; nothing is left behind.
-        """
+        """Make `tiered_zero-<run id>` (mode 0700) under each parent. Raises ConfigError if a parent is missing, no
+        directory or not writable, and StoreError; nothing is left behind."""
         checked = [Path(os.path.abspath(Path(parent).expanduser())) for parent in parents]
         for parent in checked:
             preflight_directory(parent)
@@ -202,9 +198,7 @@ class SwapDir:
     @classmethod
     def open(cls, path: Path) -> SwapDir:
         """Take over an ended run whose directories were kept. `path`: any of them. They stay on disk until `remove`.
-
-        Raises StoreError while the owner lives, and if a directory is missing or belongs to another user.
-        """
+        Raises StoreError while the owner lives, and if a directory is missing or belongs to another user."""
         owner = read_owner(path)
         holds: list[_Hold] = []
         try:
@@ -294,11 +288,9 @@ def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
 
 
 def make_missing(groups: Mapping[tuple[str, ...], str]) -> None:
-    """Make the missing directories, with their parents (mode 0700).
-
-    `groups`: directories that are striped together -> the config's key that names them. If some of a group exist, its
-    missing ones are not made: a disk may not be mounted, and a later check refuses them. Raises ConfigError.
-    """
+    """Make the missing directories, with their parents (mode 0700). `groups`: directories that are striped together ->
+    the config's key that names them. If some of a group exist, its missing ones are not made: a disk may not be
+    mounted, and a later check refuses them. Raises ConfigError."""
     for group, key in groups.items():
         paths = [Path(path) for path in group]
         if not any(path.exists() for path in paths):

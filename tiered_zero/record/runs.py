@@ -123,11 +123,9 @@ def clear_restarted(parents: Iterable[str], note: str) -> None:
 def collect_garbage(
     parent: Path, dry_run: bool = False, committed: bool = False, unknown: bool = False, note: str | None = None
 ) -> list[Collected]:
-    """Remove the directories under `parent` whose owner is dead, never those of a live owner or another user.
-
-    `note`: only of owners with this note. A dead run with a committed state can be resumed, so it is removed only with
-    `committed`. With `unknown`, also remove runs that may be alive. Raises StoreError.
-    """
+    """Remove the directories under `parent` whose owner is dead, never those of a live owner or another user. `note`:
+    only of owners with this note. A dead run with a committed state can be resumed, so it is removed only with
+    `committed`. With `unknown`, also remove runs that may be alive. Raises StoreError."""
     found = []
     for run in list_runs(parent):
         if note is not None and run.note != note:

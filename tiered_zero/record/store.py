@@ -150,11 +150,8 @@ class SwapStore:
 
     def reserve(self, name: str, nbytes: int, *, committed: bool = False, write_once: bool = False) -> Record:
         """Reserve `nbytes`, page-aligned. A committed record takes two slots. Bytes cannot be read before they are
-        written.
-
-        `write_once`: a committed record takes one slot, and a second one if bytes of a commit change; the files may
-        grow then. Raises StoreError if the name is taken or the capacity is used up.
-        """
+        written. `write_once`: a committed record takes one slot, and a second one if bytes of a commit change; the
+        files may grow then. Raises StoreError if the name is taken or the capacity is used up."""
         num_slots = 2 if committed and not write_once else 1
         return self._table.reserve(name, nbytes, committed=committed, num_slots=num_slots)
 
@@ -173,11 +170,9 @@ class SwapStore:
             return dict(self._nbytes[kind])
 
     def read(self, record: Record, into: memoryview, offset: int = 0, *, urgent: bool = False) -> Transfer:
-        """Start to fill `into` from the record's byte `offset`; both in whole pages, the memory page-aligned.
-
-        `urgent`: see IOEngine.read. `wait()` raises TransferError, or CorruptionError if the bytes differ from what was
-        written. Raises StoreError here for bytes that were never written.
-        """
+        """Start to fill `into` from the record's byte `offset`; both in whole pages, the memory page-aligned. `urgent`:
+        see IOEngine.read. `wait()` raises TransferError, or CorruptionError if the bytes differ from what was written.
+        Raises StoreError here for bytes that were never written."""
         self._check()
         into = memoryview(into).cast("B")
         request = InFlight(kind="read", start=offset, end=offset + len(into))
@@ -195,11 +190,9 @@ class SwapStore:
         return self._start(record, request, spans, into, partial(self.engine.read, urgent=urgent), parts, finish)
 
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Transfer:
-        """Start to write `data` at the record's byte `offset`; both in whole pages, the memory page-aligned.
-
-        The caller leaves `data` alone until the transfer is done. `wait()` raises TransferError. Raises StoreError here
-        if a `write_once` record needs a second slot and there is no space.
-        """
+        """Start to write `data` at the record's byte `offset`; both in whole pages, the memory page-aligned. The caller
+        leaves `data` alone until the transfer is done. `wait()` raises TransferError. Raises StoreError here if a
+        `write_once` record needs a second slot and there is no space."""
         self._check()
         data = memoryview(data).cast("B")
         if kept := self._table.kept(record, offset, offset + len(data)):
@@ -225,10 +218,8 @@ class SwapStore:
         return self._start(record, request, spans, data, self.engine.write, parts, finish)
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Make all committed records, as written so far, the durable state `step`. `metadata`: JSON only.
-
-        Returns when the state survives power loss. Until then the last committed state does.
-        """
+        """Make all committed records, as written so far, the durable state `step`. `metadata`: JSON only. Returns when
+        the state survives power loss. Until then the last committed state does."""
         self._check()
         self._commits.commit(step, metadata)
 
@@ -266,10 +257,8 @@ class SwapStore:
         self._table.end_all()
 
     def close(self, remove: bool = True) -> None:
-        """Let requests finish, close the files, end the directory's ownership. Idempotent.
-
-        `remove=False` keeps a directory with a committed state on disk for `recover`; one without is removed anyway.
-        """
+        """Let requests finish, close the files, end the directory's ownership. Idempotent. `remove=False` keeps a
+        directory with a committed state on disk for `recover`; one without is removed anyway."""
         if not self._process.is_current():
             return  # a forked child owns nothing
         for worker in (self._worker, self._hashing):

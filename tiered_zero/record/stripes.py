@@ -32,10 +32,8 @@ class StripePiece(NamedTuple):
 
 @final
 class Stripes:
-    """Maps addresses `[0, capacity_nbytes)` to (file, offset). Pure arithmetic.
-
-    `weights`: one number > 0 for each file, in any unit, such as measured bytes/s.
-    """
+    """Maps addresses `[0, capacity_nbytes)` to (file, offset). Pure arithmetic. `weights`: one number > 0 for each
+    file, in any unit, such as measured bytes/s."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         if not weights or min(weights) <= 0:

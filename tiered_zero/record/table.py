@@ -42,10 +42,8 @@ class _State:
 
 @final
 class RecordTable:
-    """The bookkeeping of a store; moves no bytes. Locked: requests begin on the driver's thread and end on any.
-
-    It keeps the rule on which commits rest: a write never goes to an extent that the durable manifest names.
-    """
+    """The bookkeeping of a store; moves no bytes. Locked: requests begin on the driver's thread and end on any. It
+    keeps the rule on which commits rest: a write never goes to an extent that the durable manifest names."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self._lock = threading.Lock()
@@ -163,10 +161,8 @@ class RecordTable:
                 state.in_flight = []
 
     def freeze(self, step: int) -> list[Written]:
-        """Return the committed records with what is written of them. They cannot be written until `thaw`.
-
-        Raises StoreError while one of them is being written, or frozen already.
-        """
+        """Return the committed records with what is written of them. They cannot be written until `thaw`. Raises
+        StoreError while one of them is being written, or frozen already."""
         with self._lock:
             if self._frozen is not None:
                 raise StoreError(f"Step {self._frozen} is prepared; confirm it before the next one.")
@@ -201,10 +197,8 @@ class RecordTable:
                 self._states[name].durable = RangeMap(ranges)
 
     def revert(self) -> None:
-        """Return the committed records to the last commit; those that it does not name become empty.
-
-        Scratch records do not change. Raises StoreError while a committed record is in use or prepared.
-        """
+        """Return the committed records to the last commit; those that it does not name become empty. Scratch records do
+        not change. Raises StoreError while a committed record is in use or prepared."""
         with self._lock:
             states = [state for state in self._states.values() if state.record.committed]
             for state in states:

@@ -74,11 +74,8 @@ class RecordWriter:
 
     def append(self, name: str, memory: memoryview) -> Transfer:
         """Write whole pages, at a page-aligned address, as the next bytes of record `name`: a new record, or the last
-        one.
-
-        Nothing is copied: the memory must not change until the transfer is done. Raises TransferError, and ConfigError
-        if no I/O engine works.
-        """
+        one. Nothing is copied: the memory must not change until the transfer is done. Raises TransferError, and
+        ConfigError if no I/O engine works."""
         nbytes = len(memory)
         if nbytes == 0 or nbytes % PAGE_NBYTES or memory_address(memory) % PAGE_NBYTES:
             raise InternalError(f"a data file takes whole pages; found {nbytes} bytes at {memory_address(memory):#x}")

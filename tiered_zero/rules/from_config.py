@@ -201,11 +201,8 @@ def check_sections(config: Config) -> None:
 
 def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bool]:
     """Choose AdamW or Adam as DeepSpeed does (Adam only if type is "Adam" and adam_w_mode is false), and bias
-    correction.
-
-    Removes its keys from `options`. DeepSpeed's own kernels default to weight_decay 0, torch's AdamW to 0.01;
-    `torch_adam` asks for torch's.
-    """
+    correction. Removes its keys from `options`. DeepSpeed's own kernels default to weight_decay 0, torch's AdamW to
+    0.01; `torch_adam` asks for torch's."""
     flags: dict[str, Any] = {"adam_w_mode": True, "torch_adam": False, BIAS_CORRECTION: True}
     for key in flags:
         given = options.pop(key, flags[key])

@@ -309,11 +309,8 @@ class NativeRule(UpdateRule):
 
     def _steps_agree(self, hyper: Mapping[str, Any]) -> bool:
         """Compare one step of the kernel and of torch, from a state without zeros, to see whether they fuse the same
-        operations.
-
-        An operation fused in only one of them changes a tenth of all elements or more. The run lengths cover every
-        remainder after ATen's vectors, where its code is compiled separately.
-        """
+        operations. An operation fused in only one of them changes a tenth of all elements or more. The run lengths
+        cover every remainder after ATen's vectors, where its code is compiled separately."""
         ours, theirs = self._trial_runs(hyper), self._trial_runs(hyper)
         self.update(ours)
         self._update_by_torch(theirs)

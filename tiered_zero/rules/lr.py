@@ -32,10 +32,8 @@ class Schedule(ABC):
     optimizer."""
 
     def __init__(self, optimizer: Optimizer, **params: Any) -> None:
-        """`params`: fields of the class of this name in `config.schema`, which has their types and defaults.
-
-        Raises ValueError for unknown ones, and ConfigError for values that do not fit the param groups.
-        """
+        """`params`: fields of the class of this name in `config.schema`, which has their types and defaults. Raises
+        ValueError for unknown ones, and ConfigError for values that do not fit the param groups."""
         self.optimizer = optimizer
         self._own_lrs = self.get_last_lr()
         values = SCHEDULES[type(self).__name__].model_validate(params)
@@ -103,10 +101,8 @@ class LRRangeTest(Schedule):
 
 
 class WarmupLR(Schedule):
-    """Raises the rate from `warmup_min_lr` to `warmup_max_lr` (default: each group's own rate), then keeps it.
-
-    lr = low + (high - low) * gamma.
-    """
+    """Raises the rate from `warmup_min_lr` to `warmup_max_lr` (default: each group's own rate), then keeps it. lr = low
+    + (high - low) * gamma."""
 
     def get_lr(self) -> list[float]:
         gamma = self._gamma(self.last_batch_iteration)
@@ -132,10 +128,7 @@ class WarmupDecayLR(WarmupLR):
 @final
 class WarmupCosineLR(Schedule):
     """Multiplies the groups' own rates: warmup from `warmup_min_ratio` to 1, then half a cosine down to
-    `cos_min_ratio`.
-
-    Before step 0 the rate is 0 whatever `warmup_min_ratio` is, as in DeepSpeed.
-    """
+    `cos_min_ratio`. Before step 0 the rate is 0 whatever `warmup_min_ratio` is, as in DeepSpeed."""
 
     def get_lr(self) -> list[float]:
         return [lr * self._ratio(self.last_batch_iteration) for lr in self._own_lrs]
@@ -154,10 +147,8 @@ class WarmupCosineLR(Schedule):
 
 @final
 class OneCycle(Schedule):
-    """Moves the rate from min to max and back, and the momentum in the opposite direction; then decays both.
-
-    Momentum is betas[0] of an optimizer with `betas`; betas[1] becomes 0.99, as in DeepSpeed.
-    """
+    """Moves the rate from min to max and back, and the momentum in the opposite direction; then decays both. Momentum
+    is betas[0] of an optimizer with `betas`; betas[1] becomes 0.99, as in DeepSpeed."""
 
     _BETA2 = 0.99
 
@@ -187,10 +178,7 @@ class OneCycle(Schedule):
 
     def _position(self) -> tuple[float, float]:
         """Return the height in the triangle (0 at its foot, 1 at its top) and the number of `decay_step_size` steps
-        after it.
-
-        With `cycle_*_stair_count` the height moves in stairs; without `decay_step_size` nothing decays.
-        """
+        after it. With `cycle_*_stair_count` the height moves in stairs; without `decay_step_size` nothing decays."""
         params, position = self._params, self.last_batch_iteration + 1
         size, second_size = params["cycle_first_step_size"], params["cycle_second_step_size"]
         total_size = size + (size if second_size is None else second_size)

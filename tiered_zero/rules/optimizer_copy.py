@@ -26,9 +26,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
     """Copy the class and attributes, without parameters, state, step hooks, or a scheduler's wrapper around `step`.
-
-    Tensors among the attributes, and containers of them, are copied too: a step may move them to its device.
-    """
+    Tensors among the attributes, and containers of them, are copied too: a step may move them to its device."""
     bare = type(optimizer).__new__(type(optimizer))
     omitted = ("step", "param_groups", "state")
     bare.__dict__.update({name: copied(value) for name, value in optimizer.__dict__.items() if name not in omitted})
@@ -67,10 +65,8 @@ def advance(
     tracks_group: bool = False,
 ) -> tuple[list[State], Group]:
     """Step `optimizer` as if `leaves` were its only parameters. Return each leaf's state after the step, and the values
-    of the param group that the step changed; `group` itself does not change.
-
-    `tracks_group`: False skips the comparison, for classes known not to change their group.
-    """
+    of the param group that the step changed; `group` itself does not change. `tracks_group`: False skips the
+    comparison, for classes known not to change their group."""
     own = copied_group(group) if tracks_group else group
     optimizer.param_groups = [{**own, "params": list(leaves)}]
     optimizer.state = defaultdict(dict, zip(leaves, states, strict=True))

@@ -167,11 +167,8 @@ def batches(
 @contextmanager
 def packed(runs: Sequence[Run], block_numel: int = 1, per_block: Collection[str] = ()) -> Iterator[Run]:
     """Join alike runs end to end in temporaries, and copy the results back after the block; a single run is used as it
-    is.
-
-    Each begins at a multiple of `block_numel`, with zeros in between. `per_block`: state arrays with one element per
-    block. Each array is copied by one launch.
-    """
+    is. Each begins at a multiple of `block_numel`, with zeros in between. `per_block`: state arrays with one element
+    per block. Each array is copied by one launch."""
     first = runs[0]
     if len(runs) == 1:
         yield first

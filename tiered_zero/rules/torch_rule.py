@@ -124,11 +124,9 @@ class TorchRule(UpdateRule):
         self._fields: dict[tuple[tuple[int, ...], str], list[StateField]] = {}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        """Find the state arrays by two dry steps, on meta tensors, or on CPU tensors if the class reads values.
-
-        Raises ModelError for a class that fails on this shape, keeps other state than tensors and plain values, or
-        couples parameters.
-        """
+        """Find the state arrays by two dry steps, on meta tensors, or on CPU tensors if the class reads values. Raises
+        ModelError for a class that fails on this shape, keeps other state than tensors and plain values, or couples
+        parameters."""
         self._refuse_options(hyper)
         options = repr(sorted((name, value) for name, value in hyper.items() if name != "params"))
         key = ((1,) if self.elementwise else shape, options)

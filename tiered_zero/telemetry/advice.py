@@ -1,4 +1,4 @@
-"""Advice on a run: one sentence on why its steps take as long as they do, and what to change. Pure."""
+"""Explain in one sentence why a run's steps take as long as they do, and what to change. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from tiered_zero.telemetry.report import OTHER, RunReport
 from tiered_zero.telemetry.spans import is_wait
 
 BUSY_SHARE = 0.7
-"""A lane that is busy for so much of a step sets its pace."""
+"""A lane that is busy for at least this share of a step sets its pace."""
 
 OUTSIDE_SHARE = 0.25
-"""Where the loop around the engine takes so much of a step, it is named first."""
+"""If the loop around the engine takes at least this share of a step, it is named first."""
 
 CPU_SHARE = 0.5
-"""Where the CPU computes and the process gets less of it, that is named first."""
+"""If the CPU computes and the process gets less than this share of it, that is named first."""
 
 WAIT_SHARE = 0.1
-"""A wait that takes less of a step is not worth a change."""
+"""A wait that takes less than this share of a step is not worth a change."""
 
 _TOKENS = "more tokens per step (train_micro_batch_size_per_gpu)"
 _DISK = (
@@ -102,7 +102,7 @@ def explain_prediction(report: RunReport) -> str:
 
 
 def explain_pace(report: RunReport) -> str:
-    """Say what sets the pace of a typical step, and what would change it; "" for a run without a step."""
+    """Explain what sets the pace of a typical step, and what would change it; "" for a run without a step."""
     if not report.busy_s or not report.step_s:
         return ""
     lane = max(report.busy_s, key=lambda name: report.busy_s[name])

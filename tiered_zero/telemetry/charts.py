@@ -1,4 +1,4 @@
-"""Charts as inline SVG. Pure: numbers in, text out; colours are classes that the page's style defines."""
+"""Draw charts as inline SVG. Pure: numbers in, text out. Colours are classes that the page's style defines."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from statistics import fmean
 WIDTH, WIDE, HEIGHT = 720, 1320, 280
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 44
 CHAR_WIDTH = 7.3
-"""Of the 13 px labels, in px; a little more than the average letter takes."""
+"""Width of a character of the 13 px labels, in px; slightly more than average."""
 
 NOT_RECORDED = '<p class="none">Not recorded.</p>'
 MAX_POINTS = 120
-"""A longer series is drawn as the means of so many parts."""
+"""A longer series is drawn as the means of this many parts."""
 
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """`style`: the colour's class. Points by rising x."""
+    """A named series of points, by rising x. `style`: the colour's class."""
 
     name: str
     style: str
@@ -32,7 +32,8 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A span on a timeline. `row`: from the top. `start`, `end`: in the unit of the axis. `tip`: shown on hovering."""
+    """A span on a timeline. `row`: counted from the top. `start`, `end`: in the axis's unit. `tip`: shown on
+    hovering."""
 
     row: int
     start: float
@@ -43,7 +44,7 @@ class Bar:
 
 
 class Plot:
-    """A frame with axes; `x` and `y` turn values into px."""
+    """A frame with axes. `x` and `y` convert values to px."""
 
     def __init__(
         self, size: tuple[float, float], x_range: tuple[float, float], y_range: tuple[float, float], left: float = LEFT
@@ -68,7 +69,7 @@ class Plot:
         self.draw(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>')
 
     def x_axis(self, label: str, whole: bool = False) -> None:
-        """`whole`: label whole numbers only."""
+        """Draw the x axis. `whole`: label whole numbers only."""
         self.draw(f'<path class="axis" d="M{self.left:.1f} {self.bottom:.1f}H{self.right:.1f}"/>')
         for tick in ticks(*self._x_range, count=8, smallest=1.0 if whole else 0.0):
             x = self.x(tick)
@@ -93,7 +94,7 @@ class Plot:
 
 
 def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series], from_zero: bool = False) -> str:
-    """One line each; a series of one point is a dot. Points that are not finite break the line."""
+    """Draw one line per series; a series of one point is a dot. Points that are not finite break the line."""
     thinned = [Series(name=line.name, style=line.style, points=thin(line.points)) for line in series]
     ys = [y for line in thinned for _, y in line.points if math.isfinite(y)]
     if not ys:
@@ -113,7 +114,7 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
 
 
 def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Series], most: float = math.inf) -> str:
-    """Bars, the first layer at the bottom. All layers have the same x. `most`: bars are cut off there."""
+    """Draw stacked bars, the first layer at the bottom. All layers have the same x. `most`: bars are cut off there."""
     thinned = [thin(layer.points) for layer in layers]
     if not thinned or not thinned[0]:
         return NOT_RECORDED
@@ -136,7 +137,7 @@ def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Serie
 
 
 def timeline_chart(title: str, x_label: str, rows: Sequence[str], bars: Sequence[Bar]) -> str:
-    """A row each, named at the left; a bar's label is drawn if it fits."""
+    """Draw bars in rows, named at the left; a bar's label is drawn if it fits."""
     if not bars:
         return NOT_RECORDED
     row_height, left = 24.0, 24 + CHAR_WIDTH * max(len(row) for row in rows)
@@ -160,20 +161,20 @@ def timeline_chart(title: str, x_label: str, rows: Sequence[str], bars: Sequence
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """(style, text) as a line of coloured words."""
+    """Render (style, text) pairs as a line of coloured words."""
     items = "".join(f'<li><i class="{style}"></i>{escape(text)}</li>' for style, text in entries)
     return f'<ul class="legend">{items}</ul>'
 
 
 def rounded(low: float, high: float) -> tuple[float, float]:
-    """The range widened to ticks, so that the highest and the lowest value lie between labels."""
+    """Widen a range to ticks, so that the highest and lowest values lie between labels."""
     low, high = _widened((low, high))
     step = _tick_step(low, high, count=5)
     return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
 
 
 def ticks(low: float, high: float, count: int, smallest: float = 0.0) -> list[float]:
-    """Round values within [low, high], about `count` of them: steps of 1, 2 or 5 times a power of ten."""
+    """Return about `count` round values within [low, high]: steps of 1, 2 or 5 times a power of ten."""
     step = max(smallest, _tick_step(low, high, count))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
@@ -186,12 +187,12 @@ def _tick_step(low: float, high: float, count: int) -> float:
 
 
 def format_tick(value: float) -> str:
-    """1500 -> 1,500; 0.30000000000000004 -> 0.3."""
+    """Format a tick: 1500 becomes 1,500; 0.30000000000000004 becomes 0.3."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
 
 
 def thin(points: Points) -> Points:
-    """At most MAX_POINTS points: means of parts of equal length."""
+    """Reduce to at most MAX_POINTS points: means of parts of equal length."""
     if len(points) <= MAX_POINTS:
         return points
     length = -(-len(points) // MAX_POINTS)
@@ -200,7 +201,7 @@ def thin(points: Points) -> Points:
 
 
 def _finite_runs(points: Points) -> list[list[tuple[float, float]]]:
-    """Runs of points that are finite."""
+    """Split points into runs of finite ones."""
     runs: list[list[tuple[float, float]]] = [[]]
     for point in points:
         if math.isfinite(point[1]):
@@ -211,7 +212,7 @@ def _finite_runs(points: Points) -> list[list[tuple[float, float]]]:
 
 
 def _widened(low_high: tuple[float, float]) -> tuple[float, float]:
-    """A range that is not empty."""
+    """Return the range, widened if it is empty."""
     low, high = low_high
     return (low, high) if high > low else (low - 0.5, high + 0.5) if low else (0.0, 1.0)
 

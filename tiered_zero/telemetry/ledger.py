@@ -1,4 +1,4 @@
-"""Bytes by tier and kind, now and at their peak, held against each tier's limit."""
+"""Count bytes by tier and kind, now and at their peak, and check each tier's limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiered_zero.sizes import format_nbytes
 
 
 class Ledger:
-    """Bytes of the run: each allocation is charged before it is made. Any thread."""
+    """The bytes of a run: each allocation is charged before it is made. Any thread."""
 
     def __init__(self, limits: Mapping[str, int] | None = None) -> None:
         self._limits = dict(limits or {})
@@ -23,7 +23,7 @@ class Ledger:
         self._recent_peak: defaultdict[str, int] = defaultdict(int)
 
     def charge(self, tier: str, kind: str, nbytes: int) -> None:
-        """Raises BudgetError, with nothing charged, where the tier's limit would be passed."""
+        """Count `nbytes` more. Raises BudgetError, with nothing charged, if the tier's limit would be exceeded."""
         with self._lock:
             total = self._tier_now[tier] + nbytes
             limit = self._limits.get(tier)
@@ -57,18 +57,18 @@ class Ledger:
         return self._tier_peak.get(tier, 0)
 
     def peaks(self) -> dict[str, int]:
-        """tier -> the most bytes on it so far."""
+        """Return tier -> the most bytes on it so far."""
         with self._lock:
             return dict(sorted(self._tier_peak.items()))
 
     def take_recent_peaks(self) -> dict[str, int]:
-        """tier -> the most bytes on it since the last call."""
+        """Return tier -> the most bytes on it since the last call."""
         with self._lock:
             peaks, self._recent_peak = dict(self._recent_peak), defaultdict(int, self._tier_now)
             return peaks
 
     def by_kind(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """tier -> kind -> (bytes now, bytes at the kind's own peak)."""
+        """Return tier -> kind -> (bytes now, bytes at the kind's own peak)."""
         with self._lock:
             table: dict[str, dict[str, tuple[int, int]]] = {}
             for (tier, kind), nbytes in sorted(self._now.items()):

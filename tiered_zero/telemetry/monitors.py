@@ -1,4 +1,4 @@
-"""Writers of a step's numbers under DeepSpeed's names: csv files, TensorBoard, Weights & Biases."""
+"""Write a step's numbers under DeepSpeed's names: csv files, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tiered_zero.telemetry.report import StepReport
 logger = logging.getLogger("tiered_zero")
 
 Write = Callable[[str, float, int], object]
-"""Takes a name, a value, and the samples so far."""
+"""Writes a value, given its name, the value, and the number of samples so far."""
 Open = Callable[[ExitStack], Write]
-"""Takes what closes the writer at the end."""
+"""Opens a writer; registers on the stack what closes it."""
 
 
 def csv_in(folder: Path) -> Open:
-    """Return what appends rows "samples, value" to `folder/NAME.csv`."""
+    """Return an opener for csv files: rows "samples, value" are appended to `folder/NAME.csv`."""
 
     def open_files(end: ExitStack) -> Write:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def tensorboard_in(folder: Path) -> Open:
 
 
 def wandb_of(**names: str | None) -> Open:
-    """`names`: arguments of `wandb.init`."""
+    """Return an opener for Weights & Biases. `names`: arguments of `wandb.init`."""
 
     def open_run(end: ExitStack) -> Write:
         import wandb
@@ -65,10 +65,11 @@ def wandb_of(**names: str | None) -> Open:
 
 
 class Monitors:
-    """Call it with each step's report, on the thread that steps; a writer that fails is left out, with a warning.
+    """Writes each step's report to the chosen monitors, on the stepping thread. A writer that fails is dropped with a
+    warning.
 
-    `chosen`: section of the config -> what opens its writer; a package that is not there costs one warning. `groups`:
-    the live param groups. `batch_size`: samples of a step. Raises ConfigError if a writer cannot be opened.
+    `chosen`: section of the config -> its opener; a missing package costs one warning. `groups`: the live param groups.
+    `batch_size`: samples of a step. Raises ConfigError if a writer cannot be opened.
     """
 
     def __init__(self, chosen: Mapping[str, Open], groups: Sequence[Mapping[str, Any]], batch_size: int) -> None:
@@ -102,7 +103,7 @@ class Monitors:
         yield from ((f"{tier}_nbytes", nbytes) for tier, nbytes in report.tier_nbytes.items())
 
     def close(self) -> None:
-        """Idempotent. Logs a warning where a writer cannot end."""
+        """Close all writers. Idempotent. Logs a warning if one fails."""
         try:
             self._end.close()
         except Exception as error:

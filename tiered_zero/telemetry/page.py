@@ -1,4 +1,4 @@
-"""One HTML page of a run: no network, no script; it follows the reader's light or dark setting."""
+"""Render a run as one HTML page: no network, no script; it follows the reader's light or dark setting."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from tiered_zero.telemetry.runlog import RowLayout, RunRecord, Timeline, by_star
 from tiered_zero.telemetry.spans import DRIVER_LANE, LANES, Span, is_wait
 
 CUT_AT = 4.0
-"""Times the median step's time: longer steps, as the first, are cut off, so that the others can be read."""
+"""Multiple of the median step's time at which longer steps, such as the first, are cut off, to keep the others
+readable."""
 
 MAX_BARS = 4000
-"""Of a timeline; the longest are drawn, so that the page stays small."""
+"""The most bars in a timeline: the longest spans, so that the page stays small."""
 
 MAX_PLACES = 6
-"""Of checkpoints that are named."""
+"""The most checkpoints that are named."""
 
 MAX_ROWS = 6
-"""Of a lane: a disk may have many requests at a time, of which so many are drawn."""
+"""The most rows of a lane: a disk may have more requests at a time."""
 
 
 def render_page(run: RunRecord, title: str) -> str:
-    """The page's text."""
+    """Return the page's text."""
     body = "\n".join(
         (
             f"<h1>{escape(title)}</h1>",
@@ -103,7 +104,7 @@ def _figures(run: RunRecord) -> str:
 
 
 def _saves(run: RunRecord) -> dict[int, float]:
-    """Return the steps after which checkpoints were saved or loaded, with the seconds of those calls."""
+    """Return the steps after which checkpoints were saved or loaded -> the seconds of those calls."""
     calls = {step.step - 1: seconds for step in run.steps if (seconds := step.seconds.get("save"))}
     if run.footer is not None and run.footer.end_save_s:
         calls[run.steps[-1].step if run.steps else 0] = run.footer.end_save_s
@@ -185,8 +186,8 @@ def _timeline(timeline: Timeline | None) -> str:
 
 
 def draw_timeline(timeline: Timeline) -> str:
-    """The step's longest spans as an SVG: a row for each lane, and more where its spans overlap. What was begun before
-    the driver began the step is drawn from there on."""
+    """Draw the step's longest spans as SVG: a row for each lane, more if its spans overlap. A span that began before
+    the driver's step is drawn from the step's start."""
     longest = sorted(timeline.spans, key=lambda span: span.start_s - span.end_s)[:MAX_BARS]
     driver = [span for span in longest if span.lane == DRIVER_LANE]
     began_s = min(span.start_s for span in driver or longest)
@@ -208,7 +209,8 @@ def draw_timeline(timeline: Timeline) -> str:
 
 
 def _style_name(span: Span) -> str:
-    """The cause or lane whose colour a span has: on the driver's lane, and for waits, what it is for."""
+    """Return the cause or lane that gives a span its colour: its kind on the driver's lane and for waits, else its
+    lane."""
     return span.kind if is_wait(span.kind) or span.lane == DRIVER_LANE else span.lane
 
 
@@ -218,7 +220,7 @@ def _why(report: RunReport) -> str:
 
 
 def _links(report: RunReport) -> str:
-    """Bytes and rate of each lane, as the command line's table has them."""
+    """Render bytes and rate of each lane, as in the command line's table."""
     rows = [
         f"<tr><th>{escape(lane)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
         for lane, *cells in report.link_rows()
@@ -234,7 +236,8 @@ def _meanings() -> str:
 
 
 def _plan(run: RunRecord) -> str:
-    """A row for each kind on each tier, then the tier's sum, whose peak may be less than that of its kinds."""
+    """Render a row for each kind on each tier, then the tier's sum, whose peak may be less than the sum of its
+    kinds'."""
     planned, peak = run.header.planned_nbytes, run.steps[-1].kind_nbytes if run.steps else {}
     sums = run.header.planned_by_tier, run.report.peak_nbytes
     rows = []

@@ -1,4 +1,4 @@
-"""The frame and the style of the report page; every colour is given for light and for dark."""
+"""Define the frame and style of the report page; every colour has a light and a dark form."""
 
 COLOURS = {
     "forward": ("#2f6fb5", "#6aa5e0"),
@@ -28,7 +28,7 @@ COLOURS = {
     "host": ("#1f8a70", "#4fc0a2"),
     "nvme": ("#d9822b", "#f0a35a"),
 }
-"""(light, dark) of causes, lanes and tiers. A cause has the colour of its lane where they share a name."""
+"""(light, dark) colours of causes, lanes and tiers. A cause and a lane of one name share a colour."""
 
 INKS = {
     "ink": ("#1c2126", "#e6eaed"),
@@ -39,11 +39,11 @@ INKS = {
     "inside": ("#ffffff", "#101416"),
     "warn": ("#b3261e", "#ff8a80"),
 }
-"""(light, dark) of text and surfaces; `inside` is text on a coloured bar."""
+"""(light, dark) colours of text and surfaces; `inside` is text on a coloured bar."""
 
 
 def style_of(name: str) -> str:
-    """The class that has the colour of a cause, lane or tier; that of `other` if it has none."""
+    """Return the CSS class with the colour of a cause, lane or tier; that of `other` if it has none."""
     return (name if name in COLOURS else "other").replace(" ", "-")
 
 

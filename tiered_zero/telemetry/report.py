@@ -1,10 +1,9 @@
-"""Reports of a step and a run: seconds by cause, bytes by link, and the resource that bound them.
+"""Report steps and runs: seconds by cause, bytes by link, and the resource that bound them.
 
-[Note: What is said of a step]
-Causes: `forward`, `backward`, `step` without what follows, the driver's work for other lanes (`update`), each named
-wait, and `other` (what the loop around the engine took); they sum to the wall time. A lane's busy fraction is its busy
-seconds over the wall time; the busiest lane is what binds the step. The overlap fraction says where the wall time lies
-between all lanes one after the other (0) and the busiest lane alone (1).
+[Note: What is said of a step] Causes: `forward`, `backward`, `step` without the following ones, the driver's work for
+other lanes (`update`), each named wait, and `other` (the loop around the engine). They sum to the wall time. A lane's
+busy fraction is its busy seconds divided by the wall time; the busiest lane binds the step. The overlap fraction is 0
+if the wall time equals that of all lanes one after another, and 1 if it equals that of the busiest lane alone.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Recorder, Totals
 
 OTHER = "other"
 CAUSES = ("forward", "backward", "pack", "unpack", "step", "update", "fetch", "reduce", "save", *WAIT_CAUSES, OTHER)
-"""In the order in which they are shown."""
+"""All causes, in the order in which they are shown."""
 
 BOUND_SHARE = 0.5
-"""A lane that is busy for less of a step does not bind it."""
+"""A lane that is busy for a smaller share of a step does not bind it."""
 
 MAX_STEPS_KEPT = 1000
-"""A longer run's typical step is taken from its last so many."""
+"""In a longer run the typical step is taken from this many last ones."""
 
 Record = TypeVar("Record", bound="JsonRecord")
 Number = TypeVar("Number", int, float)
@@ -38,9 +37,9 @@ _FLOATS = ("float", "float | None")
 
 
 class JsonRecord:
-    """Base of the dataclasses that are written as JSON objects, names as in the class.
+    """The base of dataclasses that are written as JSON objects, with the class's field names.
 
-    JSON has no NaN and no infinity: a float that is not finite is written as text and read back from it.
+    JSON has no NaN or infinity: a float that is not finite is written as text.
     """
 
     def to_json(self) -> dict[str, Any]:
@@ -49,7 +48,8 @@ class JsonRecord:
 
     @classmethod
     def from_json(cls: type[Record], values: Mapping[str, Any]) -> Record:
-        """Unknown names are left out: a newer version may have added some. Raises StoreError if one is missing."""
+        """Read a record. Unknown names are ignored: a newer version may have added some. Raises StoreError if one is
+        missing."""
         known = {
             f.name: float(values[f.name]) if f.type in _FLOATS and values[f.name] is not None else values[f.name]
             for f in fields(cls)  # type: ignore[arg-type]
@@ -65,14 +65,13 @@ class JsonRecord:
 class StepReport(JsonRecord):
     """One optimizer step. See [Note: What is said of a step].
 
-    `loss`: mean over the micro-batches, unscaled; None if it is not known. `tokens`: of all micro-batches; 0 where
-    the model does not read tokens. `lr`: of the first param group, in this step; None if it has none. `grad_norm`:
-    before clipping; None if it is not taken. `seconds`: by cause.
-    `link_nbytes`, `busy_s`: by lane. `tier_nbytes`: the most on each tier in this step. `peak_nbytes`: the most since
-    the run began. `kind_nbytes`: tier -> kind -> its own most since the run began. `activations`: how many storages,
-    and bytes, were moved, and found no room in their budget (kept), where activations are offloaded. `cpu_share`: of
-    the CPU seconds that compute's threads could have, what the process got; None if an accelerator computes.
-    `start_s`: what placing the values took before a run's first step; 0 of the others.
+    `loss`: mean over the micro-batches, unscaled; None if unknown. `tokens`: of all micro-batches; 0 if the model does
+    not read tokens. `lr`: of the first param group, in this step; None if it has none. `grad_norm`: before clipping;
+    None if it is not computed. `seconds`: by cause. `link_nbytes`, `busy_s`: by lane. `tier_nbytes`: the most bytes on
+    each tier in this step. `peak_nbytes`: the most since the run began. `kind_nbytes`: tier -> kind -> its most since
+    the run began. `activations`: the number and bytes of storages that were moved or did not fit (kept), if activations
+    are offloaded. `cpu_share`: the part that the process got of the CPU seconds that compute's threads could have; None
+    if an accelerator computes. `start_s`: seconds of placing the values, before a run's first step; 0 in others.
     """
 
     step: int
@@ -95,7 +94,7 @@ class StepReport(JsonRecord):
 
     @property
     def bytes_per_s(self) -> dict[str, float]:
-        """By lane: bytes over busy time."""
+        """Bytes divided by busy time, by lane."""
         return link_rates(self.link_nbytes, self.busy_s)
 
     @property
@@ -118,7 +117,7 @@ class StepReport(JsonRecord):
 def build_step_report(
     step: int, totals: Totals, wall_s: float, ledger: Ledger | None = None, **facts: Any
 ) -> StepReport:
-    """`totals`: of the `wall_s` seconds that end now. `facts`: loss, tokens, grad_norm, ... of StepReport."""
+    """Build the report of a step. `totals`: of the last `wall_s` seconds. `facts`: other fields of StepReport."""
     seconds = {**totals.causes, OTHER: max(0.0, wall_s - sum(totals.causes.values()))}
     kinds = ledger.by_kind() if ledger else {}
     return StepReport(
@@ -150,16 +149,16 @@ class StepMeter:
         self.losses: list[SupportsFloat] = []
         self.num_tokens = 0
         self.report: StepReport | None = None
-        """Of the last optimizer step."""
+        """The report of the last optimizer step."""
 
     def begin(self) -> None:
-        """Start the first step: the run is assembled."""
-        self._recorder.take_totals()  # of the start of the run
+        """Start to time the first step: the run is assembled."""
+        self._recorder.take_totals()  # drop those of the run's start
         self._assembled_s = time.perf_counter() - self._start_s
         self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
 
     def clear(self) -> None:
-        """Drop what the step's micro-batches have counted: the step is dropped."""
+        """Drop the counts of this step's micro-batches: the step is dropped."""
         self.losses.clear()
         self.num_tokens = 0
 
@@ -184,13 +183,13 @@ class StepMeter:
 
 
 def known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
-    """Those that were found, each once: the known ones in their order, then the others in theirs."""
+    """Return the names found, each once: known ones in their order, then the others in theirs."""
     names = dict.fromkeys(found)
     return [*filter(names.__contains__, known), *filterfalse(known.__contains__, names)]
 
 
 def bottleneck(busy_s: Mapping[str, float], wall_s: float) -> str:
-    """Name the busiest lane: 'disk write (93% busy)'; none binds a step if it is idle for most of it."""
+    """Name the busiest lane: 'disk write (93% busy)'. No lane binds a step if each is idle for most of it."""
     if not busy_s or wall_s <= 0:
         return "nothing measured"
     lane = max(busy_s, key=lambda name: busy_s[name])
@@ -199,7 +198,7 @@ def bottleneck(busy_s: Mapping[str, float], wall_s: float) -> str:
 
 
 def overlap_fraction(busy_s: Mapping[str, float], wall_s: float) -> float:
-    """0 if the lanes worked one after the other, 1 if the step took no longer than its busiest lane."""
+    """Return 0 if the lanes worked one after another, 1 if the step took no longer than its busiest lane."""
     total, longest = sum(busy_s.values()), max(busy_s.values(), default=0.0)
     if total <= longest:
         return 0.0
@@ -212,12 +211,13 @@ def link_rates(nbytes: Mapping[str, int], busy_s: Mapping[str, float]) -> dict[s
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport(JsonRecord):
-    """A run so far, or whole. The typical step is the mean over the middle half of the steps by wall time, so that its
-    causes still sum to its wall time; the first, which allocates, is none of them where there are others.
+    """A run so far, or whole.
 
-    `planned_nbytes`, `peak_nbytes`: by tier. `link_nbytes`: by lane, whole run. `bytes_per_s`: by lane, while busy.
-    `cpu_share`: see StepReport. `start_s`: of placing the values. `end_save_s`: of saves after the last step.
-    `predicted`: tokens and seconds of a step, and seconds by lane.
+    The typical step is the mean over the middle half of the steps by wall time, so that its causes sum to its wall
+    time; the first step, which allocates, is left out if there are others. `planned_nbytes`, `peak_nbytes`: by tier.
+    `link_nbytes`: by lane, whole run. `bytes_per_s`: by lane, while busy. `cpu_share`: see StepReport. `start_s`:
+    seconds of placing the values. `end_save_s`: seconds of saves after the last step. `predicted`: tokens and seconds
+    of a step, and seconds by lane.
     """
 
     steps: int
@@ -243,7 +243,7 @@ class RunReport(JsonRecord):
 
     @property
     def steps_text(self) -> str:
-        """'1 step', '200 steps (2 skipped)'."""
+        """The number of steps as text: '1 step', '200 steps (2 skipped)'."""
         skipped = f" ({self.skipped_steps} skipped)" if self.skipped_steps else ""
         return f"{self.steps:,} step{'s' * (self.steps != 1)}{skipped}"
 
@@ -256,7 +256,7 @@ class RunReport(JsonRecord):
         return [(name, s, measured.get(name, 0.0)) for name, s in self.predicted.items() if name != "tokens"]
 
     def link_rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """Yield each lane with its bytes, its rate and its busy share of a typical step, in words."""
+        """Yield each lane with its bytes, rate and busy share of a typical step, as text."""
         for lane, busy_s in self.busy_s.items():
             nbytes, rate = self.link_nbytes.get(lane), self.bytes_per_s.get(lane)
             yield (
@@ -268,7 +268,7 @@ class RunReport(JsonRecord):
 
 
 class RunTotals:
-    """Sum the steps of a run. One thread."""
+    """Sums the steps of a run. One thread."""
 
     def __init__(
         self, planned_nbytes: Mapping[str, int] | None = None, predicted: Mapping[str, float] | None = None
@@ -321,7 +321,7 @@ class RunTotals:
 
 
 def middle_half(reports: Iterable[StepReport]) -> list[StepReport]:
-    """Without the fastest and the slowest quarter, by wall time."""
+    """Return the reports without the fastest and the slowest quarter, by wall time."""
     ranked = sorted(reports, key=lambda report: report.wall_s)
     quarter = len(ranked) // 4
     return ranked[quarter : len(ranked) - quarter]

@@ -1,10 +1,10 @@
-"""Files that a run writes, a step at a time: its record (`tiered_zero.report`) and its trace (`tiered_zero.trace`).
+"""Write a run's files step by step: its record (`tiered_zero.report`) and its trace (`tiered_zero.trace`).
 
 A record has one JSON object per line: a header, a line per step, one step's timeline, a footer. The header comes first;
-any other line may be missing, and a last line that is cut off (the run was killed) is left out.
+any other line may be missing, and a cut-off last line (the run was killed) is ignored.
 
-A trace is Chrome's, for Perfetto (ui.perfetto.dev) or chrome://tracing, in the array form, whose closing bracket may be
-missing: a killed run leaves a file that opens.
+A trace is Chrome's, for Perfetto (ui.perfetto.dev) or chrome://tracing, as an array whose closing bracket may be
+missing: the file of a killed run opens.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ logger = logging.getLogger("tiered_zero")
 FORMAT_VERSION = 1
 
 TIMELINE_STEP = 3
-"""The step of a process whose spans go into the record: by then the order of the units is known and fetched ahead."""
+"""The step of a process whose spans go into the record: by then the order of units is known, and they are fetched
+ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader(JsonRecord):
-    """Facts known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: any more, name -> text.
-    `config`: key -> value as JSON, of keys that do not have their defaults."""
+    """Facts known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: further ones, name -> text.
+    `config`: key -> value as JSON, for keys that do not have their defaults."""
 
     model: str
     num_parameters: int
@@ -59,7 +60,7 @@ _COLUMNS = tuple(field.name for field in fields(Span))
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The spans of one step, in perf_counter seconds; a row of its JSON has a span's fields in their order."""
+    """The spans of one step, in perf_counter seconds. A row of its JSON has a span's fields in their order."""
 
     step: int
     spans: list[Span]
@@ -75,7 +76,7 @@ class Timeline:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """A record read back. `footer` is None if the run did not end by itself, or its disk was full."""
+    """A record read back. `footer`: None if the run was interrupted, or its disk was full."""
 
     header: RunHeader
     steps: list[StepReport] = field(default_factory=list)
@@ -84,7 +85,7 @@ class RunRecord:
 
     @property
     def report(self) -> RunReport:
-        """The footer, or what the steps add up to."""
+        """The footer, or the sum of the steps."""
         if self.footer is not None:
             return self.footer
         totals = RunTotals(self.header.planned_by_tier, self.header.predicted)
@@ -94,14 +95,14 @@ class RunRecord:
 
 
 class PrivateFile:
-    """A text file with mode 0600, written during training. A file that is there is renamed.
+    """A text file with mode 0600, written during training. An existing file is renamed.
 
     The first failed write (a full disk) logs one warning, cuts the file after its last whole entry and closes it;
     training goes on.
     """
 
     def __init__(self, path: str | os.PathLike[str], setting: str) -> None:
-        """Make the file. `setting`: its name in the config. Raises ConfigError."""
+        """Create the file. `setting`: its name in the config. Raises ConfigError."""
         self._name, self._setting = os.fspath(path), setting
         self._nbytes = 0
         try:
@@ -114,7 +115,7 @@ class PrivateFile:
             ) from error
 
     def _keep_former(self) -> None:
-        """Rename a file that is there, as that of the run which is resumed: run.jsonl -> run-1.jsonl."""
+        """Rename an existing file, such as that of a resumed run: run.jsonl becomes run-1.jsonl."""
         path = Path(self._name)
         if not path.is_file() or not path.stat().st_size:
             return
@@ -127,7 +128,7 @@ class PrivateFile:
         return self._fd.closed
 
     def write(self, text: str) -> None:
-        """Hand the text to the system, so that it survives a kill. Raises nothing; nothing happens once closed."""
+        """Pass the text to the system, so that it survives a kill. Raises nothing; does nothing once closed."""
         if self.closed:
             return
         data = memoryview(text.encode())
@@ -141,11 +142,11 @@ class PrivateFile:
                 self._setting, self._name, error.strerror or error,
             )  # fmt: skip
             with suppress(OSError):
-                os.ftruncate(self._fd, self._nbytes)  # a part of an entry goes
+                os.ftruncate(self._fd, self._nbytes)  # remove a partial entry
             self.close()
 
     def close(self) -> None:
-        """Idempotent. Logs a warning where the disk reports only now that it is full."""
+        """Close the file. Idempotent. Logs a warning if only now the disk reports that it is full."""
         try:
             self._fd.close()
         except OSError as error:
@@ -153,9 +154,8 @@ class PrivateFile:
 
 
 class RunLog:
-    """Write a run's record, and add the run up for its footer. One thread.
-
-    Raises ConfigError if the file cannot be made.
+    """Writes a run's record, and sums the run for its footer. One thread. Raises ConfigError if the file cannot be
+    created.
     """
 
     def __init__(self, header: RunHeader, path: str | os.PathLike[str]) -> None:
@@ -171,7 +171,7 @@ class RunLog:
         self._write("timeline", timeline.to_json())
 
     def close(self, end_save_s: float = 0.0) -> None:
-        """Write the footer. Idempotent."""
+        """Write the footer, and close. Idempotent."""
         self._write("footer", replace(self._totals.report(), end_save_s=end_save_s).to_json())
         self._file.close()
 
@@ -180,7 +180,7 @@ class RunLog:
 
 
 def read_run(path: str | os.PathLike[str]) -> RunRecord:
-    """Raises StoreError, with the line, where the file is not a run's record."""
+    """Read a run's record. Raises StoreError, with the line, if the file is not one."""
     try:
         *lines, _cut_off = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -214,17 +214,18 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
 
 _PROCESS = 1
 _ROWS_A_LANE = 1000
-"""Thread ids of one lane's rows; more requests than that are not in flight at once."""
+"""Thread ids for one lane's rows; fewer requests are in flight at once."""
 
 
 class RowLayout:
-    """Places spans on rows: one for each lane and named wait, more where spans overlap without being nested."""
+    """Places spans on rows: one for each lane and named wait, more if spans overlap without being nested."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[_Row]] = {name: [] for name in (*LANES, *WAIT_CAUSES)}
 
     def place(self, span: Span) -> tuple[str, int]:
-        """The lane's or wait's name and the index of the row. Give spans of a batch by start, the longer one first."""
+        """Return the lane's or wait's name and the row's index. Pass spans of a batch in order of start, longer ones
+        first."""
         name = span.kind if is_wait(span.kind) else span.lane
         rows = self._rows.setdefault(name, [])
         for index, row in enumerate(rows):
@@ -235,19 +236,19 @@ class RowLayout:
         return name, len(rows) - 1
 
     def order(self, name: str) -> int:
-        """Return the place of the lane or wait among all that are known."""
+        """Return the place of the lane or wait among all known ones."""
         return list(self._rows).index(name)
 
 
 class _Row:
-    """Spans in the order of their start, each after or inside those before it."""
+    """Spans in order of their start, each after or inside those before it."""
 
     def __init__(self) -> None:
         self._last_start_s = -math.inf
         self._ends: list[float] = []
 
     def take(self, span: Span) -> bool:
-        """Whether the span fits; if so it is part of the row."""
+        """Add the span to the row if it fits, and return whether it does."""
         if span.start_s < self._last_start_s:
             return False
         while self._ends and self._ends[-1] <= span.start_s:
@@ -260,15 +261,12 @@ class _Row:
 
 
 def by_start(spans: Iterable[Span]) -> list[Span]:
-    """Outer spans before those inside them."""
+    """Return the spans with outer ones before those inside them."""
     return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
 
 
 class TraceWriter:
-    """Appends spans as they are taken from the recorder. One thread.
-
-    Raises ConfigError if the file cannot be made.
-    """
+    """Appends spans taken from the recorder. One thread. Raises ConfigError if the file cannot be created."""
 
     def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
         self._file = PrivateFile(path, "tiered_zero.trace")
@@ -279,7 +277,7 @@ class TraceWriter:
         self._write([_about("process_name", 0, name="tiered_zero"), _about("process_labels", 0, labels=labels)])
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Flushed when it returns, so that these spans survive a kill. Nothing once it is closed."""
+        """Write spans, flushed on return, so that they survive a kill. Does nothing once closed."""
         if self._file.closed:
             return
         events: list[dict[str, Any]] = []
@@ -298,7 +296,7 @@ class TraceWriter:
         self._write(events)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the trace. Idempotent."""
         if not self._file.closed:
             self._write([_about("process_sort_index", 0, sort_index=0)], end="\n]\n")
             self._file.close()
@@ -314,11 +312,9 @@ def _about(what: str, thread: int, **args: Any) -> dict[str, Any]:
 
 
 class StepLog:
-    """Says a line of every `every`-th step; None: of none. `groups`: the live param groups. `breaks_down`: a second
-    line says where its time went.
-
-    The line is asked for by name (steps_per_print), so it is printed where no handler of the logger would show it.
-    """
+    """Prints or logs a line for every `every`-th step; None: never. `groups`: the live param groups. `breaks_down`: add
+    a second line with the step's seconds by cause. The user asked for the line (steps_per_print), so it is printed if
+    no handler of the logger would show it."""
 
     def __init__(self, every: int | None, groups: Sequence[Mapping[str, Any]], breaks_down: bool = False) -> None:
         self._every = every
@@ -344,10 +340,8 @@ class StepLog:
 
 
 class RunObserver:
-    """Call it with each step's report, on the thread that steps. Turns the recorder's spans on when they are wanted.
-
-    `report_path`, `trace_path`: None for none. Raises ConfigError if a file cannot be made.
-    """
+    """Records each step's report, on the stepping thread; enables the recorder's spans when they are needed.
+    `report_path`, `trace_path`: None: no file. Raises ConfigError if a file cannot be created."""
 
     def __init__(self, recorder: Recorder, header: RunHeader, report_path: str | None, trace_path: str | None) -> None:
         self._recorder = recorder
@@ -374,7 +368,7 @@ class RunObserver:
         self._keep_spans_for(self._num_steps + 1)
 
     def close(self) -> None:
-        """Write what is left and the footer. Idempotent."""
+        """Write the remaining spans and the footer. Idempotent."""
         if self._trace is not None:
             self._trace.write(self._recorder.take_spans())
             self._trace.close()

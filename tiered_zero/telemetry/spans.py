@@ -1,4 +1,4 @@
-"""Spans of time by lane, named waits, and bytes by link."""
+"""Record spans of time by lane, named waits, and bytes by link."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DRIVER_LANE = "compute"
 """The lane of the thread that runs the step."""
 
 SAVE_LANE = "save"
-"""The lane of that thread's calls that save or load a checkpoint, which are no compute."""
+"""The lane of that thread's calls that save or load a checkpoint, which are not compute."""
 
 _DRIVER_LANES = (DRIVER_LANE, SAVE_LANE)
 
 
 _WAIT = "wait_"
-"""What every kind of wait begins with."""
+"""Prefix of every kind of wait."""
 
 
 def is_wait(kind: str) -> bool:
@@ -36,7 +36,8 @@ def is_wait(kind: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """`start_s`, `end_s`: time.perf_counter() seconds. `lane`: compute, fetch, reduce, update, disk read, ..."""
+    """A span of time on a lane. `start_s`, `end_s`: time.perf_counter() seconds. `lane`: compute, fetch, reduce,
+    update, ..."""
 
     lane: str
     name: str
@@ -50,8 +51,8 @@ class Span:
 class Totals:
     """Sums over an interval, usually one step. See [Note: Lanes and kinds].
 
-    `causes`: kind -> seconds of what the driver did or waited for, without those of spans inside it. `nbytes`: lane ->
-    bytes that arrived (not those of a wait). `busy_s`: lane -> seconds in which it worked.
+    `causes`: kind -> seconds that the driver worked or waited, without the spans inside. `nbytes`: lane -> bytes that
+    arrived, except during waits. `busy_s`: lane -> seconds in which it worked.
     """
 
     causes: dict[str, float] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Totals:
 
 
 class Recorder:
-    """Sum spans, and keep them whole while `keep_spans` is set. Any thread."""
+    """Sums spans, and keeps them whole while `keep_spans` is set. Any thread."""
 
     def __init__(self, keep_spans: bool = False) -> None:
         self.keep_spans = keep_spans
@@ -73,19 +74,17 @@ class Recorder:
         self._causes: defaultdict[str, float] = defaultdict(float)
         self._nbytes: defaultdict[str, int] = defaultdict(int)
         self._worked: defaultdict[str, list[float]] = defaultdict(list)
-        """Lane -> the intervals in which it worked, merged where they touch: start, end, start, end, ..., in order."""
+        """Lane -> the intervals in which it worked, joined if they touch: start, end, start, end, ..., in order."""
         self._idle_s: defaultdict[str, float] = defaultdict(float)
 
     def span(self, lane: str, kind: str, name: str = "", nbytes: int = 0) -> _OpenSpan:
-        """Time the block of a `with` statement as a span of `lane`. A block that raises counts its time and no bytes.
-
-        `kind` is what totals are kept by ("forward", "wait_param", ...). One thread at a time is inside the spans of a
-        lane (autograd's while main waits in backward), so that they nest.
-        """
+        """Time a `with` block as a span of `lane`. A block that raises counts its time but no bytes. `kind`: the key in
+        totals ("forward", "wait_param", ...). One thread at a time is inside the spans of a lane (autograd's while main
+        waits in backward), so that they nest."""
         return _OpenSpan(recorder=self, lane=lane, kind=kind, name=name, nbytes=nbytes)
 
     def add(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
-        """Record a span that has ended, of any thread. `nbytes`: those that arrived."""
+        """Record a span that has ended, of any thread. `nbytes`: bytes that arrived."""
         with self._lock:
             outer = next((span for span in reversed(self._open) if span.lane == lane), None)
             span = _OpenSpan(recorder=self, lane=lane, kind=kind, name=name, start_s=start_s, outer=outer)
@@ -107,11 +106,11 @@ class Recorder:
         return spans
 
     def _count(self, span: _OpenSpan, end_s: float, nbytes: int) -> None:
-        """Add up a span that has ended. Under the lock."""
+        """Add a span that has ended to the sums. Under the lock."""
         lane, kind, start_s, outer = span.lane, span.kind, span.start_s, span.outer
         is_covered = False
         if outer is not None:
-            is_covered = outer.lane == lane and outer.start_s <= start_s  # the outer one counts this time as worked
+            is_covered = outer.lane == lane and outer.start_s <= start_s  # the outer span counts this time
             inside_s = max(0.0, end_s - max(start_s, outer.start_s))
             outer.inner_s += inside_s
             if outer.lane != lane:
@@ -119,10 +118,10 @@ class Recorder:
         own_s = max(0.0, end_s - start_s - span.inner_s)
         if span.on_driver:
             self._causes[kind] += own_s
-        if not is_covered:  # one that arrives late finds its place
+        if not is_covered:  # a span may be added late, anywhere in the order
             bounds = self._worked[lane]
             first, last = bisect_left(bounds, start_s), bisect_right(bounds, end_s)
-            # a bound whose place is odd lies inside an interval, or at its end
+            # a bound at an odd place lies inside an interval, or at its end
             bounds[first:last] = [start_s] * (first % 2 == 0) + [end_s] * (last % 2 == 0)
         if kind.startswith(_WAIT):
             self._idle_s[lane] += own_s
@@ -135,8 +134,8 @@ class Recorder:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _OpenSpan:
-    """A span whose block runs. `outer`: the one around it. `inner_s`: what the spans inside it have taken. `on_driver`:
-    whether it, or the outermost one around it, is of the driver."""
+    """A span whose block is running. `outer`: the span around it. `inner_s`: seconds of the spans inside it.
+    `on_driver`: whether it, or its outermost span, is on a lane of the driver."""
 
     recorder: Recorder
     lane: str

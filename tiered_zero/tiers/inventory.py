@@ -42,10 +42,8 @@ class Home:
 
 
 class Inventory:
-    """The table of homes, (unit or sub-group, kind) -> home, and the last update of each unit.
-
-    A unit without a "param" home rests on the device, in its own storage. Driver thread; the update thread reads too.
-    """
+    """The table of homes, (unit or sub-group, kind) -> home, and the last update of each unit. A unit without a "param"
+    home rests on the device, in its own storage. Driver thread; the update thread reads too."""
 
     def __init__(self) -> None:
         self._homes: dict[tuple[type, int, str], Home] = {}

@@ -100,10 +100,8 @@ def _write(flat: PagedFlat, lease: Lease) -> Transfer:
 
 @final
 class FlatWindows:
-    """Leases windows to flats and takes them back. Any thread.
-
-    `writes_ahead`: start to write the oldest window when the last free one is taken, so that the next flat finds one.
-    """
+    """Leases windows to flats and takes them back. Any thread. `writes_ahead`: start to write the oldest window when
+    the last free one is taken, so that the next flat finds one."""
 
     def __init__(self, pool: StagingPool, recorder: Recorder, *, writes_ahead: bool) -> None:
         self._pool, self._recorder = pool, recorder

@@ -72,10 +72,8 @@ def leased_slot(
     home: Home, staging: StagingPool | None, read: slice, write: slice | None = None
 ) -> Iterator[torch.Tensor]:
     """Lend a slot's bytes, [nbytes] uint8, inside the block: in place, possibly on the device, or in a staging buffer.
-
     `read`, `write`: the bytes (from, to, whole pages) that are read into a staging buffer before the block and written
-    back after it; ignored if the slot is lent in place.
-    """
+    back after it; ignored if the slot is lent in place."""
     view = home.tier.view(home.slot)
     if view is not None:
         yield view

@@ -50,11 +50,8 @@ class Tier(ABC):
     @abstractmethod
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
         """Return a new slot, whose bytes are undefined until written. Raises BudgetError or StoreError if the tier is
-        full.
-
-        `num_durable`: how many places on disk the slot has, as part of its store's commits: 1 if it is written once,
-        else 2; 0 means no part of commits. Tiers in memory ignore it.
-        """
+        full. `num_durable`: how many places on disk the slot has, as part of its store's commits: 1 if it is written
+        once, else 2; 0 means no part of commits. Tiers in memory ignore it."""
 
     @abstractmethod
     def view(self, slot: Slot) -> torch.Tensor | None:
@@ -68,18 +65,14 @@ class Tier(ABC):
     @abstractmethod
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
         """Start to write all of `data` to slot bytes from `offset`. The caller leaves `data` alone until the transfer
-        is done.
-
-        `after`: a mark of what compute has launched, which may still read a slot on the device. Required on a lane;
-        None: everything that compute has launched."""
+        is done. `after`: a mark of what compute has launched, which may still read a slot on the device. Required on a
+        lane; None: everything that compute has launched."""
 
     @abstractmethod
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
-        """Copy the whole slot to `out`, a contiguous device tensor of at most as many bytes, on the fetch lane.
-
-        Starts after what compute has launched, since compute may just have released the memory of `out`. `after`: an
-        update that still writes the slot; wait for it, or copy its new bytes to `out`.
-        """
+        """Copy the whole slot to `out`, a contiguous device tensor of at most as many bytes, on the fetch lane. Starts
+        after what compute has launched, since compute may just have released the memory of `out`. `after`: an update
+        that still writes the slot; wait for it, or copy its new bytes to `out`."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -77,9 +77,7 @@ class OptimizerState:
         self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None = None
     ) -> dict[nn.Parameter, ParamState]:
         """Copy the state of all parameters that have any, or of `only`, to the CPU; formats below fp32 become fp32.
-
-        `groups`: the live param groups. Raises BudgetError if the copies do not fit into free host memory.
-        """
+        `groups`: the live param groups. Raises BudgetError if the copies do not fit into free host memory."""
         if self.shards.is_sharded:
             found = self._read_sharded(groups, only)
         else:

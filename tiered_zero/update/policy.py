@@ -57,10 +57,8 @@ class WeightGuard(Protocol):
 
 
 class UpdatePolicy(ABC):
-    """Runs updates. The driver calls it between backward and forward.
-
-    `failures`: keeps the error of a failed update. State is rewritten in place, so no later step runs.
-    """
+    """Runs updates. The driver calls it between backward and forward. `failures`: keeps the error of a failed update.
+    State is rewritten in place, so no later step runs."""
 
     def __init__(self, stepper: StreamingStepper, groups: Sequence[dict[str, Any]], guard: WeightGuard) -> None:
         """`groups`: the live param groups."""
@@ -153,11 +151,9 @@ class UpdatePolicy(ABC):
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
         """Run `job` between two updates: after every write of the last, before the next begins. An asynchronous save
-        starts there.
-
-        It runs on the update lane if updates do, else at once. `finish` waits for it; the transfer carries its error.
-        Raises ModelError while an update is open in backward, and EngineFailedError after a failure.
-        """
+        starts there. It runs on the update lane if updates do, else at once. `finish` waits for it; the transfer
+        carries its error. Raises ModelError while an update is open in backward, and EngineFailedError after a
+        failure."""
         self.check_untouched("State is to be saved")
         self.check()
         cut = Completion()

@@ -305,10 +305,8 @@ class GradientSource(Protocol):
 
 
 class ParameterSink(Protocol):
-    """The parameters that an update writes, segment by segment. Used by the thread that steps.
-
-    `kind`: "param", or "param_back" for a delayed update.
-    """
+    """The parameters that an update writes, segment by segment. Used by the thread that steps. `kind`: "param", or
+    "param_back" for a delayed update."""
 
     def is_resident(self, segment: Segment) -> bool:
         """Return whether the parameters rest on the device and outlive the run there."""
@@ -332,9 +330,7 @@ class ParameterSink(Protocol):
 @dataclass(eq=False, repr=False)
 class UnitParameters:
     """The parameters of an engine's units, in their homes or in the flats of units that live on the device.
-
-    `_device_flat`: returns the flat of a unit that lives on the device.
-    """
+    `_device_flat`: returns the flat of a unit that lives on the device."""
 
     _inventory: Inventory
     _runtime: Runtime

@@ -25,10 +25,8 @@ from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 
 class StreamingStepper:
-    """Updates sub-groups in order. With state on NVMe as many are in flight as there are staging buffers.
-
-    `params`: the parameters to write. One step at a time, on the thread that calls `step`.
-    """
+    """Updates sub-groups in order. With state on NVMe as many are in flight as there are staging buffers. `params`: the
+    parameters to write. One step at a time, on the thread that calls `step`."""
 
     def __init__(
         self,
@@ -103,11 +101,9 @@ class StreamingStepper:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, job: UpdateJob) -> None:
-        """Update every sub-group that has a gradient once; return when everything is written.
-
-        Raises TransferError or CorruptionError before a sub-group is changed from bytes that cannot be trusted;
-        sub-groups stepped before that stay stepped. A failure fails every unit update that is not complete.
-        """
+        """Update every sub-group that has a gradient once; return when everything is written. Raises TransferError or
+        CorruptionError before a sub-group is changed from bytes that cannot be trusted; sub-groups stepped before that
+        stay stepped. A failure fails every unit update that is not complete."""
         step = _Step(
             job=job,
             queue=job.queue or self._queue_all(job),

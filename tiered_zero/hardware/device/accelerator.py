@@ -89,10 +89,8 @@ class Accelerator(ABC):
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
         """Launch a copy from `source` to `target` (contiguous, same dtype and size) on the calling lane's stream.
-
         `finish`: return only when the bytes are there, because the caller reuses the host memory next. Starts no
-        threads, and does not change autograd's version counters.
-        """
+        threads, and does not change autograd's version counters."""
 
     def timer(self, recorder: Recorder) -> Timer:
         """Return a timer for a block of a lane's job, called like `Recorder.span`. It records a span from the moment at
@@ -207,10 +205,8 @@ def advise_huge_pages(memory: torch.Tensor) -> None:
 
 @final
 class CpuAccelerator(Accelerator):
-    """Computes on the calling thread: what it launched is complete, and a wait blocks it.
-
-    `delay_seed`: every job starts and ends late by a seeded, pseudo-random time, as on a separate device.
-    """
+    """Computes on the calling thread: what it launched is complete, and a wait blocks it. `delay_seed`: every job
+    starts and ends late by a seeded, pseudo-random time, as on a separate device."""
 
     name = "cpu"
     device = torch.device("cpu")

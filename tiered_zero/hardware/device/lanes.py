@@ -149,10 +149,8 @@ class DelayInjector:
 
 
 class Lane:
-    """An ordered queue of jobs, and the thread that launches them. A failed job does not stop later ones.
-
-    `inline`: while the lane is idle, a job that waits for nothing runs on the submitting thread.
-    """
+    """An ordered queue of jobs, and the thread that launches them. A failed job does not stop later ones. `inline`:
+    while the lane is idle, a job that waits for nothing runs on the submitting thread."""
 
     def __init__(self, name: str, launch: Launch, delays: DelayInjector | None = None, inline: bool = False) -> None:
         self.name = name

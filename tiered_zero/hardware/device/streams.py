@@ -236,10 +236,8 @@ class DeviceClock:
         )
 
     def add_spans(self) -> None:
-        """Add the spans that have ended, in the order of their launch; the others follow at the next call.
-
-        The zero moves along: torch returns milliseconds in fp32, which cannot hold microseconds after some minutes.
-        """
+        """Add the spans that have ended, in the order of their launch; the others follow at the next call. The zero
+        moves along: torch returns milliseconds in fp32, which cannot hold microseconds after some minutes."""
         if self._first is None and not self._pending:
             return
         if self._zero is None:

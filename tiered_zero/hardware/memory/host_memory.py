@@ -43,21 +43,17 @@ class HostSlot:
 
 
 def trim_malloc() -> None:
-    """Return malloc's free heap memory to the system; glibc only. Takes a few milliseconds.
-
-    glibc raises its threshold for separate mappings to the largest block freed, so a unit's initial values, freed
-    before the next unit's are made, leave holes of up to 32 MiB each in the heap.
-    """
+    """Return malloc's free heap memory to the system; glibc only. Takes a few milliseconds. glibc raises its threshold
+    for separate mappings to the largest block freed, so a unit's initial values, freed before the next unit's are made,
+    leave holes of up to 32 MiB each in the heap."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def temporary_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros on the CPU for temporary use; large ones in a separate mapping.
-
-    Values allocated and freed one after another, with small blocks left in between, make malloc's heap grow by their
-    sum; later allocations in the holes make it resident, up to all of it.
-    """
+    """Return zeros on the CPU for temporary use; large ones in a separate mapping. Values allocated and freed one after
+    another, with small blocks left in between, make malloc's heap grow by their sum; later allocations in the holes
+    make it resident, up to all of it."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _MAPPED_NBYTES:
         return torch.zeros(shape, dtype=dtype)
@@ -151,10 +147,8 @@ class HostArena:
         self._accelerator.poison(pages, torch.float32)
 
     def close(self) -> None:
-        """Unpin the memory; it is freed with the last view of it. Idempotent.
-
-        A tensor or memoryview that outlives the arena stays valid (it holds the mapping), but is no longer pinned.
-        """
+        """Unpin the memory; it is freed with the last view of it. Idempotent. A tensor or memoryview that outlives the
+        arena stays valid (it holds the mapping), but is no longer pinned."""
         with self._lock:
             self._closed = True
             for slot in self._taken.values():

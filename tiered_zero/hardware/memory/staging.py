@@ -94,11 +94,8 @@ class StagingPool:
             return self._lease(nbytes, holder)
 
     def lease(self, nbytes: int, holder: str = "", lane: str = "compute") -> Lease:
-        """Lease a buffer, waiting until one is free; the wait is recorded as `wait_lease` on `lane`.
-
-        `holder`: a name for the table of holders. Raises BudgetError if `nbytes` is more than a buffer, or after the
-        timeout.
-        """
+        """Lease a buffer, waiting until one is free; the wait is recorded as `wait_lease` on `lane`. `holder`: a name
+        for the table of holders. Raises BudgetError if `nbytes` is more than a buffer, or after the timeout."""
         with self._changed:
             if (lease := self._lease(nbytes, holder)) is not None:
                 return lease

@@ -35,10 +35,8 @@ logger = logging.getLogger("tiered_zero")
 
 
 class Collectives(Protocol):
-    """The collectives of a run. Driver thread only; every rank makes the same calls in the same order.
-
-    `what`: names the call in errors. Raises RankError if another rank fails or does not answer.
-    """
+    """The collectives of a run. Driver thread only; every rank makes the same calls in the same order. `what`: names
+    the call in errors. Raises RankError if another rank fails or does not answer."""
 
     rank: int
     world_size: int
@@ -104,11 +102,9 @@ def make_collectives(
     timeout_s: float, dist_init_required: bool | None = None, gather_numel: int = 1 << 62
 ) -> Collectives:
     """Return the collectives of the ranks that the launcher or torch.distributed has: one or many. The caller opens
-    them, and closes them if that fails. Every rank calls it at the same time.
-
-    `timeout_s`: a rank that does not answer for longer is an error. `dist_init_required`: False initializes no process
-    group. `gather_numel`: the most elements that a gather moves at once. Raises ModelError and RankError.
-    """
+    them, and closes them if that fails. Every rank calls it at the same time. `timeout_s`: a rank that does not answer
+    for longer is an error. `dist_init_required`: False initializes no process group. `gather_numel`: the most elements
+    that a gather moves at once. Raises ModelError and RankError."""
     if world_size_here() == 1:
         return SingleRank(dist_init_required)
     ensure_many(timeout_s, dist_init_required)
@@ -116,10 +112,8 @@ def make_collectives(
 
 
 def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> None:
-    """Initialize torch.distributed from the launcher's environment, unless it is.
-
-    The group stays until the process ends: the launcher's store accepts no second one, and another engine may follow.
-    """
+    """Initialize torch.distributed from the launcher's environment, unless it is. The group stays until the process
+    ends: the launcher's store accepts no second one, and another engine may follow."""
     if is_initialized():
         return
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -198,11 +192,9 @@ class SingleRank:
         self._owns_group = False
 
     def open(self) -> None:
-        """Create a private one-rank group if there is none, so that scripts can ask torch.distributed for a rank.
-
-        It opens no connection: an in-memory store, the loopback interface. An existing group is kept. Raises ModelError
-        if more than one rank runs.
-        """
+        """Create a private one-rank group if there is none, so that scripts can ask torch.distributed for a rank. It
+        opens no connection: an in-memory store, the loopback interface. An existing group is kept. Raises ModelError if
+        more than one rank runs."""
         self._check_world_size("the launcher's WORLD_SIZE", launched_world_size())
         if not dist.is_available():
             return

@@ -284,10 +284,7 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Close the groups and the lanes. Idempotent. If a collective is under way, wait for other ranks for some
-        seconds at most.
-
-        If the program ends by an error, the others raise that error.
-        """
+        seconds at most. If the program ends by an error, the others raise that error."""
         if self._phase is _Phase.CLOSED:
             return
         if (uncaught := getattr(sys, "last_value", None)) is not None:

@@ -21,11 +21,9 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 def choose_device(ranks: Collectives, name: str) -> None:
     """Make this rank's device the calling thread's current one: the index in `name` (`tiered_zero.device`), else
-    LOCAL_RANK.
-
-    Driver thread, before the run is planned, on every rank at the same time. Does nothing for one rank, and on the CPU.
-    Raises ConfigError, on every rank, if there is no such device, torch has no backend for it, or two ranks share one.
-    """
+    LOCAL_RANK. Driver thread, before the run is planned, on every rank at the same time. Does nothing for one rank, and
+    on the CPU. Raises ConfigError, on every rank, if there is no such device, torch has no backend for it, or two ranks
+    share one."""
     if ranks.world_size == 1 or name == "cpu":
         return
     if (device := find_device(name)).type == "cpu":

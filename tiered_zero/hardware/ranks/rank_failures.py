@@ -51,11 +51,8 @@ class RankWaits:
 
 def find_blocked(waits: Sequence[RankWaits]) -> set[int]:
     """Return the ranks that wait for each other for ever: each is in a collective that another of them has not made and
-    will not make before its own completes.
-
-    Correct even if posts are from different times: the first of these ranks to end its wait would need a call that
-    another makes only after its own wait.
-    """
+    will not make before its own completes. Correct even if posts are from different times: the first of these ranks to
+    end its wait would need a call that another makes only after its own wait."""
     blocked = {rank for rank, each in enumerate(waits) if each.call is not None}
     while True:
         free = {
@@ -70,10 +67,8 @@ def find_blocked(waits: Sequence[RankWaits]) -> set[int]:
 
 @final
 class RankFailures:
-    """The first failure of a run, posted by this rank or found by it. Any thread.
-
-    Errors of the store are ignored: it may have ended with its rank, and is then not used again.
-    """
+    """The first failure of a run, posted by this rank or found by it. Any thread. Errors of the store are ignored: it
+    may have ended with its rank, and is then not used again."""
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
         """`store`: of this run alone. `timeout_s`: of a collective, for messages."""
