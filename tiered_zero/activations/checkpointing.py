@@ -128,7 +128,7 @@ class _Tracked:
 
 @final
 class _Part:
-    """This rank's part of a tensor, and the sum of the whole tensor. `size`, `stride`: of the whole."""
+    """This rank's part of a tensor, and the sum of the whole tensor. `size`, `stride`: those of the whole tensor."""
 
     __slots__ = ("device", "memory", "numel", "size", "stride", "sum")
 

@@ -31,8 +31,8 @@ MAX_GAP = 32
 
 @dataclass(frozen=True, kw_only=True)
 class MoverSettings:
-    """`in_flight_nbytes`: the most bytes in flight. `min_nbytes`: of a storage that moves. `synchronize`: forward waits
-    for each move. `profile`: record spans of `pack` and `unpack`."""
+    """`in_flight_nbytes`: the most bytes in flight. `min_nbytes`: the size from which a storage moves. `synchronize`:
+    forward waits for each move. `profile`: record spans of `pack` and `unpack`."""
 
     in_flight_nbytes: int
     min_nbytes: int

@@ -151,7 +151,7 @@ class LoadParts:
 @dataclass(frozen=True, kw_only=True)
 class DriverState:
     """The objects of one run whose state a checkpoint holds in addition to arrays. Driver thread, between two steps.
-    `optimizer`: None if the run evaluates. `loader`: of `training_data`; None without."""
+    `optimizer`: None if the run evaluates. `loader`: loader of `training_data`; None without."""
 
     counts: Counts
     overflow: OverflowGuard

@@ -255,7 +255,7 @@ def _parts(shares: Sequence[Share]) -> list[RankPart]:
 
 @final
 class DurableCopies:
-    """Copies what a commit needs from memory, besides optimizer state, to `homes` in the state's store.
+    """Copies memory that a commit needs in addition to optimizer state to `homes` in the state's store.
 
     Frozen parameters and buffers are written if they have changed. Parameters that are half of their masters change in
     each update: they are written in place from memory, 2 of the 10 bytes of their state. `units`: the units to copy,

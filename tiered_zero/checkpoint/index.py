@@ -196,8 +196,9 @@ class WrittenBy(StrictModel):
 @final
 class TagManifest(StrictModel):
     """Everything that a checkpoint states about itself. `scalars`, `driver`: JSON from `driver.to_json`, checked when
-    it is decoded. `stores`: of a full save, in the order of its files. `aliases`: another name of a parameter or buffer
-    in the model's state_dict -> the name used here. `swap`: set in a tag that points to an in-place commit.
+    it is decoded. `stores`: the stores of a full save, in the order of its files. `aliases`: another name of a
+    parameter or buffer in the model's state_dict -> the name used here. `swap`: set in a tag that points to an in-place
+    commit.
     """
 
     kind: Literal["full", "in_place"]
@@ -269,9 +270,9 @@ class RankPart(StrictModel):
 class Share(StrictModel):
     """One rank's part of a save.
 
-    `tensors`: with this rank's parts. `records`: sources refer to them by position. `scalars`: of its parameters, as in
-    the manifest. `driver`: the rank's own part of `DriverState.capture`. `stores`: of a full save, what it has written.
-    `rank`, `commit_id`: of an in-place commit; rank 0's id counts.
+    `tensors`: with this rank's parts. `records`: sources refer to them by position. `scalars`: scalars of its
+    parameters, as in the manifest. `driver`: the rank's own part of `DriverState.capture`. `stores`: what it has
+    written in a full save. `rank`, `commit_id`: set in an in-place commit; rank 0's id counts.
     """
 
     tensors: dict[str, TensorEntry]
@@ -418,8 +419,8 @@ def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def find_missing(committed: Manifest) -> str:
-    """Return which part of a commit is missing here, "" if none. `committed`: of the store that decided it. Raises
-    StoreError."""
+    """Return which part of a commit is missing here, "" if none. `committed`: manifest of the store that decided it.
+    Raises StoreError."""
     own = {COMMIT_ID: committed.metadata.get(COMMIT_ID)}
     for store in (store for part in _parts(committed, Path(MANIFEST_NAME)) for store in part.stores):
         found = [one for one in load_manifests(store.first) if one is not None and one.run_id == store.run_id]

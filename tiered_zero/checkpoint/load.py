@@ -215,8 +215,8 @@ def _match_states(
 def _check_arrays(
     view: StateView, manifest: TagManifest, layout: StateLayout, piece: ParamPiece, name: str, kinds: Iterable[str]
 ) -> int:
-    """Return how many arrays of a piece are rounded. `name`: of its parameter in the checkpoint. `kinds`: of arrays
-    there. Raises ModelError if the rule needs other arrays or shapes."""
+    """Return how many arrays of a piece are rounded. `name`: the name of its parameter in the checkpoint. `kinds`: the
+    kinds of arrays there. Raises ModelError if the rule needs other arrays or shapes."""
     tensors, tag, rule = manifest.tensors, manifest.tag, view.rule
     fields = {own.name: own for own in layout.fields(piece)}
     saved = _arrays({kind for kind in kinds if f"{kind}/{name}" in tensors})

@@ -18,7 +18,7 @@ from tiered_zero.params.weight_paths import open_safetensors, weight_paths
 from tiered_zero.record.files import write_new_file
 
 _COPIED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
-"""Suffixes of what a model has besides weights."""
+"""Suffixes of a model's files other than weights."""
 
 
 def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Container[str]) -> list[WeightTensor]:
@@ -39,8 +39,8 @@ def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Containe
 
 
 def copy_config(directory: Path, out: Path, dtype: str) -> list[Path]:
-    """Copy what is no weight, such as the config and the tokenizer. The config gets the dtype of the export, and loses
-    what it says of quantised weights. Raises StoreError."""
+    """Copy files other than weights, such as the config and the tokenizer. The config gets the dtype of the export and
+    loses its entries about quantised weights. Raises StoreError."""
     copied = []
     try:
         for path in sorted(directory.iterdir()):

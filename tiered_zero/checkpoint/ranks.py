@@ -32,7 +32,8 @@ SAVE, LOAD, _EXPORT = "save_checkpoint", "load_checkpoint", "save_16bit_model"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """One rank's request to save. `arguments`: must be the same on all ranks. `nbytes`: of the data that it writes."""
+    """One rank's request to save. `arguments`: must be the same on all ranks. `nbytes`: bytes of data that it
+    writes."""
 
     tag: str
     step: int

@@ -52,7 +52,7 @@ _MOST_WRITTEN = 32
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """Everything of a run that a checkpoint reads and writes, with what moves it. `trained`: names of parameters that
-    have a master on any rank. `view`: of this rank's state; unless `is_sharded` every rank has all. `param_flat(unit)`:
+    have a master on any rank. `view`: this rank's state; unless `is_sharded` every rank has all. `param_flat(unit)`:
     the flat of a unit that lives on the device."""
 
     module: nn.Module
@@ -237,9 +237,9 @@ Place = tuple[RecordName, int]
 
 
 class RecordPlaces(NamedTuple):
-    """How a save names its records. `state`: of a sub-group's slot. `params`: the place of a segment's parameters that
-    are half of its masters. `unit`: of this rank's elements of a unit that no update writes. `buffers`: of all buffers,
-    laid out by `pack`; None if this rank saves none."""
+    """How a save names its records. `state`: names the record of a sub-group's slot. `params`: returns the place of a
+    segment's parameters, if they are half of its masters. `unit`: names the record of this rank's elements of a unit
+    that no update writes. `buffers`: the record of all buffers, laid out by `pack`; None if this rank saves none."""
 
     state: Callable[[StateLayout], RecordName]
     params: Callable[[StateLayout, Segment], Place]
@@ -264,8 +264,8 @@ def copied_places(scalars: Scalars) -> RecordPlaces:
 def committed_places(
     state: RunState, tiers: Sequence[object], copies: Mapping[int, Home], buffers: Home | None
 ) -> RecordPlaces:
-    """Name the records of the stores that the run uses. `tiers`: of this rank's stores, in order. `copies`: unit index
-    -> home of its durable copy. `buffers`: home of the buffers' copy."""
+    """Name the records of the stores that the run uses. `tiers`: tiers of this rank's stores, in order. `copies`: unit
+    index -> home of its durable copy. `buffers`: home of the buffers' copy."""
 
     def name(home: Home) -> RecordName:
         return RecordName(tiers.index(home.tier), home.slot.name)

@@ -61,7 +61,7 @@ class Capture:
     """Copies of what a script may change while a save is written. The driver takes it; any thread writes it.
 
     `params`: unit index -> a copy of a unit on the device. `may_return`: whether everything that a script may change is
-    copied. `fields`: of the manifest. `needed_nbytes`: of the data.
+    copied. `fields`: fields of the manifest. `needed_nbytes`: bytes of the data.
     """
 
     fields: Mapping[str, Any]
@@ -76,8 +76,8 @@ class Capture:
     def take(
         cls, state: RunState, fields: Mapping[str, Any], *, has_files: bool, with_frozen: bool, save_latest: bool
     ) -> Capture:
-        """Copy what a script may change. `fields`: of the manifest, without the time. `has_files`: False if the save
-        commits stores and writes no data."""
+        """Copy what a script may change. `fields`: fields of the manifest, without the time. `has_files`: False if the
+        save commits stores and writes no data."""
         named = list(state.named_buffers()) if has_files and state.runtime.collectives.rank == 0 else []
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named}
         units = state.saved_units(with_frozen) if has_files else []

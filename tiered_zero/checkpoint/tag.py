@@ -115,8 +115,8 @@ class TagInfo:
     """One tag of a save directory. `reason`: why it is not complete, or "". `nbytes`: on the disk.
 
     `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 without a manifest. For an
-    in-place commit, `run_id`, `commit_id`: of its run and of itself; `swap`: where the run's newest commit is, if it is
-    there; `held_id`: the id of that one. `is_foreign`: another program's checkpoint.
+    in-place commit, `run_id`, `commit_id`: ids of its run and of itself; `swap`: where the run's newest commit is, if
+    it is there; `held_id`: the id of that one. `is_foreign`: another program's checkpoint.
     """
 
     tag: str
@@ -294,7 +294,7 @@ def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
 
 def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
     """Return why a run that resumes from `load_dir` begins at step 0; "" if there is something to load or to refuse. A
-    run begins anew in a directory that is missing or empty, or whose first save was never completed. Raises
+    run begins at step 0 in a directory that is missing or empty, or whose first save was never completed. Raises
     StoreError."""
     path = Path(load_dir)
     if not os.path.lexists(path):
@@ -342,8 +342,8 @@ def _names(save_dir: Path) -> list[str]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """A checkpoint that was found. `path`: of the tag, or the swap directory. `swap`: the first directory of an
-    in-place commit's store. `lines`: for the log. `manifest`: of a tag that was just read."""
+    """A checkpoint that was found. `path`: path of the tag, or the swap directory. `swap`: the first directory of an
+    in-place commit's store. `lines`: lines for the log. `manifest`: the tag's manifest, if it was just read."""
 
     path: Path
     swap: Path | None = None

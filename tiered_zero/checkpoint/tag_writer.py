@@ -266,7 +266,7 @@ class TagWriter:
     def __init__(
         self, directory: SaveDirectory, tag: str, name: str, writer: RecordWriter, needed_nbytes: int, *, joins: bool
     ) -> None:
-        """`name`: of the temporary directory. Use `begin` or `join` instead."""
+        """`name`: name of the temporary directory. Use `begin` or `join` instead."""
         self.writer, self.tag, self.name = writer, tag, name
         self._directory, self._needed_nbytes, self._joins = directory, needed_nbytes, joins
         self._latest: str | None = None
@@ -284,8 +284,8 @@ class TagWriter:
         own_nbytes: int | None = None,
     ) -> TagWriter:
         """Lock the save directory, remove what dead writers left, check the space, make the temporary directory.
-        `engine`: None: one of the tag's own, so that its failure affects no other transfer. `needed_nbytes`: of all
-        records. `own_nbytes`: of this process's records, if others join. Raises StoreError."""
+        `engine`: None: one of the tag's own, so that its failure affects no other transfer. `needed_nbytes`: bytes of
+        all records. `own_nbytes`: bytes of this process's records, if others join. Raises StoreError."""
         check_tag(tag)
         directory = SaveDirectory.open(save_dir)
         try:
@@ -313,8 +313,8 @@ class TagWriter:
         engine: IOEngine | None = None,
         needed_nbytes: int = 0,
     ) -> TagWriter:
-        """Write a rank's part of a tag that rank 0 has begun in the temporary directory `name`. `needed_nbytes`: of
-        that part. Raises StoreError if `save_dir` is not rank 0's directory."""
+        """Write a rank's part of a tag that rank 0 has begun in the temporary directory `name`. `needed_nbytes`: bytes
+        of that part. Raises StoreError if `save_dir` is not rank 0's directory."""
         directory = SaveDirectory.join(save_dir)
         if not (directory.path / name).is_dir():
             directory.release()
@@ -354,8 +354,8 @@ class TagWriter:
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> TagManifest:
         """Make everything durable, give the tag its name, then set `latest`. Raises StoreError: then the tag is
-        discarded. `fields`: of TagManifest, without the tag and what `shares` have. Data, manifest and the new `latest`
-        become durable at the same time, before the tag gets its name."""
+        discarded. `fields`: fields of TagManifest, without the tag and what `shares` have. Data, manifest and the new
+        `latest` become durable at the same time, before the tag gets its name."""
         assert not self._joins, "rank 0 publishes"
         try:
             stores = tuple(store for share in shares for store in share.stores)

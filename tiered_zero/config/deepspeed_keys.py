@@ -68,8 +68,8 @@ OPTIMIZERS: Mapping[str, str] = {"adam": "Adam", "adamw": "AdamW", "adagrad": "A
 
 
 def runs_as_adamw(name: str, adam_w_mode: bool) -> bool:
-    """Return whether "adam" or "adamw" means AdamW, as in DeepSpeed. `adam_w_mode`: of optimizer.params, true by
-    default."""
+    """Return whether "adam" or "adamw" means AdamW, as in DeepSpeed. `adam_w_mode`: the value in optimizer.params, true
+    by default."""
     return name == "adamw" or adam_w_mode
 
 
@@ -260,7 +260,7 @@ OTHERS: tuple[Key, ...] = (
 
 @functools.cache
 def table(schema: type[BaseModel]) -> Mapping[str, Key]:
-    """Return path -> key, in the schema's order, then that of OTHERS."""
+    """Return path -> key: first the schema's keys, then OTHERS, each in order."""
     keys = [*_honoured(schema, ""), *OTHERS]
     result = {key.path: key for key in keys}
     assert len(result) == len(keys), "a key has two fates"

@@ -247,7 +247,7 @@ class GradientStore:
             self.param_grads.take_unstored()
 
     def abort(self) -> None:
-        """Free what a failed `discard` has left. The lanes are idle."""
+        """Free what a failed `discard` left behind. The lanes are idle."""
         self._in_flight.clear()
 
     def zero(self) -> None:

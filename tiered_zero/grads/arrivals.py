@@ -115,8 +115,7 @@ class GradientArrivals:
             self._begin_reduction(is_last=False)
 
     def _brings_gradients(self) -> bool:
-        """Return whether the running backward accumulates gradients of parameters; that of `torch.autograd.grad` does
-        not."""
+        """Return whether the running backward accumulates gradients of parameters; `torch.autograd.grad` does not."""
         if torch.autograd.Variable._execution_engine.is_checkpoint_valid():  # a plain backward, to every leaf
             return True
         try:

@@ -35,8 +35,9 @@ def check_gradients(
     """Compute the global norm and clip factor as torch.nn.utils.clip_grad_norm_ does from the norms of parameters, in
     fp32.
 
-    `norms`: of gradients scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not clip.
-    `device`: adds up all norms; it is the device of compute, whatever tier gradients rest on. The host waits once.
+    `norms`: norms of gradients scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not
+    clip. `device`: adds up all norms; it is the device of compute, whatever tier gradients rest on. The host waits
+    once.
     """
     on_host = torch.tensor([norm for _, norm in norms if isinstance(norm, float)], dtype=torch.float32, device="cpu")
     numbers = iter(on_host.to(device).unbind())

@@ -47,7 +47,7 @@ class ParamGrads:
         """Do `param.grad = value`; None drops the gradient. The tensor itself is the gradient until the next backward
         or step() copies it to its home.
 
-        `value`: of the parameter's shape, with the dtype and device of the parameter or of the gradient's home; under a
+        `value`: has the parameter's shape, and the dtype and device of the parameter or of the gradient's home; under a
         loss scale also fp32, without that factor. Raises ModelError for others, and while hidden. Driver thread."""
         if (place := self._homes.places.get(param)) is None:
             return

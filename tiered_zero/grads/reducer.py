@@ -34,7 +34,7 @@ from tiered_zero.layout.flat import Unit
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
     """How gradients are reduced. `buckets`: in their order. `gathers`: every rank gets the whole average, not only that
-    of its shards. `before`, `after`: divisors of the gradients and of their sums. `dtype`: of the sums; None: the
+    of its shards. `before`, `after`: divisors of the gradients and of their sums. `dtype`: dtype of the sums; None: the
     gradients' own. `overlaps`: backward goes on while a bucket is reduced. `shards_params`: backward gathers parameters
     between buckets. `in_backward`: the last backward of a step reduces whole gradients."""
 

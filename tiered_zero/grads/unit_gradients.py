@@ -44,10 +44,10 @@ class UnitGradients:
     `flat`: [P] of the unit's dtype, or fp32 if micro-batches are summed; zeros between entries. Empty for gradients on
     NVMe, which `paged` and `paged_spare` hold; `opened` returns the flat in both cases. `spare`: a second flat, if the
     update of one step runs under the next backward. `present`: parameters with a gradient in this step. `arrived`:
-    those of this backward. `norms`: of gradients measured on arrival. `squares`: parts of the sum of squares of
-    averages measured on arrival, in this rank's shard. `last`: the transfer that left the device last. `frozen`: the
-    update of these gradients has begun. `shown`: what users got as `param.grad`: a view of the flat in the parameter's
-    shape; a copy under a loss scale or on NVMe; or the user's own tensor for those in `assigned`, which
+    those of this backward. `norms`: norms of gradients that were measured on arrival. `squares`: parts of the sum of
+    squares of averages measured on arrival, in this rank's shard. `last`: the transfer that left the device last.
+    `frozen`: the update of these gradients has begun. `shown`: what users got as `param.grad`: a view of the flat in
+    the parameter's shape; a copy under a loss scale or on NVMe; or the user's own tensor for those in `assigned`, which
     `store_assigned` copies into the flat. `zeroed`: present with value 0, so nothing is added. `earlier`: had a
     gradient since zero_grad() last set gradients to None. `shard`: with many ranks, if each keeps the sums of its own
     shard only, the elements of the unit's flat that `flat` holds; None: all. `num_sums`: how many reductions `flat` (of

@@ -133,7 +133,7 @@ def check_pinning(accelerator: Accelerator, nbytes: int) -> Finding:
 
 
 def check_numa(accelerator: Accelerator, system: Path = SYSTEM, proc: Path = PROC) -> Finding:
-    """Compare the NUMA node of the device with that of pinned pages."""
+    """Compare the NUMA nodes of the device and of pinned pages."""
     node, num_nodes = gpu_node(accelerator.device, system), len([*system.glob("devices/system/node/node[0-9]*")])
     if node is None or num_nodes < 2:
         return Finding("NUMA", GOOD, f"nodes: {num_nodes}; the device's: {'not said' if node is None else node}")

@@ -50,8 +50,8 @@ def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTE
 def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: int) -> list[int]:
     """Return the processors of rank `index` of `len(nodes)`; none if there are too few.
 
-    `places`: of the processors to divide. `nodes`: the node of each rank's GPU; if one is unknown (None), all are
-    ignored. Each rank gets a range in the order of places, so that threads of a core, and cores of a node, stay
+    `places`: places of the processors to divide. `nodes`: the node of each rank's GPU; if one is unknown (None), all
+    are ignored. Each rank gets a range in the order of places, so that threads of a core, and cores of a node, stay
     together.
     """
     ordered = sorted(places, key=lambda cpu: (places[cpu], cpu))

@@ -234,7 +234,7 @@ class DiskEngine(IOEngine):
     """An engine over file descriptors. Any thread may submit requests, but not across a fork."""
 
     def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
-        """`alignment`: of O_DIRECT requests, 512 or 4096; 1 unless `direct`."""
+        """`alignment`: alignment of O_DIRECT requests, 512 or 4096; 1 unless `direct`."""
         assert direct or alignment == 1, "buffered files need no alignment"
         self.direct, self.alignment, self.settings = direct, alignment, settings
         self.io_timeout_s = io_timeout_s

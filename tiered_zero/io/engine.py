@@ -46,7 +46,7 @@ class IOSettings:
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One requested transfer, for error texts and the in-flight table. `kind`: "read", "write" or "sync". `offset`,
-    `nbytes`: bytes (0 for a sync). `urgent`: of a read."""
+    `nbytes`: bytes (0 for a sync). `urgent`: only for reads, see `IOEngine.read`."""
 
     kind: str
     path: str

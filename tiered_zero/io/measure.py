@@ -86,7 +86,7 @@ def measure_rate(
 
     Keeps `num_in_flight` requests in flight for `seconds`, as the tiers do, and counts completed ones. Writes random
     bytes, from memory like the runtime's. `one_memory`: all requests share one request's memory, which may stay in the
-    processor's cache. `read_share`: of the bytes of "mixed". Raises TransferError.
+    processor's cache. `read_share`: share of reads in the bytes of "mixed". Raises TransferError.
     """
     request_nbytes = min(request_nbytes, nbytes // num_in_flight // PAGE_NBYTES * PAGE_NBYTES)
     # huge pages: O_DIRECT pins each page of a transfer, and a device takes a limited number of pieces at once. With

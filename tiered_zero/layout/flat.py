@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 PARAM_ALIGNMENT_NBYTES = 512
-"""Alignment of each parameter in its flat, equal to that of tensors from torch's device allocators: GEMM libraries
+"""Alignment of each parameter in its flat; torch's device allocators align tensors in the same way: GEMM libraries
 choose kernels by the alignment of operands, and another kernel may add in another order."""
 
 PACKED_ALIGNMENT_NBYTES = 128

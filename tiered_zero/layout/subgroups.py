@@ -170,7 +170,7 @@ def pack_params(
 ) -> list[SubGroup]:
     """Cut separately stored parameters, each a unit without padding, into sub-groups of at most `size_numel` elements,
     rounded up to a page's worth. A parameter that a rule steps as a whole may be larger. `params`: with their param
-    groups. Every part begins at a multiple of a block in the sub-group. `first_index`: of the first sub-group."""
+    groups. Every part begins at a multiple of a block in the sub-group. `first_index`: index of the first sub-group."""
     runs = []
     for param, _ in params:
         unit = Unit(

@@ -70,8 +70,8 @@ class Record(StrictModel):
 
 
 class Contents(StrictModel):
-    """The records of a store. `capacity_nbytes`: size of the data files. `weights`: of the stripes. `ranges`: by record
-    name."""
+    """The records of a store. `capacity_nbytes`: size of the data files. `weights`: weights of the stripes. `ranges`:
+    record name -> ranges."""
 
     capacity_nbytes: Count
     weights: Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], Field(min_length=1)]

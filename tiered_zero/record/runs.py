@@ -45,8 +45,8 @@ class RunInfo:
     """One run's directory under one parent.
 
     `state`: "alive", "dead" or "unknown"; `reason` explains it. `nbytes`: disk blocks taken. `age_s`: since it was made
-    or taken over. `pid`: 0 without a readable owner file. `step`: of the last commit; None without one. `resumable`: it
-    may hold a committed or prepared state. `own`: it belongs to this user and can be read.
+    or taken over. `pid`: 0 without a readable owner file. `step`: step of the last commit; None without one.
+    `resumable`: it may hold a committed or prepared state. `own`: it belongs to this user and can be read.
     """
 
     run_id: str

@@ -150,8 +150,8 @@ class StripedFiles:
 
 
 def check_data_files(paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> None:
-    """Raise StoreError if a data file is missing, too short, or not the directory owner's file, or if the number of
-    paths is not that of the stripes."""
+    """Raise StoreError if a data file is missing, too short, or not the directory owner's file, or if there are more or
+    fewer paths than stripes."""
     if len(paths) != len(stripes.weights):
         raise StoreError(f"{paths[0]}: the state is striped over {len(stripes.weights)} paths; found {len(paths)}.")
     for path, nbytes in zip(paths, stripes.file_nbytes(capacity_nbytes), strict=True):

@@ -138,8 +138,8 @@ def make_rule(
     class.
 
     `steps_parts` of parameters, or another state format than fp32, exclude torch's fused and foreach code.
-    `num_threads`: of the kernel; None: all that this process may use. Raises ConfigError if the rule cannot keep its
-    state in the format.
+    `num_threads`: threads of the kernel; None: all that this process may use. Raises ConfigError if the rule cannot
+    keep its state in the format.
     """
     is_own = steps_parts or state_format != "fp32"
     given = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]

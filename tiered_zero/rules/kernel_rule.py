@@ -44,7 +44,7 @@ _LOG = logging.getLogger("tiered_zero")
 _DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 _MASTER_DTYPES = {torch.float32: Dtype.FLOAT32, torch.int16: Dtype.REMAINDER}
 _MOST_STEPS = 2.0**53
-"""The largest number up to which a float64 counts one by one."""
+"""The largest count that a float64 holds exactly."""
 
 _TRIAL_NUMELS = (*range(1, 33), 1031)
 _UNFUSED = {"fused": None}
@@ -102,8 +102,8 @@ class NativeRule(UpdateRule):
     """Hyper values that, applied one after another to the defaults, exercise every operation of the rule."""
 
     def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        """`kernel`: None for torch alone. `options`: of the class, for what a run's hyper lacks. Raises ModelError for
-        a state dtype other than float32 and bfloat16.
+        """`kernel`: None for torch alone. `options`: options of the class, used for what a run's hyper lacks. Raises
+        ModelError for a state dtype other than float32 and bfloat16.
         """
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"Optimizer state in float32 or bfloat16 was expected; found {state_dtype}.")

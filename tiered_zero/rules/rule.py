@@ -24,7 +24,7 @@ _DEVICE_CHUNK_NUMEL = 1 << 22
 @dataclass(frozen=True, kw_only=True)
 class StateField:
     """One array of optimizer state over a run of parameters. `shape`: in elements; in an elementwise rule each element
-    covers `block_numel` neighbouring parameters. `stride`: of an array in another memory order; None: row-major.
+    covers `block_numel` neighbouring parameters. `stride`: stride of an array in another memory order; None: row-major.
     """
 
     name: str

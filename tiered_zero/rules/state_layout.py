@@ -83,10 +83,10 @@ Parts = Sequence[torch.Tensor]
 class MasterFormat(ABC):
     """How masters are stored.
 
-    `dtypes`: of the arrays. The first is a rule's `Run.master`; the second, if any, is the rule's unsigned field.
-    `needs_params`: the update needs the old parameters in addition to the slot. `follows_params`: each update adopts
-    parameters that changed since the last one, so nothing has to watch them; the first update makes the masters, and
-    the slot holds none before.
+    `dtypes`: dtypes of the stored arrays. The first is a rule's `Run.master`; the second, if any, is the rule's
+    unsigned field. `needs_params`: the update needs the old parameters in addition to the slot. `follows_params`: each
+    update adopts parameters that changed since the last one, so nothing has to watch them; the first update makes the
+    masters, and the slot holds none before.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -94,8 +94,8 @@ class MasterFormat(ABC):
     follows_params: bool = False
 
     def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
-        """Return the masters [n] that an update steps. `params`: [n], to which it writes the parameters; if masters
-        follow them, their present values."""
+        """Return the masters [n] that an update steps. `params`: [n], where the update writes the new parameters; if
+        masters follow parameters, it holds the present ones."""
         return master
 
     @abstractmethod
@@ -356,7 +356,7 @@ class StateLayout:
         views: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return views of the state of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own
-        shapes. `views`: of all arrays in `raw`, if the caller has them."""
+        shapes. `views`: views of all arrays in `raw`, if the caller has them."""
         state = {}
         for array in self.arrays_for(piece):
             view = _view(raw, array) if views is None else views[array.offset]

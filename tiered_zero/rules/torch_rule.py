@@ -174,7 +174,7 @@ class TorchRule(UpdateRule):
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> State:
-        """Import as torch does: a step count keeps its dtype unless the device counts; other tensors become fp32."""
+        """Import as torch does: tensors become fp32, except a step count on the CPU, which keeps its dtype."""
         scalars = flattened(values)
         for name, home in state.items():
             if isinstance(scalars.get(name), torch.Tensor):

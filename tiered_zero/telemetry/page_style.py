@@ -43,7 +43,7 @@ INKS = {
 
 
 def style_of(name: str) -> str:
-    """Return the CSS class with the colour of a cause, lane or tier; that of `other` if it has none."""
+    """Return the CSS class with the colour of a cause, lane or tier; the class of `other` if it has none."""
     return (name if name in COLOURS else "other").replace(" ", "-")
 
 

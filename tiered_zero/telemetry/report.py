@@ -3,7 +3,7 @@
 [Note: What is said of a step] Causes: `forward`, `backward`, `step` without the following ones, the driver's work for
 other lanes (`update`), each named wait, and `other` (the loop around the engine). They sum to the wall time. A lane's
 busy fraction is its busy seconds divided by the wall time; the busiest lane binds the step. The overlap fraction is 0
-if the wall time equals that of all lanes one after another, and 1 if it equals that of the busiest lane alone.
+if the wall time is the sum of all lanes' busy times, and 1 if it is the longest of them.
 """
 
 from __future__ import annotations
@@ -65,13 +65,14 @@ class JsonRecord:
 class StepReport(JsonRecord):
     """One optimizer step. See [Note: What is said of a step].
 
-    `loss`: mean over the micro-batches, unscaled; None if unknown. `tokens`: of all micro-batches; 0 if the model does
-    not read tokens. `lr`: of the first param group, in this step; None if it has none. `grad_norm`: before clipping;
-    None if it is not computed. `seconds`: by cause. `link_nbytes`, `busy_s`: by lane. `tier_nbytes`: the most bytes on
-    each tier in this step. `peak_nbytes`: the most since the run began. `kind_nbytes`: tier -> kind -> its most since
-    the run began. `activations`: the number and bytes of storages that were moved or did not fit (kept), if activations
-    are offloaded. `cpu_share`: the part that the process got of the CPU seconds that compute's threads could have; None
-    if an accelerator computes. `start_s`: seconds of placing the values, before a run's first step; 0 in others.
+    `loss`: mean over the micro-batches, unscaled; None if unknown. `tokens`: tokens of all micro-batches; 0 if the
+    model does not read tokens. `lr`: learning rate of the first param group, in this step; None if it has none.
+    `grad_norm`: before clipping; None if it is not computed. `seconds`: by cause. `link_nbytes`, `busy_s`: by lane.
+    `tier_nbytes`: the most bytes on each tier in this step. `peak_nbytes`: the most since the run began. `kind_nbytes`:
+    tier -> kind -> its most since the run began. `activations`: the number and bytes of storages that were moved or did
+    not fit (kept), if activations are offloaded. `cpu_share`: the part that the process got of the CPU seconds that
+    compute's threads could have; None if an accelerator computes. `start_s`: seconds of placing the values, before a
+    run's first step; 0 in others.
     """
 
     step: int
@@ -117,7 +118,8 @@ class StepReport(JsonRecord):
 def build_step_report(
     step: int, totals: Totals, wall_s: float, ledger: Ledger | None = None, **facts: Any
 ) -> StepReport:
-    """Build the report of a step. `totals`: of the last `wall_s` seconds. `facts`: other fields of StepReport."""
+    """Build the report of a step. `totals`: sums over the last `wall_s` seconds. `facts`: other fields of
+    StepReport."""
     seconds = {**totals.causes, OTHER: max(0.0, wall_s - sum(totals.causes.values()))}
     kinds = ledger.by_kind() if ledger else {}
     return StepReport(
@@ -137,7 +139,7 @@ def build_step_report(
 class StepMeter:
     """Collects losses and tokens of a step's micro-batches for its report. Driver thread.
 
-    `num_threads`: of compute on the CPU; 0 if an accelerator computes.
+    `num_threads`: threads of compute on the CPU; 0 if an accelerator computes.
     """
 
     def __init__(self, recorder: Recorder, ledger: Ledger, num_threads: int = 0) -> None:

@@ -149,7 +149,7 @@ class NvmeTier(Tier):
 
     def _copier(self, compute: Transfer, in_place: bool) -> StartCopy:
         """Return the function that copies from an update's buffers: at once if device memory is host memory; else after
-        `compute`, on a lane whose jobs never wait for an update, as those of the fetch lane do."""
+        `compute`, on a lane whose jobs never wait for an update (jobs of the fetch lane do)."""
         copy = self._accelerator.copy
 
         def copy_at_once(target: torch.Tensor, source: torch.Tensor) -> Transfer:

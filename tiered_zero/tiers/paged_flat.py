@@ -37,9 +37,9 @@ class PagedFlat:
     """The flat [numel] of one unit's gradients, or of a rank's shard, in one step. Only `FlatWindows` changes its
     fields.
 
-    Its bytes are undefined until it is opened, and after `FlatWindows.drop`. `dtype`: of the elements. `cuts`: the
-    first elements of parts that are read separately; 0 is always one. `padding`: elements between and after entries,
-    which are zero in every window.
+    Its bytes are undefined until it is opened, and after `FlatWindows.drop`. `dtype`: dtype of the elements. `cuts`:
+    the first elements of parts that are read separately; 0 is always one. `padding`: elements between and after
+    entries, which are zero in every window.
     """
 
     def __init__(

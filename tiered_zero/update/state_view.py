@@ -138,8 +138,9 @@ class StateView:
             self._write(layout, segment, parts)
 
     def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
-        """Set the masters that do not round to `flat` to its values, after user code changed the parameters. `flat`:
-        the new parameters, [P] of the unit's dtype on the CPU. `old`: the former ones, [P], if masters need them."""
+        """Update the masters after user code changed the parameters to `flat`: each that does not round to its element
+        is set to it. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: the former ones, [P], if
+        masters need them."""
         for layout, segment in self._segments(unit):
             before = None if old is None else segment.part_of(old)
             if parts := layout.masters.follow(self._read(layout, segment), segment.part_of(flat), before):
@@ -220,7 +221,7 @@ class StateView:
         anew: bool,
     ) -> int:
         """Set the pieces of `given` (by index) from the state of their whole parameters: the inverse of `export`.
-        `anew`: initialize all other pieces. Returns the number of arrays that were rounded."""
+        `anew`: also initialize all other pieces. Returns the number of arrays that were rounded."""
         marks = layout.marks(raw)
         signs = None if marks is None else marks.clone()
         before: PieceScalars = {} if anew else self.scalars.of(layout)

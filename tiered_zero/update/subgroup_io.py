@@ -173,7 +173,7 @@ class SubGroupIO:
             work.windows.append(window)
 
     def _places(self, work: SubGroupWork) -> list[tuple[Segment, torch.Tensor | None, BufferView | None]]:
-        """Return where each segment's parameters are: in place, or in the lease after the state. Call it anew after a
+        """Return where each segment's parameters are: in place, or in the lease after the state. Call it again after a
         delayed update has swapped homes."""
         places: list[tuple[Segment, torch.Tensor | None, BufferView | None]] = []
         start = work.layout.nbytes if work.is_staged else 0

@@ -77,7 +77,7 @@ class Collectives(Protocol):
         `after`, `bounds`: as in `all_gather`."""
 
     def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
-        """Fill `tensor` with that of rank `source`. Blocks."""
+        """Fill `tensor` with rank `source`'s tensor. Blocks."""
 
     def exchange(self, data: bytes, what: str = ..., *, kind: str = ...) -> list[bytes]:
         """Return every rank's `data`, of any length, in rank order. Blocks. `kind`: the kind of call, if `what` says

@@ -25,8 +25,8 @@ _ALL = "all"
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCall:
-    """One collective of this rank. `number`: its place among those of its group, from 1. `kind`: collectives of
-    different kinds do not meet."""
+    """One collective of this rank. `number`: its place in its group, from 1. `kind`: collectives of different kinds do
+    not meet."""
 
     group: str
     number: int
@@ -71,7 +71,7 @@ class RankFailures:
     may have ended with its rank, and is then not used again."""
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-        """`store`: of this run alone. `timeout_s`: of a collective, for messages."""
+        """`store`: store with this run's keys only. `timeout_s`: timeout of a collective, for messages."""
         self._store = store
         self._rank = rank
         self._world_size = world_size

@@ -49,7 +49,7 @@ class ShardGroup:
         self.global_rank = dist.get_rank()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Any:
-        """Start to fill `tensor` with that of rank `source` of the group; `wait()` on the result ends it."""
+        """Start to fill `tensor` with the tensor of rank `source` in the group; `wait()` on the result ends it."""
         if self.world_size == 1:
             (done := Completion()).complete()
             return done
