@@ -1,4 +1,4 @@
-"""`initialize`: the one call between a user's model and an engine; and the command line arguments that it reads."""
+"""Turn a user's model into an engine by one call, `initialize`; add the command line arguments that it reads."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _check_one_rank(**sizes: object) -> None:
-    """Raises ModelError where the script brings model parallelism. `sizes`: argument -> an mpu, a mesh, or None."""
+    """Raise ModelError if the script brings model parallelism. `sizes`: argument -> an mpu, a mesh, or None."""
     for name, given in sizes.items():
         ask = getattr(given, "get_model_parallel_world_size", None) or getattr(
             given, "get_tensor_model_parallel_world_size", None

@@ -1,4 +1,4 @@
-"""Training data whose order is known and whose position can be saved: the DataLoader that `initialize` returns."""
+"""Load training data in a known order, from a position that can be saved: what `initialize` returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COUNT = range(1 << 63)
 
 
 class TrainingLoader(DataLoader[Any]):
-    """A DataLoader that counts the batches taken from it, and goes on behind them after `load_state_dict`.
+    """A DataLoader that counts the batches taken from it, and after `load_state_dict` goes on with the next.
 
     `initialize(training_data=...)` returns one, and takes one: checkpoints then hold its position. In any other place
     save `state_dict()` in client_state. Samples come in the order of the dataset; with `shuffle` in the order of a
@@ -46,7 +46,7 @@ class TrainingLoader(DataLoader[Any]):
         elif shuffle:
             raise TypeError("TrainingLoader cannot shuffle an IterableDataset; shuffle inside the dataset")
         self._num_passes = 0
-        """Passes that are over; the number of the next."""
+        """How many passes are over, which is the number of the next."""
         self._current: weakref.ref[_Pass] | None = None
         self._resumed: Mapping[str, Any] | None = None
         """A saved pass that the next `iter()` resumes."""
@@ -72,13 +72,13 @@ class TrainingLoader(DataLoader[Any]):
         return begun
 
     def split(self, rank: int, num_ranks: int) -> None:
-        """Give every `num_ranks`-th sample from `rank` on, the same number on each rank: the first ones come once more
-        at the end of the pass, or with `drop_last` the last ones are left out. An IterableDataset splits itself."""
+        """Give every `num_ranks`-th sample from `rank` on, the same number on each rank: the first ones come again at
+        the end of the pass, or with `drop_last` the last are left out. An IterableDataset splits itself."""
         if self._order is not None:
             self._order.rank, self._order.num_ranks, self._order.drops = rank, num_ranks, self.drop_last
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and a tensor: the order, and where in it this loader is."""
+        """Return the order and this loader's position in it, as plain values and a tensor."""
         self._end_current(only_gone=True)
         current = self._current() if self._current is not None else None
         order = self._order
@@ -99,7 +99,7 @@ class TrainingLoader(DataLoader[Any]):
         return state
 
     def check_state_dict(self, state: Any) -> None:
-        """Raise StoreError unless `state`, which is untrusted, is one of `state_dict()`."""
+        """Raise StoreError unless `state`, which is untrusted, is what `state_dict()` returns."""
         names = {"pass", "num_batches", "num_samples", "random_state", "length", "shuffle", "seed"}
         if type(state) is not dict or state.keys() != names:
             raise StoreError(f"A loader's state was expected to have {', '.join(sorted(names))}; found {state!a:.200}.")
@@ -121,8 +121,8 @@ class TrainingLoader(DataLoader[Any]):
                 raise StoreError(f"A loader's random_state is not what was saved: {error}.") from None
 
     def resplit(self, state: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-        """Return the state of a loader that was split over `num_ranks` ranks as one of this split: in the middle of a
-        pass the next sample is the first that no rank had taken, or up to `num_ranks` samples before it."""
+        """Convert the state of a loader that was split over `num_ranks` ranks to this loader's split: in the middle of
+        a pass the next sample is the first that no rank had taken, or up to `num_ranks` samples before it."""
         order, length = self._order, state["length"]
         if order is None or num_ranks == order.num_ranks or length != order.length_of(num_ranks):
             return dict(state)
@@ -133,8 +133,8 @@ class TrainingLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state` with the next `iter()`; iterators that exist stay as they are.
 
-        Where the dataset has another length than it had, its pass begins anew, and a warning says so. Raises
-        StoreError, with nothing changed, for what is no state.
+        If the dataset's length has changed, its pass begins anew, and a warning says so. Raises StoreError, with
+        nothing changed, if `state` is none.
         """
         self.check_state_dict(state)
         order = self._order
@@ -163,7 +163,7 @@ class TrainingLoader(DataLoader[Any]):
             self._order.number, self._order.start = begun.number, begun.num_samples
 
     def _take(self, taker: _Pass) -> None:
-        """Count a batch of `taker`."""
+        """Count a batch that `taker` has given."""
         taker.num_batches += 1
         if self._order is not None:
             taker.num_samples = min(taker.num_samples + (self.batch_size or 1), len(self._order))
@@ -173,7 +173,7 @@ class TrainingLoader(DataLoader[Any]):
             self._end_current()
 
     def _end_current(self, only_gone: bool = False) -> None:
-        """The pass under way is over: the next has the next number."""
+        """End the pass under way, so that the next gets the next number."""
         if self._current is not None and not (only_gone and self._current() is not None):
             self._current = None
             self._num_passes += 1
@@ -193,7 +193,7 @@ class _Pass(Iterator[Any]):
         num_batches: int = 0,
         num_samples: int = 0,
     ) -> None:
-        """`random_state`: torch's, when the pass began. `num_batches`, `num_samples`: taken by now."""
+        """`random_state`: torch's, when the pass began. `num_batches`, `num_samples`: how many are taken by now."""
         self._loader = loader
         self.number = number
         self.random_state = random_state
@@ -220,8 +220,8 @@ class _Pass(Iterator[Any]):
 
 @final
 class _Order(Sampler[int]):
-    """Indices of samples from `start` on, in the order of pass `number`; those of one rank of many. `drops`: the last
-    ones, which not every rank would have."""
+    """One rank's indices of samples, from `start` on, in the order of pass `number`. `drops`: whether to leave out the
+    last ones, which not every rank would have."""
 
     rank, num_ranks, drops = 0, 1, False
 
@@ -236,7 +236,7 @@ class _Order(Sampler[int]):
         return self.length_of(self.num_ranks)
 
     def length_of(self, num_ranks: int) -> int:
-        """Samples of one rank, where there are `num_ranks`."""
+        """Return the number of samples of one rank out of `num_ranks`."""
         num_samples = len(self._data)
         return num_samples // num_ranks if self.drops else -(-num_samples // num_ranks)
 

@@ -1,4 +1,4 @@
-"""The one family of errors. A message says what was expected, what was found, and what to do."""
+"""Define the one family of errors. A message says what was expected, what was found, and what to do."""
 
 
 def add_note(error: BaseException, text: str) -> None:
@@ -52,12 +52,12 @@ class UntaggedCommitError(StoreError):
 
 
 class CorruptionError(StoreError):
-    """Bytes read back are not the bytes written. No update is computed from them; a load that raises this may have put
-    them into weights or state, and no step is taken with those: the engine's use ends."""
+    """Bytes read back are not the bytes written. No update is computed from them. A load that raises this may have put
+    them into weights or state, so the engine takes no further step."""
 
 
 class EngineFailedError(TieredZeroError):
-    """An earlier failure left state that cannot be trusted; says from where to resume."""
+    """An earlier failure left state that cannot be trusted; the message says where to resume from."""
 
 
 class RankError(TieredZeroError):
@@ -65,11 +65,11 @@ class RankError(TieredZeroError):
 
 
 class MissingNameError(TieredZeroError, AttributeError):
-    """A name that does not exist here, DeepSpeed's perhaps; says what to do instead."""
+    """A name that does not exist here, perhaps DeepSpeed's; the message says what to do instead."""
 
 
 class MissingModuleError(TieredZeroError, ModuleNotFoundError):
-    """A module of DeepSpeed that does not exist here; says what to do instead."""
+    """A module of DeepSpeed that does not exist here; the message says what to do instead."""
 
 
 class NonFiniteError(TieredZeroError):

@@ -1,4 +1,4 @@
-"""Tiers and byte sizes: alignment, and the one way in which sizes are printed and parsed."""
+"""Name the tiers; align, print and parse byte sizes."""
 
 import math
 
@@ -10,22 +10,22 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 PAGE_NBYTES = 4096
-"""Alignment of every extent, arena slot and O_DIRECT request: it serves 512-byte and 4Kn devices alike."""
+"""The alignment of every extent, arena slot and O_DIRECT request: it suits 512-byte and 4Kn devices alike."""
 
 HUGE_PAGE_NBYTES = 2 * MIB
-"""Of x86 and most ARM systems. What is larger is asked for in such pages, aligned to them."""
+"""The huge page of x86 and most ARM systems. Larger memory is aligned to such pages and asked for in them."""
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": KIB, "m": 10**6, "mb": 10**6, "mib": MIB}
 _UNITS |= {"g": 10**9, "gb": 10**9, "gib": GIB, "t": 10**12, "tb": 10**12, "tib": 1 << 40}
 
 
 def align_up(value: int, alignment: int) -> int:
-    """The smallest multiple of `alignment` that is at least `value`."""
+    """Return the smallest multiple of `alignment` that is at least `value`."""
     return -(-value // alignment) * alignment
 
 
 def format_nbytes(nbytes: float) -> str:
-    """1536 -> '1.5 KiB'; exact below 1 KiB."""
+    """Print a size: 1536 -> '1.5 KiB'; exact below 1 KiB."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -35,7 +35,7 @@ def format_nbytes(nbytes: float) -> str:
 
 
 def ceil_nbytes(nbytes: int) -> str:
-    """Return a limit that a user may set, read back as no less: 1537 -> '1.6 KiB'."""
+    """Print a size rounded up, so that it parses to no less: 1537 -> '1.6 KiB'."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if nbytes >= unit:
             tenths = -(-10 * nbytes // unit)
@@ -44,7 +44,7 @@ def ceil_nbytes(nbytes: int) -> str:
 
 
 def parse_nbytes(text: str | int | float) -> int:
-    """'1.5GiB', '512 MB', 4096 -> bytes. Raises ValueError on anything else."""
+    """Parse a size in bytes: '1.5GiB', '512 MB', 4096. Raises ValueError on anything else."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text < math.inf or text != int(text):
             raise ValueError(f"a size in bytes must be a whole number >= 0, not {text!s:.100}")
@@ -58,7 +58,7 @@ def parse_nbytes(text: str | int | float) -> int:
 
 
 def parse_hardware_nbytes(text: str) -> int:
-    """Read the size or the rate of a memory or a drive: as `parse_nbytes`, above zero, and with a unit below a MiB."""
+    """Parse a size or rate of hardware as `parse_nbytes` does; it must be above zero and, below a MiB, have a unit."""
     nbytes = parse_nbytes(text)
     if nbytes <= 0:
         raise ValueError(f"{text!r:.100} is not above zero")

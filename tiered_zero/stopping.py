@@ -1,4 +1,4 @@
-"""Stopping training by a signal: at the next step boundary, where its state can be saved, or at once."""
+"""Stop training by a signal: at the next step boundary, where its state can be saved, or at once."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ TERMINATED = 128 + signal.SIGTERM
 
 @final
 class StopRequest:
-    """The request of a signal. `at_boundary`: the program ends its step, saves, and stops by itself; else, and from the
-    second signal on, Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit in the main thread. `code`: the exit code
-    of the first signal; None before it."""
+    """A signal's request to stop. `at_boundary`: the program ends its step, saves, and stops by itself; else, and from
+    the second signal on, Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit in the main thread. `code`: the exit
+    code for the first signal; None before it."""
 
     def __init__(self, at_boundary: bool) -> None:
         self.at_boundary = at_boundary
         self.code: int | None = None
         self.answer = b"\nFinishing this step, then saving; a second signal ends at once.\n"
-        """What the first signal is answered with on stderr, where the program ends by itself."""
+        """What to write to stderr at the first signal if the program stops by itself."""
         self._pid = os.getpid()
 
     def __bool__(self) -> bool:
@@ -51,11 +51,11 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(*, at_boundary: bool = True) -> Iterator[StopRequest]:
-    """Let SIGTERM and Ctrl-C ask for the end of training, for the length of the block, instead of ending it at once.
+    """Let SIGTERM and Ctrl-C, within the block, ask training to end instead of ending it at once.
 
-    Gives what to look at after each `engine.step()`: it is true once a signal has come. A second signal ends
-    the engine's call at once, by SystemExit or KeyboardInterrupt, so that the engine is closed and its files are
-    removed; in the middle of an update the engine's use has ended then. Enter it in the main thread.
+    Yields a request to check after each `engine.step()`: it is true once a signal has come. A second signal ends the
+    engine's call at once, by SystemExit or KeyboardInterrupt, so that the engine is closed and its files are removed;
+    in the middle of an update the engine cannot be used after it. Enter the block in the main thread.
     """
     request = StopRequest(at_boundary)
     numbers = [signal.SIGTERM]

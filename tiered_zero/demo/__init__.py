@@ -1,4 +1,4 @@
-"""The built-in workload: a small GPT and English text, so that every placement can be tried without a download.
+"""Provide a built-in workload, a small GPT and English text, so that every placement can be tried offline.
 
 Promise: the model can be built on the `meta` device and initialized module by module; a batch depends on the text, the
 seed and its index alone, so that a resumed run sees the batches that an uninterrupted one would have seen.

@@ -1,4 +1,4 @@
-"""Training text as bytes, and batches of it that depend on a seed and an index alone."""
+"""Read training text as bytes, and cut batches that depend on a seed and an index alone."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Corpus:
         return bool((self._text[: 1 << 16] == 0).any())
 
     def check(self, length: int) -> None:
-        """Raises ConfigError where the text is too short for one window of `length` bytes and the byte behind it."""
+        """Raise ConfigError if the text is too short for one window of `length` bytes and the byte after it."""
         if len(self) <= length:
             raise ConfigError(
                 f"A context of {length} bytes needs at least {length + 1} bytes of text; {self.source} has {len(self)}."
             )
 
     def batch(self, index: int, size: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """The index-th batch: tokens and targets, each [size, length] int64, host; targets are one byte further on.
+        """Return batch `index`: tokens and targets, each [size, length] int64, host; targets are one byte further on.
 
-        Windows begin anywhere, with equal chance. Raises ConfigError where the text is too short for one window.
+        Windows begin anywhere, with equal chance. Raises ConfigError if the text is too short for one window.
         """
         self.check(length)
         num_starts = len(self) - length
@@ -52,7 +52,7 @@ class Corpus:
 
 
 def read_corpus(path: str | Path | None = None) -> Corpus:
-    """The file's bytes, or the language reference that CPython ships for `help()`. Raises ConfigError."""
+    """Read a file, or the language reference that CPython ships for `help()`. Raises ConfigError."""
     if path is None:
         return Corpus(_python_reference().encode(), "the Python reference (pydoc_data.topics)")
     try:
@@ -62,7 +62,7 @@ def read_corpus(path: str | Path | None = None) -> Corpus:
 
 
 def _python_reference() -> str:
-    """About 450 KB of English, in a fixed order."""
+    """Return about 450 KB of English, in a fixed order."""
     if importlib.util.find_spec("pydoc_data") is None:
         raise ConfigError("This Python ships no help text (pydoc_data.topics); name a text with --data FILE.")
     from pydoc_data.topics import topics

@@ -1,8 +1,8 @@
-"""Three steps of one model in a process of their own, as plain PyTorch or over three tiers, for `tiered-zero demo`.
+"""Train one model for a few steps, as plain PyTorch or over three tiers, in a process of `tiered-zero demo`.
 
     python -m tiered_zero.demo.forms '{"directory": null, ...}'
 
-Each line of its output is one JSON object: what it is ready for, a step's loss, an error, the peak of its memory.
+Each line of its output is one JSON object: that the model is built, a step's loss, an error or the peak of memory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ WATCH_S = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """`directory`: of the swap files; None: plain PyTorch. `limit_nbytes`: of memory beyond what imports take; None: no
-    limit. `steps`: losses; the last step is a forward alone, for its loss needs no more."""
+    """How to train. `directory`: where swap files go; None: plain PyTorch. `limit_nbytes`: how much memory training may
+    take beyond the imports; None: no limit. `steps`: how many losses; plain PyTorch ends with a forward alone."""
 
     layers: int
     hidden: int
@@ -47,7 +47,7 @@ class Form:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config of the tiers: everything on disk."""
+        """Return the engine's config: everything on disk."""
         nvme = {"device": "nvme", "nvme_path": self.directory}
         return {
             "train_micro_batch_size_per_gpu": 1,
@@ -63,7 +63,7 @@ class Form:
 
 
 def run(form: Form) -> None:
-    """Train under the limit, beyond which this process ends. Raises what training raises."""
+    """Train; end this process if it passes the limit. Raises what training raises."""
     text = read_corpus()
     memory = _MemoryWatch(form.limit_nbytes)
     began_s = time.perf_counter()

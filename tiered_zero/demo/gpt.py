@@ -1,4 +1,4 @@
-"""A small GPT: pre-norm blocks, causal attention, GELU, learned positions, one weight for embedding and head."""
+"""Define a small GPT: pre-norm blocks, causal attention, GELU, learned positions, tied embedding and head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tiered_zero.plan.gpt_shape import GPTConfig
 
 INIT_STD = 0.02
-"""Of every weight matrix; projections into the residual stream divide it by sqrt(2 * layers) (GPT-2, section 2.3)."""
+"""For every weight matrix; projections into the residual stream divide it by sqrt(2 * layers) (GPT-2, section 2.3)."""
 
 
 class Embedding(nn.Embedding):
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Every parameter belongs to a module with `reset_parameters`, so that a model on `meta` can be initialized."""
+    """A GPT. Every parameter belongs to a module with `reset_parameters`, so that a model on `meta` can be filled."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -77,9 +77,9 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """tokens: [B, T] int64, T <= context. Returns logits [B, T, vocab].
+        """Return logits [B, T, vocab], or with targets [B, T] int64 the mean loss, fp32.
 
-        With targets, [B, T] int64: the mean loss, fp32.
+        `tokens`: [B, T] int64, T <= context.
         """
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
@@ -91,6 +91,6 @@ class GPT(nn.Module):
 
 
 def build_gpt(config: GPTConfig, device: str = "meta") -> GPT:
-    """On `meta` it takes no memory: for planning, and for engines that fill it unit by unit."""
+    """Build the model. On `meta` it takes no memory: for planning, and for engines that fill it unit by unit."""
     with torch.device(device):
         return GPT(config)

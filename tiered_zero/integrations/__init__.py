@@ -1,4 +1,4 @@
-"""Glue for other training tools: callbacks for Transformers' Trainer, a strategy for Lightning, a plugin for axolotl.
+"""Connect to other training tools: callbacks for Transformers' Trainer, a strategy for Lightning, a plugin for axolotl.
 
 Promise: a script of the tool changes by one line, and in fp32 on one rank its numbers are those of the plain tool.
 Owner: the tool owns its loop; what is here calls public names of tiered_zero and of the tool. Never: an import by the

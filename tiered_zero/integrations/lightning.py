@@ -1,4 +1,4 @@
-"""A strategy for Lightning's Trainer: the engine in place of DistributedDataParallel."""
+"""Run the engine under Lightning's Trainer, in place of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(self, config: Mapping[str, Any] | str | os.PathLike[str], **options: Any) -> None:
-        """`options`: of DDPStrategy. Raises ConfigError."""
+        """`options`: DDPStrategy's. Raises ConfigError."""
         super().__init__(process_group_backend="gloo", **options)
         self.config = {"train_micro_batch_size_per_gpu": 1, **config} if isinstance(config, Mapping) else config
         self.engine: tiered_zero.Engine | None = None
@@ -42,7 +42,7 @@ class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
             self.model = self.engine
 
     def model_to_device(self) -> None:
-        """Leave it to the engine to move parameters; without a fit there is none."""
+        """Leave moving parameters to the engine; without a fit there is none, and the base class moves them."""
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             super().model_to_device()
 

@@ -1,4 +1,4 @@
-"""A callback for the Trainer of Transformers that keeps optimizer state in files of its own."""
+"""Keep optimizer state in files of its own under the Trainer of Transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SaveStateCallback(TrainerCallback):
     there: Trainer's `optimizer.pt` holds only a key of these files. Brings a ZeroRedundancyOptimizer's state, which has
     to fit into host memory, to rank 0 before a save.
 
-    `resume_from`: the checkpoint that `train(resume_from_checkpoint=...)` names, where it is neither in
+    `resume_from`: the checkpoint that `train(resume_from_checkpoint=...)` names, if it is neither in
     `args.output_dir` nor `args.resume_from_checkpoint`.
     """
 
@@ -45,17 +45,17 @@ class SaveStateCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Consolidate where the metric decides next whether a save follows."""
+        """Consolidate if the metric is about to decide whether a save follows."""
         if args.save_strategy == "best" and not args.save_only_model:
             _consolidate(optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Give `state_dict()` back its meaning."""
+        """Restore the optimizer's own `state_dict()`."""
         vars(unwrapped(optimizer)).pop("state_dict", None)
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return what Accelerate has wrapped."""
+    """Return the optimizer that Accelerate has wrapped, or the one given."""
     return getattr(optimizer, "optimizer", optimizer)
 
 

@@ -1,4 +1,4 @@
-"""A callback for the Trainer of Transformers that adds a step's bytes and links to its logs."""
+"""Add a step's bytes and links to the logs of Transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tiered_zero.sizes import parse_nbytes
 class ReportCallback(TrainerCallback):
     """Adds to each line of training logs: GiB on each tier, the busy share of each link in the last step (the largest
     binds it), GB written to the disk by this process, and which share of `rated` ("600TB", the drive's endurance) that
-    is. `engine`: where the optimizer is an engine's. A logger that stands before it, as those of `report_to`, does not
-    see the numbers; `state.log_history` has them."""
+    is. `engine`: the engine, if the optimizer is one's. Loggers that stand before this callback, as those of
+    `report_to` do, miss the numbers; `state.log_history` has them."""
 
     def __init__(self, engine: Any = None, rated: str | int | None = None) -> None:
         self._engine = engine
@@ -22,7 +22,7 @@ class ReportCallback(TrainerCallback):
         self._written = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Count what the step has written."""
+        """Count the bytes that the step has written."""
         if (report := _report(self._engine, optimizer)) is not None:
             self._written += report.link_nbytes.get("disk write", 0)
 
@@ -41,6 +41,6 @@ class ReportCallback(TrainerCallback):
 
 
 def _report(engine: Any, optimizer: Any) -> Any:
-    """Return the last step's report, of the engine or else of the optimizer; None where it has none."""
+    """Return the last step's report from the engine, else from the optimizer; None if it has none."""
     own = unwrapped(optimizer)
     return getattr(engine or getattr(own, "optim", own), "step_report", None)

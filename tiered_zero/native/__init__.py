@@ -1,4 +1,4 @@
-"""The C kernels, each a plain shared object bound with ctypes.
+"""Bind the C kernels, each a plain shared object, with ctypes.
 
 Promise: everything here is optional. Where no C compiler was at hand at install, `find_library` returns None and the
 caller takes its Python path and says so once, with what `why_missing` says.
@@ -20,17 +20,17 @@ from typing import Any
 from tiered_zero.errors import ConfigError
 
 VERSION = 8
-"""Of the C sources, as in version.h. A library that was built from others may take structures of another layout."""
+"""The version of the C sources, as in version.h. A library built from others may lay out its structures otherwise."""
 
 LIBRARY_DIR_VARIABLE = "TIERED_ZERO_NATIVE_DIR"
-"""Environment: a directory that is searched instead of this package's own; an empty one switches the kernels off."""
+"""Environment: a directory to search instead of this package's own; an empty one switches the kernels off."""
 
 
 def find_library(stem: str) -> Path | None:
-    """The shared object that the build made for `stem` ("_direct_io", "_update"), or None where there is none.
+    """Return the shared object that the build made for `stem` ("_direct_io", "_update"), or None if there is none.
 
-    A source tree in the working directory shadows the installed package, and has no libraries: those of the installed
-    one are taken where they were built from the same C sources.
+    A source tree in the working directory shadows the installed package and may have no libraries: the installed ones
+    are then taken if they were built from the same C sources.
     """
     if own := _library_in(_own_directory(), stem):
         return own
@@ -65,7 +65,7 @@ def _library_in(directory: Path, stem: str) -> Path | None:
 
 
 def _installed_libraries(stem: str) -> Iterator[tuple[Path, int | str]]:
-    """Yield those of installed distributions, and their versions, unless the environment names a directory."""
+    """Yield the libraries of installed distributions and their versions, unless the environment names a directory."""
     if os.environ.get(LIBRARY_DIR_VARIABLE):
         return
     from importlib.metadata import distributions
@@ -77,7 +77,7 @@ def _installed_libraries(stem: str) -> Iterator[tuple[Path, int | str]]:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Raises OSError where `path` is no library, ConfigError if it was built from other C sources than VERSION's."""
+    """Load a library. Raises OSError if `path` is none, and ConfigError if its C sources have another VERSION."""
     library = ctypes.CDLL(str(path))
     if (found := _version_of(library)) != VERSION:
         raise ConfigError(
@@ -91,11 +91,11 @@ def _version_of(library: ctypes.CDLL) -> int | str:
 
 
 def declare(function: Any, result: Any, *arguments: Any) -> Any:
-    """Give a function of a library its types, and return it. `result`: None for void."""
+    """Declare the types of a library's function, and return it. `result`: None for void."""
     function.restype, function.argtypes = result, arguments
     return function
 
 
 def struct_fields(*rows: tuple[Any, str]) -> list[tuple[str, Any]]:
-    """List `_fields_` of a ctypes.Structure from rows of a type and its names, as C declares them."""
+    """List the `_fields_` of a ctypes.Structure from rows of a type and its names, as C declares them."""
     return [(name, kind) for kind, names in rows for name in names.split()]

@@ -1,4 +1,4 @@
-"""The update kernel (update.c) behind ctypes: which instruction set it runs, on how many threads. Knows no torch."""
+"""Call the update kernel (update.c) by ctypes: choose its instruction set and threads. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LEVELS = {"avx512": 2, "avx2": 1, "neon": 3, "scalar": 0}
 """Name -> number in update.c, best first."""
 
 NUM_FREE_CORES = 2
-"""Of an accelerator's run: the kernel leaves them to the driver, which launches compute, and to the lanes."""
+"""Cores that a run with an accelerator leaves to the driver, which launches compute, and to the lanes."""
 
 ADDRESSES_PER_RUN = 8
-"""Numbers of one row of the table for `UpdateKernel.update`."""
+"""How many numbers a row of the table for `UpdateKernel.update` has."""
 
 
 class Dtype(enum.IntEnum):
@@ -34,8 +34,8 @@ class Dtype(enum.IntEnum):
     BFLOAT16 = 1
     FLOAT16 = 2
     REMAINDER = 3
-    """Of Adam's master: int16 that is added to its bfloat16 `out`, taken as the high half of 32 bits; the sign of the
-    second moment distinguishes ties."""
+    """A form of Adam's master: int16, added to its bfloat16 `out` as the high half of 32 bits; the sign of the second
+    moment distinguishes ties."""
 
 
 class Rule(enum.IntEnum):
@@ -54,13 +54,13 @@ class Flag(enum.IntFlag):
     FIRST = 32
     """The momentum buffer is empty: copy the gradient to it."""
     TORCH_ROOT = 64
-    """Square roots by the kernel's `root`, not exact ones."""
+    """Take square roots by the kernel's `root`, not exact ones."""
     NEWTON_ROOT = 128
-    """Square roots by the kernel's own instructions that round as MKL's generic code does, not exact ones."""
+    """Take square roots by instructions that round as MKL's generic code does, not exact ones."""
 
 
 class Hyper(ctypes.Structure):
-    """The numbers of one step for every element of a run. update.c states each rule's use of the floats."""
+    """The numbers of one step, the same for every element of a run. update.c says how each rule uses the floats."""
 
     _fields_ = struct_fields(
         (ctypes.c_int32, "rule flags grad_type master_type out_type state_type"),
@@ -93,7 +93,7 @@ CopyNorm = tuple[int, int | None, int, Dtype, Dtype, bool]
 
 class _CopyNormArgs(ctypes.Structure):
     """One array to copy. `source`, `target`: addresses; without a target, `source` is only read.
-    `add`: to what the target holds, instead of replacing it. Types are `Dtype`s."""
+    `add`: whether to add to what the target holds instead of replacing it. Types are `Dtype`s."""
 
     _fields_ = struct_fields(
         (ctypes.c_void_p, "source target"),
@@ -130,7 +130,7 @@ class UpdateKernel:
         self._end.atexit = False  # exit ends the threads, and a last update may still run
 
     def supported_levels(self) -> list[str]:
-        """Best first."""
+        """List the levels that this processor runs, best first."""
         return [name for name, number in LEVELS.items() if self._library.tz_supported(number)]
 
     def _choose(self, forced: str | None) -> str:
@@ -168,11 +168,11 @@ class UpdateKernel:
         self._check(self._library.tz_square_roots(values, roots, numel, flags, LEVELS[self.level], *functions))
 
     def convert(self, moments: Moments) -> None:
-        """Decode `values` from codes and scales, or encode them. The memory must be valid, as in `update`."""
+        """Dequantize codes and scales to `values`, or quantize them. The memory must be valid, as in `update`."""
         self._check(self._library.tz_convert_moments(self._pool, ctypes.byref(moments), LEVELS[self.level]))
 
     def copy(self, copies: Sequence[CopyNorm]) -> None:
-        """Copy or add arrays, whose targets do not overlap, on all threads. The memory must be valid as in `update`."""
+        """Copy or add arrays on all threads. Targets must not overlap; the memory must be valid, as in `update`."""
         table = _copy_table(copies)
         self._check(self._library.tz_copy_arrays(self._pool, table, len(copies), LEVELS[self.level]))
 
@@ -217,11 +217,11 @@ def _bind(path: Path) -> ctypes.CDLL:
 
 
 def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """Count the threads that this process may keep busy: its affinity, divided by the ranks of this host where these
-    have one affinity, under its part of the quotas of its cgroups, which the ranks share. OMP_NUM_THREADS, which
-    launchers set to 1, does not matter.
+    """Count the threads that this process may keep busy: the CPUs of its affinity, or its share of them if the ranks of
+    this host have all CPUs in common, and no more than its share of its cgroups' quotas. Ignores OMP_NUM_THREADS, which
+    launchers set to 1.
 
-    `root`: of the file system that is asked (for tests).
+    `root`: the root of the file system to read (for tests).
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = environment.get("LOCAL_WORLD_SIZE", "1")
@@ -232,12 +232,12 @@ def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Pat
 
 
 def num_kernel_threads(*, shares_cores: bool) -> int:
-    """Count the threads of a run's kernel. `shares_cores`: compute runs on the CPU too, and waits for the kernel."""
+    """Return how many threads a run's kernel gets. `shares_cores`: compute runs on the CPU too and waits for it."""
     return available_cpus() if shares_cores else max(1, available_cpus() - NUM_FREE_CORES)
 
 
 def _cgroup_quota(root: Path) -> float:
-    """The least CPU quota of this process's cgroups, in CPUs; infinite without one."""
+    """Return the least CPU quota of this process's cgroups, in CPUs; infinity if none has one."""
     quotas = [float("inf")]
     for folder in cgroup_folders("cpu", root / "proc", root / "sys/fs/cgroup"):
         v1 = (read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))

@@ -1,9 +1,9 @@
-"""Optimizers for any training loop, without an engine: state on other tiers, and state split over ranks.
+"""Provide optimizers for any training loop, without an engine: with state on other tiers, or split over ranks.
 
 `OffloadedOptimizer` is a torch optimizer whose state rests in host memory or swap files. A step streams it, sub-group
 by sub-group, through the engine's update pipeline, past gradients and parameters that the user's loop owns.
-`ZeroRedundancyOptimizer` gives each rank the parameters that it steps, and broadcasts them; its local optimizer is of
-the plain class, or offloaded.
+`ZeroRedundancyOptimizer` lets each rank step its share of the parameters and broadcast them; its local optimizer is
+plain or offloaded.
 
 Owner: the user's loop owns parameters, gradients, clipping, accumulation and schedules; each optimizer owns its state,
 and its threads and files until `close()`. Never: a process group or a config file that one rank alone does not need.

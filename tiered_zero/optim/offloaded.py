@@ -1,4 +1,4 @@
-"""A torch optimizer whose state rests in host memory or swap files, and the update pipeline behind it."""
+"""Step with a torch optimizer whose state rests in host memory or swap files."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ from tiered_zero.update.stepper import StreamingStepper
 logger = logging.getLogger("tiered_zero")
 
 _IN_PLACE_NUMEL = 1 << 26
-"""Elements of a sub-group where nothing is staged: between two the kernel's threads wait for Python, which finds its
-objects out of the caches. Of 1 << 24, a step took 5% longer."""
+"""Elements of a sub-group if nothing is staged. Between two sub-groups the kernel's threads wait for Python, which
+finds its objects out of the caches; with 1 << 24, a step took 5% longer."""
 _SECTION = ("device", "nvme_path", "buffer_count", "pin_memory")
 _RUNTIME = ("state_format", "checksums", "host_memory_limit", "io_engine", "io_timeout_s")
 
@@ -79,8 +79,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         offload: Mapping[str, Any],
         **defaults: Any,
     ) -> None:
-        """Raises what `optimizer_class` raises, ConfigError, ModelError, PlanError, StoreError; nothing is left behind
-        then."""
+        """Raises what `optimizer_class` raises, ConfigError, ModelError, PlanError, StoreError; nothing is left."""
         if not callable(optimizer_class) or (
             isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)
         ):
@@ -103,7 +102,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         """The `StateFiles.key` of the files that `load_state` has to read before the next step."""
         self.num_steps = 0
         self.step_report: StepReport | None = None
-        """Of the last step: seconds by cause, bytes by link, the most on each tier."""
+        """What the last step took: seconds by cause, bytes by link, the most bytes on each tier."""
         self._open()
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -114,7 +113,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         *,
         on_written: Callable[[Tensor], None] | None = None,
     ) -> float | None:
-        """Update every parameter that has a gradient; return what the closure returned. All of it is written then.
+        """Update every parameter that has a gradient, wait until all are written, and return what the closure returned.
 
         `on_written`: called on this thread with each parameter of the groups, in their order, once it has its new value
         or where it keeps the old one, while those behind are updated.
@@ -190,7 +189,7 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     @hold_interrupts()
     def load_state(self, directory: str | os.PathLike[str]) -> None:
-        """Load what `save_state` has written, one parameter at a time. Raises StoreError and ModelError if it does not
+        """Load what `save_state` has written, one parameter at a time. Raises StoreError, and ModelError if it does not
         fit."""
         self._current()
         with StateFiles(Path(directory), self.param_groups) as files:
@@ -224,7 +223,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load state as the base class does; of what `save_state_dict` returned the key: `load_state` has to follow."""
+        """Load state as the base class does. If it stands for files, keep their key: `load_state` has to follow."""
         if (key := state_dict.get(STAND_IN)) is None:
             super().load_state_dict(state_dict)
         self._awaited_key = key
@@ -271,7 +270,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         return self._running()
 
     def _open(self) -> None:
-        """Build the pipeline of the present groups; state moves into it from the one before, which is closed."""
+        """Build a pipeline for the present groups, move the former one's state into it, and close that."""
         former = self._pipeline
         if former is not None:
             former.policy.check()
@@ -311,13 +310,13 @@ def _apply_in_order(pipeline: _Pipeline, on_written: Callable[[Tensor], None]) -
 
 
 class _MovedState(Mapping[nn.Parameter, ParamState]):
-    """The state of a pipeline that another takes the place of, read one parameter at a time."""
+    """The state of a pipeline that is being replaced, read one parameter at a time."""
 
     def __init__(self, state: OptimizerState, groups: list[dict[str, Any]]) -> None:
         self._state = state
         self._groups = groups
         self._last: tuple[nn.Parameter | None, ParamState] = None, {}
-        """A parameter in many sub-groups is asked for once for each."""
+        """What was read last: a parameter in many sub-groups is asked for once for each."""
 
     def __getitem__(self, param: nn.Parameter) -> ParamState:
         if self._last[0] is not param:
@@ -391,13 +390,13 @@ def _read_offload(offload: Mapping[str, Any]) -> Config:
 
 
 class _NoGuard:
-    """Parameters that no pager holds: nothing of them is cached."""
+    """The guard of parameters that no pager holds: nothing of them is cached."""
 
     def invalidate(self) -> None:
-        """There is nothing to drop."""
+        """Do nothing: nothing is cached."""
 
     def end_update(self) -> None:
-        """The update has written the parameters themselves."""
+        """Do nothing: the update has written the parameters themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -406,7 +405,7 @@ class _Pipeline:
 
     params: UserParameters
     units: Sequence[Unit]
-    """Of the parameters that have elements, in their order."""
+    """The units of the parameters that have elements, in their order."""
     plan: Plan
     runtime: Runtime
     policy: BarrierPolicy
@@ -417,9 +416,10 @@ class _Pipeline:
 
 
 def _open_pipeline(source: Optimizer, owner: Optimizer, config: Config) -> _Pipeline:
-    """Plan and allocate the tiers of the state of `owner.param_groups`, which a plain `source` is the rule of.
+    """Plan and allocate the tiers for the state of `owner.param_groups`.
 
-    Raises ConfigError, ModelError, PlanError, StoreError, with nothing left behind.
+    `source`: a plain optimizer, whose class gives the rule. Raises ConfigError, ModelError, PlanError, StoreError, with
+    nothing left behind.
     """
     groups = owner.param_groups
     params = UserParameters(groups)
@@ -459,7 +459,7 @@ def _open_pipeline(source: Optimizer, owner: Optimizer, config: Config) -> _Pipe
 
 
 def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config) -> tuple[Plan, list[SubGroupSize]]:
-    """Plan the tiers of state within this process's part of the host's memory. Returns the plan, and the sub-groups
+    """Plan the tiers of state within this process's share of the host's memory. Returns the plan, and the sub-groups
     with what passes through staging buffers. Raises PlanError."""
     staged = [params.staged(layout.subgroup.segments) for layout in layouts]
     in_buffers = [

@@ -1,6 +1,6 @@
-"""The state of an offloaded optimizer as safetensors files, parameter by parameter: memory is that of one of them.
+"""Save and load an offloaded optimizer's state as safetensors files, with one parameter in memory at a time.
 
-Its last tensor is an index, which says what the others are and has a checksum of each and of itself: state is loaded as
+The last tensor is an index, which says what the others are and has a checksum of each and of itself: state is loaded as
 it was saved, or not at all.
 """
 
@@ -25,14 +25,14 @@ from tiered_zero.update.state_view import ParamState
 _STEM = "optimizer"
 _FORMAT = "tiered_zero.optimizer_state"
 _INDEX = "index"
-"""The tensor that holds, as JSON, the values of param groups, what the state of each parameter is made of, and
-checksums of the tensors."""
+"""The tensor that holds, as JSON, the values of param groups, how the state of each parameter is made up, and checksums
+of the tensors."""
 STAND_IN = "state_files"
 """The key of a state dict that stands for files: its value is their `key`."""
 
 
 class _Index(StrictModel):
-    """`digests`: by tensor, 16 hexadecimal digits."""
+    """The JSON of the index. `digests`: tensor -> its checksum, 16 hexadecimal digits."""
 
     groups: list[Any]
     sizes: list[int]
@@ -92,8 +92,8 @@ def _read(states: Mapping[nn.Parameter, ParamState], param: nn.Parameter, place:
 class StateFiles(Mapping[nn.Parameter, ParamState]):
     """What `write_state` has written, for the parameters of `groups`: reads the state of one at each access.
 
-    Raises StoreError if the files are not of as many parameters in the same groups, and CorruptionError where bytes are
-    not those written. Use as a context manager.
+    Raises StoreError if the groups of the files have other numbers of parameters, and CorruptionError if bytes are not
+    those written. Use as a context manager.
     """
 
     def __init__(self, directory: Path, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -111,7 +111,7 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
             ) from error
 
     def _load_index(self, directory: Path, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raises StoreError, and any other exception for files that `write_state` has not made."""
+        """Read the index. Raises StoreError, and any other exception for files that `write_state` has not made."""
         for path in sorted(weight_files(directory, _STEM)):
             file = self._open.enter_context(open_safetensors(path))
             for name in file.keys():  # noqa: SIM118
@@ -129,7 +129,7 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
         path, file = self._files[_INDEX]
         raw = bytes(file.get_tensor(_INDEX).numpy())
         self.key = f"{digest(raw):016x}"
-        """The checksum of the index, which has those of all tensors: other state has another key."""
+        """The checksum of the index, which holds those of all tensors, so that other state has another key."""
         index = decode_file(raw, path, _FORMAT, _Index)
         sizes = [len(group["params"]) for group in groups]
         if index.sizes != sizes:
@@ -166,11 +166,11 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
         return len(self._number)
 
     def _stand_in(self, name: str, *_: Any) -> Tensor:
-        """Return a tensor in the place of one that is read later. Raises KeyError if no file has that."""
+        """Return a placeholder for a tensor that is read later. Raises KeyError if no file has it."""
         return torch.zeros(len(self._digests[name]), device="meta")
 
     def _tensor(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
-        """Raises CorruptionError."""
+        """Read a tensor and check it. Raises CorruptionError."""
         path, file = self._files[name]
         tensor: Tensor = file.get_tensor(name)
         found = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _digest(tensor)
@@ -190,7 +190,7 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
 
 
 def _rebuild(described: Any, prefix: str, read: Callable[[str, str, Sequence[int]], Tensor]) -> Any:
-    """Build what `describe` gave; its tensors are numbered behind `prefix`."""
+    """Rebuild what `describe` described; its tensors are named by `prefix` and a number."""
     num_read = 0
 
     def read_next(dtype: str, shape: Sequence[int]) -> Tensor:
@@ -202,7 +202,7 @@ def _rebuild(described: Any, prefix: str, read: Callable[[str, str, Sequence[int
 
 
 def describe(value: Any, tensors: list[Tensor]) -> list[Any]:
-    """Return a value as JSON; its tensors, in order, are added to `tensors`."""
+    """Describe a value as JSON, and append its tensors, in order, to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]

@@ -1,4 +1,4 @@
-"""The parameters of a user's loop, and their gradients, as the update pipeline asks for them."""
+"""Show the update pipeline the parameters of a user's loop and their gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_in_place(param: Tensor) -> bool:
-    """Whether an update on the CPU can step the parameter where it lies: its elements are dense in host memory."""
+    """Return whether the CPU can step the parameter where it lies: its elements are dense in host memory."""
     return param.device.type == "cpu" and bool(torch.ops.aten.is_non_overlapping_and_dense(param))
 
 
@@ -48,7 +48,7 @@ class UserParameters:
         self._places = [_place(param) for param in self.params]
         self._in_place = [is_in_place(param) for param in self.params]
         self._flat_grad: tuple[Tensor, Tensor] | None = None
-        """The last gradient, and its elements in the order of the parameter's memory, copied where they are in none."""
+        """The last gradient, and its elements in the order of the parameter's memory, copied if they lie in another."""
 
     def _add(self, name: str, param: Tensor, group: int) -> None:
         if handler_of(param) is not None:  # type: ignore[arg-type]
@@ -76,12 +76,12 @@ class UserParameters:
         self.specs.append((spec, group))
 
     def connect(self, accelerator: Accelerator) -> None:
-        """Copy to parameters that the CPU cannot reach by this device's lanes."""
+        """Use this device's lanes to copy to parameters that the CPU cannot reach."""
         self._accelerator = accelerator
 
     @property
     def device(self) -> torch.device:
-        """The first device of a parameter that is not the CPU; else the CPU."""
+        """The first parameter's device that is not the CPU; else the CPU."""
         found = (param.device for param in self.params if param.device.type != "cpu")
         return next(found, torch.device("cpu"))
 
@@ -130,7 +130,7 @@ class UserParameters:
         return True
 
     def wait_transfers(self, unit: Unit) -> None:
-        """They are there: `step()` follows backward on compute's own stream."""
+        """Do nothing: `step()` follows backward on compute's own stream."""
 
     def on_device(self, unit: Unit) -> bool:
         return False
@@ -145,13 +145,13 @@ class UserParameters:
         return segment.part_of(self._flat_grad[1]).to("cpu")
 
     def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
-        """They rest in memory."""
+        """Return None: gradients are in memory."""
 
     def release(self, unit: Unit) -> None:
-        """They are the user's."""
+        """Do nothing: gradients are the user's."""
 
     def release_all(self) -> None:
-        """As `release`."""
+        """Do nothing, as `release`."""
 
     def release_gradients(self) -> None:
         """Let go of what `part` has kept: the step has ended."""
@@ -192,8 +192,8 @@ class UserParameters:
 
 
 def _parts(param: Tensor, segment: Segment) -> Iterator[tuple[Tensor, int]]:
-    """Cut a segment's elements of a parameter, in its order, into views: each, and its first element's place in the
-    segment. What is not contiguous is so never copied as a whole."""
+    """Cut a segment's elements of a parameter, in its order, into views, so that no parameter is copied as a whole.
+    Yields each view, and its first element's place in the segment."""
     if param.is_contiguous():
         param = param.view(-1)
     start, stop = segment.unit_start, segment.unit_start + segment.numel
@@ -202,7 +202,7 @@ def _parts(param: Tensor, segment: Segment) -> Iterator[tuple[Tensor, int]]:
 
 
 def _boxes(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[Tensor, int]]:
-    """Cut elements [start, stop) of a tensor, counted row by row: whole rows, and parts of the first and the last."""
+    """Cut elements [start, stop) of a tensor, counted row by row, into whole rows and parts of the first and last."""
     if tensor.dim() <= 1:
         yield tensor[start:stop] if tensor.dim() else tensor, start
         return

@@ -1,4 +1,4 @@
-"""An optimizer whose state is split over the ranks of a process group: each steps some parameters, and broadcasts."""
+"""Split an optimizer's state over the ranks of a process group: each steps some parameters and broadcasts them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiered_zero.update.optimizer_state import creates_state
 BucketKind = tuple[torch.device, torch.dtype]
 
 MESSAGE_NUMEL = 1 << 20
-"""Elements of a bucket that are broadcast at once, at least: those behind them are still updated."""
+"""At least how many elements of a bucket are broadcast at once, while those after them are still updated."""
 
 logger = logging.getLogger("tiered_zero")
 
@@ -79,7 +79,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._trainable = self._trainable_mask()
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self.buckets: dict[BucketKind, list[Tensor]] = {}
-        """Device and dtype -> the tensor of each rank that its parameters are views of; empty without bucket views."""
+        """Device and dtype -> for each rank, the tensor whose views its parameters are; empty without bucket views."""
         self._build_buckets()
         own = self._parts[self.rank]
         self.optim: Optimizer
@@ -101,7 +101,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
-        """Step this rank's parameters, and exchange all. Returns what the local step returns; `kwargs` are its own."""
+        """Step this rank's parameters, and broadcast all. Returns what the local step returns, which gets `kwargs`."""
         grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
         if closure is None and not kwargs and creates_state(self.param_groups, grads):
             # alone: torch.distributed.checkpoint calls it on ranks without state, and a rank without parameters never
@@ -131,7 +131,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def join_hook(self, **_: Any) -> StepHook:
-        """Return what torch's Join context runs on ranks without data. Gradients are set before."""
+        """Return the hook that torch's Join context runs on ranks without data. Gradients must be set before."""
         return StepHook(self.step)
 
     @property
@@ -177,7 +177,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def state(self) -> Any:
-        """The local optimizer's. Set it to an empty mapping to start the state of this rank's parameters anew."""
+        """The local optimizer's state. Set it to an empty mapping to start the state of this rank's parameters anew."""
         return self.optim.state if hasattr(self, "optim") else {}
 
     @state.setter
@@ -214,8 +214,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of all parameters, of any such optimizer or a plain one: each rank keeps what is its own.
-        Raises ValueError as torch does where groups do not fit."""
+        """Load the state of all parameters, saved by such an optimizer or a plain one; each rank keeps its own part.
+        Raises ValueError, as torch does, if groups do not fit."""
         super().load_state_dict({**state_dict, "state": {}})
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         key_of = {id(param): key for param, key in zip(params_of(self.param_groups), keys, strict=True)}
@@ -253,8 +253,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 
 def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) -> OffloadedOptimizer:
-    """Make the local optimizer of each rank, or of none: ranks that share a disk may have room for some of them alone,
-    and others would wait for a failed one in `step()`. Raises the rank's own error, and RankError for another's."""
+    """Make the local optimizer on every rank or on none: a disk that ranks share may have room for only some, and the
+    others would wait for a failed rank in `step()`. Raises the rank's own error, and RankError for another's."""
     made: OffloadedOptimizer | Exception
     try:
         made = make()
@@ -327,7 +327,7 @@ def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 
 
 def _sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Give each group the values of another, also those that are new, and leave it its parameters."""
+    """Copy the values of each source group to its target, new ones too, but not the parameters."""
     for values, group in zip(source, target, strict=True):
         group.update({name: value for name, value in values.items() if name not in ("params", "param_names")})
 
@@ -355,14 +355,14 @@ def _build_buckets(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[BucketK
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """What a rank broadcasts at once. `num_params`: of its parameters, in order, that have new values before."""
+    """What a rank broadcasts at once. `num_params`: how many of its parameters, in order, must be written before."""
 
     tensor: Tensor
     num_params: int
 
 
 def _messages_of(groups: Sequence[Mapping[str, Any]]) -> Iterator[_Message]:
-    """List what the rank of these groups broadcasts: each parameter, or, of a bucket, neighbours together."""
+    """Yield what the rank of these groups broadcasts: each parameter alone, or neighbours in a bucket together."""
     run: list[Tensor] = []
     params = params_of(groups)
     for index, param in enumerate(params):
@@ -378,14 +378,14 @@ def _messages_of(groups: Sequence[Mapping[str, Any]]) -> Iterator[_Message]:
 
 
 def _flat(param: Tensor) -> Tensor:
-    """View the parameter's elements in the order of its memory, which every rank's replica has alike."""
+    """View the parameter's elements in the order of its memory, which is the same on every rank."""
     if torch.ops.aten.is_non_overlapping_and_dense(param):
         return param.detach().as_strided((param.numel(),), (1,))
     return param.detach()
 
 
 def _follows(left: Tensor, right: Tensor) -> bool:
-    """Whether two parts are neighbours in a bucket."""
+    """Return whether two parts are neighbours in a bucket."""
     return (
         left.dim() == right.dim() == 1
         and left.dtype == right.dtype

@@ -1,4 +1,4 @@
-"""A line of `tiered-zero doctor`."""
+"""Define a line of `tiered-zero doctor`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tell whether this process is a forked child of the one that made an object, and list its control groups.
 
-A forked child inherits the object's memory, and neither its threads nor its files. Control groups bound memory and
-processors below what the machine has.
+A forked child inherits the object's memory, but neither its threads nor its files. Control groups may allow less
+memory and fewer processors than the machine has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import final
 from tiered_zero.errors import ModelError, TieredZeroError
 
 _forks: list[None] = []
-"""As many as lie between the process that imported this module and this one."""
+"""One entry for each fork between the process that imported this module and this one."""
 
 os.register_at_fork(after_in_child=lambda: _forks.append(None))
 
@@ -35,7 +35,7 @@ class OwnProcess:
         return len(_forks) == self._num_forks
 
     def check(self) -> None:
-        """Raises `error` in a forked child."""
+        """Raise `error` in a forked child."""
         if len(_forks) != self._num_forks:
             raise self._error(
                 f"This {self._what} belongs to process {self._pid}; found a call in process {os.getpid()}, which was "
@@ -63,7 +63,7 @@ def cgroup_folders(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> str:
-    """The file's text without blanks around it; "" if it cannot be read."""
+    """Return a file's text without blanks around it; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -71,7 +71,7 @@ def read_text(path: Path) -> str:
 
 
 def processor_name() -> str:
-    """Return the model of the processors, as Linux names it; the architecture where it names none."""
+    """Return the processors' model as Linux names it, else the architecture."""
     lines = read_text(Path("/proc/cpuinfo")).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())

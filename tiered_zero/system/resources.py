@@ -29,7 +29,7 @@ class Descriptor(int):
     closed = False
 
     def close(self) -> None:
-        """Idempotent. Raises OSError."""
+        """Close the descriptor. Idempotent. Raises OSError."""
         if not self.closed and self >= 0:
             self.closed = True  # first: a number that is free again may be another file's
             os.close(self)
@@ -51,7 +51,7 @@ def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_f
 
 
 CLOSED: Final = Descriptor(-1)
-"""Where none is open."""
+"""Stands where no descriptor is open."""
 
 CLOSED.closed = True
 
@@ -78,12 +78,11 @@ _LEAST_STRETCH_NBYTES = 16 << 20
 
 
 def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[int] = ()) -> None:
-    """Give the pages of a mapping memory, on several threads, and keep what is in them.
+    """Give the pages of a mapping memory on several threads; what is in them stays.
 
     Before pages are pinned, which one thread would do: the system clears each when it is touched first, in 0.4 s of a
     core per GiB (0.05 s in huge pages). `cpus`: run the threads on these processors, so that the pages lie on their
-    NUMA node. Nothing happens where there is too little for two threads and no processor is named, or the system
-    refuses.
+    NUMA node. Does nothing if there is too little for two threads and no processor is named, or if the system refuses.
     """
     stretch_nbytes = align_up(max(_LEAST_STRETCH_NBYTES, -(-nbytes // num_threads)), PAGE_NBYTES)
     if sys.platform != "linux" or (nbytes <= stretch_nbytes and not cpus):
