@@ -26,6 +26,7 @@ PLAIN = {
     "scripted",
     "clip_grad_norm_",
     "named_parameters",
+    "vars",
     "save_on_cpu",
     "gradient_checkpointing_enable",
     "reset_parameters",
@@ -207,7 +208,15 @@ def test_every_command_and_option_exists(page: Path) -> None:
         assert {word for word in words if word.startswith("--")} <= options, span
 
 
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        assert target.startswith("http") or (page.parent / target).exists(), target
+    for path, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        if not path.startswith("http"):
+            target = page.parent / path if path else page
+            assert target.exists(), path
+            assert not anchor or target.suffix != ".md" or anchor in anchors(target), f"{path}#{anchor}"
