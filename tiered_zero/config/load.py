@@ -86,7 +86,7 @@ def _named_tree(given: Mapping[str, Any], known: Container[str], reading: Readin
 
 
 def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
-    """Return a key of the file that does nothing here, whatever fate the table has for its name."""
+    """Mark a key of the file as one without effect, whatever the table says of its name."""
     return Key(path=path, fate=Fate.NO_EFFECT, why=why, quiet=quiet)
 
 

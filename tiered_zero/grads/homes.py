@@ -84,8 +84,8 @@ class GradientHomes:
             windows.finish_writes()
 
     def promote(self, gradients: UnitGradients, why: str = _SECOND_BACKWARD) -> None:
-        """Turn the unit's flat to fp32 unless it is. Needed when a parameter gets a second gradient in a step that was
-        planned for one backward: a 16-bit sum would round. `why`: the warning for another cause."""
+        """Convert the unit's gradients to fp32, as a second gradient in one step needs: a 16-bit sum would round.
+        `why`: the warning to log, if a second backward is not the cause."""
         if gradients.flat.dtype == torch.float32:
             return
         if gradients.paged is not None:

@@ -64,7 +64,7 @@ def advance(
     states: Sequence[State],
     tracks_group: bool = False,
 ) -> tuple[list[State], Group]:
-    """Step `optimizer` as if `leaves` were its only parameters. Return each leaf's state after the step, and the values
+    """Step `optimizer` with `leaves` as its only parameters. Return each leaf's state after the step, and the values
     of the param group that the step changed; `group` itself does not change. `tracks_group`: False skips the
     comparison, for classes known not to change their group."""
     own = copied_group(group) if tracks_group else group

@@ -138,9 +138,9 @@ class StateView:
             self._write(layout, segment, parts)
 
     def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
-        """Update the masters after user code changed the parameters to `flat`: each that does not round to its element
-        is set to it. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: the former ones, [P], if
-        masters need them."""
+        """Update the masters after user code changed the parameters: a master that does not round to its new parameter
+        takes that value. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: the former ones, [P],
+        if masters need them."""
         for layout, segment in self._segments(unit):
             before = None if old is None else segment.part_of(old)
             if parts := layout.masters.follow(self._read(layout, segment), segment.part_of(flat), before):
