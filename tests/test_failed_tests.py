@@ -18,7 +18,6 @@ from tiered_zero.optim import OffloadedOptimizer
 def fail(swap_path: Path) -> None:
     optimizer = OffloadedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.AdamW, {"device": "cpu"})
     engine = tiered(ParityGPT(), swap_path)
-    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     gc.disable()
     try:
         raise KeyError(engine, optimizer)

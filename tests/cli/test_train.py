@@ -41,8 +41,8 @@ class PlainEngine:
 
     def __init__(self, settings: Mapping[str, Any], model: GPTConfig, at_step: Callable[[int], None]) -> None:
         self.settings, self.closed, self.num_forwards = settings, False, 0
-        self._model, self._at_step = build_gpt(model, "cpu"), at_step
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-2)
+        self.module, self._at_step = build_gpt(model, "cpu"), at_step
+        self._optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2)
         self._recorder, self._step, self._began_s = Recorder(), 0, time.perf_counter()
         self.config = load(settings)
         self.plan = specify_run(self.config, build_gpt(model)).plan
@@ -52,7 +52,7 @@ class PlainEngine:
         self.num_forwards += 1
         self.shape = tokens.shape
         with self._recorder.span("compute", "forward"):
-            self._loss = self._model(tokens, targets)
+            self._loss = self.module(tokens, targets)
         return self._loss
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -56,4 +56,4 @@ def test_a_program_that_is_interrupted_ends_with_the_same_bits(swap_path: Path) 
     interrupted = [result for result in results if result["where"]]
     print(Counter(result["outcome"] for result in interrupted), f"{len(interrupted)} interrupted")
     assert len(interrupted) >= COUNT // 2
-    assert all(result["outcome"] == "went on" for result in interrupted if result["num_signals"] == 1), interrupted
+    assert [one for one in interrupted if one["num_signals"] == 1 and one["outcome"] != "went on"] == []
