@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +18,6 @@ from tiered_zero.optim.offloaded import OffloadedOptimizer
 from tiered_zero.optim.state_files import describe, rebuild
 from tiered_zero.update.optimizer_state import creates_state
 
-BucketKind = tuple[torch.device, torch.dtype]
-
-MESSAGE_NUMEL = 1 << 20
-"""At least how many elements of a bucket are broadcast at once, while those after them are still updated."""
-
 logger = logging.getLogger("tiered_zero")
 
 
@@ -32,9 +26,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     2020, stage 1). Names, partition and numbers are those of torch.distributed.optim's class.
 
     `self.optim` is the local optimizer: plain, or with `offload` an `OffloadedOptimizer`, whose broadcasts run under
-    the update of the parameters behind. `parameters_as_bucket_view`: a rank's parameters are views of one tensor, and
-    neighbours are broadcast together. Gradients are whole on every rank, as DDP leaves them. Every rank makes each call
-    but `state_dict`, in the same order.
+    the update of the parameters behind. `parameters_as_bucket_view` has no effect: each parameter is broadcast by
+    itself, from where it lies. Gradients are whole on every rank, as DDP leaves them. Every rank makes each call but
+    `state_dict`, in the same order.
     """
 
     def __init__(
@@ -59,6 +53,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"Passing in a functional optimizer {optimizer_class} when `overlap_with_ddp=False`: expected a class "
                 "of torch.optim, or a subclass of torch.optim.Optimizer."
             )
+        if parameters_as_bucket_view:
+            logger.warning("parameters_as_bucket_view has no effect: each parameter is broadcast from where it lies")
         process_group = defaults.pop("group", process_group)
         self.initialized = False
         Optimizer.__init__(self, params, {})
@@ -76,11 +72,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.global_rank = self._ranks.global_rank
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._parts = _partition_groups(self.param_groups, self.world_size)
-        self._trainable = self._trainable_mask()
         self._consolidated: dict[int, dict[str, Any]] | None = None
-        self.buckets: dict[BucketKind, list[Tensor]] = {}
-        """Device and dtype -> for each rank, the tensor whose views its parameters are; empty without bucket views."""
-        self._build_buckets()
         own = self._parts[self.rank]
         self.optim: Optimizer
         if offload is None:
@@ -110,16 +102,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.optim.step()
             return None
         notify_join_context(self)
-        if (trainable := self._trainable_mask()) != self._trainable:
-            logger.warning(
-                "ZeroRedundancyOptimizer detected that the trainable parameters changed; rebuilding the parameter "
-                "buckets if enabled"
-            )
-            self._trainable = trainable
-            self._build_buckets()
         _sync_groups(self.param_groups, self.optim.param_groups)
         given = kwargs if closure is None else {"closure": closure, **kwargs}
-        broadcasts = _Broadcasts(self._ranks, [list(_messages_of(groups)) for groups in self._parts])
+        broadcasts = _Broadcasts(self._ranks, [_messages_of(groups) for groups in self._parts])
         if isinstance(self.optim, OffloadedOptimizer):
             loss = self.optim.step(**given, on_written=broadcasts.advance)
         else:
@@ -162,16 +147,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             del self.param_groups[-1]
             raise
         self._parts = parts
-        self._trainable = self._trainable_mask()
-        self._build_buckets()
         _sync_groups(self.optim.param_groups, self.param_groups)
-
-    def _build_buckets(self) -> None:
-        if self.parameters_as_bucket_view:
-            self.buckets = _build_buckets(self._parts)
-
-    def _trainable_mask(self) -> list[bool]:
-        return [param.requires_grad for param in params_of(self.param_groups)]
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -271,9 +247,9 @@ def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) ->
 
 
 class _Broadcasts:
-    """The broadcasts of one step, in rounds of one message of every rank: all ranks issue them in the same order."""
+    """The broadcasts of one step, in rounds of one parameter of every rank: all ranks issue them in the same order."""
 
-    def __init__(self, ranks: ShardGroup, messages: Sequence[Sequence[_Message]]) -> None:
+    def __init__(self, ranks: ShardGroup, messages: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
         self._ranks = ranks
         self._messages = messages
         self._num_written = self._num_rounds = 0
@@ -283,7 +259,7 @@ class _Broadcasts:
         """Count one written parameter; start every broadcast round whose parameters are all written."""
         self._num_written += 1
         own = self._messages[self._ranks.rank]
-        while self._num_rounds < len(own) and own[self._num_rounds].num_params <= self._num_written:
+        while self._num_rounds < len(own) and own[self._num_rounds][0] <= self._num_written:
             self._start_round()
 
     def finish(self) -> None:
@@ -298,7 +274,7 @@ class _Broadcasts:
     def _start_round(self) -> None:
         for source, messages in enumerate(self._messages):
             if self._num_rounds < len(messages):
-                tensor = messages[self._num_rounds].tensor
+                _, tensor = messages[self._num_rounds]
                 room = tensor.contiguous()  # gloo takes any tensor for contiguous memory, and writes past its view
                 self._under_way.append((self._ranks.broadcast(room, source), tensor, room))
         self._num_rounds += 1
@@ -332,74 +308,16 @@ def _sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str,
         group.update({name: value for name, value in values.items() if name not in ("params", "param_names")})
 
 
-def _build_buckets(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[BucketKind, list[Tensor]]:
-    """Make the trainable parameters of each rank, device and dtype views of one tensor, in their order; frozen ones get
-    memory of their own. Returns the tensor of each rank."""
-    buckets: dict[BucketKind, list[Tensor]] = {}
-    for kind in dict.fromkeys((param.device, param.dtype) for groups in parts for param in params_of(groups)):
-        for groups in parts:
-            own = [param for param in params_of(groups) if (param.device, param.dtype) == kind]
-            trainable = [param for param in own if param.requires_grad]
-            for param in own:
-                if not param.requires_grad:
-                    param.data = param.data.clone()
-            device, dtype = kind
-            bucket, start = torch.empty(sum(map(torch.numel, trainable)), dtype=dtype, device=device), 0
-            for param in trainable:
-                part = bucket[start : start + param.numel()].view(param.shape)
-                start += param.numel()
-                param.data = part.copy_(param.data)
-            buckets.setdefault(kind, []).append(bucket)
-    return buckets
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Message:
-    """What a rank broadcasts at once. `num_params`: how many of its parameters, in order, must be written before."""
-
-    tensor: Tensor
-    num_params: int
-
-
-def _messages_of(groups: Sequence[Mapping[str, Any]]) -> Iterator[_Message]:
-    """Yield what the rank of these groups broadcasts: each parameter alone, or neighbours in a bucket together."""
-    run: list[Tensor] = []
-    params = params_of(groups)
-    for index, param in enumerate(params):
-        if not param.numel():
-            continue
-        flat = _flat(param)
-        if run and (sum(map(torch.numel, run)) >= MESSAGE_NUMEL or not _follows(run[-1], flat)):
-            yield _joined(run, index)
-            run = []
-        run.append(flat)
-    if run:
-        yield _joined(run, len(params))
-
-
-def _flat(param: Tensor) -> Tensor:
-    """View the parameter's elements in the order of its memory, which is the same on every rank."""
-    if torch.ops.aten.is_non_overlapping_and_dense(param):
-        return param.detach().as_strided((param.numel(),), (1,))
-    return param.detach()
-
-
-def _follows(left: Tensor, right: Tensor) -> bool:
-    """Return whether two parts are neighbours in a bucket."""
-    return (
-        left.dim() == right.dim() == 1
-        and left.dtype == right.dtype
-        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-        and left.storage_offset() + left.numel() == right.storage_offset()
-    )
-
-
-def _joined(run: Sequence[Tensor], num_params: int) -> _Message:
-    first = run[0]
-    if len(run) == 1:
-        return _Message(tensor=first, num_params=num_params)
-    numel = sum(map(torch.numel, run))
-    return _Message(tensor=first.as_strided((numel,), (1,)), num_params=num_params)
+def _messages_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tensor]]:
+    """List what the rank of these groups broadcasts, each with the number of its parameters that are written by then.
+    The elements of a parameter are taken in the order of its memory, which every rank's replica has alike."""
+    messages = []
+    for number, param in enumerate(params_of(groups), 1):
+        if param.numel():
+            is_dense = torch.ops.aten.is_non_overlapping_and_dense(param)
+            flat = param.detach().as_strided((param.numel(),), (1,)) if is_dense else param.detach()
+            messages.append((number, flat))
+    return messages
 
 
 def _consolidate(
