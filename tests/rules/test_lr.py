@@ -270,10 +270,7 @@ def test_unknown_types(kind: str, nearest: str) -> None:
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size"),
         ("StepLR", {}, "step_size"),
         ("LambdaLR", {}, "lr_lambda"),
-        ("StepLR", {"step_size": 1, "gamma": {}}, "expected arguments that StepLR takes; unsupported operand"),
-        ("LinearLR", {"total_iters": "x"}, "expected arguments that LinearLR takes; '>' not supported"),
         ("PolynomialLR", {"last_epoch": [1]}, "expected arguments that PolynomialLR takes; .*initial_lr"),
-        ("CosineAnnealingLR", {"T_max": 0}, "expected arguments that CosineAnnealingLR takes; .* by zero"),
     ],
 )
 def test_bad_arguments(kind: str, params: dict[str, Any], text: str) -> None:

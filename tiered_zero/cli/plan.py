@@ -248,21 +248,12 @@ def _estimate_lines(
     )
     if needed <= room:
         return [*lines, f"In sum {fact}."], ""
-    way = _way_to_fit(estimate, kept) if room > 0 else "the placement is the cause, not the number of tokens"
+    way = "the placement is the cause, not the number of tokens"
+    if room > 0:
+        way = "take fewer tokens a micro-batch, offload inputs (tiered_zero.activations), or compute the loss in parts"
     if is_given:
         return lines, f"Activations do not fit: {fact}. {way[0].upper()}{way[1:]}."
     return [*lines, f"In sum {fact}, where they do not fit: {way}."], ""
-
-
-def _way_to_fit(estimate: ActivationEstimate, kept_nbytes: int) -> str:
-    """Name what helps most against activations that do not fit. `kept_nbytes`: of the inputs, on the device."""
-    if estimate.logits_nbytes >= max(kept_nbytes, estimate.block_nbytes):
-        return "compute the logits and the loss of a part of the tokens at a time, or take fewer tokens a micro-batch"
-    if kept_nbytes >= estimate.block_nbytes:
-        return (
-            "offload the inputs (tiered_zero.activations, or a larger limit there), or take fewer tokens a micro-batch"
-        )
-    return "take fewer tokens a micro-batch"
 
 
 def _problems(plan: Plan, drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:

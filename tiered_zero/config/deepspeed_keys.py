@@ -32,10 +32,10 @@ class Fate(str, Enum):
 class Key:
     """One key. `why`: its effect, or the reason for having none or being refused.
 
-    `default`: DeepSpeed's value if the key is absent; a key without effect must have its type. `to`: the path as which
-    a renamed key is read. `quiet`: not worth a notice: a spelling that DeepSpeed accepts, too, or a key without effect
-    because what it asks for always holds. `allowed`: the only values accepted for a refused key, in addition to None
-    and "auto"; a section (its default is a dict) may also be off.
+    `default`: DeepSpeed's value when the key is absent. `to`: the path that a renamed key is read as. `quiet`: not
+    worth a notice: a spelling that DeepSpeed itself holds equal, or a key without effect because what it asks for holds
+    in any case. `allowed`: the only values that a refused key takes, besides None and "auto"; a section (its default is
+    a dict) may also be off.
     """
 
     path: str
@@ -308,15 +308,3 @@ def _switched_on(section: Mapping[str, Any]) -> bool:
         _switched_on(value) if isinstance(value, dict) else value not in off and bool(value)
         for value in section.values()
     )
-
-
-def has_type_of_default(key: Key, value: Any) -> bool:
-    """Return whether the value of a key without effect has the default's type; any type is fine if the default is
-    None."""
-    if value is None or key.default is None:
-        return True
-    if isinstance(key.default, bool):
-        return isinstance(switch(value), bool)
-    if isinstance(key.default, (int, float)):
-        return isinstance(value, (int, float, str)) and not isinstance(value, bool)
-    return isinstance(value, type(key.default))

@@ -21,7 +21,6 @@ from tiered_zero.config.deepspeed_keys import (
     Fate,
     Key,
     asks_for_something,
-    has_type_of_default,
     table,
 )
 from tiered_zero.config.explain import Reading
@@ -36,8 +35,6 @@ _HONOURED_SECTIONS |= {path.rpartition(".")[0] for path in _HONOURED_SECTIONS}
 _SECTIONS = (_HONOURED_SECTIONS | {path.rpartition(".")[0] for path in _KEYS}) - {""}
 _ARGUMENTS = [f"optimizer.params.{name}" for name in OPTIMIZER_ARGUMENTS]
 _ARGUMENTS += [f"scheduler.params.{name}" for kind in SCHEDULES.values() for name in kind.model_fields]
-_MAX_DEPTH = 64
-_MAX_BITS = 1024
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -90,12 +87,9 @@ def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
     return Key(path=path, fate=Fate.NO_EFFECT, why=why, quiet=quiet)
 
 
-def _plain(node: Any, path: str, reading: Reading, depth: int = 0) -> Any:
-    """Copy plain dicts and lists, which later steps change, without comments. Raises ConfigError for values that no key
-    takes.
-    """
-    if depth > _MAX_DEPTH:
-        raise ConfigError(f"{path[:80]}...: expected at most {_MAX_DEPTH} objects one inside another. Flatten it.")
+def _plain(node: Any, path: str, reading: Reading) -> Any:
+    """Copy plain dicts and lists, which the steps below change at will, without comments. Raises ConfigError for a key
+    that is no text."""
     if isinstance(node, Mapping):
         for name in node:
             if not isinstance(name, str):
@@ -103,13 +97,10 @@ def _plain(node: Any, path: str, reading: Reading, depth: int = 0) -> Any:
         comments = {name: value for name, value in node.items() if name.startswith("_")}
         for name, value in comments.items():
             text = value if isinstance(value, str) else shown(value)
-            printable = (path + name).encode(errors="backslashreplace").decode()  # JSON may escape half a character
-            reading.idle.append((_idle_key(printable, "a comment", quiet=True), text))
+            reading.idle.append((_idle_key(path + name, "a comment", quiet=True), text))
         kept = {name: value for name, value in node.items() if name not in comments}
-        return {name: _plain(value, f"{path}{name}.", reading, depth + 1) for name, value in kept.items()}
-    if isinstance(node, int) and node.bit_length() > _MAX_BITS:
-        raise ConfigError(f"{path.rstrip('.')}: expected a number that a float can hold; found {shown(node)}.")
-    return [_plain(item, path, reading, depth + 1) for item in node] if isinstance(node, (list, tuple)) else node
+        return {name: _plain(value, f"{path}{name}.", reading) for name, value in kept.items()}
+    return [_plain(item, path, reading) for item in node] if isinstance(node, (list, tuple)) else node
 
 
 def _drop_dotted(tree: dict[str, Any], known: Container[str], reading: Reading) -> None:
@@ -214,9 +205,6 @@ def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> Non
     if key.fate is Fate.REFUSED and not off and asks_for_something(key, value):
         taken = "it to be off" if False in key.allowed else " or ".join(map(json.dumps, key.allowed))
         raise ConfigError(f"{key.path}: expected {taken} or left out; found {shown(value)}. It is refused: {key.why}.")
-    if key.fate is Fate.NO_EFFECT and value != "auto" and not has_type_of_default(key, value):
-        expected = type(key.default).__name__
-        raise ConfigError(f"{key.path}: expected a value such as {key.default!r} ({expected}); found {shown(value)}.")
     reading.idle.append((key, value))
 
 

@@ -11,8 +11,7 @@ import difflib
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -22,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from tiered_zero.config import SchedulerSection
 from tiered_zero.config.schema import SCHEDULES
 from tiered_zero.errors import ConfigError
-from tiered_zero.rules.optimizer_copy import copied_group
 
 _log = logging.getLogger(__name__)
 
@@ -206,7 +204,6 @@ def _warmup(params: Mapping[str, Any], iteration: int) -> float:
     return iteration / num_steps if is_linear else (1 / math.log(num_steps)) * math.log(iteration + 1)
 
 
-_TRIED_STEPS = 3
 _OWN: dict[str, type[Schedule]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
@@ -223,24 +220,11 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> Schedule
             f"found {section.type!r}. Did you mean {close}?"
         )
     try:
-        if section.type not in _OWN:
-            _try_steps(kind, optimizer, section.params)
         return kind(optimizer, **section.params)
     except ConfigError:
         raise
     except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
         raise ConfigError(f"scheduler.params: expected arguments that {section.type} takes; {error}.") from error
-
-
-def _try_steps(kind: Callable[..., Any], optimizer: Optimizer, params: Mapping[str, Any]) -> None:
-    """Try some steps of a torch schedule over copied groups: most classes check their arguments only in `step()`."""
-    groups = [{**copied_group(group), "params": [torch.zeros(1)]} for group in optimizer.param_groups]
-    example = Optimizer(groups, dict(optimizer.defaults))
-    example._opt_called = True  # type: ignore[attr-defined]  # schedulers check it for the order of calls
-    schedule = kind(example, **params)
-    for _ in range(_TRIED_STEPS):
-        with suppress(ValueError):  # past the last step, as in OneCycleLR
-            schedule.step()
 
 
 def _torch_types() -> dict[str, type[LRScheduler]]:
