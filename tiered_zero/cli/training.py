@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 import struct
 import time
 from collections import deque
@@ -34,7 +33,7 @@ from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.sizes import TIERS, format_nbytes
 from tiered_zero.stopping import INTERRUPTED, TERMINATED, StopRequest, stop_on_signals
 from tiered_zero.telemetry.advice import explain_pace, explain_prediction
-from tiered_zero.telemetry.report import MAX_STEPS_KEPT, RunReport, RunTotals, StepReport
+from tiered_zero.telemetry.report import RunReport, RunTotals, StepReport
 
 logger = logging.getLogger("tiered_zero")
 
@@ -48,8 +47,8 @@ SECONDS_BETWEEN_LINES = 10.0
 STEPS_AVERAGED = 20
 """Tokens/s and time left are those of the last so many steps."""
 
-_MESSAGE = struct.Struct("<ddq")
-"""Loss, own seconds, exit code of a signal or 0."""
+_MESSAGE = struct.Struct("<dq")
+"""Loss, exit code of a signal or 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,18 +118,17 @@ class Training:
             engine = open_engine(self._settings, self._model, self._options.seed)
             predicted = predicted_seconds(engine.config, engine.module, engine.plan)
             totals = RunTotals({tier: engine.plan.nbytes(tier) for tier in TIERS}, predicted)
-            ranks = RankSteps(engine)
             try:
                 with engine:
-                    code = self._train(engine, stop, totals, ranks)
+                    code = self._train(engine, stop, totals)
             except (KeyboardInterrupt, SystemExit) as interrupt:
                 code = INTERRUPTED if isinstance(interrupt, KeyboardInterrupt) else TERMINATED
         if self._rank == 0:
-            self._show(totals, ranks, code)
+            self._show(totals, code)
             self._show_end(code)
         return code
 
-    def _train(self, engine: Engine, stop: StopRequest, totals: RunTotals, ranks: RankSteps) -> int:
+    def _train(self, engine: Engine, stop: StopRequest, totals: RunTotals) -> int:
         """Make the steps that are not made yet; return the exit code."""
         options, progress = self._options, self._progress
         self._resumption.load(engine)
@@ -143,7 +141,7 @@ class Training:
         with progress:
             for step in range(engine.global_steps, options.steps):
                 own_loss = train_step(engine, self._corpus, step, self._model.context, options.seed)
-                loss, stop_code = ranks.after_step(own_loss, stop.code)
+                loss, stop_code = agree(engine, own_loss, stop.code)
                 assert engine.step_report is not None
                 report = replace(engine.step_report, loss=loss, tokens=self._step_tokens)
                 totals.add(report)
@@ -157,7 +155,7 @@ class Training:
             is_saved = saver is None or saver.finish()
         return stop_code or stop.code or (0 if is_saved else UNSAVED)
 
-    def _show(self, totals: RunTotals, ranks: RankSteps, code: int) -> None:
+    def _show(self, totals: RunTotals, code: int) -> None:
         """Print what the run took, as tables or as JSON."""
         progress, report = self._progress, totals.report()
         num_made = progress.done - progress.first
@@ -175,13 +173,10 @@ class Training:
                 "resumed_from": self._resumption.path,
                 "resumed_step": progress.first,
                 "world_size": self._world_size,
-                "rank_step_s": ranks.own_s,
             }
             print_json({**facts, **report.to_json()})
         elif num_made:
             print_report(report, num_parameters(self._model))
-            if line := ranks.describe():
-                click.echo(line)
 
     def _show_end(self, code: int) -> None:
         """Say why the run ended early. Raises NonFiniteError."""
@@ -310,47 +305,11 @@ class TrainingProgress:
             logger.info("step %d/%d  %s", self.done, self._num_steps, figures)
 
 
-@final
-class RankSteps:
-    """Exchanges a few numbers after each step, which every rank makes. Main thread.
-
-    A rank's own time is that of a step without what it waited for the others: the slowest rank waits the least.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.world_size = engine.world_size
-        self._own_s: list[deque[float]] = [deque(maxlen=MAX_STEPS_KEPT) for _ in range(self.world_size)]
-        self._began_s, self._waited_s = time.perf_counter(), self._waited()
-
-    def after_step(self, loss: float, code: int | None) -> tuple[float, int | None]:
-        """Exchange this rank's loss and exit code. Return the mean loss, and the code of a signal that any rank has got
-        or None: the same on all ranks. Raises RankError."""
-        if self.world_size == 1:
-            return loss, code
-        own_s = time.perf_counter() - self._began_s - (self._waited() - self._waited_s)
-        found = [_MESSAGE.unpack(each) for each in self._engine.exchange(_MESSAGE.pack(loss, own_s, code or 0))]
-        self._began_s, self._waited_s = time.perf_counter(), self._waited()
-        for each, (_, seconds, _) in zip(self._own_s, found, strict=True):
-            each.append(seconds)
-        codes = [theirs for _, _, theirs in found if theirs]
-        return sum(theirs for theirs, _, _ in found) / len(found), codes[0] if codes else None
-
-    @property
-    def own_s(self) -> list[float]:
-        """The median of each rank's own seconds a step; empty with one rank, and before the first step."""
-        return [statistics.median(each) for each in self._own_s if each] if self.world_size > 1 else []
-
-    def describe(self) -> str:
-        """One line under the tables: who is fast, who is slow, on average; "" with one rank."""
-        if not (own_s := self.own_s):
-            return ""
-        fastest, slowest = min(own_s), max(own_s)
-        return (
-            f"{self.world_size} ranks; a step without waits for the others: {fastest:.3f} s on rank "
-            f"{own_s.index(fastest)}, the fastest, {slowest:.3f} s on rank {own_s.index(slowest)}, the slowest. The "
-            "tables are rank 0's."
-        )
-
-    def _waited(self) -> float:
-        return self._engine.rank_report()["waited_s"] if self._engine.world_size > 1 else 0.0
+def agree(engine: Engine, loss: float, code: int | None) -> tuple[float, int | None]:
+    """Exchange loss and exit code with the other ranks, after each step. Return the mean loss, and the code of
+    a signal that any rank has got or None: the same on all ranks. Raises RankError."""
+    if engine.world_size == 1:
+        return loss, code
+    found = [_MESSAGE.unpack(each) for each in engine.exchange(_MESSAGE.pack(loss, code or 0))]
+    codes = [theirs for _, theirs in found if theirs]
+    return sum(theirs for theirs, _ in found) / len(found), codes[0] if codes else None

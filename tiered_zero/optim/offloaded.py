@@ -363,11 +363,6 @@ def _read_offload(offload: Mapping[str, Any]) -> Config:
             f'offload["device"]: expected "cpu" or "nvme"; found {offload.get("device")!r}. Take the plain optimizer '
             "to keep state where the parameters are."
         )
-    if offload["device"] == "nvme" and not offload.get("nvme_path"):
-        raise ConfigError(
-            f'offload["nvme_path"]: expected a directory for device nvme; found {offload.get("nvme_path")!r}. Give the '
-            "path of a directory on a local disk."
-        )
     config = load(
         {
             "train_micro_batch_size_per_gpu": 1,
