@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +37,7 @@ _CLASSES: dict[str, type[Optimizer]] = {
     if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
 } | {"lion": Lion}
 
-_FLAG_OR_NULL = (".foreach", ".fused")
+_FLAG_OR_NULL = ("foreach", "fused")
 _TORCH_CODE = ("fused", "foreach", "capturable", "differentiable")
 """Options with which torch's own code must take the step."""
 _REFUSED_OPTIONS = {"capturable", "differentiable"}
@@ -221,50 +220,28 @@ def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bo
 
 
 def _checked(kind: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the constructor's keyword arguments one by one, so that an error names its key."""
+    """Check the constructor's keyword arguments. Values are checked by the constructor itself."""
     accepted = {name: p.default for name, p in inspect.signature(kind).parameters.items() if name != "params"}
     defaults: dict[str, Any] = {}
     for key, value in options.items():
-        path = f"optimizer.params.{key}"
+        path, default = f"optimizer.params.{key}", accepted.get(key)
         if key not in accepted:
             raise ConfigError(_unknown(path, key, set(accepted), f"parameter of {kind.__name__}"))
         if key in _REFUSED_OPTIONS and value not in (False, None):
             raise ConfigError(
                 f"{path} must be false; found {value!r}. It serves a graph over the update; there is none."
             )
-        defaults[key] = _coerced(path, value, accepted[key])
-        if key != "nesterov":  # the one flag that is only valid together with another
-            _tried(kind, {key: defaults[key]}, path)
-    _tried(kind, defaults, "optimizer.params")
-    return defaults
-
-
-def _coerced(path: str, value: Any, default: Any) -> Any:
-    """Convert a list to the tuple that torch expects, and check types."""
-    if isinstance(default, tuple):
-        if not isinstance(value, (list, tuple)) or len(value) != len(default):
-            raise ConfigError(f"{path} must be a list of {len(default)} numbers; found {value!r}.")
-        return tuple(_coerced(f"{path}[{i}]", item, default[i]) for i, item in enumerate(value))
-    if path.endswith(_FLAG_OR_NULL) and value is None:
-        return None
-    if (isinstance(default, bool) or path.endswith(_FLAG_OR_NULL)) and not isinstance(value, bool):
-        raise ConfigError(f"{path} must be true or false; found {value!r}.")
-    if isinstance(default, bool) or not isinstance(default, (int, float)):
-        return value
-    try:
-        number = value if isinstance(value, (int, float)) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(value, bool) or not math.isfinite(number):
-        raise ConfigError(f"{path} must be a finite number; found {value!r}.")
-    return number
-
-
-def _tried(kind: type[Optimizer], defaults: Mapping[str, Any], path: str) -> None:
+        is_flag = isinstance(default, bool) or key in _FLAG_OR_NULL
+        if isinstance(value, bool) != is_flag and not (is_flag and value is None is default):
+            raise ConfigError(f"{path} must be {'true or false' if is_flag else 'no flag'}; found {value!r}.")
+        defaults[key] = tuple(value) if isinstance(default, tuple) and isinstance(value, list) else value
     try:
         _example(kind, defaults)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{path}: {kind.__name__} does not take {dict(defaults)}: {error}. Correct it.") from error
+        raise ConfigError(
+            f"optimizer.params: {kind.__name__} does not take {defaults}: {error}. Correct it."
+        ) from error
+    return defaults
 
 
 def _example(kind: type[Optimizer], defaults: Mapping[str, Any]) -> Optimizer:
