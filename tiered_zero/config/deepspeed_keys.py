@@ -32,10 +32,10 @@ class Fate(str, Enum):
 class Key:
     """One key. `why`: its effect, or the reason for having none or being refused.
 
-    `default`: DeepSpeed's value when the key is absent. `to`: the path that a renamed key is read as. `quiet`: not
-    worth a notice: a spelling that DeepSpeed itself holds equal, or a key without effect because what it asks for holds
-    in any case. `allowed`: the only values that a refused key takes, besides None and "auto"; a section (its default is
-    a dict) may also be off.
+    `default`: DeepSpeed's value if the key is absent. `to`: the path as which a renamed key is read. `quiet`: not worth
+    a notice: a spelling that DeepSpeed accepts, too, or a key without effect because what it asks for always holds.
+    `allowed`: the only values accepted for a refused key, in addition to None and "auto"; a section (its default is a
+    dict) may also be off.
     """
 
     path: str

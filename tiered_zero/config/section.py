@@ -44,7 +44,7 @@ def number(value: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error quotes it: repr, cut to a line."""
+    """Format a value for an error: its repr, cut to a line."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
