@@ -6,7 +6,7 @@ benchmark records.
 
 The last record of each name in records/*.jsonl counts; of a step's, the last for each model, number of tokens and
 clipping; of activations', the last for each hidden size, with torch's huge pages and without, and with fewer blocks of
-plain PyTorch; of placements that are chosen, the last for each part.
+plain PyTorch; of placements that are chosen, and of predicted steps, the last for each part.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def last_records() -> dict[tuple[Any, ...], dict[str, Any]]:
             kind = arguments.get("clip", arguments.get("accumulation", arguments.get("part", 0.0)))
             if record["name"] == "activations":
                 kind = arguments["hidden"], arguments.get("huge_pages", False), "plain_blocks" in arguments
-            kind = arguments.get("tier", kind)
+            kind = arguments.get("only", arguments.get("tier", kind))
             records[record["name"], arguments.get("model", ""), arguments.get("tokens", 0), kind] = record
     return records
 
@@ -248,6 +248,28 @@ def deepspeed_table(record: dict[str, Any]) -> str:
     return head(record, title) + "\n" + rows(["case", "s"], body) + after
 
 
+def step_seconds_table(record: dict[str, Any]) -> str:
+    """Measured steps next to those that the plan predicts. tiny counts in no mean: its steps are Python."""
+    body = [
+        [
+            name,
+            f"{seconds:.3f}",
+            f"{record['cells'][name]['predicted']['seconds']:.3f}",
+            f"{record['errors'][name]:+.0%}",
+        ]
+        for name, seconds in record["median"].items()
+    ]
+    summary, tokens = record["summary"], record["arguments"]["tokens"]
+    after = f"\nMean error of {summary['num']} cells {summary['mean']:.1%}, worst {summary['worst']:.0%}.\n"
+    title = f"Predicted steps, bf16, {tokens} tokens a micro-batch"
+    return (
+        head(record, title)
+        + "\n"
+        + rows(["model, tier, clipping x micro-batches", "s", "predicted s", "error"], body)
+        + after
+    )
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "step": step_table,
     "update": update_table,
@@ -257,6 +279,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "checkpoint": checkpoint_table,
     "ranks": ranks_table,
     "auto": auto_table,
+    "step_seconds": step_seconds_table,
+    "deepspeed": deepspeed_table,
 }
 """Record name -> its table, in the page's order."""
 
