@@ -62,6 +62,45 @@ except ImportError as error:
     assert call("uninstall", tmp_path)[0] == 1
 
 
+def test_an_alias_of_another_version(tmp_path: Path) -> None:
+    """It is named, replaced and removed, also without RECORD; no path of RECORD outside of the alias is touched."""
+    assert call("install", tmp_path)[0] == 0
+    old, new = (tmp_path / f"deepspeed-{version}.dist-info" for version in ("0.18.0+tiered.zero", VERSION))
+
+    def make_old() -> None:
+        new.rename(old)
+        text = (old / "METADATA").read_text()
+        (old / "METADATA").write_text(text.replace(VERSION, "0.18.0+tiered.zero"))
+
+    make_old()
+    assert call("status", tmp_path) == (0, f"The alias: deepspeed 0.18.0+tiered.zero in {tmp_path}.\n")
+    assert call("install", tmp_path)[0] == 0
+    assert new.is_dir() and not old.exists()
+    make_old()
+    (tmp_path / "other.py").touch()
+    (old / "RECORD").write_text("other.py,,\n")
+    assert call("uninstall", tmp_path)[0] == 0
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["bin", "other.py"]
+    assert call("install", tmp_path)[0] == 0
+    (new / "RECORD").unlink()
+    assert call("uninstall", tmp_path)[0] == 0
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["bin", "other.py"]
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "deepspeed").write_text("#!/bin/sh\n")
+    status, said = call("install", tmp_path)
+    assert status == 1 and "expected no " in said and "--target DIR" in said
+    assert (tmp_path / "bin" / "deepspeed").read_text() == "#!/bin/sh\n" and len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "bin" / "deepspeed").unlink()
+    (tmp_path / "bin").rmdir()
+    (tmp_path / "bin").touch()  # a file: no directory can be made
+    status, said = call("install", tmp_path)
+    assert status == 1 and "File exists" in said and "--target DIR" in said
+    assert call("uninstall", tmp_path)[0] == 0 and [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
 def test_never_found_without_it() -> None:
     assert run("import importlib.util, tiered_zero; print(importlib.util.find_spec('deepspeed'))", Path()) == "None"
 

@@ -36,6 +36,7 @@ Requires-Dist: tiered-zero
 _WHEEL = f"Wheel-Version: 1.0\nGenerator: tiered_zero ({__version__})\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _ENTRY_POINTS = "[console_scripts]\ndeepspeed = tiered_zero.cli.launch:main\n"
 _INFO = f"deepspeed-{VERSION}.dist-info"
+_INFO_FILES = ("METADATA", "WHEEL", "INSTALLER", "entry_points.txt", "RECORD")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +47,19 @@ class Place:
     scripts: Path
 
     @property
-    def info(self) -> Path:
-        """The directory of the distribution's metadata."""
-        return self.packages / _INFO
+    def package(self) -> Path:
+        """The package's one file."""
+        return self.packages / "deepspeed" / "__init__.py"
+
+    @property
+    def command(self) -> Path:
+        """The launcher."""
+        return self.scripts / "deepspeed"
+
+    @property
+    def infos(self) -> list[Path]:
+        """The directories of metadata: one where the alias is installed, of this version or another."""
+        return sorted(self.packages.glob("deepspeed-*+tiered.zero.dist-info"))
 
 
 def _place(ctx: click.Context, param: click.Parameter, target: Path | None) -> Place:
@@ -80,43 +91,43 @@ def install(place: Place) -> None:
             f"deepspeed-alias install: expected no DeepSpeed; found {found}. Run `pip uninstall deepspeed` first, or "
             "write `import tiered_zero.deepspeed as deepspeed` into the script and leave DeepSpeed installed."
         )
-    command = place.scripts / "deepspeed"
+    if place.command.exists() and not _is_ours(place.command):
+        raise ConfigError(
+            f"deepspeed-alias install: expected no {place.command}, or the alias's own; found another file. Move it, "
+            "or name a directory for PYTHONPATH: --target DIR."
+        )
     script = f"#!{sys.executable}\nimport sys\n\nfrom tiered_zero.cli.launch import main\n\nsys.exit(main())\n"
-    files = {
-        place.packages / "deepspeed" / "__init__.py": _PACKAGE,
-        place.info / "METADATA": _METADATA,
-        place.info / "WHEEL": _WHEEL,
-        place.info / "INSTALLER": "tiered-zero\n",
-        place.info / "entry_points.txt": _ENTRY_POINTS,
-        command: script,
-    }
-    for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    command.chmod(0o755)
-    with open(place.info / "RECORD", "w", newline="") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerows(_row(path, text, place) for path, text in files.items())
-        rows.writerow((f"{_INFO}/RECORD", "", ""))
-    click.echo(f"deepspeed {VERSION} is in {place.packages}, and its command is {command}.")
+    info = place.packages / _INFO
+    texts = (_METADATA, _WHEEL, "tiered-zero\n", _ENTRY_POINTS)  # metadata first: what is cut short is known as ours
+    files = {info / name: text for name, text in zip(_INFO_FILES, texts, strict=False)}
+    files |= {place.package: _PACKAGE, place.command: script}
+    try:
+        _remove(place)
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        place.command.chmod(0o755)
+        with open(info / "RECORD", "w", newline="") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerows(_row(path, text, place) for path, text in files.items())
+            rows.writerow((f"{_INFO}/RECORD", "", ""))
+    except OSError as error:
+        raise ConfigError(
+            f"deepspeed-alias install: expected to write to {place.packages} and {place.scripts}; found {error}. Name "
+            "a directory of yours for PYTHONPATH: --target DIR."
+        ) from error
+    click.echo(f"deepspeed {VERSION} is in {place.packages}, and its command is {place.command}.")
 
 
 @deepspeed_alias.command("uninstall")
 @_TARGET
 def uninstall(place: Place) -> None:
     """Remove what `install` has written, and nothing else."""
-    if not place.info.is_dir():
-        raise ConfigError(f"deepspeed-alias uninstall: expected {place.info}; it is not there. Nothing was removed.")
-    with open(place.info / "RECORD", newline="") as file:
-        paths = [place.packages / row[0] for row in csv.reader(file)]
-    for path in paths:
-        path.unlink(missing_ok=True)
-        for cached in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc") if path.suffix == ".py" else ():
-            cached.unlink()
-    for folder in (place.packages / "deepspeed" / "__pycache__", place.packages / "deepspeed", place.info):
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-    click.echo(f"deepspeed {VERSION} is removed from {place.packages}.")
+    infos = place.infos
+    if not infos:
+        raise ConfigError(f"deepspeed-alias uninstall: expected the alias in {place.packages}; it is not there.")
+    _remove(place)
+    click.echo(f"{_named(infos[0])} is removed from {place.packages}.")
 
 
 @deepspeed_alias.command("status")
@@ -125,8 +136,8 @@ def status(place: Place) -> None:
     """Say what `import deepspeed` finds: the alias, the real one, or nothing."""
     if (found := _find_real(place)) is not None:
         click.echo(f"The real one: {found}. The alias is not installed beside it.")
-    elif place.info.is_dir():
-        click.echo(f"The alias: deepspeed {VERSION} in {place.packages}.")
+    elif infos := place.infos:
+        click.echo(f"The alias: {_named(infos[0])} in {place.packages}.")
     else:
         click.echo(
             f"Nothing: there is no deepspeed in {place.packages}. `tiered-zero deepspeed-alias install` adds it."
@@ -138,8 +149,30 @@ def _find_real(place: Place) -> str | None:
     for found in metadata.distributions(name="deepspeed", path=[str(place.packages), *sys.path]):
         if "+tiered" not in found.version:
             return f"deepspeed {found.version} in {found.locate_file('')}"
-    package = place.packages / "deepspeed"
-    return f"the package {package}" if package.exists() and not place.info.is_dir() else None
+    package = place.package.parent
+    return f"the package {package}" if package.exists() and not place.infos else None
+
+
+def _remove(place: Place) -> None:
+    """Remove the files that an install writes, by their names and not by RECORD, and directories left empty."""
+    cached = place.package.parent / "__pycache__"
+    paths = [path for path in (place.package, place.command) if path.exists() and _is_ours(path)]
+    paths += cached.glob("__init__.*.pyc") if place.package in paths else ()
+    for path in [*paths, *(info / name for info in place.infos for name in _INFO_FILES)]:
+        path.unlink(missing_ok=True)
+    for folder in (cached, place.package.parent, *place.infos):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether an install has written the file."""
+    return b"tiered_zero" in path.read_bytes()
+
+
+def _named(info: Path) -> str:
+    """Return the distribution's name and version."""
+    return " ".join(info.name.removesuffix(".dist-info").split("-", 1))
 
 
 def _row(path: Path, text: str, place: Place) -> tuple[str, str, str]:
