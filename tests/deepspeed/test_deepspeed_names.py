@@ -162,7 +162,7 @@ class TestNames:
         from tiered_zero.deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
         from tiered_zero.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
         from tiered_zero.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-        from tiered_zero.deepspeed.ops.lion import DeepSpeedCPULion
+        from tiered_zero.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
         from tiered_zero.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
         from tiered_zero.deepspeed.runtime.zero import partition_parameters
 
@@ -172,9 +172,9 @@ class TestNames:
         assert type(FusedAdam(params)) is type(DeepSpeedCPUAdam(params)) is torch.optim.AdamW
         assert FusedAdam(params).defaults["weight_decay"] == 0
         assert type(DeepSpeedCPUAdagrad(params)) is torch.optim.Adagrad
-        assert issubclass(DeepSpeedCPULion, torch.optim.Optimizer) and issubclass(
-            DeepSpeedOptimizer, torch.optim.Optimizer
-        )
+        assert type(DeepSpeedCPUAdagrad(params, adamw_mode=False)) is torch.optim.Adagrad
+        assert type(DeepSpeedCPULion(params, lr=0.5, adamw_mode=False)) is FusedLion
+        assert issubclass(FusedLion, torch.optim.Optimizer) and issubclass(DeepSpeedOptimizer, torch.optim.Optimizer)
         with pytest.raises(ConfigError, match="bias_correction in optimizer"):
             DeepSpeedCPUAdam(params, bias_correction=False)
         assert partition_parameters.zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.half) is torch.ones
@@ -182,6 +182,21 @@ class TestNames:
         assert deepspeed.runtime.engine.DeepSpeedEngine is deepspeed.DeepSpeedEngine is tiered_zero.Engine
         assert clone_tensors_for_torch_save(params) is params and DEEPSPEED_ENVIRONMENT_NAME
         assert deepspeed.utils.logging.logger is deepspeed.utils.logger
+
+    @pytest.mark.parametrize(
+        ("kind", "key"), [("SGD", "momentum"), ("RMSprop", "alpha"), ("Adafactor", "d"), ("Adamax", "maximize")]
+    )
+    def test_groups_of_another_optimizer_are_refused(self, kind: str, key: str) -> None:
+        """As Accelerate passes them on in place of the optimizer; those of Adam, and a user's own, are taken."""
+        from tiered_zero.deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        params = [nn.Parameter(torch.ones(2))]
+        with pytest.raises(ConfigError, match=f'found one with .*{key}, .*"zero_force_ds_cpu_optimizer": false'):
+            DeepSpeedCPUAdam(getattr(torch.optim, kind)(params).param_groups, lr=0.1, adamw_mode=False)
+        own = [{"params": params, "name": "all", "lr_scale": 0.5}]
+        made = DeepSpeedCPUAdam(torch.optim.AdamW(own, lr=0.1).param_groups)
+        assert DeepSpeedCPUAdam(made.param_groups).param_groups[0]["lr_scale"] == 0.5
+        assert DeepSpeedCPUAdam(own).param_groups[0]["name"] == "all"
 
     @pytest.mark.parametrize("name", ["init_inference", "PipelineModule", "moe", "OnDevice", "zero.TiledLinear", "x"])
     def test_what_is_not_here_says_so(self, name: str) -> None:
@@ -198,6 +213,13 @@ class TestNames:
             ("from tiered_zero.deepspeed.moe import layer", "moe", "does not split"),
             ("from tiered_zero.deepspeed import moe; moe.layer", "moe.layer", "does not split"),
             ("from tiered_zero.deepspeed.utils import groups; groups.x", "utils.groups.x", "does not split"),
+            ("from tiered_zero.deepspeed.runtime.zero.stage3 import x", "runtime.zero.stage3", "tiered-zero plan"),
+            (
+                "import tiered_zero.deepspeed.runtime.zero.config as x; x.y",
+                "runtime.zero.config.y",
+                "zero_optimization",
+            ),
+            ("from tiered_zero.deepspeed.utils.timer import x", "utils.timer", "step_report"),
             ("from tiered_zero.deepspeed.ops.lamb import FusedLamb", "ops.lamb", "name the optimizer in the config"),
             ("from tiered_zero.deepspeed import PipelineModule; PipelineModule(1)", "PipelineModule", "does not split"),
             ("from tiered_zero.deepspeed import OnDevice\nclass A(OnDevice): ...", "OnDevice", "under torch.device"),
@@ -280,13 +302,15 @@ class TestZero:
         with deepspeed.zero.GatheredParameters(model.first.weight, modifier_rank=0), torch.no_grad():
             model.first.weight.add_(1)  # before initialize: the parameter itself
         with deepspeed.initialize(model=model, config=settings(swap_path, placement))[0] as engine:
-            with deepspeed.zero.GatheredParameters([model.first.weight, model.first.bias]):
+            with deepspeed.zero.GatheredParameters([model.first.weight, None, model.first.bias]):
                 assert torch.equal(model.first.weight, before + 1)
             with deepspeed.zero.GatheredParameters(model.first.weight, modifier_rank=0), torch.no_grad():
                 model.first.weight.zero_()
             assert not engine.module.state_dict()["first.weight"].any()
             with deepspeed.zero.GatheredParameters(model.first.weight, enabled=False):
                 pass
+            with pytest.raises(ModelError, match="compile the model's blocks"):
+                engine.compile(backend="inductor", compile_kwargs={})
             with pytest.raises(ModelError, match="modifier_rank: expected None or less than 1"):
                 deepspeed.zero.GatheredParameters(model.first.weight, modifier_rank=1).__enter__()
 

@@ -95,6 +95,10 @@ _PARALLEL = "every rank takes a part of the batch; no module is split over ranks
 _MOVES = "units, the recorded order and stage3_max_live_parameters decide when parameters move"
 _CHECKPOINT = "checkpoints are written by every rank, in their own format"
 _DS_ONLY = "steers a part of DeepSpeed that does not exist here"
+_REPLACES = (
+    "the engine steps the optimizer that it gets. Accelerate reads the key: unless it is false, it puts Adam in the "
+    "place of other optimizers where state is offloaded, which is refused"
+)
 _STATES = "tiered_zero.state_format says how master weights and optimizer state are kept"
 
 
@@ -153,7 +157,7 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect("", _ONE_RANK, allgather_size=None, comms_logger={}),
     *_no_effect("", "DeepSpeed reads no section of this name", comms_config={}, monitor_config={}),
     *_satisfied("", "any torch optimizer is accepted", zero_allow_untested_optimizer=False),
-    *_satisfied("", "the optimizer that you name is the one that runs", zero_force_ds_cpu_optimizer=True),
+    *_satisfied("", _REPLACES, zero_force_ds_cpu_optimizer=True),
     *_no_effect("", _MONITOR, flops_profiler={}, comet={}, timers={}),
     *_no_effect("", "engine.memory_report() and the plan have the bytes", memory_breakdown=False),
     *_no_effect("", "tiered-zero explain prints the config", dump_state=False),

@@ -38,9 +38,12 @@ MISSING = {
     "runtime.pipe": _ONE_RANK,
     "runtime.sequence_parallel": _ONE_RANK,
     "runtime.utils": _NUMBERS,
+    "runtime.zero.config": "write the section zero_optimization into the config; engine.config has it",
+    "runtime.zero.stage3": "tiered-zero plan shows the bytes of a config on each tier, before a run",
     "sequence": _ONE_RANK,
     "tp_model_init": _ONE_RANK,
     "utils.groups": _ONE_RANK,
+    "utils.timer": _NUMBERS,
     "zero.TiledLinear": "a linear layer is fetched whole; set tiered_zero.unit_size_cap to a number that holds it",
 }
 """Module or name of DeepSpeed, with all that lies in it -> what to do instead."""

@@ -58,17 +58,20 @@ class Init:
 
 @contextmanager
 def GatheredParameters(
-    params: nn.Parameter | Iterable[nn.Parameter] | nn.Module,
+    params: nn.Parameter | Iterable[nn.Parameter | None] | nn.Module,
     modifier_rank: int | None = None,
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """`tiered_zero.gathered`, which keeps the changes of `modifier_rank`. Before `initialize` it does nothing."""
+    """`tiered_zero.gathered`, which keeps the changes of `modifier_rank`. Before `initialize` it does nothing. Leaves
+    out None, which Transformers passes in the place of a bias."""
     num_ranks = get_world_size()
     if modifier_rank is not None and modifier_rank not in range(num_ranks):
         raise ModelError(
             f"modifier_rank: expected None or less than {num_ranks}, the number of ranks; found {modifier_rank!r}."
         )
+    if not isinstance(params, nn.Parameter | nn.Module):
+        params = [param for param in params if param is not None]
     with gathered(params, modifier_rank is not None, modifier_rank or 0) if enabled else nullcontext():
         yield
 

@@ -111,6 +111,14 @@ class DeepSpeedNames(ABC):
         self._step.check_no_sync()
         yield
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raise ModelError: Accelerate calls it for Trainer's `torch_compile`."""
+        raise ModelError(
+            "engine.compile(), or torch_compile=True of TrainingArguments: expected a model that is compiled before it "
+            "is given to initialize(); found an engine. Leave it out, and compile the model's blocks, each with its "
+            "compile method, before initialize()."
+        )
+
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Nothing to do: backward or step() reduces them."""
         return

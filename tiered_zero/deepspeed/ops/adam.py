@@ -10,6 +10,9 @@ from tiered_zero.errors import ConfigError
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
+_KEYS = {"params", "param_names", "lr", "initial_lr", "betas", "eps", "weight_decay", "bias_correction"}
+"""Keys of a param group that an Adam without `amsgrad` has made."""
+
 
 def DeepSpeedCPUAdam(
     model_params: Any,
@@ -23,14 +26,17 @@ def DeepSpeedCPUAdam(
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Adam:
     """Make torch's AdamW, or its Adam without `adamw_mode`. State has the format that the config says. Raises
-    ConfigError without `bias_correction`, which only the config can ask for."""
+    ConfigError without `bias_correction`, which only the config can ask for, and for param groups of another
+    optimizer."""
     if not bias_correction:
         raise ConfigError(
             "bias_correction: expected true, as torch's Adam has no other; found false. Name the optimizer in the "
             "config, with bias_correction in optimizer.params."
         )
     kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
-    return kind(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    params = list(model_params)
+    _check_groups(params)
+    return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
 def FusedAdam(
@@ -46,3 +52,18 @@ def FusedAdam(
 ) -> torch.optim.Adam:
     """The same as `DeepSpeedCPUAdam`: on a GPU the engine takes torch's code."""
     return DeepSpeedCPUAdam(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
+
+
+def _check_groups(params: list[Any]) -> None:
+    """Raise ConfigError for a param group that another optimizer has made: Accelerate hands over the groups of any
+    optimizer, and would train Adam in its place. A group with `lr` is taken for a made one, with `amsgrad` for torch's
+    Adam."""
+    for group in params:
+        if not isinstance(group, dict) or "lr" not in group or "amsgrad" in group:
+            continue
+        if found := [key for key, value in group.items() if key not in _KEYS and not isinstance(value, str)]:
+            raise ConfigError(
+                f"DeepSpeedCPUAdam: expected param groups of Adam; found one with {', '.join(found)}, of another "
+                'optimizer. Write "zero_force_ds_cpu_optimizer": false into the JSON, and Accelerate passes your '
+                "optimizer on as it is; or choose AdamW."
+            )
