@@ -193,6 +193,10 @@ class TestNames:
         params = [nn.Parameter(torch.ones(2))]
         with pytest.raises(ConfigError, match=f'found one with .*{key}, .*"zero_force_ds_cpu_optimizer": false'):
             DeepSpeedCPUAdam(getattr(torch.optim, kind)(params).param_groups, lr=0.1, adamw_mode=False)
+        for betas, eps in (((0.9, 0.99), 0.0), ((0.99, 0.0), 1e-8)):  # bitsandbytes' Lion, and RMSprop
+            group = {"params": params, "lr": 0.1, "betas": betas, "eps": eps, "weight_decay": 0.0}
+            with pytest.raises(ConfigError, match="found one with 0 for eps or beta2"):
+                DeepSpeedCPUAdam([group])
         own = [{"params": params, "name": "all", "lr_scale": 0.5}]
         made = DeepSpeedCPUAdam(torch.optim.AdamW(own, lr=0.1).param_groups)
         assert DeepSpeedCPUAdam(made.param_groups).param_groups[0]["lr_scale"] == 0.5

@@ -57,11 +57,14 @@ def FusedAdam(
 def _check_groups(params: list[Any]) -> None:
     """Raise ConfigError for a param group that another optimizer has made: Accelerate hands over the groups of any
     optimizer, and would train Adam in its place. A group with `lr` is taken for a made one, with `amsgrad` for torch's
-    Adam."""
+    Adam. The groups of bitsandbytes' Lion, SGD and RMSprop have no other keys than Adam's, but 0 for eps or beta2."""
     for group in params:
         if not isinstance(group, dict) or "lr" not in group or "amsgrad" in group:
             continue
-        if found := [key for key, value in group.items() if key not in _KEYS and not isinstance(value, str)]:
+        found = [key for key, value in group.items() if key not in _KEYS and not isinstance(value, str)]
+        if not (group.get("eps", 1) and group.get("betas", (0, 1))[1]):
+            found.append("0 for eps or beta2")
+        if found:
             raise ConfigError(
                 f"DeepSpeedCPUAdam: expected param groups of Adam; found one with {', '.join(found)}, of another "
                 'optimizer. Write "zero_force_ds_cpu_optimizer": false into the JSON, and Accelerate passes your '
