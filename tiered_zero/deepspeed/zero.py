@@ -70,9 +70,9 @@ def GatheredParameters(
         raise ModelError(
             f"modifier_rank: expected None or less than {num_ranks}, the number of ranks; found {modifier_rank!r}."
         )
-    if not isinstance(params, nn.Parameter | nn.Module):
-        params = [param for param in params if param is not None]
-    with gathered(params, modifier_rank is not None, modifier_rank or 0) if enabled else nullcontext():
+    some = [params] if isinstance(params, nn.Parameter) else params
+    target = some if isinstance(some, nn.Module) else [param for param in some if param is not None]
+    with gathered(target, modifier_rank is not None, modifier_rank or 0) if enabled else nullcontext():
         yield
 
 
