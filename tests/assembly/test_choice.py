@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.inspection.insides import PlannedMachine, specify_run
+from tiered_zero.assembly.estimate import estimate_of
 from tiered_zero.cli.planned_run import specify_planned
 from tiered_zero.config import load
 from tiered_zero.demo.gpt import build_gpt
@@ -47,7 +49,9 @@ def rates() -> Machine:
     return Machine(name="test", device="cuda", flops_per_s={"bf16": 1e14}, disks=(disk,), **speeds, **link)
 
 
-def specified(device: int, host: int, zero: dict[str, Any] | None = None, **own: Any) -> Any:
+def specified(
+    device: int, host: int, zero: dict[str, Any] | None = None, machine: Machine | None = None, **own: Any
+) -> Any:
     """The run of `auto` with so many MiB of memory. `zero`, `own`: keys that the user writes."""
     config = {
         "train_batch_size": 4,
@@ -57,8 +61,8 @@ def specified(device: int, host: int, zero: dict[str, Any] | None = None, **own:
         "zero_optimization": zero or {"offload_optimizer": {"nvme_path": "/swap"}},
         "tiered_zero": {"placement": "auto", **own},
     }
-    machine = PlannedMachine(device_nbytes=device * MIB, host_nbytes=host * MIB)
-    return specify_run(load(config), build_gpt(MODEL), machine=machine, rates=rates())
+    sizes = PlannedMachine(device_nbytes=device * MIB, host_nbytes=host * MIB)
+    return specify_run(load(config), build_gpt(MODEL), machine=sizes, rates=machine or rates())
 
 
 def tiers_of(run: Any, kind: str) -> set[str]:
@@ -130,9 +134,27 @@ def test_memory_for_activations_is_left() -> None:
     assert long.needed_nbytes("device") + 5 * MIB < short.needed_nbytes("device") <= 350 * MIB
 
 
+def test_all_candidates_leave_room_for_activations_and_fit_the_disk() -> None:
+    """Variants of the update are held to the fit of the others, and the disk to what is left when memory is full."""
+    for device in (360, 160):
+        run = specified(device, 400, sequence_length=128)
+        estimate = estimate_of(run.model, run.config, 128)
+        for each in run.choice.candidates:
+            needed = estimate.needed_nbytes(each.plan.activations) + each.plan.needed_nbytes("device")
+            assert needed <= device * MIB, each.text
+    needed = run.plan.nbytes("nvme")
+    fits = replace(rates(), disks=(replace(rates().disks[0], nbytes=needed),))
+    assert specified(160, 400, machine=fits, sequence_length=128).plan.nbytes("nvme") == needed
+    short = replace(rates(), disks=(replace(rates().disks[0], nbytes=needed // 2),))
+    with pytest.raises(PlanError, match=r"on nvme; .* are free there"):
+        specified(160, 400, machine=short, sequence_length=128)
+
+
 def test_what_cannot_be_chosen_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="is allowed"):
         specified(20, 20)
+    with pytest.raises(PlanError, match="name a directory in zero_optimization"):
+        specified(20, 20, {"stage": 3})
     config = load({"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "tiered_zero": {"placement": "auto"}})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="doctor DIR --measure"):

@@ -119,11 +119,14 @@ def test_rates_are_measured_kept_and_shown(swap_path: Path, monkeypatch: pytest.
         (rates, "_COPIED_NBYTES", MIB), (assembly_rates, "_UPDATED_NUMEL", MIB),
     ):  # fmt: skip
         monkeypatch.setattr(target, name, value)
+    loads = iter([0.1, 9.0 * (os.cpu_count() or 1)])
+    monkeypatch.setattr(os, "getloadavg", lambda: (next(loads), 0.0, 0.0))
     paths = [swap_path / name for name in "ab"]
     for path in paths:
         path.mkdir()
         result = CliRunner().invoke(main, ["doctor", str(path), "--measure", "--json"])
         assert result.exit_code == 0 and os.listdir(path) == []
+        assert ("load average of" in result.stdout) == (path is paths[1]), "of other programs only"
     machine = load_machine(default_path())
     assert json.loads(result.stdout)["machine"] == json.loads(default_path().read_text())
     assert machine.date[:2] == "20" and machine.num_cores and machine.host_nbytes

@@ -60,6 +60,7 @@ def test_a_description_may_use_units(tmp_path: Path) -> None:
         ({"update_bytes_per_s": "fast"}, "update_bytes_per_s: Value error, 'fast' is no size"),
         ({"flops_per_s": {"bf16": "150"}}, "flops_per_s.bf16: Value error, '150' is no number above zero with TFLOPS"),
         ({"disks": [{"nbytes": 1}]}, "disks.0.path: Field required"),
+        ({"disks": [{"path": "a", "read_bytes_per_s": 1}]}, "disks.0: Value error, expected both read_bytes_per_s and"),
         ({"speed": 1}, "speed: Unexpected keyword argument"),
     ],
 )

@@ -219,9 +219,13 @@ def _pinning() -> Iterator[Finding]:
 def _rates(directory: Path, measures: bool) -> Iterator[Finding]:
     """What is on record of this machine. `measures`: anew, with the disk of `directory`. Raises what that raises."""
     if measures:
+        load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
         with stop_on_signals(at_boundary=False):  # the disk's file is removed
             report = measure_directory(directory, time.perf_counter() + _DISK_S, (IOSettings(),))
             save_measured(measure_machine(report["disk"]))
+        if load > num_cores / 2:
+            found = f"measured beside other programs: a load average of {load:.1f} on {num_cores} cores; rates are low"
+            yield Finding("load", POOR, found, "measure again when they have ended")
     machine, line = on_record()
     for found in (line, *(rate_lines(machine) if machine else ())):
         yield Finding("rates", GOOD, found)

@@ -42,7 +42,8 @@ def seconds_lines(facts: Mapping[str, Any], plan: Plan, machine: Machine) -> Ite
         if seconds:
             yield f"  {seconds:9.3g}   {lane} ({seconds / facts['seconds']:.0%} busy)"
     for tier, tokens in facts["hidden_from_tokens"].items():
-        where = "at no number of tokens a step" if tokens is None else f"from {tokens:,} tokens a step on"
+        up_to = f"not up to {facts['searched_tokens'][tier]:,} tokens a step"
+        where = up_to if tokens is None else f"from {tokens:,} tokens a step on"
         yield f"  hidden    {tier}: {where}"
     if facts["written_nbytes_per_step"]:
         kinds = ", ".join(f"{kind} {format_nbytes(n)}" for kind, n in facts["written_nbytes"].items() if n)

@@ -97,17 +97,24 @@ class PlacementSearch:
     def run(self) -> list[Candidate]:
         """Return the candidates that fit, best first. Raises what is wrong with the last one, which has least in
         memory, if none fits."""
-        plans = [*self._placements()]
+        plans = [each for each in [*self._placements()] if self._has_disk(each[1])]
         least = min((self._short_nbytes(plan) for _, plan in plans), default=0)
         found = [self._candidate(*each) for each in plans if self._short_nbytes(each[1]) <= least]
         for best in sorted(found, key=_order)[:NUM_SHOWN]:
             for update in ("barrier", "overlapped"):
                 for size in ({}, {f"{_ZERO}sub_group_size": LARGE_SUB_GROUP_NUMEL}):
                     settings = {**best.settings, f"{_OWN}update": update, **size}
-                    if plan := self._plan(settings):
+                    plan = self._plan(settings)
+                    if plan is not None and self._short_nbytes(plan) <= least and self._has_disk(plan):
                         found.append(self._candidate(settings, plan))
         if not found:
-            raise next((error for error in reversed(self.errors) if isinstance(error, PlanError)), self.errors[-1])
+            last = next((error for error in reversed(self.errors) if isinstance(error, PlanError)), self.errors[-1])
+            if isinstance(last, PlanError) and self._path is None:
+                raise PlanError(
+                    "Nothing fits memory alone. So that tiered_zero.placement auto may use a disk, name a directory in "
+                    f"zero_optimization.offload_optimizer.nvme_path. {last}"
+                )
+            raise last
         by_places: dict[str, Candidate] = {}
         for candidate in sorted(found, key=_order):
             by_places.setdefault(candidate.places, candidate)
@@ -117,17 +124,21 @@ class PlacementSearch:
         """Plan what works, and `fits` if that is asked; None, with an entry in `errors`, for what does not."""
         try:
             plan = self.plan_of(self.config.filled_in(settings))
-            if not fits:
-                return plan
-            plan.check()
-            if self.disk_nbytes is not None and (needed := plan.nbytes("nvme")) > self.disk_nbytes:
-                raise PlanError(
-                    f"The plan needs {format_nbytes(needed)} on nvme; {format_nbytes(self.disk_nbytes)} are free there."
-                )
+            if fits:
+                plan.check()
         except (ValidationError, ConfigError, ModelError, PlanError) as error:
             self.errors.append(error)
             return None
         return plan
+
+    def _has_disk(self, plan: Plan) -> bool:
+        """Whether the disk has room for the plan; if not, with an entry in `errors`."""
+        needed = plan.nbytes("nvme")
+        if self.disk_nbytes is None or needed <= self.disk_nbytes:
+            return True
+        free = format_nbytes(self.disk_nbytes)
+        self.errors.append(PlanError(f"The plan needs {format_nbytes(needed)} on nvme; {free} are free there."))
+        return False
 
     def _candidate(self, settings: Settings, plan: Plan) -> Candidate:
         config = self.config.filled_in(settings)

@@ -63,6 +63,8 @@ class Disk:
 
     def __post_init__(self) -> None:
         read, write = self.read_bytes_per_s, self.write_bytes_per_s
+        if (read is None) != (write is None):
+            raise ValueError("expected both read_bytes_per_s and write_bytes_per_s, or neither")
         if self.mixed_bytes_per_s is None and read and write:
             object.__setattr__(self, "mixed_bytes_per_s", 2 / (1 / read + 1 / write))
 

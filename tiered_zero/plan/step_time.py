@@ -103,7 +103,7 @@ class Work:
 class StepSeconds:
     """`by_resource`: busy seconds of compute, fetch, reduce, update, disk read and disk write. `tokens`: of a step.
     `written_nbytes`: on nvme, by kind. `hidden_from_tokens`: tier -> the tokens of a step from which it adds nothing to
-    compute; None: at no number. `num_events`: that were simulated."""
+    compute; None: not up to its `searched_tokens`. `num_events`: that were simulated."""
 
     seconds: float
     by_resource: Mapping[str, float]
@@ -111,6 +111,7 @@ class StepSeconds:
     written_nbytes: Mapping[str, int]
     num_events: int
     hidden_from_tokens: Mapping[str, int | None] = field(default_factory=dict)
+    searched_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def bound_by(self) -> str:
@@ -161,8 +162,9 @@ def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool
     )
     if not finds_hidden:
         return step
-    hidden = {tier: _hidden_from(tier, plan, work, machine) for tier in ("host", "nvme") if _is_used(plan, tier)}
-    return replace(step, hidden_from_tokens=hidden)
+    found = {tier: _hidden_from(tier, plan, work, machine) for tier in ("host", "nvme") if _is_used(plan, tier)}
+    hidden = {tier: tokens if is_hidden else None for tier, (tokens, is_hidden) in found.items()}
+    return replace(step, hidden_from_tokens=hidden, searched_tokens={tier: found[tier][0] for tier in found})
 
 
 def _written(plan: Plan, work: Work) -> dict[str, int]:
@@ -180,9 +182,9 @@ def _is_used(plan: Plan, tier: str) -> bool:
     return any(tier in (unit.params[0], unit.gradients[0], *unit.state) for unit in plan.units)
 
 
-def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> int | None:
+def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[int, bool]:
     """Search the tokens: no fewer than make compute as long as the busiest lane of the tier, which is the answer where
-    updates start in backward, and no more than eight times as many."""
+    updates start in backward, and no more than eight times as many. Returns the last, and whether they hide it."""
     rates = _Rates(plan, machine, only=tier)
 
     def is_hidden(factor: float) -> bool:
@@ -192,13 +194,13 @@ def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> int | N
     lanes = _lanes(_simulate(plan, work, rates)[1], rates)
     low = max(seconds for name, seconds in lanes.items() if name != "compute") / lanes["compute"]
     if is_hidden(low):
-        return ceil(low * work.tokens * work.accumulation)
+        return ceil(low * work.tokens * work.accumulation), True
     if not is_hidden(high := 8 * low):
-        return None
+        return ceil(high * work.tokens * work.accumulation), False
     while high > HIDDEN_STEP * low:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if is_hidden(middle) else (middle, high)
-    return ceil(high * work.tokens * work.accumulation)
+    return ceil(high * work.tokens * work.accumulation), True
 
 
 def _lanes(by_resource: Mapping[str, float], rates: _Rates) -> dict[str, float]:
