@@ -27,11 +27,11 @@ def hold_interrupts() -> Iterator[None]:
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    has_come = False
+    has_come, is_over = False, False
 
     def note(*_: object) -> None:
         nonlocal has_come
-        if has_come:
+        if has_come or is_over:
             raise KeyboardInterrupt
         has_come = True
 
@@ -39,7 +39,9 @@ def hold_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is note:  # notebooks set Python's own anew for each cell
+        is_over = True
+        here = threading.get_ident() == threading.main_thread().ident  # else a thread collects an abandoned block
+        if here and signal.getsignal(signal.SIGINT) is note:  # notebooks set Python's own anew for each cell
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if has_come:
+        if has_come and here:
             raise KeyboardInterrupt
