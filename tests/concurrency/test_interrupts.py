@@ -329,3 +329,20 @@ def test_a_stop_request_drops_the_step(swap_path: Path) -> None:
             train(engine)
         assert ended.value.code == TERMINATED and engine.global_steps == 0
         train(engine)
+
+
+def test_a_block_that_another_thread_collects_leaves_ctrl_c_alone() -> None:
+    def abandoned() -> Iterator[None]:
+        with hold_interrupts():
+            yield
+
+    block = abandoned()
+    next(block)
+    thread = threading.Thread(target=block.close)
+    thread.start()
+    thread.join()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), hold_interrupts():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -17,31 +17,41 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+class _Held:
+    """The handler of SIGINT within a block. `is_over`: the block has ended, on a thread that could not take it off."""
+
+    def __init__(self) -> None:
+        self.has_come, self.is_over = False, False
+
+    def __call__(self, *_: object) -> None:
+        if self.has_come or self.is_over:
+            raise KeyboardInterrupt
+        self.has_come = True
+
+
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
     """Raise the first KeyboardInterrupt of the block as it ends. Also a decorator.
 
     Does nothing off the main thread, inside of another such block, and where the program handles SIGINT by itself.
     """
-    is_main = threading.get_ident() == threading.main_thread().ident
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    before = signal.getsignal(signal.SIGINT)
+    is_free = before is signal.default_int_handler or (isinstance(before, _Held) and before.is_over)
+    if not _is_main_thread() or not is_free:
         yield
         return
-    has_come, is_over = False, False
-
-    def note(*_: object) -> None:
-        nonlocal has_come
-        if has_come or is_over:
-            raise KeyboardInterrupt
-        has_come = True
-
-    signal.signal(signal.SIGINT, note)
+    held = _Held()
+    signal.signal(signal.SIGINT, held)
     try:
         yield
     finally:
-        is_over = True
-        here = threading.get_ident() == threading.main_thread().ident  # else a thread collects an abandoned block
-        if here and signal.getsignal(signal.SIGINT) is note:  # notebooks set Python's own anew for each cell
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if has_come and here:
-            raise KeyboardInterrupt
+        held.is_over = True
+        if _is_main_thread():  # else another thread collects an abandoned block
+            if signal.getsignal(signal.SIGINT) is held:  # notebooks set Python's own anew for each cell
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            if held.has_come:
+                raise KeyboardInterrupt
+
+
+def _is_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
