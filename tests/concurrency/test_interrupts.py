@@ -346,3 +346,21 @@ def test_a_block_that_another_thread_collects_leaves_ctrl_c_alone() -> None:
     with pytest.raises(KeyboardInterrupt), hold_interrupts():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_ctrl_c_is_held_no_longer_than_its_engine(swap_path: Path, closes: bool) -> None:
+    """An error between a backward that has begun updates and step() leaves the step untaken."""
+    engine = tiered(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), swap_path, gradient_clipping=0.0)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        is_held = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        engine.step() if not is_held else None
+    assert is_held, "from the second step on updates begin in backward"
+    if closes:
+        with pytest.raises(EngineFailedError, match="some of the step's updates had begun"):
+            engine.close()
+    else:
+        with suppress(ValueError), engine:
+            raise ValueError("the program's own")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 class _Held:
     """The handler of SIGINT within a block. `is_over`: the block has ended, on a thread that could not take it off."""
 
-    def __init__(self) -> None:
-        self.has_come, self.is_over = False, False
+    has_come = False
+    is_over = False
 
     def __call__(self, *_: object) -> None:
         if self.has_come or self.is_over:
@@ -35,9 +35,9 @@ def hold_interrupts() -> Iterator[None]:
 
     Does nothing off the main thread, inside of another such block, and where the program handles SIGINT by itself.
     """
-    before = signal.getsignal(signal.SIGINT)
+    main, before = threading.main_thread().ident, signal.getsignal(signal.SIGINT)
     is_free = before is signal.default_int_handler or (isinstance(before, _Held) and before.is_over)
-    if not _is_main_thread() or not is_free:
+    if threading.get_ident() != main or not is_free:
         yield
         return
     held = _Held()
@@ -46,12 +46,8 @@ def hold_interrupts() -> Iterator[None]:
         yield
     finally:
         held.is_over = True
-        if _is_main_thread():  # else another thread collects an abandoned block
+        if threading.get_ident() == main:  # else another thread collects an abandoned block
             if signal.getsignal(signal.SIGINT) is held:  # notebooks set Python's own anew for each cell
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             if held.has_come:
                 raise KeyboardInterrupt
-
-
-def _is_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident

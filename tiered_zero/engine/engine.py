@@ -233,11 +233,14 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         with step.pager.driver.entered("engine.close()"):
             step.recover()
             step.is_closed = True
-            if self._end.alive:  # also where a second Ctrl-C broke off an earlier close
-                self._resources.close()
-                self._end.detach()
-                if not step.failures.has_surfaced:
-                    step.policy.check()
+            try:
+                if self._end.alive:  # also where a second Ctrl-C broke off an earlier close
+                    self._resources.close()
+                    self._end.detach()
+                    if not step.failures.has_surfaced:
+                        step.policy.check()
+            finally:
+                step.end_hold()
 
     def _inspect(self) -> TrainStep:
         """The parts that tests inspect, in tests/support/inspection.py."""

@@ -231,8 +231,8 @@ class TrainStep:
             self.counts.end_backward(self.pager.num_uses)
 
     def end_hold(self) -> None:
-        """Raise the KeyboardInterrupt that was held back, unless updates have begun and their step is not taken."""
-        if not self.policy.is_open:
+        """Raise the KeyboardInterrupt that was held back, unless updates have begun and their step may follow."""
+        if self.is_closed or not self.policy.is_open:
             self.holds_interrupts = False
             self._hold.close()
 
