@@ -94,6 +94,22 @@ def test_compute_alone_takes_three_forwards_a_micro_batch(state: str) -> None:
     assert recomputed.seconds == pytest.approx(4000.0, rel=1e-3)
 
 
+def test_frozen_weights_have_no_gradient_to_compute() -> None:
+    plan = plan_of("device")
+    frozen = [replace(unit, gradients=("", 0), state={}) for unit in plan.units[: NUM_UNITS // 2]]
+    half = replace(plan, units=(*frozen, *plan.units[NUM_UNITS // 2 :]))
+    assert seconds(half, compute_s=3.0) == pytest.approx(2.5, rel=1e-3)
+
+
+def test_gradients_on_nvme_are_read_by_the_next_micro_batch_and_the_update() -> None:
+    plan, nbytes, rate = plan_of(clips=True), 4 * NUMEL, 1e6
+    plan = replace(plan, units=tuple(replace(unit, gradients=("nvme", nbytes)) for unit in plan.units))
+    disk = Disk(path="", read_bytes_per_s=rate, write_bytes_per_s=rate, mixed_bytes_per_s=rate)
+    step = predict_step(plan, work(plan, accumulation=4), replace(MACHINE, disks=(disk,)), finds_hidden=False)
+    expected = plan.nbytes("nvme", "state") + 4 * nbytes * NUM_UNITS
+    assert step.by_resource["disk read"] * rate == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.parametrize("clips", [False, True])
 def test_the_disk_alone_takes_its_bytes_at_its_rate(clips: bool) -> None:
     assert seconds(plan_of(clips=clips), disk_s=2.0) == pytest.approx(2.0, rel=0.02)

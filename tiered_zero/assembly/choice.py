@@ -103,7 +103,8 @@ def make_predictor(
         )
         if missing := missing_rates(plan, work, machine):
             raise ConfigError(
-                f"tiered_zero.placement: {', '.join(missing)} of this machine are not known; {TO_MEASURE}."
+                f"No seconds are predicted: {', '.join(missing)} of {machine.name} are not known. Add them to its "
+                f"file, or, for this machine, {TO_MEASURE}."
             )
         return predict_step(plan, work, machine, finds_hidden=finds_hidden)
 

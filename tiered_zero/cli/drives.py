@@ -17,7 +17,7 @@ from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 if TYPE_CHECKING:
     from tiered_zero.assembly.spec import RunSpec
 
-_MOVED = ("read_nbytes_per_step", "written_nbytes_per_step")
+_WRITTEN = "written_nbytes_per_step"
 
 
 def written_per_step(run: RunSpec) -> tuple[int, int]:
@@ -33,32 +33,23 @@ def written_per_commit(run: RunSpec) -> int:
     return sum(slot.nbytes for slot in run.slots if slot.kind == "commit_copy" and slot.num_durable > 1)
 
 
-def read_per_step(run: RunSpec) -> tuple[int, int]:
-    """Bytes of parameters, for forward and backward of each micro-batch and, where masters are made of them, for the
-    update; and of masters and state once."""
-    times = 2 * run.config.gradient_accumulation_steps + (run.plan.request.state.format == "bf16_remainder")
-    return (times if run.trains else 1) * run.plan.nbytes("nvme", "param"), run.plan.nbytes("nvme", "state")
-
-
 def directory_needs(run: RunSpec, ranks: int = 1) -> list[dict[str, Any]]:
     """Return rows of the directories of the stores that the run would open, parameters and state first: what `ranks` of
-    one host need there, and read and write in a step, with an in-place commit after each. Stripes are of one size, as
-    on drives of one speed. Activations are not in what is read and written, gradients only in what is written."""
+    one host need there, and write in a step, with an in-place commit after each. Stripes are of one size, as on drives
+    of one speed. Activations are not in what is written."""
     from tiered_zero.tiers.rack import nvme_needs, scratch_needs  # imports torch, which no help text needs
 
     zero = run.config.zero_optimization
     stores = (zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths)
-    moved = {name: Counter[tuple[str, ...]]() for name in _MOVED}
-    for name, sizes in zip(_MOVED, (read_per_step(run), written_per_step(run)), strict=True):
-        for paths, nbytes in zip(stores, sizes, strict=True):
-            moved[name][paths] += nbytes
-    moved["written_nbytes_per_step"][stores[1]] += align_up(written_per_commit(run), PAGE_NBYTES)
+    written = Counter[tuple[str, ...]]()
+    for paths, nbytes in zip(stores, written_per_step(run), strict=True):
+        written[paths] += nbytes
+    written[stores[1]] += align_up(written_per_commit(run), PAGE_NBYTES)
     rows: dict[str, dict[str, Any]] = {}
     for paths, nbytes in (*nvme_needs(run.config, run.plan).items(), *scratch_needs(run.config, run.plan).values()):
-        sums = {"nbytes": nbytes, **{name: counts.pop(paths, 0) for name, counts in moved.items()}}
-        for name, total in sums.items():
+        for name, total in {"nbytes": nbytes, _WRITTEN: written.pop(paths, 0)}.items():
             for path, share in zip(paths, file_nbytes(total, [1.0] * len(paths)), strict=True):
-                row = rows.setdefault(path, {"path": path, "nbytes": 0, **dict.fromkeys(_MOVED, 0)})
+                row = rows.setdefault(path, {"path": path, "nbytes": 0, _WRITTEN: 0})
                 row[name] += ranks * share
     return [*rows.values()]
 
@@ -83,8 +74,8 @@ def fill_drives(needs: Sequence[dict[str, Any]], disks: Sequence[Disk]) -> list[
         own, shares = (needs[index : index + 1], 1) if len(disks) == len(needs) else (needs, len(disks))
         rates = {"read_bytes_per_s": disk.read_bytes_per_s, "write_bytes_per_s": disk.write_bytes_per_s}
         row = _drive_row(own, disk.nbytes or 0, shares)
-        if disk.rated_nbytes and row["written_nbytes_per_step"]:
-            row["steps_to_tbw"] = disk.rated_nbytes // row["written_nbytes_per_step"]
+        if disk.rated_nbytes and row[_WRITTEN]:
+            row["steps_to_tbw"] = disk.rated_nbytes // row[_WRITTEN]
         rows.append({"disk": disk.path, **row, **rates, "rated_nbytes": disk.rated_nbytes})
     return rows
 
@@ -96,7 +87,7 @@ def _drive_row(needs: Sequence[dict[str, Any]], free_nbytes: int, shares: int = 
         "nbytes": nbytes,
         "free_nbytes": free_nbytes,
         "fits": nbytes <= free_nbytes,
-        **{name: -(-sum(need[name] for need in needs) // shares) for name in _MOVED},
+        _WRITTEN: -(-sum(need[_WRITTEN] for need in needs) // shares),
     }
 
 
@@ -121,9 +112,8 @@ def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mappi
         if given:
             where = f"disk {drive['disk']} (nvme_path {names})"
             yield f"{where}: {format_nbytes(drive['nbytes'])} of {format_nbytes(drive['free_nbytes'])}"
-        read, written = (format_nbytes(drive[name]) for name in _MOVED)
         which = "" if given or len(drives) == 1 else f"the drive of {names}: "
-        yield f"  {which}a step reads about {read} of parameters and state and writes {written}"
+        yield f"  {which}a step writes {format_nbytes(drive[_WRITTEN])}"
         if "steps_to_tbw" in drive:
             rated, steps = drive["rated_nbytes"] / 1e12, drive["steps_to_tbw"]
             yield f"  what it is rated for ({rated:g} TB) is written after {steps:,} steps"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +135,9 @@ def plan(
     machine, whose = machine_to_plan(machine_file, device_memory, host_memory, disks)
     if machine_file is not None:
         device_memory, host_memory = machine.device_nbytes, machine.host_nbytes
+        if host_memory is None or (device_memory is None and machine.device != "cpu"):
+            missing = "host_nbytes" if host_memory is None else "device_nbytes"
+            raise ConfigError(f"{machine_file}: expected {missing}; it is missing. Add it, or give the size by option.")
         disks = tuple(disk for disk in machine.disks if disk.nbytes)
     given = [chosen for chosen in (source, sized, model_config) if chosen is not None]
     if len(given) > 1:
@@ -163,10 +165,16 @@ def plan(
         run.choice.save(choose)
     step = None
     if run.trains and ranks == 1:
-        with suppress(ConfigError):  # rates that are not known, which a line says
+        try:
             predict = make_predictor(loaded, model, rates, finds_hidden=True)
             step = seconds_facts(predict(run.plan), machine)
+        except ConfigError as error:  # rates that are not known
+            whose = f"{whose} {error}" if str(error) != whose else whose
     needs = directory_needs(run, ranks=ranks)
+    if needs and machine_file is not None and not disks:
+        raise ConfigError(
+            f"{machine_file}: expected disks with nbytes, for this plan uses nvme; found none. Add one, or give --disk."
+        )
     directories, drives = look_at_drives(needs)
     if disks:
         drives = fill_drives(needs, disks) if needs else []
@@ -219,7 +227,7 @@ def plan(
 def _estimate_lines(
     estimate: ActivationEstimate | None, plan: Plan, device_nbytes: int | None, *, is_given: bool
 ) -> tuple[list[str], str]:
-    """Say what a micro-batch takes beside the plan, and where; and what is wrong with a length that `is_given`, or "".
+    """Say what a micro-batch takes next to the plan, and where; and what is wrong with a length that `is_given`, or "".
 
     `device_nbytes`: of the device, with what the plan leaves to activations; None: that is not known.
     """

@@ -28,16 +28,22 @@ def build_planned(source: GPTConfig | Path | str) -> nn.Module:
     Raises ConfigError if it cannot be built.
     """
     if isinstance(source, GPTConfig):
-        return build_gpt(source)
+        return _with_checkpoints(build_gpt(source))
     try:
         with torch.device("meta"):
-            return _of_hugging_face(source) if isinstance(source, Path) else _of_function(source)
+            return _with_checkpoints(_of_hugging_face(source)) if isinstance(source, Path) else _of_function(source)
     except ConfigError:
         raise
     except Exception as error:  # of foreign code
         raise ConfigError(
             f"The model {source} cannot be built on the meta device: {type(error).__name__}: {error}"
         ) from error
+
+
+def _with_checkpoints(model: nn.Module) -> nn.Module:
+    """Say of a model that it recomputes its blocks, as the estimate of its activations assumes."""
+    vars(model)["gradient_checkpointing"] = True
+    return model
 
 
 class _PlannedRanks:

@@ -343,10 +343,12 @@ def _cost(units: Sequence[UnitTraffic], plan: Plan, work: Work, rates: _Rates) -
     products = sum(unit.numel - unit.lookups for unit in plan.units)
     share = sum(unit.numel - unit.lookups for unit in units) / max(1, products)
     forward_s = share * work.forward_flops / machine.flops_per_s[work.dtype] / model_share(machine)
-    backward_s = (2 + work.recomputes) * forward_s
+    numel = max(1, sum(unit.numel for unit in units))  # frozen weights have no gradient to compute
+    of_forward = 1 + sum(unit.numel for unit in units if unit.gradients[0]) / numel + work.recomputes
+    backward_s = of_forward * forward_s
     head_s, is_tied = 0.0, units[0].is_tied
     if is_tied:
-        forward_s, backward_s, head_s = 0.0, 0.0, forward_s
+        forward_s, backward_s, head_s = 0.0, 0.0, forward_s  # behind the blocks, and in no checkpoint
     param_nbytes = {tier: sum(u.params[1] for u in units if u.params[0] == tier and u.is_paged) for tier in TIERS}
     gradient_nbytes = sum(unit.gradients[1] for unit in units)
     if rates.shares_cores:
@@ -364,6 +366,7 @@ def _cost(units: Sequence[UnitTraffic], plan: Plan, work: Work, rates: _Rates) -
     on_nvme = sum(unit.gradients[1] for unit in units if unit.gradients[0] == "nvme") if rates.counts("nvme") else 0
     if not (plan.update_policy.optimizer_in_backward and work.accumulation == 1):
         gradient += rates.write(on_nvme)
+        gradient += rates.read(on_nvme * (work.accumulation - 1) / work.accumulation)  # to be added to
     fetch: Jobs = ()
     if rates.counts("nvme"):
         fetch += rates.read(param_nbytes["nvme"], URGENT)
