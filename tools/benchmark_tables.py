@@ -56,7 +56,7 @@ def headline(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
     bounds, machine = large["bounds_s"][row], large["machine"]
     tokens = " or ".join(str(number) for number in sorted({record["arguments"]["tokens"] for record in small}))
     return (
-        f"  * gpt2-124m in bf16, {tokens} tokens a step, beside plain PyTorch with everything in memory: "
+        f"  * gpt2-124m in bf16, {tokens} tokens a step, compared with plain PyTorch with everything in memory: "
         f"{_span(small, 'cpu/cpu barrier')}\n"
         f"    times as long with everything in host memory, and {_span(small, row)} times with everything on NVMe.\n"
         f"  * gpt2-1.3b in bf16, {large['arguments']['tokens']} tokens a step, everything on NVMe: "
