@@ -139,12 +139,7 @@ def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
     if rates is not None and rates.disks:
         sizes = [disk.nbytes for disk in rates.disks]
         return None if None in sizes else sum(filter(None, sizes))
-    free = []
-    for path in map(os.path.abspath, paths):
-        while not os.path.isdir(path):
-            path = os.path.dirname(path)
-        free.append(shutil.disk_usage(path).free)
-    return min(free, default=None)
+    return min((shutil.disk_usage(_existing(path)).free for path in paths), default=None)
 
 
 def save_choice(run_spec: RunSpec) -> list[str]:
@@ -168,16 +163,20 @@ def _rates_here(paths: Sequence[str]) -> Machine:
     """Return this machine's record with the disks of these directories alone. Raises ConfigError where they were not
     measured."""
     machine = load_measured()
-    if machine is None:
-        raise ConfigError(f"tiered_zero.placement: the rates of this machine are not known; {TO_MEASURE}.")
     disks = tuple(disk for disk in (_disk_of(path, machine.disks) for path in paths) if disk is not None)
     return replace(machine, disks=disks)
 
 
 def _disk_of(path: str, disks: Sequence[Disk]) -> Disk | None:
     """The disk that was measured in the file system of the path."""
-    while not os.path.isdir(path):
-        path = os.path.dirname(os.path.abspath(path))
-    device = os.stat(path).st_dev
+    device = os.stat(_existing(path)).st_dev
     same = [disk for disk in disks if os.path.isdir(disk.path) and os.stat(disk.path).st_dev == device]
     return same[-1] if same else None
+
+
+def _existing(path: str) -> str:
+    """Return the directory, or the nearest one above it that exists."""
+    path = os.path.abspath(os.path.expanduser(path))
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path

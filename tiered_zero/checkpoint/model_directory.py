@@ -56,7 +56,7 @@ def copy_config(directory: Path, out: Path, dtype: str) -> list[Path]:
                 os.replace(part, out / path.name)
                 copied.append(out / path.name)
     except (OSError, ValueError, TypeError) as error:
-        raise StoreError(f"The files beside the weights in {directory} cannot be copied to {out}: {error}.") from error
+        raise StoreError(f"The files next to the weights in {directory} cannot be copied to {out}: {error}.") from error
     return copied
 
 

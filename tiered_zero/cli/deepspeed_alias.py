@@ -135,7 +135,7 @@ def uninstall(place: Place) -> None:
 def status(place: Place) -> None:
     """Say what `import deepspeed` finds: the alias, the real one, or nothing."""
     if (found := _find_real(place)) is not None:
-        click.echo(f"The real one: {found}. The alias is not installed beside it.")
+        click.echo(f"The real one: {found}. The alias is not installed.")
     elif infos := place.infos:
         click.echo(f"The alias: {_named(infos[0])} in {place.packages}.")
     else:

@@ -224,7 +224,9 @@ def _rates(directory: Path, measures: bool) -> Iterator[Finding]:
             report = measure_directory(directory, time.perf_counter() + _DISK_S, (IOSettings(),))
             save_measured(measure_machine(report["disk"]))
         if load > num_cores / 2:
-            found = f"measured beside other programs: a load average of {load:.1f} on {num_cores} cores; rates are low"
+            found = (
+                f"measured while other programs ran: a load average of {load:.1f} on {num_cores} cores; rates are low"
+            )
             yield Finding("load", POOR, found, "measure again when they have ended")
     machine, line = on_record()
     for found in (line, *(rate_lines(machine) if machine else ())):
