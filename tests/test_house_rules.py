@@ -21,7 +21,8 @@ FLOORS = (
     "io | hardware | rules",
     "record | data",
     "tiers",
-    "params | grads | update | activations",
+    "unit",
+    "grads | update | activations",
     "checkpoint",
     "engine",
     "assembly",
@@ -182,7 +183,7 @@ _DEVICES = ("torch.cuda", "torch.xpu", "torch.accelerator", "torch.Stream", "tor
 @rule(
     PACKAGE,
     planted={
-        "tiered_zero/params/a.py": [
+        "tiered_zero/unit/a.py": [
             "import torch\ntorch.cuda.synchronize()",
             "import torch.distributed as dist",
             "from torch import cuda",
@@ -197,7 +198,7 @@ _DEVICES = ("torch.cuda", "torch.xpu", "torch.accelerator", "torch.Stream", "tor
     },
     innocent={
         "tiered_zero/hardware/a.py": ["from torch.cuda import Stream"],
-        "tiered_zero/params/a.py": ["import torch\ntorch.device('cuda')"],
+        "tiered_zero/unit/a.py": ["import torch\ntorch.device('cuda')"],
         "tiered_zero/checkpoint/a.py": ["from torch.distributed.checkpoint import StorageReader"],
     },
 )
@@ -245,13 +246,13 @@ def nothing_is_unpickled(source: Source) -> Found:
 @rule(
     PACKAGE,
     planted={"tiered_zero/tiers/a.py": ["x.resize_(0)", "x.untyped_storage().resize_(0)"]},
-    innocent={"tiered_zero/params/flat_storage.py": ["x.resize_(0)"], "tiered_zero/tiers/a.py": ["x.resize(0)"]},
+    innocent={"tiered_zero/unit/flat_storage.py": ["x.resize_(0)"], "tiered_zero/tiers/a.py": ["x.resize(0)"]},
 )
 def storages_are_resized_in_one_file(source: Source) -> Found:
-    if source.path != "tiered_zero/params/flat_storage.py":
+    if source.path != "tiered_zero/unit/flat_storage.py":
         for node in source.nodes(ast.Attribute):
             if node.attr == "resize_":
-                yield node.lineno, "resize_, which lives in params/flat_storage.py"
+                yield node.lineno, "resize_, which lives in unit/flat_storage.py"
 
 
 TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "register_multi_grad_hook")
@@ -270,18 +271,18 @@ TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "register
         "tiered_zero/grads/a.py": ["m.register_full_backward_hook(f)"],
     },
     innocent={
-        "tiered_zero/params/hooks.py": ["m.register_forward_hook(f)\np.register_post_accumulate_grad_hook(f)"],
+        "tiered_zero/unit/hooks.py": ["m.register_forward_hook(f)\np.register_post_accumulate_grad_hook(f)"],
         "tiered_zero/grads/a.py": ["p.register_post_accumulate_grad_hook(f)"],
     },
 )
 def hooks_are_set_in_one_file(source: Source) -> Found:
-    if source.path == "tiered_zero/params/hooks.py":
+    if source.path == "tiered_zero/unit/hooks.py":
         return
     used = [(node.lineno, node.attr) for node in source.nodes(ast.Attribute)]
     for line, name in [*used, *((line, full.split(".")[-1]) for line, full in source.imports)]:
         tensor_hook_at_home = name in TENSOR_HOOKS and source.path.startswith("tiered_zero/grads/")
         if re.fullmatch(r"_?register_\w*hook", name) and not tensor_hook_at_home:
-            yield line, f"{name}, which lives in params/hooks.py" + " (or grads/)" * (name in TENSOR_HOOKS)
+            yield line, f"{name}, which lives in unit/hooks.py" + " (or grads/)" * (name in TENSOR_HOOKS)
 
 
 @rule(
@@ -382,7 +383,7 @@ def tests_look_inside_engines_in_one_file(source: Source) -> Found:
             "from tiered_zero.record.runs import list_runs",
             "from tiered_zero import record",
             "def f():\n    import tiered_zero.checkpoint.tag",
-            "import tiered_zero\ntiered_zero.params.pager.Pager",
+            "import tiered_zero\ntiered_zero.unit.pager.Pager",
             "CHILD = 'import sys; from tiered_zero.engine.engine import Engine'",
             "patch('tiered_zero.tiers.rack.SwapStore')",
         ],

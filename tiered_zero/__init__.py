@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from tiered_zero.data import TrainingLoader
     from tiered_zero.engine.engine import Engine
     from tiered_zero.io.engine import dump_on
-    from tiered_zero.params.gather import gathered
     from tiered_zero.plan.planner import Plan
     from tiered_zero.stopping import stop_on_signals
+    from tiered_zero.unit.gather import gathered
 
 _HOMES = {
     "initialize": "api",
     "Engine": "engine.engine",
-    "gathered": "params.gather",
+    "gathered": "unit.gather",
     "TrainingLoader": "data",
     "stop_on_signals": "stopping",
     "dump_on": "io.engine",

@@ -5,7 +5,7 @@ their own lane; forward waits only if more is in flight than planned, and what d
 device. So resident bytes do not grow with the model's depth.
 
 Owner: `ActivationMover` owns the record of each moved storage, from the hook that saves it to the end of the step;
-`Extents` the budget; a `Place` the bytes there. Never: views of units (params/saved_views.py saves these by name), what
+`Extents` the budget; a `Place` the bytes there. Never: views of units (unit/saved_views.py saves these by name), what
 a checkpoint recomputes in backward, collectives (except `PartitionedInputs`, around checkpoints that no engine sees).
 
 [Note: Saved storages] Whole storages move. Nodes that save views of one storage share one record, found by live

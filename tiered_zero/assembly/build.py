@@ -46,14 +46,6 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.buckets import Bucket, cut_buckets
 from tiered_zero.layout.flat import Unit
 from tiered_zero.native.update import num_kernel_threads
-from tiered_zero.params.driver_thread import CallPhase
-from tiered_zero.params.hooks import ModuleHooks
-from tiered_zero.params.materialize import Materializer, UnitPlacer, materialize_model
-from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.params.pager import Pager
-from tiered_zero.params.pass_scope import PassScope
-from tiered_zero.params.update_guard import ShardGather, WholeWeights
-from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.request import RankRequest
 from tiered_zero.plan.slots import BUFFERS
@@ -66,6 +58,14 @@ from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.paged_flat import FlatWindows
 from tiered_zero.tiers.rack import TierRack
+from tiered_zero.unit.driver_thread import CallPhase
+from tiered_zero.unit.hooks import ModuleHooks
+from tiered_zero.unit.materialize import Materializer, UnitPlacer, materialize_model
+from tiered_zero.unit.offloaded_params import OffloadedParams
+from tiered_zero.unit.pager import Pager
+from tiered_zero.unit.pass_scope import PassScope
+from tiered_zero.unit.update_guard import ShardGather, WholeWeights
+from tiered_zero.unit.visible_gradients import VisibleGradients
 from tiered_zero.update.eager import EagerUpdate
 from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer, make_scheduler, restored_on_error
 from tiered_zero.update.optimizer_state import OptimizerState

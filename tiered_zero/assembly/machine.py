@@ -26,7 +26,6 @@ from tiered_zero.hardware.ranks.launcher import launch_name, local_rank, num_res
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.materialize import WeightFiles
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.slots import PlannedSlot
 from tiered_zero.record.directory import make_missing
@@ -38,6 +37,7 @@ from tiered_zero.system.process import boot_id
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.rack import AdoptedStore, TierRack, nvme_needs, scratch_needs
+from tiered_zero.unit.materialize import WeightFiles
 
 SHUTDOWN = (
     "optimizer",  # the user's own has its calls and its state again

@@ -22,10 +22,6 @@ from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
 from tiered_zero.layout.subgroups import MAX_SUB_GROUP_NUMEL, MAX_SUB_GROUPS, cut_subgroups, sub_group_numel
 from tiered_zero.layout.units import find_units
 from tiered_zero.native.update import num_kernel_threads
-from tiered_zero.params.aliases import check_memory
-from tiered_zero.params.guarded_parameter import ClosedEngine
-from tiered_zero.params.model_spec import list_params, module_tree, packed_nbytes, persistent_buffers
-from tiered_zero.params.param_handlers import handler_of
 from tiered_zero.plan.host_device import describe_resolved_tiers, resolve_host_tiers
 from tiered_zero.plan.machine import Machine
 from tiered_zero.plan.planner import Plan, make_plan
@@ -45,6 +41,10 @@ from tiered_zero.rules.from_config import group_params, make_optimizer, make_rul
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import StateLayout, check_params, master_format
 from tiered_zero.sizes import TIERS, align_up, format_nbytes
+from tiered_zero.unit.aliases import check_memory
+from tiered_zero.unit.guarded_parameter import ClosedEngine
+from tiered_zero.unit.model_spec import list_params, module_tree, packed_nbytes, persistent_buffers
+from tiered_zero.unit.param_handlers import handler_of
 
 
 @dataclass(frozen=True, kw_only=True)

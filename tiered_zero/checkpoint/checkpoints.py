@@ -37,8 +37,8 @@ from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.ranks.agreement import agree
-from tiered_zero.params.update_guard import WholeWeights
 from tiered_zero.plan.planner import Plan
+from tiered_zero.unit.update_guard import WholeWeights
 from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")

@@ -14,8 +14,8 @@ from torch import nn
 
 from tiered_zero.checkpoint.weights import WeightTensor, as_saved
 from tiered_zero.errors import ModelError, StoreError
-from tiered_zero.params.weight_paths import open_safetensors, weight_paths
 from tiered_zero.record.files import write_new_file
+from tiered_zero.unit.weight_paths import open_safetensors, weight_paths
 
 _COPIED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 """Suffixes of a model's files other than weights."""

@@ -25,10 +25,10 @@ from torch import nn
 from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.checkpoint.run_state import BUFFER, MASTER, PARAM, VALUE_KINDS, state_tensors, torch_dtype
 from tiered_zero.errors import InternalError, ModelError, StoreError
-from tiered_zero.params.hub_names import Conversion, to_files
-from tiered_zero.params.weight_paths import open_safetensors
 from tiered_zero.record.files import sync_directory, write_new_file
 from tiered_zero.sizes import MIB, align_up, format_nbytes
+from tiered_zero.unit.hub_names import Conversion, to_files
+from tiered_zero.unit.weight_paths import open_safetensors
 
 WEIGHTS_NAME = "model.safetensors"
 MAX_SHARD_NBYTES = 5 * 10**9

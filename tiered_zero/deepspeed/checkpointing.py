@@ -25,7 +25,7 @@ from tiered_zero.config.section import Section, shown, switch
 from tiered_zero.deepspeed.accelerator import get_accelerator
 from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.ranks.model_parallel import find_model_parallel_ranks
-from tiered_zero.params.saved_views import moves_saved_tensors, names_saved_views
+from tiered_zero.unit.saved_views import moves_saved_tensors, names_saved_views
 
 logger = logging.getLogger("tiered_zero")
 

@@ -21,11 +21,11 @@ from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.reducer import GradientReducer
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.params.driver_thread import BACKWARD, Phase
-from tiered_zero.params.pager import Pager
-from tiered_zero.params.pass_scope import PassScope
-from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.telemetry.report import StepMeter
+from tiered_zero.unit.driver_thread import BACKWARD, Phase
+from tiered_zero.unit.pager import Pager
+from tiered_zero.unit.pass_scope import PassScope
+from tiered_zero.unit.visible_gradients import VisibleGradients
 from tiered_zero.update.handle import ParamGroupWatch
 from tiered_zero.update.policy import UpdatePolicy
 

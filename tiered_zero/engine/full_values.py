@@ -14,7 +14,7 @@ from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.engine.param_events import ParamEvents
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
-from tiered_zero.params.gather import access_of, gathered
+from tiered_zero.unit.gather import access_of, gathered
 from tiered_zero.update.optimizer_state import OptimizerState, check_name
 from tiered_zero.update.param_shards import ParamShards
 from tiered_zero.update.state_view import StateView

@@ -11,7 +11,7 @@ from torch import nn
 from tiered_zero.engine.entry import Entrance, Movers
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.driver_thread import Phase
+from tiered_zero.unit.driver_thread import Phase
 
 
 @final

@@ -13,10 +13,10 @@ from tiered_zero.errors import ModelError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment
-from tiered_zero.params.model_spec import kept_stride
-from tiered_zero.params.param_handlers import handler_of
 from tiered_zero.tiers.tier import BufferView
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.unit.model_spec import kept_stride
+from tiered_zero.unit.param_handlers import handler_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -12,7 +12,6 @@ from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.data import TrainingLoader
 from tiered_zero.hardware.device.lanes import Lane
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.pager import Pager
 from tiered_zero.record.store import SwapStore
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.telemetry.ledger import Ledger
@@ -23,6 +22,7 @@ from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.slots import read_slot
 from tiered_zero.tiers.tier import HostBuffer, Slot
+from tiered_zero.unit.pager import Pager
 from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.update.state_view import StateView
 from tiered_zero.update.stepper import StreamingStepper

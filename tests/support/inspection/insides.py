@@ -39,16 +39,6 @@ from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.in_flight import InFlightGradients
 from tiered_zero.grads.norms import GradCopy, GradNorm
 from tiered_zero.grads.unit_gradients import UnitGradients
-from tiered_zero.params import materialize, state_dict
-from tiered_zero.params.driver_thread import CallPhase
-from tiered_zero.params.flat_storage import FlatStorage
-from tiered_zero.params.guarded_parameter import OffloadedParameter
-from tiered_zero.params.model_spec import list_params, module_tree
-from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.params.pager import Pager
-from tiered_zero.params.quantized_layers import is_4bit, statistics
-from tiered_zero.params.unit_state import LEGAL_CHANGES, UnitState, WeightState
-from tiered_zero.params.update_guard import UpdateGuard
 from tiered_zero.record import files, manifest, reader, runs, stripes, table, writer
 from tiered_zero.record import store as swap_store
 from tiered_zero.record.commit import TwoPhaseCommit
@@ -70,6 +60,16 @@ from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.step_gradients import StepGradients, UnitShare
 from tiered_zero.tiers.tier import BufferView, HostBuffer, Slot, Tier, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.unit import materialize, state_dict
+from tiered_zero.unit.driver_thread import CallPhase
+from tiered_zero.unit.flat_storage import FlatStorage
+from tiered_zero.unit.guarded_parameter import OffloadedParameter
+from tiered_zero.unit.model_spec import list_params, module_tree
+from tiered_zero.unit.offloaded_params import OffloadedParams
+from tiered_zero.unit.pager import Pager
+from tiered_zero.unit.quantized_layers import is_4bit, statistics
+from tiered_zero.unit.unit_state import LEGAL_CHANGES, UnitState, WeightState
+from tiered_zero.unit.update_guard import UpdateGuard
 from tiered_zero.update import optimizer_state, state_view
 from tiered_zero.update.eager import EagerUpdate
 from tiered_zero.update.overlapped import DelayedPolicy, OverlappedPolicy

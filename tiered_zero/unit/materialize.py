@@ -31,11 +31,11 @@ from tiered_zero.errors import ModelError
 from tiered_zero.hardware.memory.host_memory import temporary_zeros, trim_malloc
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.layout.flat import ParamSpec, Unit
-from tiered_zero.params.hub_names import Conversion, from_files
-from tiered_zero.params.pager import Pager
-from tiered_zero.params.param_handlers import FaultHandler
-from tiered_zero.params.weight_paths import open_safetensors, weight_paths
 from tiered_zero.sizes import MIB
+from tiered_zero.unit.hub_names import Conversion, from_files
+from tiered_zero.unit.pager import Pager
+from tiered_zero.unit.param_handlers import FaultHandler
+from tiered_zero.unit.weight_paths import open_safetensors, weight_paths
 
 logger = logging.getLogger("tiered_zero")
 

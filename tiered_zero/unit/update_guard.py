@@ -12,12 +12,12 @@ from tiered_zero.concurrency.transfer import Transfer, wait_all
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.param_changes import ParamChanges
-from tiered_zero.params.unit_cache import UnitCache
-from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.inventory import Home, Inventory, Owner
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.unit.param_changes import ParamChanges
+from tiered_zero.unit.unit_cache import UnitCache
+from tiered_zero.unit.unit_state import PagedUnit, UnitState, UnitTable, WeightState
 
 
 @final

@@ -7,7 +7,7 @@ from typing import final
 
 from torch import nn
 
-from tiered_zero.params.param_handlers import GradientHome, set_shown_gradients
+from tiered_zero.unit.param_handlers import GradientHome, set_shown_gradients
 
 _HIDDEN_BY_UPDATE = (
     'its update begins in backward, as it does where nothing is clipped or checked. Set "tiered_zero": '

@@ -15,7 +15,7 @@ from torch import nn
 
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import ParamSpec
-from tiered_zero.params.param_handlers import handler_of
+from tiered_zero.unit.param_handlers import handler_of
 
 
 def check_memory(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> None:

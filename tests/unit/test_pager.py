@@ -14,9 +14,9 @@ from tests.support.configs import config_of
 from tests.support.inspection.insides import UnitUpdate
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import BudgetError, ModelError, ParameterOffloadedError, TransferError
-from tiered_zero.params.driver_thread import Phase
-from tiered_zero.params.saved_views import SavedView
-from tiered_zero.params.unit_state import UnitState
+from tiered_zero.unit.driver_thread import Phase
+from tiered_zero.unit.saved_views import SavedView
+from tiered_zero.unit.unit_state import UnitState
 
 
 def test_the_four_states_and_back() -> None:

@@ -15,19 +15,19 @@ from tiered_zero.errors import ModelError
 from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.driver_thread import CallPhase, DriverThread, Phase
-from tiered_zero.params.flat_storage import FlatStorage
-from tiered_zero.params.guarded_parameter import offloaded_error
-from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.params.param_changes import ParamChanges
-from tiered_zero.params.param_handlers import FaultHandler
-from tiered_zero.params.saved_views import SavedViews, TensorMover, changed_weights
-from tiered_zero.params.state_dict import ParamCopies
-from tiered_zero.params.unit_cache import UnitCache
-from tiered_zero.params.unit_state import Frame, PagedUnit, UnitState, UnitTable, WeightState
-from tiered_zero.params.update_guard import UpdateGuard
 from tiered_zero.plan.planner import PagerLimits
 from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.unit.driver_thread import CallPhase, DriverThread, Phase
+from tiered_zero.unit.flat_storage import FlatStorage
+from tiered_zero.unit.guarded_parameter import offloaded_error
+from tiered_zero.unit.offloaded_params import OffloadedParams
+from tiered_zero.unit.param_changes import ParamChanges
+from tiered_zero.unit.param_handlers import FaultHandler
+from tiered_zero.unit.saved_views import SavedViews, TensorMover, changed_weights
+from tiered_zero.unit.state_dict import ParamCopies
+from tiered_zero.unit.unit_cache import UnitCache
+from tiered_zero.unit.unit_state import Frame, PagedUnit, UnitState, UnitTable, WeightState
+from tiered_zero.unit.update_guard import UpdateGuard
 
 
 @final

@@ -14,8 +14,8 @@ from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable
+from tiered_zero.unit.offloaded_params import OffloadedParams
+from tiered_zero.unit.unit_state import PagedUnit, UnitState, UnitTable
 
 
 @final

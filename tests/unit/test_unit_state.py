@@ -11,9 +11,9 @@ import torch
 from tests.house import ROOT
 from tests.support.units import make_params, make_unit
 from tiered_zero.errors import InternalError
-from tiered_zero.params.flat_storage import FlatStorage
-from tiered_zero.params.guarded_parameter import ClosedEngine, OffloadedParameter
-from tiered_zero.params.unit_state import LEGAL_CHANGES, PagedUnit, State, UnitState, WeightState
+from tiered_zero.unit.flat_storage import FlatStorage
+from tiered_zero.unit.guarded_parameter import ClosedEngine, OffloadedParameter
+from tiered_zero.unit.unit_state import LEGAL_CHANGES, PagedUnit, State, UnitState, WeightState
 
 ENDED = ClosedEngine("u0")
 

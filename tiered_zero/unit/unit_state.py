@@ -23,8 +23,8 @@ from torch import nn
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import InternalError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.flat_storage import FlatStorage
-from tiered_zero.params.param_handlers import FaultHandler
+from tiered_zero.unit.flat_storage import FlatStorage
+from tiered_zero.unit.param_handlers import FaultHandler
 
 
 class UnitState(Enum):

@@ -16,11 +16,11 @@ from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.driver_thread import DriverThread, find_call, is_running
-from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.params.unit_cache import UnitCache
-from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable
 from tiered_zero.sizes import format_nbytes
+from tiered_zero.unit.driver_thread import DriverThread, find_call, is_running
+from tiered_zero.unit.offloaded_params import OffloadedParams
+from tiered_zero.unit.unit_cache import UnitCache
+from tiered_zero.unit.unit_state import PagedUnit, UnitState, UnitTable
 
 
 @final

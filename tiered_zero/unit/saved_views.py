@@ -16,9 +16,9 @@ import torch
 
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.device.outside_modes import runs_outside_modes
-from tiered_zero.params.flat_storage import FlatStorage
-from tiered_zero.params.guarded_parameter import ClosedEngine
-from tiered_zero.params.unit_state import UnitTable
+from tiered_zero.unit.flat_storage import FlatStorage
+from tiered_zero.unit.guarded_parameter import ClosedEngine
+from tiered_zero.unit.unit_state import UnitTable
 
 
 @dataclass(frozen=True, kw_only=True)

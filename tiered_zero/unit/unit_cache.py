@@ -13,14 +13,14 @@ import torch
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.params.driver_thread import CallPhase, Phase
-from tiered_zero.params.guarded_parameter import ClosedEngine
-from tiered_zero.params.param_changes import ParamChanges
-from tiered_zero.params.schedule import Schedule
-from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
 from tiered_zero.plan.planner import PagerLimits
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.unit.driver_thread import CallPhase, Phase
+from tiered_zero.unit.guarded_parameter import ClosedEngine
+from tiered_zero.unit.param_changes import ParamChanges
+from tiered_zero.unit.schedule import Schedule
+from tiered_zero.unit.unit_state import PagedUnit, UnitState, UnitTable, WeightState
 
 logger = logging.getLogger("tiered_zero")
 

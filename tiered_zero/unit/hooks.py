@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.gather import gather
-from tiered_zero.params.guarded_parameter import OffloadedParameter
-from tiered_zero.params.pager import Pager
-from tiered_zero.params.pass_scope import PassScope
-from tiered_zero.params.quantized_layers import Forward4bit, is_4bit
-from tiered_zero.params.saved_views import SAVED_TENSOR_HOOKS
+from tiered_zero.unit.gather import gather
+from tiered_zero.unit.guarded_parameter import OffloadedParameter
+from tiered_zero.unit.pager import Pager
+from tiered_zero.unit.pass_scope import PassScope
+from tiered_zero.unit.quantized_layers import Forward4bit, is_4bit
+from tiered_zero.unit.saved_views import SAVED_TENSOR_HOOKS
 
 
 class StateDictEvents(Protocol):

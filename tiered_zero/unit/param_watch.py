@@ -3,7 +3,7 @@
 [Note: Writes through .data]
 A change in place moves the parameter's version counter, or the flat's where a node of backward makes it in what forward
 saved. `param.data.mul_()` moves none, nor does a NumPy array over `param.detach()`. So where a parameter in use gives
-user code its memory (params/param_in_use.py), its values are copied first, and compared bit for bit where the use ends,
+user code its memory (unit/param_in_use.py), its values are copied first, and compared bit for bit where the use ends,
 or sooner, once nothing holds a view any more. What never asks for the memory costs nothing; what does, a copy and a
 comparison. A view that is kept longer is watched as long.
 Not seen: writes through `.data` of a view that indexing did not make (`param.t().data`), through an address kept from

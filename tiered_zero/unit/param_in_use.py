@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiered_zero.params.param_handlers import assign_grad, handler_of, read_grad, set_data
+from tiered_zero.unit.param_handlers import assign_grad, handler_of, read_grad, set_data
 
 _DATA: Any = torch.Tensor.data  # the descriptor
 WATCHED = ("numpy", "__array__", "data_ptr", "__dlpack__")

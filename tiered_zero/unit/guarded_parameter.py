@@ -2,7 +2,7 @@
 
 PyTorch itself does not notice a read of an empty storage (it crashes or returns garbage), so while a unit is not in use
 its parameters carry the class `OffloadedParameter`, whose `__torch_function__` stands between them and every operator;
-where C++ code reads them past that, a dispatch key does (params/dispatch_key.py).
+where C++ code reads them past that, a dispatch key does (unit/dispatch_key.py).
 While the unit is in use they are plain `Parameter`s again and cost nothing.
 """
 
@@ -16,9 +16,9 @@ from torch import nn
 
 from tiered_zero.errors import ParameterOffloadedError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params import dispatch_key
-from tiered_zero.params.dispatch_key import without_key
-from tiered_zero.params.param_handlers import (
+from tiered_zero.unit import dispatch_key
+from tiered_zero.unit.dispatch_key import without_key
+from tiered_zero.unit.param_handlers import (
     assign_grad,
     handler_of,
     read_grad,
@@ -26,7 +26,7 @@ from tiered_zero.params.param_handlers import (
     require_handler,
     set_data,
 )
-from tiered_zero.params.param_in_use import WATCHED, as_part
+from tiered_zero.unit.param_in_use import WATCHED, as_part
 
 
 class ClosedEngine:

@@ -20,11 +20,11 @@ from torch import nn
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.memory.huge_pages import PageRange
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.dispatch_key import keyed
-from tiered_zero.params.guarded_parameter import ClosedEngine, OffloadedParameter
-from tiered_zero.params.param_handlers import FaultHandler, release_param, set_data, set_handler
-from tiered_zero.params.param_in_use import class_in_use
-from tiered_zero.params.param_watch import ParamWatch
+from tiered_zero.unit.dispatch_key import keyed
+from tiered_zero.unit.guarded_parameter import ClosedEngine, OffloadedParameter
+from tiered_zero.unit.param_handlers import FaultHandler, release_param, set_data, set_handler
+from tiered_zero.unit.param_in_use import class_in_use
+from tiered_zero.unit.param_watch import ParamWatch
 
 
 class FlatStorage:

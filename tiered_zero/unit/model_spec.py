@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, ParamSpec
 from tiered_zero.layout.units import ModuleSpec
-from tiered_zero.params.quantized_layers import statistics
 from tiered_zero.sizes import PAGE_NBYTES, align_up
+from tiered_zero.unit.quantized_layers import statistics
 
 
 def list_params(

@@ -13,8 +13,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.errors import ModelError, TieredZeroError
-from tiered_zero.params.driver_thread import find_call, is_running
-from tiered_zero.params.pager import Pager
+from tiered_zero.unit.driver_thread import find_call, is_running
+from tiered_zero.unit.pager import Pager
 
 _NO_TRANSFORM = (
     "torch.func.grad, vjp, jacrev and hessian do not support saved tensor hooks, by which paged parameters are saved "

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import tiered_zero
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import FAR, tiered, train
-from tiered_zero.params.driver_thread import DriverThread
+from tiered_zero.unit.driver_thread import DriverThread
 
 
 class Waiting(nn.Module):

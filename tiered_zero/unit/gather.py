@@ -12,11 +12,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.errors import ModelError, add_note
-from tiered_zero.params.guarded_parameter import ClosedEngine
-from tiered_zero.params.pager import Pager
-from tiered_zero.params.param_handlers import handler_of
-from tiered_zero.params.saved_views import Saved, SavedViews
-from tiered_zero.params.unit_state import PagedUnit
+from tiered_zero.unit.guarded_parameter import ClosedEngine
+from tiered_zero.unit.pager import Pager
+from tiered_zero.unit.param_handlers import handler_of
+from tiered_zero.unit.saved_views import Saved, SavedViews
+from tiered_zero.unit.unit_state import PagedUnit
 
 _LOST = (
     "What this block of tiered_zero.gathered(modify=True) has changed is lost: it is written to the parameters' homes "
