@@ -360,7 +360,7 @@ def names_say_what_a_thing_is(source: Source) -> Found:
 
 
 DOOR = "tests/support/inspection/"
-INSIDES = frozenset("assembly checkpoint engine grads params record tiers update".split())
+INSIDES = frozenset("assembly checkpoint engine grads unit record tiers update".split())
 """Folders whose files move: what tests of other folders need of them goes through DOOR."""
 
 
