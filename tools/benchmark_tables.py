@@ -1,5 +1,4 @@
-"""Write the tables of docs/benchmarks.md and docs/activations.md, and three figures of docs/guide.md, from the
-benchmark records.
+"""Write the tables of docs/benchmarks.md, and three figures of docs/placement.md, from the benchmark records.
 
     python tools/benchmark_tables.py            # rewrite the pages between their markers
     python tools/benchmark_tables.py --check    # exit 1 where a page differs from the records
@@ -15,16 +14,15 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "tools" / "bench" / "records"
 PAGE = ROOT / "docs" / "benchmarks.md"
-ACTIVATIONS_PAGE = ROOT / "docs" / "activations.md"
-GUIDE = ROOT / "docs" / "guide.md"
-GUIDE_MARKERS = re.compile(r"(<!-- record:begin -->\n).*?(<!-- record:end -->)", re.DOTALL)
+PLACEMENT = ROOT / "docs" / "placement.md"
+PLACEMENT_MARKERS = re.compile(r"(<!-- record:begin -->\n).*?(<!-- record:end -->)", re.DOTALL)
 MARKERS = re.compile(r"(<!-- records:begin -->\n).*?(<!-- records:end -->)", re.DOTALL)
 
 
@@ -56,12 +54,12 @@ def headline(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
     bounds, machine = large["bounds_s"][row], large["machine"]
     tokens = " or ".join(str(number) for number in sorted({record["arguments"]["tokens"] for record in small}))
     return (
-        f"  * gpt2-124m in bf16, {tokens} tokens a step, compared with plain PyTorch with everything in memory: "
+        f"* gpt2-124m in bf16, {tokens} tokens a step, compared with plain PyTorch with everything in memory: "
         f"{_span(small, 'cpu/cpu barrier')}\n"
-        f"    times as long with everything in host memory, and {_span(small, row)} times with everything on NVMe.\n"
-        f"  * gpt2-1.3b in bf16, {large['arguments']['tokens']} tokens a step, everything on NVMe: "
+        f"  times as long with everything in host memory, and {_span(small, row)} times with everything on NVMe.\n"
+        f"* gpt2-1.3b in bf16, {large['arguments']['tokens']} tokens a step, everything on NVMe: "
         f"{large['median'][row]:.2f} s, {large['ratios_to_bound'][row]:.2f} of its bound "
-        f"({max(bounds, key=bounds.__getitem__)}),\n    on {machine['num_cpus']} cores of {machine['cpu']}.\n"
+        f"({max(bounds, key=bounds.__getitem__)}),\n  on {machine['num_cpus']} cores of {machine['cpu']}.\n"
     )
 
 
@@ -71,8 +69,8 @@ def _span(records: list[dict[str, Any]], row: str) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
-def render(records: dict[tuple[Any, ...], dict[str, Any]], names: Collection[str]) -> str:
-    order = sorted((key for key in records if key[0] in names), key=lambda key: (list(TABLES).index(key[0]), *key[1:]))
+def render(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
+    order = sorted(records, key=lambda key: (list(TABLES).index(key[0]), *key[1:]))
     return "\n".join(TABLES[key[0]](records[key]) for key in order)
 
 
@@ -291,9 +289,8 @@ def main() -> None:
     options = parser.parse_args()
     records = last_records()
     for page, markers, made in (
-        (PAGE, MARKERS, render(records, TABLES.keys() - {"activations"})),
-        (ACTIVATIONS_PAGE, MARKERS, render(records, {"activations"})),
-        (GUIDE, GUIDE_MARKERS, headline(records)),
+        (PAGE, MARKERS, render(records)),
+        (PLACEMENT, PLACEMENT_MARKERS, headline(records)),
     ):
         text = page.read_text()
         new = replace_between(markers, made, text)

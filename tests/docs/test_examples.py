@@ -80,6 +80,14 @@ def test_the_lines_of_the_page_on_optimizers_run(swap_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_the_program_of_the_guide_runs(swap_path: Path, no_leaks: None, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (EXAMPLES.parent / "guide.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(program, {})
+    assert "nvme: " in capsys.readouterr().out
+    assert torch.load("weights.pt")["0.0.weight"].shape == (512, 512)
+
+
 def test_every_example_has_a_test() -> None:
     here = {"plain_loop", "lora", "own_data", "offloaded_state", "hf_model", "resume"}
     elsewhere = {"qlora": "tests/clients", "full_finetune": "tests/tools/test_first_screen.py"}

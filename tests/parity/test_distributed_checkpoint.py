@@ -95,17 +95,6 @@ def test_state_loaded_into_a_fresh_pair_keeps_its_moments(
         assert not name.startswith("engine") or target.global_steps == 3, "what torch steps to create state is no step"
 
 
-def test_the_recipe_of_the_page_runs(swap_path: Path, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    recipe = page.split("## PyTorch's distributed checkpoint")[1].split("```python")[1].split("```")[0]
-    with opened("plain", swap_path) as plain, opened("engine-nvme", swap_path) as engine:
-        steps(plain, 0)
-        model, optimizer = get_state_dict(plain.module, plain.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path, no_dist=True)
-        exec(recipe, {"engine": engine, "path": tmp_path})
-        assert all(map(same_bits, steps(plain, 3), steps(engine, 3)))
-
-
 @pytest.mark.parametrize("name", ["engine-nvme", "nvme"])
 def test_the_recipe_for_tools_runs(name: str, swap_path: Path, tmp_path: Path) -> None:
     """It saves and loads the same pair, which goes on as if nothing had been."""
