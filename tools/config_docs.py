@@ -26,17 +26,19 @@ _HEAD = """# The config
 
 <!-- Written by tools/config_docs.py from the schema; do not edit. -->
 
-One JSON file, shaped as DeepSpeed's (0.19), with its names and its defaults. Every key of it is honoured, read under
-another name, accepted without effect, or refused because ignoring it would change numbers; an unknown key is an error
-that names the nearest one. `tiered-zero explain CONFIG` prints value, source and effect of each key of a file. Any key
-may also be `"auto"`, which is its default, or what a trainer (Transformers, Accelerate) fills in before it hands the
-config over: batch sizes that are all `"auto"` are its to fill. A key that begins with `_` is a comment. A dotted key at
-the top level, as `"zero_optimization.reduce_bucket_size"`, is not read, as in DeepSpeed, with a notice.
+The config is one JSON file with the names and defaults of DeepSpeed 0.19. Each key is honoured, read under another
+name, accepted without effect, or refused because ignoring it would change numbers. An unknown key is an error that
+names the nearest one. `tiered-zero explain CONFIG` prints value, source and effect of each key of a file.
+
+* `"auto"` is allowed for any key: Transformers and Accelerate fill it in; otherwise it is the default.
+* A key that begins with `_` is a comment.
+* A dotted key at the top level, as `"zero_optimization.reduce_bucket_size"`, is not read, as in DeepSpeed; a notice
+  says so.
 """
 
 
 def type_of(node: dict[str, Any]) -> str:
-    """JSON schema of a value -> its type in words."""
+    """Return the type of a JSON schema in words."""
     if "anyOf" in node:
         return " or ".join(dict.fromkeys(map(type_of, node["anyOf"])))
     if "enum" in node or "const" in node:
@@ -46,7 +48,7 @@ def type_of(node: dict[str, Any]) -> str:
 
 
 def type_at(schema: dict[str, Any], path: str) -> str:
-    """Of the key at `path` in the JSON schema of the whole config."""
+    """Return the type of the key at `path`. `schema`: that of the whole config."""
     node = schema
     for name in path.split("."):
         sections = [option["$ref"] for option in (node, *node.get("anyOf", ())) if "$ref" in option]
@@ -56,24 +58,25 @@ def type_at(schema: dict[str, Any], path: str) -> str:
 
 
 def rows(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Make a table of Markdown."""
     cells = [header, ["---"] * len(header), *lines]
     return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in cells) + "\n"
 
 
 def default_of(key: Key) -> str:
-    """`null` stands for no value; a key whose value follows from others, or must be given, has no default."""
+    """Return the default as text: "" if the value follows from others, or must be given."""
     return "" if "Undefined" in repr(key.default) else f"`{json.dumps(key.default, default=str)}`"
 
 
 def allowed_by(key: Key) -> str:
-    """What a refused key may still hold."""
+    """List the values that a refused key may still have."""
     if isinstance(key.default, dict):
         return "off"
     return ", ".join(f"`{json.dumps(value)}`" for value in key.allowed)
 
 
 def page() -> str:
-    """The whole text of docs/config.md."""
+    """Return the whole text of docs/config.md."""
     schema, keys = Config.model_json_schema(), table(Config).values()
     parts = [_HEAD, "## Honoured keys\n"]
     sections: dict[str, list[Key]] = {}
@@ -101,7 +104,7 @@ _REFERENCE_HEAD = """# Commands and errors
 
 <!-- Written by tools/config_docs.py from the commands and tiered_zero.errors; do not edit. -->
 
-Each command has `--help`. A command ends with 1 and one message where it fails, and with 2 where it was called wrongly.
+Each command has `--help`. The exit code is 1, with one message, if a command fails, and 2 if it was called wrongly.
 [The config](config.md) has every key.
 """
 
@@ -136,7 +139,7 @@ def reference() -> str:
             if command not in shown:  # `swap capacity` is `plan`
                 shown.add(command)
                 parts.append(command_section(name, command))
-    parts.append("## Errors\n\n[Troubleshooting](troubleshooting.md) has messages, and what to do.\n")
+    parts.append("## Errors\n\n[Troubleshooting](troubleshooting.md) explains messages.\n")
     family = [found for found in vars(errors).values() if inspect.isclass(found)]
     lines = (
         (

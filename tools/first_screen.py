@@ -1,7 +1,7 @@
-"""Write what README.md and docs/recipes.md say of a plan: the chart, the table, the heads of the recipes.
+"""Write the plans in README.md and docs/recipes.md: the chart, the table, the heads of the recipes.
 
     python tools/first_screen.py            # rewrite the pages between their markers, and docs/where_8b_rests.svg
-    python tools/first_screen.py --check    # exit 1 where one of them differs from the plans or the records
+    python tools/first_screen.py --check    # exit 1 if one of them differs from the plans or the records
 
 Seconds of a plan are modelled, from the machines under configs/machines; those of records were measured.
 """
@@ -31,7 +31,7 @@ RECIPES = {
     "server": ("h100", (*LLAMA, "--sequence-length", "2048")),
     "two_cores": ("two_cores", ("--model", "gpt:layers=60,hidden=1024,context=512", "--host-memory", "1.8GiB")),
 }
-"""Config under configs/recipes -> its machine under configs/machines, and further options of `plan`."""
+"""Name of a config in configs/recipes -> its machine in configs/machines, and more options of `plan`."""
 
 KINDS = {
     "parameters": ("#2f6fb5", "parameters (bf16)"),
@@ -39,12 +39,12 @@ KINDS = {
     "masters": ("#1f8a70", "fp32 masters and Adam's state"),
     "others": ("#9aa5ad", "buffers, activations"),
 }
-"""Kind on the chart -> its colour, its words."""
+"""Kind of bytes on the chart -> its colour and its words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What `plan` prints: its head, the seconds of a step, tier -> kind of the chart -> GiB, tier -> its bytes."""
+    """Hold what `plan` prints. `gib`: tier -> kind of bytes -> GiB; `totals`: tier -> its bytes, as text."""
 
     head: str
     step_s: float
@@ -133,7 +133,7 @@ def draw(plan: Planned) -> str:
 
 
 def table(plans: Mapping[str, Planned]) -> str:
-    """A row each of what was modelled, then of what was measured."""
+    """Make the table: the rows that were modelled, then the row that was measured."""
     records = ROOT / "tools" / "bench" / "records"
     ranks = [json.loads(line) for line in (records / "ranks.jsonl").read_text().splitlines()]
     needed = {"FSDP2 offload", "stage 3 cpu/cpu"}
