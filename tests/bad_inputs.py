@@ -119,6 +119,11 @@ CASES: dict[str, Case] = {
         r"^tiered_zero\.io_uring: .* threads move .* Leave the key out",
         {"tiered_zero": {"io_uring": False}},
     ),
+    "a value that was taken away": Case(
+        ConfigError,
+        r"^tiered_zero\.io_engine: expected \"auto\"; found the engine threads, which is gone: aiofiles ",
+        {"tiered_zero": {"io_engine": "threads"}},
+    ),
     "wrong type": Case(
         ConfigError,
         r"^train_micro_batch_size_per_gpu: expected a whole number; found 'many'",

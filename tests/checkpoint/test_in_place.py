@@ -21,7 +21,6 @@ from tests.support.inspection.insides import (
     DATA_NAME,
     RunInfo,
     SwapStore,
-    TwoPhaseCommit,
     collect_garbage,
     list_runs,
     manifest,
@@ -246,13 +245,13 @@ def test_weights_that_were_loaded_beside_their_state_are_committed_with_checksum
 def test_training_goes_on_after_an_error_between_prepare_and_confirm(
     swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_format: str
 ) -> None:
-    def fail(_: TwoPhaseCommit) -> None:
+    def fail(_: SwapStore) -> None:
         raise MemoryError
 
     with start(config(swap_path, {"in_place": True}, update="barrier", state_format=state_format)) as engine:
         train(engine, 1, tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(TwoPhaseCommit, "confirm", fail)
+            patch.setattr(SwapStore, "confirm", fail)
             with pytest.raises(MemoryError):
                 engine.save_checkpoint(tmp_path)
         train(engine, 1, tmp_path)

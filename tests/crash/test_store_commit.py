@@ -21,7 +21,6 @@ from tests.support.inspection.insides import (
     Owner,
     SwapDir,
     SwapStore,
-    TwoPhaseCommit,
     files,
     manifest,
     reader,
@@ -206,7 +205,7 @@ def test_the_replay_notices_a_missing_sync(
 
 def test_the_replay_notices_a_reused_slot(swap_path: Path, ruins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "other_slots", lambda durable, start, end: [manifest.Range(start, end, 0, None)])
-    monkeypatch.setattr(TwoPhaseCommit, "_hashed", lambda _commits, _record, ranges: ranges)  # which notices it before
+    monkeypatch.setattr(SwapStore, "_hashed", lambda _commits, _record, ranges: ranges)  # which notices it before
     log, commits = run(swap_path, 0, monkeypatch)
     monkeypatch.undo()
     with pytest.raises((AssertionError, StoreError)):

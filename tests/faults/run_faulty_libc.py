@@ -56,7 +56,7 @@ MENDED_STEPS, RAISED_STEPS = 3, 6
 
 def policies_of(engine: str, case: str) -> list[str]:
     """Half of the policies, by turns: an engine meets them all, and a case meets the other half on another engine."""
-    first = ([*MENDED, *RAISED].index(case) + (engine == "threads")) % 2
+    first = ([*MENDED, *RAISED].index(case) + (engine == "aiofiles")) % 2
     return list(POLICIES)[first::2]
 
 

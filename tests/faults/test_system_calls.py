@@ -11,7 +11,7 @@ from tests.faults.conftest import ROOT
 from tests.faults.run_faulty_libc import MENDED, RAISED, policies_of
 from tests.support.native_build import DIRECT_IO_SOURCE, compile_shared
 
-ENGINES = ("native", "threads")
+ENGINES = ("native", "aiofiles")
 Outcomes = dict[tuple[str, str, str], str]
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.faulty_runs import build, train
 from tiered_zero.errors import ConfigError, PlanError, StoreError
+from tiered_zero.io.aiofile import AiofilesEngine
 from tiered_zero.io.select import select_engine
-from tiered_zero.io.threads import ThreadsEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -42,6 +42,6 @@ def test_no_thread_is_started_in_mid_run(swap_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_io_engine_without_threads_is_left_out(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse(monkeypatch, "tiered-zero-io-2")
-    with pytest.raises(ConfigError, match=r"threads is off: its \d+ threads cannot be started: .*ulimit -v"):
-        select_engine(swap_path, prefer=ThreadsEngine.name)
+    refuse(monkeypatch, "tiered-zero-aiofiles-loop")
+    with pytest.raises(ConfigError, match=r"aiofiles is off: its threads cannot be started: .*ulimit -v"):
+        select_engine(swap_path, prefer=AiofilesEngine.name)

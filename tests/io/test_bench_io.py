@@ -18,7 +18,10 @@ def test_smoke(native_dir: Path, swap_path: Path, tmp_path: Path) -> None:
     (record,) = map(json.loads, out.read_text().splitlines())
     assert record["name"] == "io" and record["arguments"]["smoke"] and record["unit"] == "GB/s"
     names = {
-        f"{e} {m}{s}" for e in ("native", "threads") for m in ("read", "write", "mixed") for s in ("", " beside Python")
+        f"{e} {m}{s}"
+        for e in ("native", "aiofiles")
+        for m in ("read", "write", "mixed")
+        for s in ("", " beside Python")
     }
     assert set(record["samples"]) == set(record["median"]) == names
     assert all(median > 0 for median in record["median"].values())

@@ -9,15 +9,15 @@ import pytest
 from tests.fakes.io_faults import Fault, FaultyEngine
 from tests.io.conftest import pages
 from tiered_zero.errors import TransferError
+from tiered_zero.io.aiofile import AiofilesEngine
 from tiered_zero.io.engine import File, IOSettings
-from tiered_zero.io.threads import ThreadsEngine
 
 NBYTES = 8192
 
 
 @pytest.fixture
 def engine() -> Iterator[FaultyEngine]:
-    inner = ThreadsEngine(direct=False, alignment=1, settings=IOSettings(), io_timeout_s=120.0)
+    inner = AiofilesEngine(direct=False, alignment=1, settings=IOSettings(), io_timeout_s=120.0)
     engine = FaultyEngine(inner, io_timeout_s=0.1)
     yield engine
     engine.close()

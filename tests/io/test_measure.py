@@ -6,14 +6,14 @@ import pytest
 
 from tests.fakes.io_faults import Fault, FaultyEngine
 from tiered_zero.errors import TransferError
+from tiered_zero.io.aiofile import AiofilesEngine
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.measure import MODES, fill_file, measure_rate
-from tiered_zero.io.threads import ThreadsEngine
 from tiered_zero.sizes import MIB
 
 
 def engine() -> FaultyEngine:
-    return FaultyEngine(ThreadsEngine(direct=False, alignment=1, settings=IOSettings(), io_timeout_s=120.0))
+    return FaultyEngine(AiofilesEngine(direct=False, alignment=1, settings=IOSettings(), io_timeout_s=120.0))
 
 
 @pytest.mark.parametrize("one_memory", [False, True])

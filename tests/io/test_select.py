@@ -49,9 +49,9 @@ def test_the_native_engine_comes_first(swap_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_native", "no_leaks")
-def test_without_its_library_threads_come_next(swap_path: Path) -> None:
+def test_without_its_library_aiofiles_comes_next(swap_path: Path) -> None:
     selection = select_engine(swap_path)
-    assert selection.engine.name == "threads"
+    assert selection.engine.name == "aiofiles"
     assert selection.reasons[0].startswith("native is off: its library is missing")
     assert works(selection, swap_path)
 
@@ -60,7 +60,7 @@ def test_without_its_library_threads_come_next(swap_path: Path) -> None:
 def test_with_nothing_that_works_the_error_names_every_reason(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "preadv")
     monkeypatch.setitem(sys.modules, "aiofiles.os", None)
-    with pytest.raises(ConfigError, match=r"native is off: .*threads is off: .*aiofiles is off: .*cannot be imported"):
+    with pytest.raises(ConfigError, match=r"native is off: .*aiofiles is off: .*cannot be imported"):
         select_engine(swap_path)
 
 
@@ -77,7 +77,7 @@ def test_an_engine_can_be_asked_for_by_name(swap_path: Path, name: str) -> None:
 def test_an_engine_asked_for_by_name_is_not_replaced(swap_path: Path) -> None:
     with pytest.raises(ConfigError, match="native is off"):
         select_engine(swap_path, prefer="native")
-    with pytest.raises(ConfigError, match="no I/O engine 'libaio'; use auto, native, threads, aiofiles"):
+    with pytest.raises(ConfigError, match="no I/O engine 'libaio'; use auto, native, aiofiles"):
         select_engine(swap_path, prefer="libaio")
 
 
@@ -102,7 +102,7 @@ def test_a_file_system_of_4096_byte_sectors_gets_that_alignment(
     if not takes_direct(swap_path):
         pytest.skip(f"the file system of {swap_path} has no O_DIRECT to refuse")
     refuse_direct(monkeypatch, lambda nbytes: nbytes % 4096)
-    selection = select_engine(swap_path, prefer="threads")
+    selection = select_engine(swap_path, prefer="aiofiles")
     assert (selection.direct, selection.alignment) == (True, 4096)
     assert "O_DIRECT at 512 is off" in selection.reasons[0] and "EINVAL" in selection.reasons[0]
     assert works(selection, swap_path)
@@ -113,9 +113,9 @@ def test_o_direct_that_opens_but_cannot_write_falls_back_to_buffered(
     swap_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_direct(monkeypatch, lambda nbytes: True)
-    selection = select_engine(swap_path, prefer="threads")
+    selection = select_engine(swap_path, prefer="aiofiles")
     assert (selection.direct, selection.alignment) == (False, 1)
-    assert len(selection.reasons) == 3 and "threads engine, buffered I/O, " in selection.reasons[-1]
+    assert len(selection.reasons) == 3 and "aiofiles engine, buffered I/O, " in selection.reasons[-1]
     assert works(selection, swap_path)
 
 
@@ -131,13 +131,13 @@ def test_an_engine_that_reads_other_bytes_than_were_written_is_refused(
 
     monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(ConfigError, match="read back is not what had been written"):
-        select_engine(swap_path, prefer="threads")
+        select_engine(swap_path, prefer="aiofiles")
     assert os.listdir(swap_path) == []
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ENOENT"):
-        select_engine(tmp_path / "none", prefer="threads")
+        select_engine(tmp_path / "none", prefer="aiofiles")
 
 
 def test_memory_for_requests_is_aligned() -> None:

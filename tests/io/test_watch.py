@@ -10,13 +10,13 @@ import pytest
 import tiered_zero
 from tests.fakes.io_faults import Fault, FaultyEngine
 from tests.io.conftest import pages
+from tiered_zero.io.aiofile import AiofilesEngine
 from tiered_zero.io.engine import IOSettings, dump_in_flight, watch
-from tiered_zero.io.threads import ThreadsEngine
 
 
 @pytest.fixture
 def stalled(swap_path: Path) -> Iterator[FaultyEngine]:
-    inner = ThreadsEngine(direct=False, alignment=1, settings=IOSettings(), io_timeout_s=120.0)
+    inner = AiofilesEngine(direct=False, alignment=1, settings=IOSettings(), io_timeout_s=120.0)
     engine = FaultyEngine(inner, [Fault("write", nth, "stall") for nth in range(1, 41)])
     file = engine.open(str(swap_path / "data"), create=True)
     engine.write(file, 4096, pages(8192))
@@ -27,7 +27,7 @@ def stalled(swap_path: Path) -> Iterator[FaultyEngine]:
 
 def test_the_table_names_each_request(stalled: FaultyEngine, swap_path: Path) -> None:
     head, row = dump_in_flight(stalled).splitlines()
-    assert head == "I/O engine faulty threads: 1 requests in flight"
+    assert head == "I/O engine faulty aiofiles: 1 requests in flight"
     assert row.split()[1:] == ["s", "write", "8192", "bytes", "at", "4096", str(swap_path / "data")]
 
 

@@ -69,7 +69,7 @@ def data_file(swap_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("nbytes", [1, 511, 4096, 4097, 3 * MIB + 5])
-@pytest.mark.parametrize("name", ["sync", "auto", "threads", "aiofiles"])
+@pytest.mark.parametrize("name", ["sync", "auto", "aiofiles"])
 def test_what_was_written_is_read_back(
     make: Callable[..., SwapStore], swap_path: Path, name: str, nbytes: int, engine: SyncEngine
 ) -> None:

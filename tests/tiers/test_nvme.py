@@ -16,8 +16,8 @@ from tests.fakes.sync_io import SyncEngine
 from tests.support.tier_rig import Rig, open_rig, random_bytes
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import EngineFailedError, TransferError
+from tiered_zero.io.aiofile import AiofilesEngine
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.threads import ThreadsEngine
 from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.slots import write_slot
@@ -41,7 +41,7 @@ def fill(rig: Rig, name: str, num_pages: int) -> tuple[Home, torch.Tensor]:
 def test_many_fetches_at_once_never_deadlock(
     sizes: list[int], num_buffers: int, buffer_pages: int, order: object
 ) -> None:
-    engine = ThreadsEngine(direct=False, alignment=1, settings=IOSettings(queue_depth=2), io_timeout_s=120.0)
+    engine = AiofilesEngine(direct=False, alignment=1, settings=IOSettings(queue_depth=2), io_timeout_s=120.0)
     with tempfile.TemporaryDirectory(dir="/var/tmp") as path:
         options = {"buffer_nbytes": buffer_pages * PAGE_NBYTES, "num_buffers": num_buffers, "engine": engine}
         with open_rig("nvme", Path(path), lease_timeout_s=60.0, **options) as rig:  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ import torch
 from tiered_zero.checkpoint.driver import DriverState, LoadParts
 from tiered_zero.checkpoint.in_place import AdoptedValues, Adoption, Commits
 from tiered_zero.checkpoint.index import Share, TagManifest
-from tiered_zero.checkpoint.load import LoadOptions, Matched, StateLoader, TensorReader, differences, match
+from tiered_zero.checkpoint.load import Matched, StateLoader, TensorReader, differences, match
 from tiered_zero.checkpoint.ranks import LOAD, SAVE, Wanted, agree_on_save, begin_tag, check_together, find_together
 from tiered_zero.checkpoint.run_state import RunState
 from tiered_zero.checkpoint.save import AsyncSave, Capture
@@ -224,8 +224,7 @@ class Checkpoints:
     def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool = True) -> tuple[Matched, dict[str, Any]]:
         """Check everything in a checkpoint except the values. Return what goes where, and the driver's state."""
         with_state = parts.optimizer_states and not parts.module_only and self._driver.optimizer is not None
-        options = LoadOptions(strict=strict, with_state=with_state, convert=self._convert)
-        matched = match(self._state, manifest, options)
+        matched = match(self._state, manifest, strict=strict, with_state=with_state, convert=self._convert)
         driver = self._driver.check(manifest.driver, parts, self._ranks)
         for line in differences(vars(manifest.written_by), self._written_by) if with_state else ():
             logger.warning("%s", line)

@@ -52,6 +52,7 @@ from tiered_zero.checkpoint.index import (
     COMMIT_ID,
     DECIDED_BY,
     Commit,
+    CommitLocation,
     RankPart,
     Share,
     StoreLocation,
@@ -119,15 +120,16 @@ class Commits:
         """Commit the state between two updates, on every rank, and publish the tag that points to it. `fields`: of
         TagManifest, with this rank's captured driver state. If this raises, the caller discards the tag. Raises
         UntaggedCommitError, StoreError and others."""
-        location = _location(self._stores[0]).model_dump()
-        fields = {**fields, "kind": "in_place", "swap": {**location, COMMIT_ID: secrets.token_hex(16)}}
+        location, commit_id = _location(self._stores[0]), secrets.token_hex(16)
+        swap = CommitLocation(run_id=location.run_id, paths=location.paths, commit_id=commit_id)
+        fields = {**fields, "kind": "in_place", "swap": swap}
         driver: dict[str, Any] = fields["driver"]
         pointer: Transfer = COMPLETED
         try:
             if self._ranks.rank == 0:  # during the commit, so that both wait for the disks at once
                 prepare = partial(tag.prepare_pointer, {**fields, "driver": {}}, save_latest=save_latest)
                 pointer = self._state.runtime.accelerator.lane("save").submit(prepare)
-            share = partial(self.share, own_state(driver), fields["swap"][COMMIT_ID])
+            share = partial(self.share, own_state(driver), commit_id)
             shares = agree(self._ranks, f"{SAVE}: what it commits", share, encode=Share.encode, decode=Share.decode)
             driver = join_states(driver, [share.driver for share in shares])
             self._commit(TagManifest(**{**fields, "driver": driver}, tag=tag.tag), shares, tag, pointer)
@@ -161,7 +163,7 @@ class Commits:
         StoreError (the last commit stays, or which one counts is unknown, as the error says) or UntaggedCommitError
         (the new commit counts)."""
         is_first = self._ranks.rank == 0
-        if len(self.run_ids) == 1:  # one store: no agreement needed between prepare and confirm
+        if len(self.run_ids) == 1:  # no other store depends on it, so it may drop what it has not confirmed
             self._stores[0].commit(manifest.step, _metadata(manifest, shares))
         else:
             self._prepare_together(manifest, shares)

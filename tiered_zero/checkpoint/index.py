@@ -27,7 +27,6 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, final
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import to_json
-from typing_extensions import TypedDict
 
 from tiered_zero.errors import InternalError, StoreError
 from tiered_zero.record.directory import Owner, PlainPath, read_owner
@@ -65,28 +64,23 @@ Text = Annotated[str, Field(min_length=1, max_length=4096)]
 """A key, a name or a path. pydantic refuses half of a surrogate pair."""
 
 
-PlainPaths = Annotated[list[Annotated[PlainPath, Field(max_length=4096)]], Field(min_length=1)]
-
-
-class Swap(TypedDict):
-    """The run and the directories of the store that decides an in-place commit, and the commit's id."""
-
-    run_id: str
-    paths: PlainPaths
-    commit_id: Text
-
-
-@final
 class StoreLocation(StrictModel):
     """A store of a run: the run's id, and the directories over which it is striped."""
 
     run_id: str
-    paths: PlainPaths
+    paths: Annotated[list[Annotated[PlainPath, Field(max_length=4096)]], Field(min_length=1)]
 
     @property
     def first(self) -> Path:
         """The directory that holds its manifest."""
         return Path(self.paths[0])
+
+
+@final
+class CommitLocation(StoreLocation):
+    """The store that decides an in-place commit, and the commit's id."""
+
+    commit_id: Text
 
 
 class Source(NamedTuple):
@@ -211,7 +205,7 @@ class TagManifest(StrictModel):
     scalars: dict[Text, Any] = Field(default_factory=dict)
     driver: dict[str, Any] = Field(default_factory=dict)
     aliases: dict[Text, Text] = Field(default_factory=dict)
-    swap: Swap | None = None
+    swap: CommitLocation | None = None
 
     @property
     def files(self) -> dict[str, int]:
@@ -432,13 +426,13 @@ def find_missing(committed: Manifest) -> str:
 def held_commit(tag: TagManifest) -> Manifest | None:
     """Return the commit that the tag's run now holds; None if nothing of it is there. Raises StoreError."""
     assert tag.swap is not None, "a tag of an in-place commit"
-    committed, _ = load_manifests(Path(tag.swap["paths"][0]))
-    return committed if committed is not None and committed.run_id == tag.swap["run_id"] else None
+    committed, _ = load_manifests(tag.swap.first)
+    return committed if committed is not None and committed.run_id == tag.swap.run_id else None
 
 
 def is_committed(tag: TagManifest, committed: Manifest) -> bool:
     """Return whether `committed`, in the store that the tag points to, is the commit for which the tag was written."""
-    return tag.swap is not None and committed.is_state(tag.step, {COMMIT_ID: tag.swap[COMMIT_ID]})
+    return tag.swap is not None and committed.is_state(tag.step, {COMMIT_ID: tag.swap.commit_id})
 
 
 def owner_of(path: Path, which: str = "") -> Owner:

@@ -21,11 +21,11 @@ import torch
 from tiered_zero.checkpoint.driver import from_json
 from tiered_zero.checkpoint.index import SOURCE_ITEMSIZES, TagManifest, TensorEntry, check_places
 from tiered_zero.checkpoint.run_state import (
+    BUFFER,
     MASTER,
     PARAM,
     VALUE_KINDS,
     RunState,
-    buffer_key,
     describe_field,
     run_ahead,
     torch_dtype,
@@ -66,16 +66,6 @@ _FACTS = {
 # -- matching ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """`strict`: the checkpoint must have every parameter and buffer, and no other. `with_state`: load optimizer state;
-    else it is initialized. `convert`: state may be rounded to the run's state format."""
-
-    strict: bool = True
-    with_state: bool = True
-    convert: bool = False
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Matched:
@@ -93,8 +83,10 @@ class Matched:
         return {index: self.states[name] for index, name in names.items() if name in self.states}
 
 
-def match(state: RunState, manifest: TagManifest, options: LoadOptions) -> Matched:
-    """Match a checkpoint to a run. Raises ModelError if it is another model's, StoreError for unreadable values, and
+def match(state: RunState, manifest: TagManifest, *, strict: bool, with_state: bool, convert: bool) -> Matched:
+    """Match a checkpoint to a run. `strict`: the checkpoint must have every parameter and buffer, and no other.
+    `with_state`: load optimizer state; else it is initialized. `convert`: state may be rounded to the run's state
+    format. Raises ModelError if it is another model's, StoreError for unreadable values, and
     ConfigError if state would be rounded and `convert` does not allow it."""
     tensors, params, missing = manifest.tensors, dict[str, str](), list[str]()
     for spec in state.specs:
@@ -105,17 +97,17 @@ def match(state: RunState, manifest: TagManifest, options: LoadOptions) -> Match
         elif spec.numel:
             missing.append(spec.name)
     own_buffers = dict(state.named_buffers())
-    buffers = {name: buffer_key(name) for name in own_buffers if buffer_key(name) in tensors}
+    buffers = {name: key for name in own_buffers if (key := f"{BUFFER}/{name}") in tensors}
     missing += [name for name, buffer in own_buffers.items() if buffer.numel() and name not in buffers]
-    _check_names(manifest, missing, {*params.values(), *buffers.values()}, strict=options.strict)
+    _check_names(manifest, missing, {*params.values(), *buffers.values()}, strict=strict)
     for spec in state.specs:
         if (key := params.get(spec.name)) is not None:
             _check_value(key, tensors[key], spec.shape, spec.dtype)
     for name, key in buffers.items():
         _check_value(key, tensors[key], tuple(own_buffers[name].shape), own_buffers[name].dtype)
     states: dict[str, dict[str, Any]] = {}
-    if options.with_state and state.view.layouts:
-        states = _match_states(state.view, manifest, params, options.convert)
+    if with_state and state.view.layouts:
+        states = _match_states(state.view, manifest, params, convert)
     return Matched(params=params, states=states, buffers=buffers)
 
 

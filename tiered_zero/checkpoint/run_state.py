@@ -176,18 +176,6 @@ def run_ahead(
 # -- keys --------------------------------------------------------------------------------------------------------------
 
 
-def param_key(spec: ParamSpec) -> str:
-    return f"{PARAM}/{spec.name}"
-
-
-def master_key(spec: ParamSpec) -> str:
-    return f"{MASTER}/{spec.name}"
-
-
-def buffer_key(name: str) -> str:
-    return f"{BUFFER}/{name}"
-
-
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Convert torch.float32 to "float32". Raises StoreError for a dtype that a checkpoint cannot hold."""
@@ -341,10 +329,10 @@ def _list_subgroup(state: RunState, places: RecordPlaces, scalars: Scalars, layo
                 masters.insert(1, (params, first + before * segment.unit.itemsize))
             if spec.name in state.trained:
                 described = describe(torch.float32, spec.shape, spec.order, "joined" if joined else "plain")
-                yield master_key(spec), described, start, stop, masters
+                yield f"{MASTER}/{spec.name}", described, start, stop, masters
             else:
                 described = describe(segment.unit.dtype, spec.shape, spec.order, "plain" if joined else "rounded")
-                yield param_key(spec), described, start, stop, [masters[1 if joined else 0]]
+                yield f"{PARAM}/{spec.name}", described, start, stop, [masters[1 if joined else 0]]
     rule = state.view.rule
     for piece in scalars.stepped(layout):
         for array in layout.arrays_for(piece):
@@ -367,17 +355,17 @@ def _list_units(state: RunState, places: RecordPlaces, with_frozen: bool) -> Ite
             if low < high:
                 place = record, (low - here.start) * unit.itemsize
                 described = describe(unit.dtype, spec.shape, spec.order)
-                yield param_key(spec), described, low - entry.start, high - entry.start, [place]
+                yield f"{PARAM}/{spec.name}", described, low - entry.start, high - entry.start, [place]
     for spec in state.specs if state.runtime.collectives.rank == 0 else ():
         if not spec.numel and (with_frozen or spec.trainable):
-            yield param_key(spec), describe(spec.dtype, spec.shape), 0, 0, ()
+            yield f"{PARAM}/{spec.name}", describe(spec.dtype, spec.shape), 0, 0, ()
 
 
 def _list_buffers(places: RecordPlaces, buffers: Sequence[tuple[str, torch.Tensor]]) -> Iterator[_Row]:
     for name, buffer, offset in pack(buffers):
         assert places.buffers is not None, "buffers are planned with a record"
         described, place = describe(buffer.dtype, tuple(buffer.shape)), (places.buffers, offset)
-        yield buffer_key(name), described, 0, buffer.numel(), [place]
+        yield f"{BUFFER}/{name}", described, 0, buffer.numel(), [place]
     for name, buffer in buffers:
         if not buffer.numel():
-            yield buffer_key(name), describe(buffer.dtype, tuple(buffer.shape)), 0, 0, ()
+            yield f"{BUFFER}/{name}", describe(buffer.dtype, tuple(buffer.shape)), 0, 0, ()

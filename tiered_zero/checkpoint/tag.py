@@ -225,8 +225,8 @@ def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
 def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
     """Find the commit that the run of a pointer now holds. The pointer is complete if that is its own."""
     assert manifest.swap is not None, "a tag of an in-place commit"
-    first = Path(manifest.swap["paths"][0])
-    info = replace(info, run_id=manifest.swap["run_id"], commit_id=manifest.swap[COMMIT_ID])
+    first = manifest.swap.first
+    info = replace(info, run_id=manifest.swap.run_id, commit_id=manifest.swap.commit_id)
     try:
         held = held_commit(manifest)
         if held is None:
@@ -398,8 +398,7 @@ def _take_named(path: Path, tag: str) -> FoundCheckpoint:
         newest = f" The newest there: {', '.join(reversed(complete[-4:]))}." if complete else ""
         raise StoreError(f"There is no checkpoint {place}.{newest}")
     manifest = read_manifest(place, tag)
-    swap = None if manifest.swap is None else Path(manifest.swap["paths"][0])
-    return FoundCheckpoint(path=place, swap=swap, manifest=manifest)
+    return FoundCheckpoint(path=place, swap=manifest.swap and manifest.swap.first, manifest=manifest)
 
 
 def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint | None:
@@ -464,7 +463,7 @@ def find_damage(tag_dir: str | os.PathLike[str]) -> list[str]:
         if manifest.swap is None:
             with open_tag(tag_dir, manifest=manifest) as reader:
                 return [*map(str, reader.damage())]
-        commit = Commit.read(Path(manifest.swap["paths"][0]))
+        commit = Commit.read(manifest.swap.first)
         state = commit.manifest.step, {COMMIT_ID: commit.commit_id}
         found = [verify_run([Path(path) for path in store.paths], *state) for store in commit.stores]
         return [str(item) for verified in found if verified is not None for item in verified.broken]

@@ -16,6 +16,12 @@ def _compute_device(value: str) -> str:
     return value
 
 
+def _io_engine(value: Any) -> Any:
+    if value == "threads":
+        raise ValueError('expected "auto"; found the engine threads, which is gone: aiofiles reads at its rate')
+    return value
+
+
 def _paths(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -109,7 +115,7 @@ class RuntimeSection(Section):
         description="where gradients rest from backward to the update, where offload_optimizer.device is nvme: in host "
         "memory (cpu) or in files in its nvme_path (nvme); auto: those on nvme that host memory has no room for",
     )
-    io_engine: Literal["auto", "native", "threads", "aiofiles"] = Field(
+    io_engine: Annotated[Literal["auto", "native", "aiofiles"], BeforeValidator(_io_engine)] = Field(
         "auto", description="how files are read and written; auto tries in the swap directory and takes the best"
     )
     io_timeout_s: Number = Field(60.0, gt=0, description="seconds after which a stalled request is an error")

@@ -13,8 +13,7 @@ Never: a callback on a worker; a worker that touches torch; an order of two requ
     engine.py     the interface, IOSettings; what is in flight, as text and by signal
     disk.py       what the engines share: open files, admission, transfers, the watchdog, closing, the text of failures
     native.py     the pool of threads in C
-    pieces.py     what the two Python engines share: pieces of a request, short transfers, syncs after writes
-    threads.py    preadv and pwritev on Python threads;  aiofile.py: the same calls through aiofiles
+    aiofile.py    the same calls through the package aiofiles, where there is no native library
     select.py     the choice of an engine, by trial
     preflight.py  checks of a directory
     measure.py    the rate of an engine on a disk

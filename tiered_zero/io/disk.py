@@ -4,7 +4,6 @@ and the text of every failure."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import mmap
 import os
@@ -13,10 +12,11 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import final
 
+import numpy
+
 from tiered_zero.concurrency.transfer import STOPPED_S, FailureLatch
 from tiered_zero.errors import TransferError
 from tiered_zero.io.engine import File, IOEngine, IOSettings, IOTransfer, Request, dump_in_flight
-from tiered_zero.native import struct_fields
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.system.resources import Descriptor, opened
 
@@ -100,25 +100,9 @@ def _with_errno(text: str, code: int) -> TransferError:
     return error
 
 
-class _PyBuffer(ctypes.Structure):
-    """Python's Py_buffer (Include/pybuffer.h), used for the address of memory that may be read-only."""
-
-    _fields_ = struct_fields(
-        (ctypes.c_void_p, "buf obj"),
-        (ctypes.c_ssize_t, "len itemsize"),
-        (ctypes.c_int, "readonly ndim"),
-        (ctypes.c_char_p, "format"),
-        (ctypes.c_void_p, "shape strides suboffsets internal"),
-    )
-
-
 def memory_address(view: memoryview) -> int:
     """Return the address of a contiguous view's memory. It is valid while the view lives."""
-    buffer = _PyBuffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
-    address = int(buffer.buf or 0)
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
-    return address
+    return int(numpy.asarray(view).__array_interface__["data"][0])
 
 
 def open_descriptor(path: str, *, create: bool, writable: bool, direct: bool) -> Descriptor:

@@ -20,7 +20,7 @@ from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 class IOSettings:
     """The `aio` section of the configuration, and what each key does to each engine.
 
-    `block_size`: bytes per system call; threads and aiofiles use up to 4 neighbouring blocks of a large request, to
+    `block_size`: bytes per system call; aiofiles uses up to 4 neighbouring blocks of a large request, to
     take the GIL less often. `queue_depth` x `intra_op_parallelism`: workers, that is calls in flight at once, in all
     engines; at most 32, which saturate the fastest array of drives.
 

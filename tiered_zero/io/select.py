@@ -14,12 +14,10 @@ from tiered_zero.io.aiofile import AiofilesEngine
 from tiered_zero.io.disk import DiskEngine
 from tiered_zero.io.engine import IOEngine, IOSettings
 from tiered_zero.io.native import NativeEngine
-from tiered_zero.io.threads import ThreadsEngine
 from tiered_zero.sizes import PAGE_NBYTES
 
 ENGINES: dict[str, Callable[..., DiskEngine]] = {
     "native": NativeEngine,
-    "threads": ThreadsEngine,
     "aiofiles": AiofilesEngine,
 }
 """Engines by name, best first."""

@@ -134,10 +134,6 @@ class RecordReader:
             raise ValueError(f"there is no record {name[:80]!a}")
         return self._records[store][name].extent_nbytes
 
-    def has(self, store: int, name: str, start: int, stop: int) -> bool:
-        """Return whether bytes [start, stop) of a record were written."""
-        return first_gap(self._overlapping(store, name, start, stop), start, stop) is None
-
     def submit(self, wanted: Iterable[Wanted]) -> Reading:
         """Begin to read, in the order of the files. Raises TransferError, and StoreError for bytes that were never
         written."""

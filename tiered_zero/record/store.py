@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import Counter
@@ -23,14 +24,17 @@ from tiered_zero.concurrency.transfer import (
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.record import manifest
-from tiered_zero.record.commit import TwoPhaseCommit
 from tiered_zero.record.directory import SwapDir
 from tiered_zero.record.manifest import Manifest, Range, Record
-from tiered_zero.record.reader import Span, hashed, is_same, mismatches
+from tiered_zero.record.reader import Span, hashed, is_same, locate, mismatches
 from tiered_zero.record.stripes import DATA_NAME, PieceRequest, StripedFiles, Stripes, check_data_files
 from tiered_zero.record.table import InFlight, RecordTable
 from tiered_zero.system.process import OwnProcess
+from tiered_zero.system.resources import map_memory
 from tiered_zero.telemetry.spans import Recorder
+
+_TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+"""Errors in writing a manifest after which the same commit may be tried again."""
 
 _STUCK_S = 5.0
 """Seconds for which `close` waits for requests after a failure; they may be stuck for ever."""
@@ -42,6 +46,10 @@ class SwapStore:
 
     A request that overlaps another one in flight of the same record is refused unless both are reads: the caller must
     wait in between. A failed transfer or sync latches the store: from then on it only raises.
+
+    It has one durable state, the last commit, and possibly a prepared one. Data is durable before its manifest, and the
+    manifest before it gets its final name. `RecordTable` keeps writes away from extents that the durable manifest
+    names. A transient failure to commit changes nothing; any other latches the store.
     """
 
     def __init__(
@@ -70,6 +78,11 @@ class SwapStore:
         self._directory = directory
         self._table = RecordTable(capacity_nbytes)
         self._latch = FailureLatch()
+        self._prepared: Manifest | None = None
+        self.step = None if state is None else state.step
+        """The step of the last commit."""
+        self.metadata = {} if state is None else state.metadata
+        """The metadata of the last commit."""
         self._recorder = recorder
         self._count_lock = threading.Lock()
         self._nbytes: dict[str, Counter[str]] = {"read": Counter(), "write": Counter(), "unverified": Counter()}
@@ -81,7 +94,8 @@ class SwapStore:
                 check_data_files(directory.paths, stripes, self.capacity_nbytes)
                 self._files = StripedFiles.open(engine, names, stripes)
             unfinished.callback(self._files.close)
-            self._commits = TwoPhaseCommit(directory, self._files, self._table, self._latch, state, self._is_hashed)
+            if state is not None:
+                self._table.adopt((record, state.ranges[record.name]) for record in state.records)
             self._hashing = Worker("tiered_zero-hash")
             unfinished.callback(self._hashing.close)
             self._worker = Worker("tiered_zero-store")
@@ -127,16 +141,6 @@ class SwapStore:
     def paths(self) -> tuple[str, ...]:
         """The directories of the run."""
         return tuple(map(str, self._directory.paths))
-
-    @property
-    def step(self) -> int | None:
-        """The step of the last commit."""
-        return self._commits.step
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """The metadata of the last commit."""
-        return self._commits.metadata
 
     @property
     def engine(self) -> IOEngine:
@@ -220,8 +224,13 @@ class SwapStore:
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Make all committed records, as written so far, the durable state `step`. `metadata`: JSON only. Returns when
         the state survives power loss. Until then the last committed state does."""
-        self._check()
-        self._commits.commit(step, metadata)
+        try:
+            self.prepare(step, metadata)
+            self.confirm()
+        except BaseException:
+            if self._latch.error is None:  # else `confirm` has begun
+                self.cancel_prepared()
+            raise
 
     def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Do the first half of `commit`: make the new state durable next to the last one; `recover` can open either.
@@ -231,17 +240,64 @@ class SwapStore:
         on the disk.
         """
         self._check()
-        self._commits.prepare(step, metadata)
+        written = self._table.freeze(step)
+        try:
+            if self._is_hashed:
+                written = [(record, self._hashed(record, ranges)) for record, ranges in written]
+            state = Manifest(
+                run_id=self.run_id,
+                step=step,
+                capacity_nbytes=self.capacity_nbytes,
+                weights=self._files.stripes.weights,
+                metadata=dict(metadata),
+                records=tuple(record for record, _ in written),
+                ranges={record.name: list(ranges) for record, ranges in written},
+            )
+            data = state.encode()
+            with self._latching():  # a sync is never tried again: the kernel may have dropped the pages
+                wait_all(self._files.sync())
+            self._directory.keep()
+            manifest.prepare(self._directory.paths[0], data)
+        except (StoreError, ValueError):  # ValueError: the manifest would not be valid
+            self._table.thaw(None)
+            raise
+        except OSError as error:
+            if isinstance(error, TransferError):
+                raise
+            raise self._not_prepared(step, error) from error
+        self._prepared = state
 
     def confirm(self) -> None:
         """Do the second half of `commit`: make the prepared state the committed one; the extents of the last become
         reusable."""
         self._check()
-        self._commits.confirm()
+        state = self._prepared
+        if state is None:
+            raise StoreError("Nothing is prepared; call prepare first.")
+        try:
+            manifest.confirm(self._directory.paths[0])
+            self._prepared = None
+            self._table.thaw(state.ranges)
+            self.step, self.metadata = state.step, state.metadata
+        except OSError as error:
+            self._latch.set(error)
+            raise StoreError(f"The commit of step {state.step} failed: {error}. Resume from what is there.") from error
+        except BaseException as error:  # such as a second Ctrl-C: it may be durable or not
+            self._latch.set(error)
+            raise
 
     def cancel_prepared(self) -> None:
         """Drop the prepared state, if any, durably: another store of the same commit could not prepare."""
-        self._commits.cancel()
+        if self._prepared is None:
+            return
+        try:
+            manifest.discard(self._directory.paths[0])
+        except OSError as error:
+            self._latch.set(error)
+            step = self._prepared.step
+            raise StoreError(f"Step {step} cannot be dropped: {error}. Resume from what is there.") from error
+        self._restore()
+        self._prepared = None
 
     def revert(self) -> None:
         """Return the committed records to the last commit, as `recover` would find them. Driver thread."""
@@ -327,13 +383,71 @@ class SwapStore:
             self._table.grow(capacity_nbytes)
             self._table.add_slot(record)
 
+    def _resume_text(self) -> str:
+        """Name the state from which a run can resume, for messages."""
+        return "the last checkpoint" if self.step is None else f"step {self.step}, committed in {self.paths[0]}"
+
+    def _restore(self) -> None:
+        """Allow writes again, on top of the last state, after the next manifest was removed."""
+        self._directory.keep(self.step is not None)
+        self._table.thaw(None)
+
+    def _hashed(self, record: Record, ranges: Sequence[Range]) -> Sequence[Range]:
+        """Read the ranges without a checksum and compute it. Raises TransferError, CorruptionError."""
+        if all(item.digest is not None for item in ranges):
+            return ranges
+        with self._latching():
+            found = [item if item.digest is not None else self._with_digest(record, item) for item in ranges]
+        self._table.set_written(record, found)
+        return found
+
+    def _with_digest(self, record: Record, item: Range) -> Range:
+        """Return `item` with its digest. If a range of the last commit contains it, verify that range first."""
+        durable = self._table.durable(record, item.start, item.end)
+        whole = next((one for one in durable if one.slot == item.slot and one.digest is not None), item)
+        (span,) = locate(record, [whole], whole.start, whole.end)
+        memory, parts = memoryview(map_memory(whole.end - whole.start)), list[IOTransfer]()
+        self._files.submit(self._files.engine.read, span.address, memory, parts)
+        wait_all(parts)
+        if whole.digest is not None and any(mismatches([whole], memory, whole.start)):
+            raise CorruptionError(
+                f"Record {record.name!r}: bytes {whole.start} to {whole.end} are not those written. Check the disk and "
+                f"resume from {self._resume_text()}."
+            )
+        return hashed([item], memory, whole.start)[0]
+
+    @contextmanager
+    def _latching(self) -> Iterator[None]:
+        """Latch the store if the disk fails inside the block."""
+        try:
+            yield
+        except Exception as error:
+            self._latch.set(error)
+            raise
+
+    def _not_prepared(self, step: int, error: OSError) -> StoreError:
+        """Return the error of a manifest that could not be written; latch the store unless the failure is transient."""
+        text = (
+            f"The manifest of step {step} cannot be written to {self._directory.paths[0]}: {error}. "
+            "What was committed before is untouched"
+        )
+        try:
+            if error.errno not in _TRANSIENT:
+                raise error
+            manifest.discard(self._directory.paths[0])  # durably, because its extents will be written again
+        except OSError as failure:
+            self._latch.set(failure)
+            return StoreError(f"{text}; resume from {self._resume_text()}.")
+        self._restore()
+        return StoreError(f"{text}; free some space (or file descriptors) and commit again.")
+
     def _corruption(self, record: Record, spans: Sequence[Span], item: Range, found: int) -> CorruptionError:
         span = next(span for span in spans if span.start <= item.start < span.end)
         path, at = self._files.locate(span.address + item.start - span.start)
         return CorruptionError(
             f"Record {record.name!r}: bytes {item.start} to {item.end}, read from {path} at offset {at}, are not those "
             f"written (xxh3 {item.digest:016x} expected, {found:016x} found). Nothing was updated from them. Check the "
-            f"disk and resume from {self._commits.resume_text()}."
+            f"disk and resume from {self._resume_text()}."
         )
 
     def _count(self, record: Record, **nbytes: int) -> None:
@@ -347,6 +461,6 @@ class SwapStore:
         self._latch.check(
             lambda error: (
                 "The swap store failed earlier and cannot be trusted any more: "
-                f"{error} Resume from {self._commits.resume_text()}."
+                f"{error} Resume from {self._resume_text()}."
             )
         )

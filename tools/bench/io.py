@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=parse_nbytes, nargs="+", default=[256 * KIB, MIB, 4 * MIB])
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 8, 16, 32])
-    parser.add_argument("--engines", nargs="+", default=["native", "threads"], choices=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", default=["native", "aiofiles"], choices=list(ENGINES))
     parser.add_argument("--smoke", action="store_true", help="two seconds, without fio: does it run?")
     options = parser.parse_args()
     if options.smoke:

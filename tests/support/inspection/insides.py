@@ -41,7 +41,6 @@ from tiered_zero.grads.norms import GradCopy, GradNorm
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.record import files, manifest, reader, runs, stripes, table, writer
 from tiered_zero.record import store as swap_store
-from tiered_zero.record.commit import TwoPhaseCommit
 from tiered_zero.record.directory import OWNER_NAME, PREFIX, Owner, SwapDir
 from tiered_zero.record.json_file import VERSION as FILE_VERSION
 from tiered_zero.record.json_file import decode_file, encode_file

@@ -1,4 +1,4 @@
-"""What only the engine in Python threads shows, over faked system calls: its pieces, its order, its watchdog."""
+"""What only the engine `aiofiles` shows, over faked system calls: its pieces, its order, its watchdog."""
 
 import errno
 import os
@@ -12,21 +12,21 @@ import pytest
 
 from tests.io.conftest import pages
 from tiered_zero.errors import TransferError
+from tiered_zero.io import aiofile as pieces_module
 from tiered_zero.io import disk
-from tiered_zero.io import pieces as pieces_module
+from tiered_zero.io.aiofile import AiofilesEngine
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.threads import ThreadsEngine
 
-Build = Callable[..., ThreadsEngine]
+Build = Callable[..., AiofilesEngine]
 
 
 @pytest.fixture
 def build() -> Iterator[Build]:
-    built: list[ThreadsEngine] = []
+    built: list[AiofilesEngine] = []
 
-    def build(queue_depth: int = 2, io_timeout_s: float = 120.0) -> ThreadsEngine:
+    def build(queue_depth: int = 2, io_timeout_s: float = 120.0) -> AiofilesEngine:
         settings = IOSettings(block_size=4096, queue_depth=queue_depth)
-        built.append(ThreadsEngine(direct=False, alignment=1, settings=settings, io_timeout_s=io_timeout_s))
+        built.append(AiofilesEngine(direct=False, alignment=1, settings=settings, io_timeout_s=io_timeout_s))
         return built[-1]
 
     yield build
@@ -101,7 +101,7 @@ def test_urgent_reads_are_taken_before_all_that_no_worker_has(
     gate.set()
     for transfer in transfers:
         transfer.wait()
-    assert offsets == [0, 20, 22, 4, 16, 24]
+    assert offsets == [0, 20, 21, 22, 23, 4, 16, 24]
     file.close()
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tiered_zero.errors import TransferError
+from tiered_zero.io.aiofile import Progress
 from tiered_zero.io.disk import DiskFile
 from tiered_zero.io.engine import Request
-from tiered_zero.io.pieces import Progress
 from tiered_zero.system.resources import CLOSED
 
 
