@@ -139,9 +139,7 @@ def test_what_was_never_written_is_not_read(tmp_path: Path) -> None:
         ranges={"a": [Range(0, 4 * MIB, 0, 1)]},
     )
     with pytest.raises(StoreError, match="have one checksum; expected at most 2 MiB"):
-        RecordReader([RecordFiles(paths=[tmp_path / "data.bin"], contents=huge)]).submit(
-            [Wanted(0, "a", 0, 1, lambda at, memory: None)]
-        )
+        RecordReader([RecordFiles(paths=[tmp_path / "data.bin"], contents=huge)]).submit([Into("a", 0, 1).wanted])
 
 
 def test_a_failed_write_is_raised_and_nothing_is_in_use(tmp_path: Path) -> None:
