@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
-from tests.support.inspection.insides import EagerUpdate, StreamingStepper
+from tests.support.inspection.insides import EagerUpdate, UpdatePipeline
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import adamw, tiered
 
@@ -20,9 +20,9 @@ def test_updates_that_backward_leaves_come_in_the_order_of_the_next_forward(devi
     order: list[int] = []
     num_added = [0]
     some_are_ready, second_has_begun, all_are_ready = (threading.Event() for _ in range(3))
-    update, add = StreamingStepper._update, EagerUpdate.add
+    update, add = UpdatePipeline._update, EagerUpdate.add
 
-    def held_update(stepper: StreamingStepper, work: Any, job: Any) -> None:
+    def held_update(stepper: UpdatePipeline, work: Any, job: Any) -> None:
         order.append(work.subgroup.index)
         if len(order) == 2:
             second_has_begun.set()
@@ -47,7 +47,7 @@ def test_updates_that_backward_leaves_come_in_the_order_of_the_next_forward(devi
         engine.backward(engine(tokens, targets, False))  # the first updates start behind backward
         engine.step()
         engine.flush()
-        with patch.object(StreamingStepper, "_update", held_update), patch.object(EagerUpdate, "add", counted_add):
+        with patch.object(UpdatePipeline, "_update", held_update), patch.object(EagerUpdate, "add", counted_add):
             engine.backward(engine(tokens, targets, False))
             engine.step()
             all_are_ready.set()

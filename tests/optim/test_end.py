@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.support.inspection.insides import SwapStore, optimizer_state
+from tests.support.inspection.insides import SwapStore, state_view
 from tiered_zero.errors import BudgetError, ConfigError, EngineFailedError, ModelError, PlanError, StoreError
 from tiered_zero.optim import OffloadedOptimizer
 from tiered_zero.sizes import PAGE_NBYTES
@@ -243,10 +243,10 @@ def test_state_larger_than_memory_goes_through_files(
     with OffloadedOptimizer(first, ADAM, on_disk(swap_path), lr=torch.tensor(1e-2)) as optimizer:
         optimizer.step()
         with monkeypatch.context() as patch, pytest.raises(BudgetError, match=r"optimizer.save_state\(directory\)"):
-            patch.setattr(optimizer_state, "available_host_nbytes", lambda: 1 << 23)
+            patch.setattr(state_view, "available_host_nbytes", lambda: 1 << 23)
             optimizer.state_dict()
         with monkeypatch.context() as patch:
-            patch.setattr(optimizer_state, "available_host_nbytes", lambda: 14 << 20)  # of the largest parameter
+            patch.setattr(state_view, "available_host_nbytes", lambda: 14 << 20)  # of the largest parameter
             assert [path.name for path in optimizer.save_state(tmp_path / "state")] == ["optimizer.safetensors"]
         saved = optimizer.state_dict()
         for own, param in zip(second, first, strict=True):

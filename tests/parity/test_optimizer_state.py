@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import tiered_zero
 from tests.parity.test_optimizers import RowScaled
 from tests.support.inspection import unverified_nbytes
-from tests.support.inspection.insides import optimizer_state, state_view
+from tests.support.inspection.insides import state_view
 from tests.support.models import ParityGPT, batch, groups, rows, two_layers
 from tests.support.trainers import Plain, adamw, named_weights, same_bits, tiered, train
 from tiered_zero.errors import BudgetError, ModelError, TransferError
@@ -265,7 +265,7 @@ def test_state_that_does_not_fit_into_free_memory_is_refused_with_its_size(
     with tiered(build(), swap_path, ("nvme", "nvme"), MAKERS["Adam"]) as engine:
         run(engine, 0)
         largest = engine.module.tokens.weight
-        monkeypatch.setattr(optimizer_state, "available_host_nbytes", lambda: 20_000)
+        monkeypatch.setattr(state_view, "available_host_nbytes", lambda: 20_000)
         with pytest.raises(BudgetError, match=r"it takes \d+\.\d KiB and 19\.5 KiB are free.*read_state"):
             engine.optimizer.state_dict()
         values = engine.optimizer.read_state(largest)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.inspection import inventory, layouts, ledger, units
-from tests.support.inspection.insides import StreamingStepper
+from tests.support.inspection.insides import UpdatePipeline
 from tests.support.models import ParityGPT, batch, groups
 from tests.support.trainers import Plain, Record, assert_same_bits, follow, tiered, train
 from tiered_zero.errors import ConfigError
@@ -163,13 +163,13 @@ def test_a_rule_of_torchs_own(mixture: str, optimizer: str, swap_path: Any) -> N
 def test_what_rests_on_the_device_waits_for_nothing_else(swap_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units whose state is on the device are published while the first update elsewhere has not even begun."""
     begin = threading.Event()
-    update = StreamingStepper._update
+    update = UpdatePipeline._update
 
-    def late(self: StreamingStepper, work: Any, job: Any) -> None:
+    def late(self: UpdatePipeline, work: Any, job: Any) -> None:
         assert self._io.updates_on_device(work.subgroup) or begin.wait(300)
         update(self, work, job)
 
-    monkeypatch.setattr(StreamingStepper, "_update", late)
+    monkeypatch.setattr(UpdatePipeline, "_update", late)
     with split(swap_path, "device+nvme") as engine:
         last_update, tiers = inventory(engine).last_update, engine.plan.tiers.gradients
         trainable = [unit for unit in units(engine) if unit.trainable]

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tiered_zero
 from tests.ranks.pool import RankPool
-from tests.support.inspection.insides import DcpReader, optimizer_state
+from tests.support.inspection.insides import DcpReader, state_view
 from tests.support.models import rows, two_layers
 from tests.support.trainers import Plain
 from tiered_zero.optim import OffloadedOptimizer
@@ -91,7 +91,7 @@ def move_engines(swap_path: str, saved: str, zero: dict[str, Any]) -> None:
         for number, options in enumerate(({}, {"flatten_optimizer_state_dict": True}, {"full_state_dict": True})):
             with make_engine(swap_path, zero) as source, make_engine(swap_path, zero) as target:
                 steps(source, 0)
-                with patch.object(optimizer_state.logger, "warning") as warning:
+                with patch.object(state_view.logger, "warning") as warning:
                     move(source, target, f"{saved}/{number}", **options)
                 assert not warning.called, "what another rank has is trained"
                 assert all(map(torch.equal, steps(source, 3), steps(target, 3))), options

@@ -15,7 +15,7 @@ from tests.parity.test_optimizer_state import assert_same_state, assert_same_wei
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, train, weights_of
 from tests.ranks.training import rank_and_config
-from tests.support.inspection.insides import optimizer_state
+from tests.support.inspection.insides import state_view
 from tests.support.tags import equal_bits
 from tests.support.trainers import same_bits
 from tiered_zero.errors import BudgetError, ModelError
@@ -101,7 +101,7 @@ def fail_on_one_rank(place: Place, swap_path: str) -> list[str]:
     good, texts = engine.optimizer.state_dict(), []
     with pytest.MonkeyPatch.context() as patch:
         if engine.global_rank == 1:
-            patch.setattr(optimizer_state, "available_host_nbytes", lambda: 100)
+            patch.setattr(state_view, "available_host_nbytes", lambda: 100)
         with pytest.raises(BudgetError) as no_room:
             engine.optimizer.state_dict()
     texts.append(str(no_room.value))

@@ -8,8 +8,8 @@ import torch
 from tests.support.tier_rig import make_runtime
 from tests.support.units import make_unit
 from tiered_zero.layout.subgroups import cut_subgroups
-from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.tiers.tier import DeviceTier
 from tiered_zero.tiers.unit_update import UnitUpdate
 
 

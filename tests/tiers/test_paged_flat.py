@@ -15,7 +15,7 @@ from tests.support.tier_rig import Rig, open_rig
 from tiered_zero.errors import EngineFailedError, TransferError
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.nvme import NvmeTier
-from tiered_zero.tiers.paged_flat import FlatWindows, PagedFlat
+from tiered_zero.tiers.step_gradients import FlatWindows, PagedFlat
 from tiered_zero.tiers.tier import BufferView
 
 NUMEL = 2048

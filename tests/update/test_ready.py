@@ -1,10 +1,9 @@
 """The queue between backward and a running update: whatever one side does, the other goes on."""
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
-from tiered_zero.update.eager import ReadyQueue
+from tiered_zero.update.ready import ReadyQueue
 
 
 def layout(index: int) -> Any:
@@ -50,16 +49,3 @@ def test_a_queue_that_is_cleared_between_peek_and_take() -> None:
     queue.close()
     queue.take(seen)
     assert queue.peek() is None and not queue.wait()
-
-
-def test_a_notification_ends_one_wait_even_if_it_came_before() -> None:
-    queue = ReadyQueue()
-    queue.notify()
-    queue.wait_change()
-    waiting = threading.Thread(target=queue.wait_change, daemon=True)
-    waiting.start()
-    waiting.join(0.05)
-    assert waiting.is_alive()
-    queue.notify()
-    waiting.join(300)
-    assert not waiting.is_alive() and queue.peek() is None

@@ -15,9 +15,8 @@ from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.extents import ExtentMap
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
-from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.nvme import NvmeTier
-from tiered_zero.tiers.tier import BufferView
+from tiered_zero.tiers.tier import BufferView, HostTier
 
 LANE = "activations"
 MAX_HOLES_NBYTES = 64 * MIB

@@ -56,8 +56,8 @@ from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader, RunObserver, StepLog
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.nvme import NvmeTier
-from tiered_zero.tiers.paged_flat import FlatWindows
 from tiered_zero.tiers.rack import TierRack
+from tiered_zero.tiers.step_gradients import FlatWindows
 from tiered_zero.unit.driver_thread import CallPhase
 from tiered_zero.unit.hooks import ModuleHooks
 from tiered_zero.unit.materialize import Materializer, UnitPlacer, materialize_model
@@ -66,14 +66,12 @@ from tiered_zero.unit.pager import Pager
 from tiered_zero.unit.pass_scope import PassScope
 from tiered_zero.unit.update_guard import ShardGather, WholeWeights
 from tiered_zero.unit.visible_gradients import VisibleGradients
-from tiered_zero.update.eager import EagerUpdate
 from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer, make_scheduler, restored_on_error
-from tiered_zero.update.optimizer_state import OptimizerState
-from tiered_zero.update.overlapped import DelayedPolicy, OverlappedPolicy
-from tiered_zero.update.param_shards import ParamShards
-from tiered_zero.update.policy import BarrierPolicy, GatheringPolicy, UpdatePolicy
-from tiered_zero.update.state_view import StateView, UnitParameters
-from tiered_zero.update.stepper import StreamingStepper
+from tiered_zero.update.pipeline import UpdatePipeline
+from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, GatheringPolicy, OverlappedPolicy, UpdatePolicy
+from tiered_zero.update.ready import EagerUpdate
+from tiered_zero.update.state_view import OptimizerState, ParamShards, StateView
+from tiered_zero.update.subgroup_io import UnitParameters
 
 logger = logging.getLogger("tiered_zero")
 
@@ -310,7 +308,7 @@ def _place_model(
 
 def _make_step(
     run_spec: RunSpec, machine: Machine, view: StateView, handle: TieredOptimizer | None, resources: Teardown
-) -> tuple[TrainStep, Pager, StreamingStepper, WholeWeights]:
+) -> tuple[TrainStep, Pager, UpdatePipeline, WholeWeights]:
     """Build the movers, and the object that orders them."""
     config, plan = run_spec.config, run_spec.plan
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
@@ -327,7 +325,7 @@ def _make_step(
     visible_gradients = VisibleGradients(gradients.param_grads, runtime.collectives.world_size)
     resources.add("param.grad", visible_gradients.close)
     params = UnitParameters(inventory, runtime, _flats(pager))
-    stepper = StreamingStepper(view, runtime, params, _paged_gradients(run_spec))
+    stepper = UpdatePipeline(view, runtime, params, _paged_gradients(run_spec))
     whole = _make_whole(run_spec, runtime, pager)
     policy = _make_policy(run_spec, machine, stepper, whole, gradients)
     resources.add("prefetch", stepper.cancel_prefetch)
@@ -478,7 +476,7 @@ def _make_whole(run_spec: RunSpec, runtime: Runtime, pager: Pager) -> WholeWeigh
 
 
 def _make_policy(
-    run_spec: RunSpec, machine: Machine, stepper: StreamingStepper, whole: WholeWeights, gradients: GradientStore
+    run_spec: RunSpec, machine: Machine, stepper: UpdatePipeline, whole: WholeWeights, gradients: GradientStore
 ) -> UpdatePolicy:
     """Make the policy that the plan has chosen. See [Note: State on several tiers]."""
     groups, runtime, choice = run_spec.source.param_groups, machine.runtime, run_spec.plan.update_policy

@@ -36,8 +36,8 @@ from tiered_zero.rules.rule import StateField
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import align_up
 from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.state_view import Scalars, StateView
-from tiered_zero.update.stepper import StreamingStepper
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 MASTER, PARAM, BUFFER = "master", "param", "buffer"
@@ -61,7 +61,7 @@ class RunState:
     view: StateView
     trained: frozenset[str]
     is_sharded: bool
-    stepper: StreamingStepper
+    stepper: UpdatePipeline
     inventory: Inventory
     runtime: Runtime
     param_staging: StagingPool | None
@@ -143,7 +143,7 @@ def run_ahead(
 
     `begin`: starts a sub-group's reads, and returns None while no buffer is free, else a function that waits for them
     and adds its writes to the work's `writes`. `retire`: called when these are done. Raises their errors, once nothing
-    uses a buffer. Saves and loads use this loop; the update has its own (`StreamingStepper`), which takes sub-groups as
+    uses a buffer. Saves and loads use this loop; the update has its own (`UpdatePipeline`), which takes sub-groups as
     their gradients come, skips some, and reads ahead from step to step.
     """
     waiting, begun, written = deque(layouts), deque[tuple[SubGroupWork, Callable[[], None]]](), deque[SubGroupWork]()

@@ -15,9 +15,7 @@ from tiered_zero.engine.param_events import ParamEvents
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.unit.gather import access_of, gathered
-from tiered_zero.update.optimizer_state import OptimizerState, check_name
-from tiered_zero.update.param_shards import ParamShards
-from tiered_zero.update.state_view import StateView
+from tiered_zero.update.state_view import OptimizerState, ParamShards, StateView, check_name
 
 _of_params: weakref.WeakKeyDictionary[ParamEvents, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
 

@@ -25,8 +25,7 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.update_policy import UpdateChoice
 from tiered_zero.telemetry.report import StepMeter
 from tiered_zero.unit.driver_thread import CallPhase, Phase
-from tiered_zero.update.handle import TieredOptimizer
-from tiered_zero.update.optimizer_state import creates_state
+from tiered_zero.update.handle import TieredOptimizer, creates_state
 
 logger = logging.getLogger("tiered_zero")
 

@@ -17,8 +17,7 @@ from tiered_zero.hardware.device.lanes import Lane, LaneTransfer
 from tiered_zero.hardware.memory.host_memory import typed_view
 from tiered_zero.layout.flat import FlatEntry, Unit
 from tiered_zero.tiers.inventory import Home
-from tiered_zero.tiers.paged_flat import FlatWindows, PagedFlat
-from tiered_zero.tiers.step_gradients import UnitShare
+from tiered_zero.tiers.step_gradients import FlatWindows, PagedFlat, UnitShare
 from tiered_zero.tiers.tier import Tier
 
 

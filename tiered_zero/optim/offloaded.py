@@ -42,12 +42,10 @@ from tiered_zero.rules.state_layout import FollowingMasters, ParamMasters, State
 from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.report import StepReport, build_step_report
-from tiered_zero.update.handle import ParamGroupWatch
-from tiered_zero.update.optimizer_state import OptimizerState, StateAccess, TierStateOptimizer, replace_values
-from tiered_zero.update.param_shards import ParamShards
+from tiered_zero.update.handle import ParamGroupWatch, StateAccess, TierStateOptimizer, replace_values
+from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.policy import BarrierPolicy
-from tiered_zero.update.state_view import ParamState, StateView
-from tiered_zero.update.stepper import StreamingStepper
+from tiered_zero.update.state_view import OptimizerState, ParamShards, ParamState, StateView
 
 logger = logging.getLogger("tiered_zero")
 
@@ -404,7 +402,7 @@ class _Pipeline:
     plan: Plan
     runtime: Runtime
     policy: BarrierPolicy
-    stepper: StreamingStepper
+    stepper: UpdatePipeline
     state: OptimizerState
     watch: ParamGroupWatch
     resources: Teardown
@@ -434,7 +432,7 @@ def _open_pipeline(source: Optimizer, owner: Optimizer, config: Config) -> _Pipe
         name = type(source).__name__
         machine = open_machine(config, plan, runtime, slots, layouts, resources, model_name=name)
         view = StateView(layouts, rule, machine.inventory, machine.tiers.state_staging)
-        stepper = StreamingStepper(view, runtime, params)
+        stepper = UpdatePipeline(view, runtime, params)
         resources.add("prefetch", stepper.cancel_prefetch)
         by_index = {s.unit.index: s.unit for layout in layouts for s in layout.subgroup.segments}
         units = [unit for _, unit in sorted(by_index.items())]

@@ -16,7 +16,7 @@ from tiered_zero.errors import ConfigError, RankError
 from tiered_zero.hardware.ranks.shard_group import Joinable, ShardGroup, StepHook, notify_join_context
 from tiered_zero.optim.offloaded import OffloadedOptimizer
 from tiered_zero.optim.state_files import describe, rebuild
-from tiered_zero.update.optimizer_state import creates_state
+from tiered_zero.update.handle import creates_state
 
 logger = logging.getLogger("tiered_zero")
 

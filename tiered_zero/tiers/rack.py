@@ -23,10 +23,8 @@ from tiered_zero.plan.staging import StagingSize
 from tiered_zero.record.directory import SwapDir
 from tiered_zero.record.store import SwapStore
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.tiers.device import DeviceTier
-from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.nvme import NvmeTier
-from tiered_zero.tiers.tier import Tier
+from tiered_zero.tiers.tier import DeviceTier, HostTier, Tier
 
 logger = logging.getLogger("tiered_zero")
 

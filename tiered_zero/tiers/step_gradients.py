@@ -1,16 +1,37 @@
-"""Hand the gradients of one step from the gradient store to the update."""
+"""Hold the gradients of one step until its update has read them: in memory, or on NVMe behind windows of host memory.
+
+[Note: Gradients on NVMe] A unit's gradients come one by one and are added up over micro-batches, so they are collected
+in a window: one of a few host memory buffers, each as large as the largest such unit. When all windows are taken, the
+one opened first is written to its record; a flat that is opened again is read back. So memory does not grow with the
+model. What a window holds at the end of backward is never written: the update copies it from there and reads the rest
+of a sub-group's gradients together with its state. If an update that began in backward has all it needs of a unit, the
+unit's window is kept for it: backward then waits for the update instead of a write, and the gradient never goes to
+disk. But an update that waits for gradients to arrive frees no window, and those gradients may need one: until they are
+there, kept windows are written like others.
+
+A flat is written in the parts that the update reads, so that each has checksums of its own. Records are scratch: no
+commit names them, and they end with the run. A checkpoint holds the state between two steps, when there are no
+gradients.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import final
 
 import torch
 
-from tiered_zero.concurrency.transfer import Transfer
+from tiered_zero.concurrency.transfer import COMPLETED, Joined, Transfer, wait_quietly
+from tiered_zero.errors import TieredZeroError
+from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment
-from tiered_zero.tiers.paged_flat import PagedFlat
+from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.tier import BufferView
 
 
@@ -87,3 +108,236 @@ class StepGradients:
         """Add from `later` the units that are not here yet."""
         for index, share in later.shares.items():
             self.shares.setdefault(index, share)
+
+
+@final
+class PagedFlat:
+    """The flat [numel] of one unit's gradients, or of a rank's shard, in one step. Only `FlatWindows` changes its
+    fields.
+
+    Its bytes are undefined until it is opened, and after `FlatWindows.drop`. `dtype`: dtype of the elements. `cuts`:
+    the first elements of parts that are read separately; 0 is always one. `padding`: elements between and after
+    entries, which are zero in every window.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        windows: FlatWindows,
+        dtype: torch.dtype,
+        numel: int,
+        *,
+        cuts: Iterable[int] = (),
+        padding: tuple[slice, ...] = (),
+    ) -> None:
+        self.home, self.windows = home, windows
+        self.dtype, self.numel, self.padding = dtype, numel, padding
+        self.cuts = tuple(sorted({0, numel, *cuts}))
+        self.lease: Lease | None = None
+        """The lease of its window, whose bytes are newer than the record's."""
+        self.arriving: Transfer = COMPLETED
+        """The last job that launches copies to its window. See [Note: Waits for gradients]."""
+        self.writing: Transfer | None = None
+        """The write of its window to the record."""
+        self.is_stored = False
+        """Whether the record holds its bytes."""
+        self.num_users = 0
+        """The number of threads that have it open."""
+        self.is_kept = False
+        """Whether the window is kept for an update under way, which copies from it and frees it."""
+        self.was_opened = False
+        self.previous: PagedFlat | None = None
+        """The flat of an earlier step with the same record; dropped when this one is opened."""
+
+    def next(self) -> PagedFlat:
+        """Return the flat for the next step. It is opened only when nothing needs this one."""
+        if not self.was_opened:
+            return self
+        flat = PagedFlat(self.home, self.windows, self.dtype, self.numel, cuts=self.cuts, padding=self.padding)
+        flat.previous = self
+        return flat
+
+    @property
+    def name(self) -> str:
+        return self.home.slot.name
+
+
+def _write(flat: PagedFlat, lease: Lease) -> Transfer:
+    """Start to write a window to the flat's record."""
+    parts: list[Transfer] = []
+    try:
+        for first, stop in pairwise(index * flat.dtype.itemsize for index in flat.cuts):
+            part = BufferView(lease.tensor[first:stop], lease.memory[first:stop])
+            parts.append(flat.home.tier.write(flat.home.slot, part, first))
+    except Exception:
+        for transfer in parts:
+            wait_quietly(transfer)
+        raise
+    return Joined(*parts)
+
+
+@final
+class FlatWindows:
+    """Leases windows to flats and takes them back. Any thread. `writes_ahead`: start to write the oldest window when
+    the last free one is taken, so that the next flat finds one."""
+
+    def __init__(self, pool: StagingPool, recorder: Recorder, *, writes_ahead: bool) -> None:
+        self._pool, self._recorder = pool, recorder
+        self._writes_ahead = writes_ahead
+        self._changed = threading.Condition()
+        self._open: list[PagedFlat] = []
+        """Flats with a window, in the order in which they got it."""
+        self._num_awaited = 0
+        """The number of updates that wait for gradients to arrive."""
+
+    @contextmanager
+    def open(self, flat: PagedFlat, lane: str) -> Iterator[torch.Tensor]:
+        """Give the flat a window inside the block: [numel], to be read and changed. Waits for a window and for the
+        bytes, in a span of `lane`. Raises transfer errors."""
+        self._begin_use(flat, lane)
+        try:
+            assert flat.lease is not None, "`_begin_use` has leased a window"
+            yield flat.lease.view(flat.dtype, flat.numel)
+        finally:
+            with self._changed:
+                flat.num_users -= 1
+                self._changed.notify_all()
+
+    def read(self, flat: PagedFlat, offset: int, out: BufferView) -> Transfer | None:
+        """Copy or start to read the flat's bytes from `offset` into all of `out`. Return None if it holds nothing.
+        Raises StoreError."""
+        with self._changed:
+            if flat.lease is not None:
+                out.tensor.copy_(flat.lease.tensor[offset : offset + out.tensor.numel()])
+                return COMPLETED
+            return flat.home.tier.read(flat.home.slot, out, offset) if flat.is_stored else None
+
+    def keep(self, flat: PagedFlat) -> None:
+        """Keep the flat in its window until `drop`: an update copies it from there."""
+        with self._changed:
+            flat.is_kept = flat.lease is not None
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Keep no windows inside the block: an update waits for gradients to arrive."""
+        with self._changed:
+            self._num_awaited += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_awaited -= 1
+
+    def drop(self, flat: PagedFlat) -> None:
+        """Free the window and discard the bytes: nothing needs them any more."""
+        with self._changed:
+            writing = flat.writing
+        if writing is not None:
+            with suppress(TieredZeroError):
+                self._finish_write(flat, writing)
+        with self._changed:
+            flat.is_kept = flat.is_stored = False
+            if flat.lease is not None:
+                self._free(flat)
+
+    def finish_writes(self) -> None:
+        """Wait for every write under way. Raises the first error."""
+        with self._changed:
+            writing = [(flat, flat.writing) for flat in self._open if flat.writing is not None]
+        for flat, transfer in writing:
+            self._finish_write(flat, transfer, "compute")
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _begin_use(self, flat: PagedFlat, lane: str) -> None:
+        """Give the flat a window that holds its bytes, and count a user."""
+        flat.was_opened = True
+        if flat.previous is not None:
+            self.drop(flat.previous)
+            flat.previous = None
+        while True:
+            with self._changed:
+                if (writing := flat.writing) is None:
+                    if flat.lease is not None:
+                        flat.num_users += 1
+                        return
+                    if (lease := self._pool.lease_nowait(flat.home.slot.nbytes, flat.name)) is not None:
+                        flat.num_users += 1
+                        flat.lease = lease
+                        self._open.append(flat)
+                        break
+                    if (oldest := self._next_write()) is None:
+                        with self._recorder.span(lane, "wait_lease", flat.name):
+                            self._changed.wait()
+                        continue
+                    victim, writing = oldest
+                else:
+                    victim = flat
+            self._finish_write(victim, writing, lane)
+        try:
+            if self._writes_ahead:
+                self._write_ahead()
+            self._fill(flat, lease, lane)
+        except BaseException:
+            with self._changed:
+                flat.num_users -= 1
+                self._free(flat)
+            raise
+
+    def _fill(self, flat: PagedFlat, lease: Lease, lane: str) -> None:
+        if flat.is_stored:
+            with self._recorder.span(lane, "wait_grad", flat.name):
+                flat.home.tier.read(flat.home.slot, lease).wait()
+            return
+        view = lease.view(flat.dtype, flat.numel)
+        for part in flat.padding:
+            view[part] = 0
+
+    def _write_ahead(self) -> None:
+        """Start to write the oldest window if none is free."""
+        while True:
+            with self._changed:
+                if self._pool.num_free or (oldest := self._next_write()) is None or oldest[0].writing is not None:
+                    return
+            wait_quietly(oldest[1])
+
+    def _next_write(self) -> tuple[PagedFlat, Transfer] | None:
+        """Start to write the oldest unused window, and return it with the write. If a write is under way, return that;
+        if copies to the window are, return those, which must end first. None if an update will free a window, or all
+        are in use. Under the lock."""
+        for flat in self._open:
+            if flat.writing is not None:
+                return flat, flat.writing
+        if not self._num_awaited and any(flat.is_kept for flat in self._open):
+            return None
+        for flat in self._open:
+            if not flat.num_users and flat.lease is not None:
+                if not flat.arriving.done():
+                    return flat, flat.arriving
+                flat.writing = _write(flat, flat.lease)
+                return flat, flat.writing
+        return None
+
+    def _finish_write(self, flat: PagedFlat, writing: Transfer, lane: str = "update") -> None:
+        """Wait for a write, and free its window unless it failed. `writing` may also be copies to the window."""
+        is_stored = False
+        try:
+            with self._recorder.span(lane, "wait_grad", flat.name):
+                writing.wait()
+            is_stored = True
+        finally:
+            with self._changed:
+                if flat.writing is writing and writing.done():  # else the wait was interrupted
+                    flat.writing, flat.is_stored = None, is_stored
+                    if is_stored:
+                        self._free(flat)
+                self._changed.notify_all()
+
+    def _free(self, flat: PagedFlat) -> None:
+        """Release the flat's window. Under the lock."""
+        assert flat.lease is not None, "only flats with a window are freed"
+        flat.lease.release()
+        flat.lease = None
+        self._open.remove(flat)
+        self._changed.notify_all()

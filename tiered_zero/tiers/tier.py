@@ -1,4 +1,4 @@
-"""Define the interface of a tier, and what its users hold: slots and host buffers."""
+"""Define the interface of a tier, its slots and buffers, and the two tiers in memory: device and host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Protocol
 
 import torch
 
-from tiered_zero.concurrency.transfer import Transfer
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer
+from tiered_zero.hardware.device.accelerator import Accelerator
+from tiered_zero.hardware.memory.host_memory import HostArena, HostSlot
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.unit_update import UnitUpdate
 
 
@@ -81,3 +85,90 @@ class Tier(ABC):
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor, as a [n] uint8 view."""
     return tensor.view(-1).view(torch.uint8)
+
+
+class HostTier(Tier):
+    """A tier whose slots lie in `arena` (pinned if the machine allows it) and are used in place. An empty slot takes no
+    memory."""
+
+    name = "host"
+
+    def __init__(self, arena: HostArena, runtime: Runtime) -> None:
+        self._arena = arena
+        self._accelerator = runtime.accelerator
+        self._span = runtime.accelerator.timer(runtime.recorder)
+        self._slots: dict[str, HostSlot] = {}
+
+    def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
+        if nbytes:
+            self._slots[name] = self._arena.take(nbytes, kind)
+        return Slot(name=name, nbytes=nbytes, kind=kind)
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        return self._slots[slot.name].tensor if slot.nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
+        out.tensor.copy_(self.view(slot)[offset : offset + out.tensor.numel()])
+        return COMPLETED
+
+    def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
+        self.view(slot)[offset : offset + data.tensor.numel()].copy_(data.tensor)
+        return COMPLETED
+
+    def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
+        target = as_bytes(out)
+        source = self.view(slot)[: target.numel()]
+        before = [self._accelerator.record_compute(), *([after.computed] if after else [])]  # it is written in place
+
+        def job() -> None:
+            with self._span("fetch", "fetch", slot.name, target.numel()):
+                self._accelerator.copy(target, source)
+
+        return self._accelerator.lane("fetch").submit(job, after=before, holds=[target], waits=False)
+
+    def close(self) -> None:
+        self._slots.clear()
+
+
+class DeviceTier(Tier):
+    """A tier whose slots are device tensors, charged to the ledger's tier "device"."""
+
+    name = "device"
+
+    def __init__(self, accelerator: Accelerator, ledger: Ledger) -> None:
+        self._accelerator = accelerator
+        self._ledger = ledger
+        self._slots: dict[str, tuple[Slot, torch.Tensor]] = {}
+
+    def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
+        self._ledger.charge(self.name, kind, nbytes)
+        slot = Slot(name=name, nbytes=nbytes, kind=kind)
+        self._slots[name] = slot, torch.zeros(nbytes, dtype=torch.uint8, device=self._accelerator.device)
+        return slot
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        return self._slots[slot.name][1]
+
+    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
+        source = self.view(slot)[offset : offset + out.tensor.numel()]
+        return self._copy("write_back", out.tensor, source, self._accelerator.record())
+
+    def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
+        target = self.view(slot)[offset : offset + data.tensor.numel()]
+        return self._copy("write_back", target, data.tensor, after or self._accelerator.record_compute())
+
+    def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
+        target = as_bytes(out)
+        source, written = self.view(slot)[: target.numel()], [after.written] if after else []
+        return self._copy("fetch", target, source, self._accelerator.record_compute(), *written)
+
+    def close(self) -> None:
+        for slot, _ in self._slots.values():
+            self._ledger.discharge(self.name, slot.kind, slot.nbytes)
+        self._slots.clear()
+
+    def _copy(self, lane: str, target: torch.Tensor, source: torch.Tensor, *after: Transfer) -> Transfer:
+        accelerator = self._accelerator
+        return accelerator.lane(lane).submit(
+            lambda: accelerator.copy(target, source), after=after, holds=[target, source], waits=False
+        )

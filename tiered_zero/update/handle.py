@@ -6,30 +6,312 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from copy import deepcopy
+from itertools import accumulate, chain
 from types import MethodType
-from typing import Any, Protocol, final
+from typing import Any, NoReturn, Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.config.schema import SchedulerSection
 from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.layout.subgroups import Segment
 from tiered_zero.rules.lr import build_scheduler
-from tiered_zero.update.optimizer_state import (
-    OptimizerState,
-    StateAccess,
-    TierStateOptimizer,
-    refuse_state,
-    replace_values,
-)
+from tiered_zero.rules.optimizer_copy import bare_copy
+from tiered_zero.tiers.tier import BufferView
 from tiered_zero.update.policy import UpdatePolicy
+from tiered_zero.update.state_view import OptimizerState, ParamState
 
 logger = logging.getLogger("tiered_zero")
+
+NO_COPY = "An optimizer whose state rests on tiers cannot be copied or pickled. Save optimizer.state_dict() instead."
+
+
+def creates_state(groups: Sequence[Mapping[str, Any]], grads: Collection[torch.Tensor]) -> bool:
+    """Return whether this is the step by which torch.distributed.checkpoint creates state: lr is 0 in every group and
+    all `grads` are 0. The caller has checked that the optimizer has no state."""
+    return bool(grads) and all(group.get("lr") == 0 for group in groups) and not any(grad.any() for grad in grads)
+
+
+def refuse_state(*_: object) -> NoReturn:
+    raise ModelError(
+        "optimizer.state is not at hand: the state of each parameter rests on its tier. Read it with "
+        "optimizer.state_dict() or read_state(param), change it with load_state_dict(), and drop all of it with "
+        "optimizer.state = {}."
+    )
+
+
+@final
+class OffloadedState:
+    """The value of `optimizer.state[param]`: lists the names of the state tensors and refuses every other use."""
+
+    def __init__(self, access: StateAccess, param: nn.Parameter) -> None:
+        self._access, self._param = access, param
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._access.read_one(self._param))
+
+    __getitem__ = __setitem__ = __delitem__ = __len__ = __bool__ = __contains__ = refuse_state
+    get = items = keys = values = pop = setdefault = update = clear = copy = refuse_state
+
+
+@final
+class StateAccess(Mapping[nn.Parameter, ParamState]):
+    """The `state` mapping of an optimizer whose state rests on the tiers: iterates over the parameters that have state.
+    Its items refuse to be used, because a change to them would be lost. Driver thread.
+    """
+
+    def __init__(self, state: OptimizerState, policy: UpdatePolicy, groups: list[dict[str, Any]]) -> None:
+        """`groups`: the live param groups."""
+        self._state: OptimizerState | None = state
+        self._policy = policy
+        self._groups = groups
+        self._copies: dict[nn.Parameter, ParamState] | None = None
+
+    def __len__(self) -> int:
+        return len(self._open().stepped())
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._copies if self._copies is not None else self._open().stepped())
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is stepped for stepped in self._open().stepped())
+
+    def __getitem__(self, param: nn.Parameter) -> ParamState:
+        return OffloadedState(self, param) if self._copies is None else self._copies[param]  # type: ignore[return-value]
+
+    def __setitem__(self, param: nn.Parameter, value: object) -> None:
+        """Accept an item that this mapping returned: code that moves state to a device assigns it back."""
+        if not isinstance(value, OffloadedState):
+            refuse_state()
+
+    __delitem__ = pop = popitem = setdefault = update = clear = refuse_state
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise ModelError(NO_COPY)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Make items readable inside the block: they are copies of the state at its start."""
+        if self._copies is not None:
+            yield
+            return
+        self._copies = self._flushed().read(self._groups)
+        try:
+            yield
+        finally:
+            self._copies = None
+
+    def read_one(self, param: nn.Parameter) -> ParamState:
+        return self._flushed().read(self._groups, only=param).get(param, {})
+
+    def check_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Raise ModelError if a step fails with these values of the param groups."""
+        self._flushed().check_groups(groups, self._groups)
+
+    def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
+        """Replace the whole state. `groups`: the values that the param groups get next. Raises ModelError."""
+        state = self._open()
+
+        def check() -> None:
+            self._policy.check_untouched("Optimizer state is loaded")
+            self._policy.finish(before_write=True)
+            state.check_groups(groups, self._groups)
+            state.check(states, groups)
+
+        state.shards.change("optimizer state is checked", check)
+        try:
+            state.shards.change("optimizer state is loaded", lambda: state.write(states, groups))
+        except Exception as error:
+            self._policy.failures.set(error)  # state is partly old and partly new
+            raise
+
+    def create(self, params: Collection[nn.Parameter]) -> None:
+        """Create the state of `params` by an update with zero gradients, which does not count as a step."""
+        names = self._open().names_of(params)
+        self._policy.update_now(ZeroGradients(names))
+
+    @property
+    def is_open(self) -> bool:
+        return self._state is not None
+
+    def close(self) -> None:
+        """Refuse every access from now on: the run ends and its tiers are closed."""
+        self._state = None
+
+    def _flushed(self) -> OptimizerState:
+        state = self._open()
+        self._policy.check_untouched("Optimizer state is read")
+        self._policy.finish()
+        return state
+
+    def _open(self) -> OptimizerState:
+        if self._state is None:
+            raise ModelError("The run is closed, and the optimizer state is gone. Read it before close().")
+        return self._state
+
+
+@final
+class ZeroGradients:
+    """A `GradientSource` of zeros for the parameters in `names`."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+
+    def has(self, _unit: Unit, param: ParamSpec) -> bool:
+        return param.name in self._names
+
+    def has_arrived(self, _unit: Unit) -> bool:
+        return True
+
+    def on_device(self, _unit: Unit) -> bool:
+        return False
+
+    def part(self, segment: Segment) -> torch.Tensor:
+        return torch.zeros(segment.numel)
+
+    def read_part(self, _segment: Segment, out: BufferView) -> None:
+        out.tensor.zero_()
+
+    def wait_transfers(self, *_: Unit) -> None:
+        """Return at once: no transfer is under way."""
+
+    release = release_all = wait_transfers
+
+
+# -- calls on state --------------------------------------------------------------------------------------------------
+
+
+class TierStateOptimizer(Optimizer):
+    """An optimizer whose `state` is a `StateAccess`. `_source`: a plain torch optimizer of the same class."""
+
+    _source: Optimizer
+    _access: StateAccess
+
+    @property  # type: ignore[override]
+    def state(self) -> StateAccess:
+        """The parameters that have state. Assign an empty mapping to reset the state of all parameters."""
+        return self._access
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if isinstance(value, StateAccess) or not hasattr(self, "_access"):  # torch's constructor sets a dict
+            self._access = value
+        elif len(value):
+            refuse_state()
+        else:
+            self._reset()
+
+    @hold_interrupts()
+    def _reset(self) -> None:
+        self._access.replace({}, self.param_groups)
+
+    def create_state(self, params: Collection[nn.Parameter]) -> None:
+        """Create the state that a step with zero gradients would leave. The engine calls this; it does not count as a
+        step."""
+        self._access.create(params)
+
+    @hold_interrupts()
+    def state_dict(self) -> dict[str, Any]:
+        """Copy the state in torch's own format: fp32 CPU tensors in the parameters' shapes, from any tier and state
+        format.
+
+        Waits for the updates under way. It leaves out the fp32 masters: they follow `module.state_dict()`, so the
+        masters of a 16-bit model lose the bits that 16 bits do not hold. Raises BudgetError if the tensors do not fit
+        into free host memory. If state is sharded (many ranks, stage 1 and up) every rank calls this and gets the whole
+        state.
+        """
+        with self.state.reading():
+            return super().state_dict()
+
+    @hold_interrupts()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict()`, from this class or a plain torch optimizer of the same class.
+
+        Param groups change in place, so that schedulers and the engine share one list. Arrays are rounded if
+        tiered_zero.state_format has fewer bits, with a warning. Raises ModelError, with nothing changed, if groups,
+        shapes or keys do not fit. With many ranks every rank calls this with the whole state.
+        """
+        given = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            given = pre_hook(self, given) or given
+        states, groups = self._matched(given)
+        self.state.replace(states, groups)
+        replace_values(self.param_groups, groups)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    @hold_interrupts()
+    def read_state(self, param: nn.Parameter) -> ParamState:
+        """Return one parameter's state as in `state_dict()`, on every rank; empty before its first step."""
+        return self.state.read_one(param)
+
+    def __getstate__(self) -> NoReturn:
+        raise ModelError(NO_COPY)
+
+    def _matched(self, given: Mapping[str, Any]) -> tuple[dict[nn.Parameter, ParamState], list[dict[str, Any]]]:
+        """Match the state to this optimizer's parameters and complete the loaded groups. Raises ModelError."""
+        try:
+            states, saved = given["state"], deepcopy(given["param_groups"])
+            sizes = [len(group["params"]) for group in saved]
+        except (KeyError, TypeError) as error:
+            raise ModelError(
+                'An optimizer state_dict was expected: {"state": ..., "param_groups": [{"params": ...}, ...]}; reading '
+                f"it raised {type(error).__name__}: {error}."
+            ) from error
+        own = [len(group["params"]) for group in self.param_groups]
+        if sizes != own:
+            raise ModelError(
+                f"The state_dict was expected to have param groups of {own} parameters, as this optimizer has; found "
+                f"{sizes}. Load the state of an optimizer over the same parameters in the same groups."
+            )
+        ids = chain.from_iterable(group["params"] for group in saved)
+        params = dict(zip(ids, chain.from_iterable(group["params"] for group in self.param_groups), strict=True))
+        if unknown := [key for key in states if key not in params]:
+            raise ModelError(
+                "The state_dict was expected to hold state of the parameters in its param groups alone; found state "
+                f"of {unknown[:3]}. Load the state of an optimizer of this class."
+            )
+        for group, new in zip(self.param_groups, saved, strict=True):
+            new["params"] = group["params"]
+            if "param_names" in group:
+                new.setdefault("param_names", group["param_names"])
+        twin = bare_copy(self._source)  # its __setstate__() converts what older versions of torch have saved
+        found = {params[key]: dict(values) for key, values in states.items()}
+        try:
+            twin.__setstate__({"state": defaultdict(dict, found), "param_groups": saved})
+        except Exception as error:
+            raise ModelError(
+                f"The state_dict was expected to be one of {type(self._source).__name__}, which raised "
+                f"{type(error).__name__} over it: {error}. Load the state of an optimizer of this class."
+            ) from error
+        for group, new in zip(self.param_groups, saved, strict=True):
+            # torch's __setstate__() fills in options; a class may lack some of them
+            if missing := sorted((self._source.defaults.keys() & group.keys()) - new.keys()):
+                raise ModelError(
+                    f"The state_dict was expected to have every option of {type(self._source).__name__} in its param "
+                    f"groups; missing: {', '.join(missing)}. Load the state of an optimizer of this class, or, from a "
+                    "checkpoint, none (load_optimizer_states=False)."
+                )
+        return {param: twin.state[param] for param in found}, saved
+
+
+def replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
+    """Replace the values of each group in place."""
+    for group, new in zip(groups, values, strict=True):
+        group.clear()
+        group.update(new)
+
+
+# -- the optimizer of an engine ---
 
 
 class EngineCalls(Protocol):

@@ -1,27 +1,38 @@
-"""Read and write a rank's optimizer state: masters and arrays in the slots of sub-groups, scalars in memory."""
+"""Read and write a rank's optimizer state: masters and arrays in the slots of sub-groups, scalars in memory.
+
+`StateView` knows how state is stored. `OptimizerState` converts it to and from torch's format, across ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, TypeVar, final
 
 import torch
+from torch import nn
 
-from tiered_zero.concurrency.transfer import Transfer
-from tiered_zero.errors import InternalError
+from tiered_zero.errors import BudgetError, InternalError, ModelError
 from tiered_zero.hardware.memory.staging import StagingPool
-from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.hardware.ranks.agreement import agree
+from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
+from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment
-from tiered_zero.rules.optimizer_copy import flattened, nested, same
-from tiered_zero.rules.rule import UpdateRule
+from tiered_zero.rules.optimizer_copy import changes, flattened, nested, same
+from tiered_zero.rules.rule import Run, UpdateRule
 from tiered_zero.rules.state_layout import Parts, StateLayout
+from tiered_zero.rules.torch_rule import PROBE_STEPS
+from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import leased_slot, read_slot, write_slot
-from tiered_zero.tiers.tier import BufferView, as_bytes
-from tiered_zero.tiers.unit_update import UnitUpdate
+
+logger = logging.getLogger("tiered_zero")
+Result = TypeVar("Result")
 
 MASTER = "master"
 """The key of a 16-bit parameter's fp32 master in the state_dict of an optimizer without an engine."""
@@ -273,106 +284,317 @@ def _cut(piece: ParamPiece, value: torch.Tensor) -> torch.Tensor:
     return piece.param.flatten(value.detach())[piece.param_start : piece.param_start + piece.numel]
 
 
-# -- places ----------------------------------------------------------------------------------------------------------
+# -- in torch's format, across ranks ---
 
 
-class GradientSource(Protocol):
-    """The gradients of one step; `StepGradients` holds those of an engine. One thread at a time."""
+@final
+class ParamShards:
+    """The ranks' shards of masters and state, for the parameters in `units` whose names are in `trained`.
 
-    def has(self, unit: Unit, param: ParamSpec) -> bool:
-        """Return whether the parameter has a gradient in this step."""
+    If state is sharded, every rank makes each call in the same order and waits for the others. Otherwise a rank may
+    read alone, and changes are still made on all ranks together. Driver thread.
+    """
 
-    def has_arrived(self, unit: Unit) -> bool:
-        """Return whether `wait_transfers` would return at once."""
+    def __init__(
+        self, ranks: Collectives, units: Sequence[Unit], trained: Collection[str], *, is_sharded: bool
+    ) -> None:
+        self.trained = trained
+        self.is_sharded = is_sharded
+        self._ranks = ranks
+        self._places = {entry.param.name: (unit, entry) for unit in units for entry in unit.entries}
 
-    def wait_transfers(self, unit: Unit) -> None:
-        """Block until the unit's gradients are readable by `part`."""
+    @property
+    def readers(self) -> Collectives:
+        """The ranks that take part in a read: all if state is sharded, else this one."""
+        return self._ranks if self.is_sharded else SingleRank()
 
-    def on_device(self, unit: Unit) -> bool:
-        """Return whether `part` returns memory on the device."""
+    def read(self, call: str, act: Callable[[], Result]) -> Result:
+        """Run `act` on the readers and return this rank's result; an error on one rank is raised on all."""
+        return _run(self.readers, call, act)
 
-    def part(self, segment: Segment) -> torch.Tensor:
-        """Return a view of the gradients of a segment, [numel]; elements of parameters without a gradient are
-        undefined."""
+    def change(self, call: str, act: Callable[[], Result]) -> Result:
+        """Run `act` on every rank and return this rank's result; an error on one rank is raised on all."""
+        return _run(self._ranks, call, act)
 
-    def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
-        """Start to read the gradients of a segment from NVMe into all of `out`. Return None if they are not there."""
+    def spec(self, name: str) -> ParamSpec:
+        """Return the spec of the parameter called `name`."""
+        return self._places[name][1].param
 
-    def release(self, unit: Unit) -> None:
-        """Release the unit's gradients: its update is computed."""
+    def gather(self, param: ParamSpec, flat: torch.Tensor) -> torch.Tensor:
+        """Fill `flat` with the other ranks' parts of the parameter, and return it. It holds this rank's part: [numel]
+        on the CPU, in the parameter's memory order."""
+        if not self.is_sharded:
+            return flat
+        unit, entry = self._places[param.name]
+        for rank in range(self._ranks.world_size):
+            shard = unit.shard(rank)
+            start, stop = max(entry.start, shard.start), min(entry.stop, shard.stop)
+            if start < stop:
+                self._ranks.broadcast(flat[start - entry.start : stop - entry.start], rank, param.name)
+        return flat
 
-    def release_all(self) -> None:
-        """Release all gradients: the update has ended or failed."""
+    def same(self, value: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return rank 0's `value`, as `dtype` on the CPU. Its shape is the same on all ranks."""
+        whole = value.detach().to("cpu", dtype, copy=True)
+        self._ranks.broadcast(whole, 0, "a value that is set")
+        return whole
+
+    def each(self, call: str, act: Callable[[], Result]) -> list[Result]:
+        """Run `act` on every rank and return all results, which are JSON, in rank order; an error on one is raised on
+        all."""
+        return agree(self._ranks, call, act)
 
 
-class ParameterSink(Protocol):
-    """The parameters that an update writes, segment by segment. Used by the thread that steps. `kind`: "param", or
-    "param_back" for a delayed update."""
-
-    def is_resident(self, segment: Segment) -> bool:
-        """Return whether the parameters rest on the device and outlive the run there."""
-
-    def view(self, segment: Segment, kind: str, *, on_device: bool) -> torch.Tensor | None:
-        """Return a view, [numel] of the unit's dtype, that the update can write in place; None if new values go through
-        a staging buffer."""
-
-    def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
-        """Start to copy the present values to `window` or, if that is None, to the view of `kind`. Return None if they
-        are there already."""
-
-    def write(
-        self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
-    ) -> tuple[Transfer, int | None]:
-        """Start to write new values from host memory to their home. Returns the transfer and the offset of the bytes
-        that `unit_update` forwards until it is done. `after`: what compute has launched; it may still read the
-        parameters."""
+def _run(ranks: Collectives, call: str, act: Callable[[], Result]) -> Result:
+    own: list[Result] = []
+    agree(ranks, call, lambda: own.append(act()), encode=lambda _: None)
+    return own[0]
 
 
 @dataclass(eq=False, repr=False)
-class UnitParameters:
-    """The parameters of an engine's units, in their homes or in the flats of units that live on the device.
-    `_device_flat`: returns the flat of a unit that lives on the device."""
+class OptimizerState:
+    """Reads and writes the optimizer state in torch's format. Driver thread, while no update runs; blocks.
 
-    _inventory: Inventory
-    _runtime: Runtime
-    _device_flat: Callable[[Unit], torch.Tensor]
+    It leaves out fp32 masters, which follow the parameters. Moving state to a plain torch optimizer and back, any
+    number of times, keeps its bits if the state format is lossless. `_params`: by name. `shards`: the ranks' parts of
+    the state; if it is sharded, all ranks must call `read` together.
+    """
 
-    def is_resident(self, segment: Segment) -> bool:
-        return self._inventory.find(segment.unit, "param") is None
+    _params: Mapping[str, nn.Parameter]
+    _view: StateView
+    shards: ParamShards
 
-    def view(self, segment: Segment, kind: str, *, on_device: bool) -> torch.Tensor | None:
-        home = self._inventory.find(segment.unit, kind)
-        if home is None:
-            return segment.part_of(self._device_flat(segment.unit)) if on_device else None
-        return home.view_of(segment) if on_device == (home.tier.name == "device") else None
+    @property
+    def _rule(self) -> UpdateRule:
+        return self._view.rule
 
-    def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
-        home = self._inventory.find(segment.unit, "param")
-        if home is None:
-            return None  # on the device, and updated there
-        if window is not None:
-            return home.tier.read(home.slot, window, home.offset_of(segment))
-        if kind != "param":
-            target = self._inventory.home(segment.unit, kind)
-            old, new = home.view_of(segment), target.view_of(segment)
-            assert old is not None and new is not None, "both homes of a unit are on one tier"
-            new.copy_(old)
+    def stepped(self) -> list[nn.Parameter]:
+        """Return the parameters that have state."""
+        found = {self._params[piece.param.name]: None for x in self._view.layouts for piece in self._stepped(x)}
+        return list(found)
+
+    def _stepped(self, layout: StateLayout, only: nn.Parameter | None = None) -> list[ParamPiece]:
+        """Return the pieces that have state, of all parameters or of `only`."""
+        stepped = self._view.scalars.stepped(layout)
+        return stepped if only is None else [piece for piece in stepped if self._params[piece.param.name] is only]
+
+    def names_of(self, params: Collection[nn.Parameter]) -> frozenset[str]:
+        """Return the names of `params`."""
+        return frozenset(name for name, param in self._params.items() if param in params)
+
+    def is_stepped(self, param: nn.Parameter) -> bool:
+        """Return whether a parameter has state on any rank. Every rank calls it."""
+        return any(self.shards.each("optimizer state is set", lambda: any(own is param for own in self.stepped())))
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
+    def read(
+        self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None = None
+    ) -> dict[nn.Parameter, ParamState]:
+        """Copy the state of all parameters that have any, or of `only`, to the CPU; formats below fp32 become fp32.
+        `groups`: the live param groups. Raises BudgetError if the copies do not fit into free host memory."""
+        if self.shards.is_sharded:
+            found = self._read_sharded(groups, only)
+        else:
+            self._check_room(self._needed_nbytes(only))
+            found = self._read_own(groups, only)
+        return {
+            param: found[param]
+            for group in groups
+            for param in group["params"]
+            if found.get(param)  # some optimizer classes keep no state for a parameter
+        }
+
+    def _read_own(
+        self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None
+    ) -> dict[nn.Parameter, ParamState]:
+        """Copy this rank's state. In an array that is split over ranks the other ranks' elements are undefined."""
+        found: dict[nn.Parameter, ParamState] = {}
+        view = self._view
+        for layout in view.layouts:
+            stepped, scalars = self._stepped(layout, only), view.scalars.of(layout)
+            for piece in layout.subgroup.pieces:
+                param = self._params[piece.param.name]
+                if scalars.get(piece.index) or (only is not None and only is not param):
+                    continue
+                if first := self._rule.first_state(piece.param.shape, groups[piece.group]):
+                    found[param] = first
+            if stepped:
+                with view.leased(layout, slice(0, layout.nbytes)) as raw:
+                    for piece in stepped:
+                        view.export(layout, raw, piece, found.setdefault(self._params[piece.param.name], {}))
+        return found
+
+    def _read_sharded(
+        self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None
+    ) -> dict[nn.Parameter, ParamState]:
+        """Return the state joined from all ranks, on every rank."""
+        shards, ranks, own = self.shards, self.shards.readers, dict[nn.Parameter, ParamState]()
+        sizes = agree(ranks, "optimizer state is read", lambda: self._needed_nbytes(only))
+        names = {param: name for name, param in self._params.items()}
+
+        def read() -> dict[str, Any]:
+            self._check_room(sum(sizes) * local_world_size())
+            own.update({param: flattened(values) for param, values in self._read_own(groups, only).items()})
+            return {names[param]: _described(values) for param, values in own.items()}
+
+        described: dict[str, tuple[int, dict[str, Any]]] = {}
+        for rank, of_rank in enumerate(agree(ranks, "optimizer state is copied", read)):
+            for name, forms in of_rank.items():
+                described.setdefault(name, (rank, forms))
+        found: dict[nn.Parameter, ParamState] = {}
+        for name, param in self._params.items():
+            if name in described:
+                rank, forms = described[name]
+                values, spec = own.get(param, {}), shards.spec(name)
+                joined = {key: self._joined(spec, values.get(key), form, rank) for key, form in forms.items()}
+                found[param] = nested(joined)
+        return found
+
+    def _joined(self, param: ParamSpec, own: torch.Tensor | None, form: Sequence[Any], rank: int) -> Any:
+        """Return one value of a parameter's state, joined from all ranks. `own`: this rank's part if the value is an
+        array. `form`: the value's description by `_described` on `rank`, which holds the whole array if the rule is not
+        elementwise."""
+        kind, value, *rest = form
+        if kind != "array":
+            return value if kind == "value" else torch.tensor(value, dtype=getattr(torch, kind))
+        dtype, shape = getattr(torch, value), tuple(rest[0])
+        in_param_order = shape == param.shape
+        array = own
+        if array is None:
+            array = torch.empty(math.prod(shape), dtype=dtype)
+            array = param.view(array) if in_param_order else array.view(shape)
+        memory = param.flatten(array) if in_param_order else array.view(-1)
+        if self._rule.elementwise:
+            self.shards.gather(param, memory)
+        else:
+            self.shards.readers.broadcast(memory, rank, param.name)
+        return array
+
+    def _needed_nbytes(self, only: nn.Parameter | None) -> int:
+        """Return the bytes that copies of this rank's state take."""
+        return sum(
+            self._exported_nbytes(layout, piece)
+            for layout in self._view.layouts
+            for piece in self._stepped(layout, only)
+        )
+
+    def _check_room(self, needed: int) -> None:
+        if needed > (free := available_host_nbytes()):
+            raise BudgetError(
+                f"The optimizer state was expected to fit into free host memory as fp32 tensors; it takes "
+                f"{format_nbytes(needed)} and {format_nbytes(free)} are free. Read it parameter by parameter with "
+                "optimizer.read_state(param), or stream it to files: engine.save_checkpoint(directory), or, without an "
+                "engine, optimizer.save_state(directory)."
+            )
+
+    def _exported_nbytes(self, layout: StateLayout, piece: ParamPiece) -> int:
+        fields, masters = layout.fields(piece), 4 * piece.numel * layout.has_own_masters
+        if self._rule.elementwise:
+            return 4 * piece.numel * sum(field.block_numel == 1 for field in fields) + masters
+        return sum(field.nbytes for field in fields) + masters
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def check(self, states: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ModelError if `write` cannot go on from `states` with the values of `groups`."""
+        for layout in self._view.layouts:
+            for piece in layout.subgroup.pieces:
+                param, hyper = self._params[piece.param.name], groups[piece.group]
+                self._check_planned(layout, piece, hyper)
+                if piece.param_start == 0 and (values := states.get(param)):
+                    try:
+                        values = {name: value for name, value in values.items() if name != MASTER}
+                        self._rule.check_state(values, piece.param.shape, hyper)
+                    except ModelError as error:
+                        raise ModelError(f"Optimizer state of {piece.param.name}: {error}") from error
+        trained = {param for name, param in self._params.items() if name in self.shards.trained}
+        if idle := sum(bool(values) and param not in trained for param, values in states.items()):
+            logger.warning("optimizer state of %d parameters that are not trained is left out", idle)
+
+    def check_groups(self, groups: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ModelError if a step fails with the values of `groups` but not with this run's `own`."""
+        changed = [index for index, new in enumerate(groups) if new["params"] and changes(own[index], new)]
+        for index in changed:
+            if (error := self._try_group(groups[index])) is not None and self._try_group(own[index]) is None:
+                raise ModelError(
+                    f"{self._rule.name} cannot step with the values of param group {index} that are loaded; it raised "
+                    f"{type(error).__name__}: {error}. Load the state of an optimizer of this class."
+                ) from error
+        for layout in self._view.layouts:
+            for piece in layout.subgroup.pieces:
+                if piece.group in changed:
+                    self._check_planned(layout, piece, groups[piece.group])
+
+    def _try_group(self, group: Mapping[str, Any]) -> Exception | None:
+        """Take a few steps on a small parameter; return the exception that they raise, or None."""
+        shape = tuple(min(length, 3) for length in group["params"][0].shape)
+        shape = (max(1, math.prod(shape)),) if self._rule.elementwise else shape
+        try:
+            fields = self._rule.state_fields(shape, group)
+            state = {field.name: torch.zeros(field.shape, dtype=field.dtype) for field in fields}
+            self._rule.init_state(state, group)
+            run = Run(master=torch.ones(shape), grad=torch.ones(shape), state=state, scalars={}, hyper=group)
+            for _ in range(PROBE_STEPS):
+                run.grad = torch.ones(shape)
+                self._rule.update([run])
+        except Exception as error:
+            return error
         return None
 
+    def _check_planned(self, layout: StateLayout, piece: ParamPiece, hyper: Mapping[str, Any]) -> None:
+        needed = {field.name for field in self._rule.state_fields(piece.param.shape, hyper)}
+        planned = {field.name for field in layout.fields(piece)}
+        if missing := sorted(needed - planned):
+            raise ModelError(
+                f"{self._rule.name} was planned with the state arrays {sorted(planned)}; the param group that is "
+                f"loaded needs {missing} besides. Set the option that needs them (momentum, amsgrad ...) in the "
+                "optimizer that is passed to tiered_zero.initialize()."
+            )
+
     def write(
-        self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
-    ) -> tuple[Transfer, int | None]:
-        accelerator = self._runtime.accelerator
-        home = self._inventory.find(segment.unit, kind)
-        if home is not None:
-            offset = home.offset_of(segment)
-            written = home.tier.write(home.slot, window, offset, after)
-            if unit_update is None:
-                return written, None
-            unit_update.add_pending(offset, window.tensor)
-            return written, offset
-        target = as_bytes(segment.part_of(self._device_flat(segment.unit)))
-        copy = accelerator.lane("write_back").submit(
-            lambda: accelerator.copy(target, window.tensor), after=[after], holds=[target]
-        )
-        return copy, None
+        self,
+        states: Mapping[Any, Mapping[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+        only: nn.Parameter | None = None,
+    ) -> None:
+        """Replace the state of all parameters, or of `only`, by `states`, which `check` has accepted. Parameters that
+        `states` lacks start without state."""
+        num_rounded, view = 0, self._view
+        for layout in view.layouts:
+            pieces = layout.subgroup.pieces if only is None else self._stepped(layout, only)
+            found = {piece.index: states.get(self._params[piece.param.name]) for piece in pieces}
+            given = {index: values for index, values in found.items() if values}
+            has_state = view.scalars.has_state(layout)
+            if not given and (only is not None or not has_state):
+                continue
+            # bytes that were written together are read and written together, so that checksums verify them
+            first = 0 if has_state or not layout.initial_nbytes else layout.state_start
+            last = layout.nbytes if has_state else layout.initial_nbytes
+            with view.leased(layout, slice(first, last), slice(first, layout.nbytes)) as raw:
+                if not has_state and layout.masters.follows_params:
+                    layout.initialize(raw)
+                num_rounded += view.fill(layout, raw, given, groups, anew=only is None)
+        if num_rounded and only is None:
+            logger.warning(
+                "optimizer state was rounded to tiered_zero.state_format as it was loaded (%d arrays)", num_rounded
+            )
+
+
+def check_name(name: str, known: Collection[str]) -> None:
+    """Raise ModelError unless a parameter's state has a tensor called `name`."""
+    if name not in known:
+        expected = " or ".join(map(repr, sorted(known))) or "of no name (this rule keeps none)"
+        raise ModelError(f"Expected optimizer state {expected}; found {name!r}.")
+
+
+def _described(values: ParamState) -> dict[str, list[Any]]:
+    """Describe each value as JSON: dtype and shape of an array, or the value itself."""
+    found: dict[str, list[Any]] = {}
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            found[name] = ["value", value]
+        else:
+            dtype = str(value.dtype).removeprefix("torch.")
+            found[name] = [dtype, value.item()] if value.dim() == 0 else ["array", dtype, list(value.shape)]
+    return found

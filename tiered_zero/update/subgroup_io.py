@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
@@ -12,12 +13,114 @@ from tiered_zero.concurrency.transfer import Transfer, wait_quietly
 from tiered_zero.hardware.device.lanes import runs_on_lane
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment, SubGroup
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.tier import BufferView, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.update.state_view import GradientSource, ParameterSink
+
+
+class GradientSource(Protocol):
+    """The gradients of one step; `StepGradients` holds those of an engine. One thread at a time."""
+
+    def has(self, unit: Unit, param: ParamSpec) -> bool:
+        """Return whether the parameter has a gradient in this step."""
+
+    def has_arrived(self, unit: Unit) -> bool:
+        """Return whether `wait_transfers` would return at once."""
+
+    def wait_transfers(self, unit: Unit) -> None:
+        """Block until the unit's gradients are readable by `part`."""
+
+    def on_device(self, unit: Unit) -> bool:
+        """Return whether `part` returns memory on the device."""
+
+    def part(self, segment: Segment) -> torch.Tensor:
+        """Return a view of the gradients of a segment, [numel]; elements of parameters without a gradient are
+        undefined."""
+
+    def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
+        """Start to read the gradients of a segment from NVMe into all of `out`. Return None if they are not there."""
+
+    def release(self, unit: Unit) -> None:
+        """Release the unit's gradients: its update is computed."""
+
+    def release_all(self) -> None:
+        """Release all gradients: the update has ended or failed."""
+
+
+class ParameterSink(Protocol):
+    """The parameters that an update writes, segment by segment. Used by the thread that steps. `kind`: "param", or
+    "param_back" for a delayed update."""
+
+    def is_resident(self, segment: Segment) -> bool:
+        """Return whether the parameters rest on the device and outlive the run there."""
+
+    def view(self, segment: Segment, kind: str, *, on_device: bool) -> torch.Tensor | None:
+        """Return a view, [numel] of the unit's dtype, that the update can write in place; None if new values go through
+        a staging buffer."""
+
+    def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
+        """Start to copy the present values to `window` or, if that is None, to the view of `kind`. Return None if they
+        are there already."""
+
+    def write(
+        self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
+    ) -> tuple[Transfer, int | None]:
+        """Start to write new values from host memory to their home. Returns the transfer and the offset of the bytes
+        that `unit_update` forwards until it is done. `after`: what compute has launched; it may still read the
+        parameters."""
+
+
+@dataclass(eq=False, repr=False)
+class UnitParameters:
+    """The parameters of an engine's units, in their homes or in the flats of units that live on the device.
+    `_device_flat`: returns the flat of a unit that lives on the device."""
+
+    _inventory: Inventory
+    _runtime: Runtime
+    _device_flat: Callable[[Unit], torch.Tensor]
+
+    def is_resident(self, segment: Segment) -> bool:
+        return self._inventory.find(segment.unit, "param") is None
+
+    def view(self, segment: Segment, kind: str, *, on_device: bool) -> torch.Tensor | None:
+        home = self._inventory.find(segment.unit, kind)
+        if home is None:
+            return segment.part_of(self._device_flat(segment.unit)) if on_device else None
+        return home.view_of(segment) if on_device == (home.tier.name == "device") else None
+
+    def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
+        home = self._inventory.find(segment.unit, "param")
+        if home is None:
+            return None  # on the device, and updated there
+        if window is not None:
+            return home.tier.read(home.slot, window, home.offset_of(segment))
+        if kind != "param":
+            target = self._inventory.home(segment.unit, kind)
+            old, new = home.view_of(segment), target.view_of(segment)
+            assert old is not None and new is not None, "both homes of a unit are on one tier"
+            new.copy_(old)
+        return None
+
+    def write(
+        self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
+    ) -> tuple[Transfer, int | None]:
+        accelerator = self._runtime.accelerator
+        home = self._inventory.find(segment.unit, kind)
+        if home is not None:
+            offset = home.offset_of(segment)
+            written = home.tier.write(home.slot, window, offset, after)
+            if unit_update is None:
+                return written, None
+            unit_update.add_pending(offset, window.tensor)
+            return written, offset
+        target = as_bytes(segment.part_of(self._device_flat(segment.unit)))
+        copy = accelerator.lane("write_back").submit(
+            lambda: accelerator.copy(target, window.tensor), after=[after], holds=[target]
+        )
+        return copy, None
 
 
 @dataclass(kw_only=True)
@@ -31,7 +134,7 @@ class SubGroupWork:
     parameters: [numel] of the unit's dtype. `windows`: for each segment, the staging memory of its parameters; None if
     they are written in place. `grads`: for each segment, its gradients as read, [numel]; None if they rest in memory.
     `pending`: the staged parameters, by their first byte in the unit, that can be forwarded until they are written.
-    `is_last`: the state is not read again. `is_watched`: the stepper is notified when it is written.
+    `is_last`: the state is not read again.
     """
 
     subgroup: SubGroup
@@ -49,7 +152,6 @@ class SubGroupWork:
     writes: list[Transfer] = field(default_factory=list)
     pending: list[tuple[UnitUpdate, int]] = field(default_factory=list)
     is_last: bool = False
-    is_watched: bool = False
 
     def is_written(self) -> bool:
         return all(write.done() for write in self.writes)

@@ -16,16 +16,14 @@ from tiered_zero.record.store import SwapStore
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.tiers.device import DeviceTier
-from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.slots import read_slot
-from tiered_zero.tiers.tier import HostBuffer, Slot
+from tiered_zero.tiers.tier import DeviceTier, HostBuffer, HostTier, Slot
 from tiered_zero.unit.pager import Pager
+from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.update.state_view import StateView
-from tiered_zero.update.stepper import StreamingStepper
 
 
 def pager(engine: tiered_zero.Engine) -> Pager:
@@ -67,7 +65,7 @@ def driver_state(engine: tiered_zero.Engine, loader: TrainingLoader | None = Non
     )
 
 
-def stepper(engine: tiered_zero.Engine) -> StreamingStepper:
+def stepper(engine: tiered_zero.Engine) -> UpdatePipeline:
     return policy(engine)._stepper
 
 

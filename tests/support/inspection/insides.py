@@ -52,12 +52,10 @@ from tiered_zero.record.store import SwapStore
 from tiered_zero.record.stripes import DATA_NAME
 from tiered_zero.record.writer import RecordWriter
 from tiered_zero.tiers import rack, unit_update
-from tiered_zero.tiers.device import DeviceTier
-from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.step_gradients import StepGradients, UnitShare
-from tiered_zero.tiers.tier import BufferView, HostBuffer, Slot, Tier, as_bytes
+from tiered_zero.tiers.tier import BufferView, DeviceTier, HostBuffer, HostTier, Slot, Tier, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.unit import materialize, state_dict
 from tiered_zero.unit.driver_thread import CallPhase
@@ -69,10 +67,8 @@ from tiered_zero.unit.pager import Pager
 from tiered_zero.unit.quantized_layers import is_4bit, statistics
 from tiered_zero.unit.unit_state import LEGAL_CHANGES, UnitState, WeightState
 from tiered_zero.unit.update_guard import UpdateGuard
-from tiered_zero.update import optimizer_state, state_view
-from tiered_zero.update.eager import EagerUpdate
-from tiered_zero.update.overlapped import DelayedPolicy, OverlappedPolicy
-from tiered_zero.update.policy import BarrierPolicy
-from tiered_zero.update.state_view import UnitParameters
-from tiered_zero.update.stepper import StreamingStepper
-from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
+from tiered_zero.update import state_view
+from tiered_zero.update.pipeline import UpdatePipeline
+from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy
+from tiered_zero.update.ready import EagerUpdate
+from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork, UnitParameters

@@ -23,9 +23,10 @@ from tiered_zero.layout.subgroups import Segment, cut_subgroups
 from tiered_zero.rules.rule import Run, StateField, UpdateRule
 from tiered_zero.rules.state_layout import MasterFormat, Parts, StateLayout
 from tiered_zero.sizes import MIB
-from tiered_zero.update.eager import ReadyQueue, UpdateJob
-from tiered_zero.update.state_view import StateView, UnitParameters
-from tiered_zero.update.stepper import StreamingStepper
+from tiered_zero.update.pipeline import UpdatePipeline
+from tiered_zero.update.ready import ReadyQueue, UpdateJob
+from tiered_zero.update.state_view import StateView
+from tiered_zero.update.subgroup_io import UnitParameters
 
 LATE = 10**9
 """A latency at which transfers are done only when they are waited for."""
@@ -158,7 +159,7 @@ class World:
         self.staging = StagingPool(arena, buffer_nbytes, num_buffers, "staging", self.runtime.recorder, 5.0)
         params = UnitParameters(self.inventory, self.runtime, lambda unit: torch.empty(0))
         view = StateView(self.layouts, self.rule, self.inventory, self.staging)
-        self.stepper = StreamingStepper(view, self.runtime, params)
+        self.stepper = UpdatePipeline(view, self.runtime, params)
 
     def step(self, gradients: Gradients | None = None, grad_scale: float = 1.0, **job: Any) -> None:
         gradients = gradients or Gradients(self)

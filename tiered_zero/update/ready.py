@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from tiered_zero.layout.subgroups import SubGroup
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.update.state_view import GradientSource
+from tiered_zero.update.subgroup_io import GradientSource
 
 
 class ReadyQueue:
@@ -29,69 +28,50 @@ class ReadyQueue:
     def __init__(self, ready: Iterable[StateLayout] = (), skipped: Iterable[StateLayout] = ()) -> None:
         self._changed = threading.Condition()
         self._ready = {layout.subgroup.index: layout for layout in ready}
-        self._order = sorted(self._ready)
-        self._added = list(self._ready)
-        """Sub-groups that became ready since the last `take_among`."""
+        """Sub-group -> its layout, in the order in which they became ready."""
         self._skipped = list(skipped)
         self._closed = False
-        self._notified = False
 
     def add(self, layout: StateLayout) -> None:
         with self._changed:
             self._ready[layout.subgroup.index] = layout
-            insort(self._order, layout.subgroup.index)
-            self._added.append(layout.subgroup.index)
             self._changed.notify()
 
-    def skip(self, layout: StateLayout) -> None:
+    def close(self, skipped: Iterable[StateLayout] = ()) -> None:
         with self._changed:
-            self._skipped.append(layout)
-            self._changed.notify()
-
-    def close(self) -> None:
-        with self._changed:
+            self._skipped += skipped
             self._closed = True
             self._changed.notify()
 
     def clear(self, keep: Collection[int] = ()) -> list[StateLayout]:
         """Remove all waiting sub-groups except those in `keep`, and return what was removed."""
         with self._changed:
-            dropped = [layout for index, layout in self._ready.items() if index not in keep]
-            self._ready = {index: layout for index, layout in self._ready.items() if index in keep}
-            self._order = sorted(self._ready)
-            return dropped
+            return [self._ready.pop(index) for index in self._ready.keys() - keep]
 
     def peek(self) -> StateLayout | None:
         """Return the shallowest ready sub-group; None if there is none."""
         with self._changed:
-            return self._ready[self._order[0]] if self._order else None
+            return self._ready[min(self._ready)] if self._ready else None
 
     def choose(self, gradients: GradientSource) -> StateLayout | None:
         """Return the shallowest ready sub-group whose gradients have arrived. If none have arrived, return the one that
         became ready first: gradients arrive in that order."""
         with self._changed:
-            for index in self._order:
+            for index in sorted(self._ready):
                 layout = self._ready[index]
                 if all(gradients.has_arrived(segment.unit) for segment in layout.subgroup.segments):
                     return layout
             return next(iter(self._ready.values()), None)
 
     def take(self, layout: StateLayout) -> None:
-        """Remove `layout` wherever it stands in the queue; do nothing if it was removed meanwhile."""
+        """Remove `layout`; do nothing if it was removed meanwhile."""
         with self._changed:
-            if self._ready.pop(index := layout.subgroup.index, None) is not None:
-                del self._order[bisect_left(self._order, index)]
+            self._ready.pop(layout.subgroup.index, None)
 
     def take_among(self, subgroups: Collection[int]) -> list[StateLayout]:
-        """Remove and return those of `subgroups` that became ready since the last call: in the order of `subgroups`,
-        or, if only a few became ready, in that order."""
+        """Remove and return the ready ones of `subgroups`, in their order."""
         with self._changed:
-            added, self._added = self._added, []
-            found = [i for i in added if i in subgroups] if len(added) < len(subgroups) else subgroups
-            taken = [self._ready.pop(index) for index in found if index in self._ready]
-            if taken:
-                self._order = sorted(self._ready)
-            return taken
+            return [self._ready.pop(index) for index in list(subgroups) if index in self._ready]
 
     def take_skipped(self) -> list[StateLayout]:
         with self._changed:
@@ -103,25 +83,12 @@ class ReadyQueue:
         with self._changed:
             return self._closed and not self._ready
 
-    def notify(self) -> None:
-        """Wake the thread in `wait_change`, or let the next `wait_change` return at once."""
-        with self._changed:
-            self._notified = True
-            self._changed.notify()
-
     def wait(self) -> bool:
         """Block until a sub-group is ready (True), or none is left in a closed queue (False)."""
         with self._changed:
             while not (self._ready or self._closed):
                 self._changed.wait()
             return bool(self._ready)
-
-    def wait_change(self) -> None:
-        """Block until a sub-group is ready, the queue is closed, or `notify` was called since the last return."""
-        with self._changed:
-            while not (self._ready or self._closed or self._notified):
-                self._changed.wait()
-            self._notified = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +174,7 @@ class EagerUpdate:
         """Queue the remaining sub-groups that have a gradient, skip the others, and close the queue. `step()` calls
         this. `after`: what compute has launched."""
         self._gradients.fill(gradients)
+        skipped: list[StateLayout] = []
         for layout in self._layouts:
             if layout.subgroup.index in self._queued:
                 continue
@@ -214,8 +182,8 @@ class EagerUpdate:
                 self.job.after_of[layout.subgroup.index] = after
                 self._queue.add(layout)
             else:
-                self._queue.skip(layout)
-        self._queue.close()
+                skipped.append(layout)
+        self._queue.close(skipped)
 
     def cancel(self) -> bool:
         """End the job without the sub-groups that it has not begun. Return whether it may have begun any."""

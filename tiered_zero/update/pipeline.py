@@ -1,4 +1,8 @@
-"""Stream sub-groups through the update: read i+1 | update i | write i-1."""
+"""Run the update over sub-groups: read i+1 | update i | write i-1.
+
+One loop runs every update: it begins to read the sub-groups that are ready, updates the first, and retires those that
+are written. A `ReadyQueue` feeds it, in step() or in backward; `Prefetcher` reads ahead from step to step.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,26 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.subgroups import ParamPiece, Segment, SubGroup
 from tiered_zero.rules.optimizer_copy import copied_group
 from tiered_zero.rules.rule import Run
 from tiered_zero.rules.state_layout import StateLayout
-from tiered_zero.update.eager import ReadyQueue, UpdateJob, has_gradient
-from tiered_zero.update.state_view import GradientSource, ParameterSink, PieceScalars, StateView
-from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
+from tiered_zero.update.ready import ReadyQueue, UpdateJob, has_gradient
+from tiered_zero.update.state_view import PieceScalars, StateView
+from tiered_zero.update.subgroup_io import GradientSource, ParameterSink, SubGroupIO, SubGroupWork
 
 
-class StreamingStepper:
-    """Updates sub-groups in order. With state on NVMe as many are in flight as there are staging buffers. `params`: the
-    parameters to write. One step at a time, on the thread that calls `step`."""
+class UpdatePipeline:
+    """Updates sub-groups. With state on NVMe as many are in flight as there are staging buffers. One step at a time, on
+    the thread that calls `step`."""
 
     def __init__(
         self,
@@ -35,7 +38,7 @@ class StreamingStepper:
         params: ParameterSink,
         gradient_dtypes: Mapping[int, torch.dtype] | None = None,
     ) -> None:
-        """`gradient_dtypes`: unit index -> dtype, for gradients that rest on NVMe."""
+        """`params`: the parameters to write. `gradient_dtypes`: unit index -> dtype of gradients that rest on NVMe."""
         self._view = view
         self._rule = view.rule
         self._runtime = runtime
@@ -44,7 +47,6 @@ class StreamingStepper:
         """For saves and loads: its leases have no room for gradients."""
         self._prefetcher = Prefetcher(self._io, self._open_nowait)
         self._stages = view.staging is not None
-        self._retire_lane = runtime.accelerator.lane("retire") if self._stages else None
         self._ending = threading.Event()
         self._held: Mapping[int, Transfer] = {}
         """Sub-group -> the transfer that ends when a save has read its state."""
@@ -104,37 +106,34 @@ class StreamingStepper:
         """Update every sub-group that has a gradient once; return when everything is written. Raises TransferError or
         CorruptionError before a sub-group is changed from bytes that cannot be trusted; sub-groups stepped before that
         stay stepped. A failure fails every unit update that is not complete."""
-        step = _Step(
-            job=job,
-            queue=job.queue or self._queue_all(job),
-            prefetcher=NullPrefetcher(self._prefetcher) if job.on_device else self._prefetcher,
-            progress=_Progress(job, self._view.layouts),
-        )
-        step.prefetcher.begin_step(job.param_kind)
+        step = _Step(job, job.queue or self._queue_all(job), self._view.layouts)
+        reads_ahead = self._stages and not job.on_device
+        if reads_ahead:
+            self._prefetcher.begin_step(job.param_kind)
         try:
             while step.opened or step.written or step.queue.wait():
-                self._fill(step)
-                self._update_one(step)
+                self._begin(step)
+                self._work(step)
                 self._retire(step)
-            step.progress.count_skipped(step.queue.take_skipped())
+            step.count_skipped(step.queue.take_skipped())
         except BaseException as error:
-            step.progress.fail(error)
+            step.fail(error)
             self._io.cancel([*step.opened, *step.written])
-            self._prefetcher.cancel_all()
+            self._prefetcher.cancel()
             raise
         if self._ending.is_set():
-            self._prefetcher.cancel_all()
-        elif self._stages:
-            step.prefetcher.end_step()
+            self._prefetcher.cancel()
+        elif reads_ahead:
+            self._prefetcher.end_step()
 
-    def _fill(self, step: _Step) -> None:
+    def _begin(self, step: _Step) -> None:
         """Begin to read ready sub-groups: first all that were prefetched, then others in order while buffers are free.
         If nothing needs to be read, open one at a time, since a shallower one may become ready in backward."""
         if self._ending.is_set():
-            step.progress.count_skipped(self._drop_unseen(step))
-        step.progress.count_skipped(step.queue.take_skipped())
+            step.count_skipped(self._drop_unseen(step))
+        step.count_skipped(step.queue.take_skipped())
         if self._reads:
-            for prefetched in map(step.prefetcher.take, step.queue.take_among(step.prefetcher.subgroups)):
+            for prefetched in map(self._prefetcher.take, step.queue.take_among(self._prefetcher.subgroups)):
                 step.opened.append(prefetched)
                 self._read_gradients(prefetched, step.job)
         while self._reads or not step.opened:
@@ -145,10 +144,10 @@ class StreamingStepper:
             work = self._open_nowait(layout, step.job.param_kind)
             if work is not None:
                 step.queue.take(layout)
-                step.prefetcher.note_begun(work)
+                self._prefetcher.note_begun(work)
                 step.opened.append(work)
                 self._read_gradients(work, step.job)
-            elif step.opened or not step.prefetcher.evict_last():
+            elif step.opened or not self._prefetcher.evict_last():
                 return
 
     def _read_gradients(self, work: SubGroupWork, job: UpdateJob) -> None:
@@ -156,66 +155,50 @@ class StreamingStepper:
         if job.queue is None:
             self._io.read_gradients(work, job.gradients)
 
-    def _update_one(self, step: _Step) -> None:
+    def _work(self, step: _Step) -> None:
         """Wait for the reads of the first opened sub-group, update it and start its writes."""
         if not step.opened:
             return
-        work = step.opened[0]
+        work, job = step.opened[0], step.job
         for segment in work.subgroup.segments:
-            step.job.gradients.wait_transfers(segment.unit)
-        self._io.read_gradients(work, step.job.gradients)
+            job.gradients.wait_transfers(segment.unit)
+        self._io.read_gradients(work, job.gradients)
         for read in work.reads:
             self._io.wait(read, work)
         if (held := self._held.get(work.subgroup.index)) is not None and not held.done():
             self._io.wait(held, work)
-        self._update(work, step.job)
-        after = step.job.after_of.get(work.layout.subgroup.index, step.job.after)
-        self._io.write(work, step.job.unit_updates, after)
-        step.progress.count_computed(work.layout.subgroup)
+        self._update(work, job)
+        self._io.write(work, job.unit_updates, job.after_of.get(work.layout.subgroup.index, job.after))
+        step.count_computed(work.layout.subgroup)
         step.written.append(step.opened.popleft())
 
     def _retire(self, step: _Step) -> None:
         """Release the buffers of written sub-groups, oldest first, and prefetch into buffers that no ready one needs.
 
-        Wait for a write only if nothing goes on without its buffer or nothing else follows. If only gradients are
-        missing, block until some arrive or the oldest work is written."""
-        all_computed = not step.opened and step.queue.has_ended()
-        if all_computed:  # count those skipped last: forward waits for them
-            step.progress.count_skipped(step.queue.take_skipped())
+        Wait for a write only if nothing is ready, or if what is ready needs the buffer."""
+        if not step.opened and step.queue.has_ended():  # count those skipped last: forward waits for them
+            step.count_skipped(step.queue.take_skipped())
             step.job.computed.complete()
-        self._prefetch(step)
-        must_wait = all_computed
-        if self._stages and not (all_computed or step.opened) and (ready := step.queue.peek()) is not None:
-            must_wait = not self._io.num_free and ready.subgroup.index not in step.prefetcher.subgroups
+        reads_ahead = self._stages and not step.job.on_device
+        if reads_ahead:
+            self._prefetch(step)
+        must_wait = not step.opened
+        if must_wait and (ready := step.queue.peek()) is not None:
+            has_room = self._io.num_free or ready.subgroup.index in self._prefetcher.subgroups
+            must_wait = self._stages and not has_room
         while step.written and (must_wait or step.written[0].is_written()):
             self._io.finish(step.written[0])
-            step.prefetcher.note_ended(step.written[0])
-            step.progress.count_written(step.written.popleft().layout.subgroup)
+            self._prefetcher.note_ended(step.written[0])
+            step.count_written(step.written.popleft().layout.subgroup)
             must_wait = False
-        self._prefetch(step)
-        if step.written and not step.opened and step.queue.peek() is None and not step.queue.has_ended():
-            self._notify_when_written(step.written[0], step.queue)
-            step.queue.wait_change()
+        if reads_ahead:
+            self._prefetch(step)
 
     def _prefetch(self, step: _Step) -> None:
-        if self._stages and step.queue.peek() is None and not self._ending.is_set():
+        if step.queue.peek() is None and not self._ending.is_set():
             if step.queue.has_ended():
-                step.prefetcher.expect_next_step()
-            step.prefetcher.read()
-
-    def _notify_when_written(self, work: SubGroupWork, queue: ReadyQueue) -> None:
-        """Wait for the writes of `work` on the retire lane, then notify the queue. The stepper itself raises their
-        errors."""
-        if work.is_watched or self._retire_lane is None:
-            return
-        work.is_watched = True
-
-        def notify(writes: Sequence[Transfer] = tuple(work.writes)) -> None:
-            with suppress(Exception):
-                wait_all(writes)
-            queue.notify()
-
-        self._retire_lane.submit(notify)
+                self._prefetcher.expect_next_step()
+            self._prefetcher.read()
 
     def _drop_unseen(self, step: _Step) -> list[StateLayout]:
         """Remove and return the sub-groups, not updated yet, that have nothing on the device."""
@@ -341,31 +324,22 @@ class StreamingStepper:
         return spans
 
 
-@dataclass(kw_only=True)
 class _Step:
-    """One step under way. `opened`: sub-groups being read. `written`: sub-groups being written."""
+    """One step under way. `opened`: sub-groups being read. `written`: sub-groups being written.
 
-    job: UpdateJob
-    queue: ReadyQueue
-    prefetcher: Prefetcher
-    progress: _Progress
-    opened: deque[SubGroupWork] = field(default_factory=deque)
-    written: deque[SubGroupWork] = field(default_factory=deque)
+    Completes a unit's update when the last sub-group with a part of it is computed and, later, written."""
 
-
-class _Progress:
-    """Completes a unit's update when the last sub-group with a part of it is computed and, later, written."""
-
-    def __init__(self, job: UpdateJob, layouts: Sequence[StateLayout]) -> None:
-        self._unit_updates = unit_updates = job.unit_updates
-        self._gradients = None if job.on_device else job.gradients
-        """Released by the job for state off the device, which runs last."""
+    def __init__(self, job: UpdateJob, queue: ReadyQueue, layouts: Sequence[StateLayout]) -> None:
+        self.job, self.queue = job, queue
+        self.opened: deque[SubGroupWork] = deque()
+        self.written: deque[SubGroupWork] = deque()
         self._uncomputed: Counter[int] = Counter()
+        """Unit -> the number of its parts that are not computed."""
         for layout in layouts:
             for segment in layout.subgroup.segments:
                 self._uncomputed[segment.unit.index] += 1
         self._unwritten = self._uncomputed.copy()
-        for index, unit_update in list(unit_updates.items()):  # a copy: the driver may add some
+        for index, unit_update in list(job.unit_updates.items()):  # a copy: the driver may add some
             if not self._unwritten[index]:
                 unit_update.complete()
 
@@ -380,20 +354,20 @@ class _Progress:
             self._uncomputed[index] -= 1
             if self._uncomputed[index]:
                 continue
-            if self._gradients is not None:
-                self._gradients.release(segment.unit)
-            if index in self._unit_updates:
-                self._unit_updates[index].computed.complete()
+            if not self.job.on_device:  # the job for the other tiers, which runs last, releases them
+                self.job.gradients.release(segment.unit)
+            if index in self.job.unit_updates:
+                self.job.unit_updates[index].computed.complete()
 
     def count_written(self, subgroup: SubGroup) -> None:
         for segment in subgroup.segments:
             index = segment.unit.index
             self._unwritten[index] -= 1
-            if not self._unwritten[index] and index in self._unit_updates:
-                self._unit_updates[index].complete()
+            if not self._unwritten[index] and index in self.job.unit_updates:
+                self.job.unit_updates[index].complete()
 
     def fail(self, error: BaseException) -> None:
-        for unit_update in list(self._unit_updates.values()):
+        for unit_update in list(self.job.unit_updates.values()):
             unit_update.fail(error)
 
 
@@ -461,6 +435,7 @@ class Prefetcher:
 
     def cancel(self) -> None:
         """Drop what was read: state is about to change, or the order differs from the expected one."""
+        self._begun.clear()
         self._expected = deque(self._order)
         for index, work in list(self._works.items()):
             self._io.cancel([work])
@@ -485,7 +460,7 @@ class Prefetcher:
 
     def note_ended(self, work: SubGroupWork) -> None:
         """Note that a sub-group is written. They end in the order in which they were begun."""
-        if work.lease is None or not work.reads:
+        if work.lease is None or not work.reads or work.on_device:
             return
         self._ended.append(work.layout)
         if self._all_begun:
@@ -497,7 +472,6 @@ class Prefetcher:
         if not self._all_begun:
             self._all_begun = True
             self.cancel()
-            self._begun.clear()
             self._expected = deque(self._ended)
 
     def end_step(self) -> None:
@@ -507,21 +481,3 @@ class Prefetcher:
         else:  # the step was aborted or read nothing
             self._expected = deque(self._order)
         self.read()
-
-    def cancel_all(self) -> None:
-        self._begun.clear()
-        self.cancel()
-
-
-class NullPrefetcher(Prefetcher):
-    """Reads nothing, for a step over state on the device. Frees a buffer of `other` if the step needs one."""
-
-    def __init__(self, other: Prefetcher) -> None:
-        super().__init__(other._io, other._open_nowait)
-        self._other = other
-
-    def read(self) -> None:
-        return
-
-    def evict_last(self) -> bool:
-        return self._other.evict_last()
