@@ -1,7 +1,7 @@
 """Provide optimizers for any training loop, without an engine: with state on other tiers, or split over ranks.
 
-`OffloadedOptimizer` is a torch optimizer whose state rests in host memory or swap files. A step streams it, sub-group
-by sub-group, through the engine's update pipeline, past gradients and parameters that the user's loop owns.
+`OffloadedOptimizer` is a torch optimizer whose state rests in host memory or swap files. A step streams the state,
+sub-group by sub-group, through the engine's update pipeline; the user's loop owns the gradients and parameters.
 `ZeroRedundancyOptimizer` lets each rank step its share of the parameters and broadcast them; its local optimizer is
 plain or offloaded.
 

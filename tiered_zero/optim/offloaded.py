@@ -61,7 +61,7 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     `offload`: {"device": "cpu" or "nvme", "nvme_path": a directory}, and "state_format", "buffer_count", "pin_memory",
     "checksums", "host_memory_limit", "io_engine", "io_timeout_s", as in the config of an engine. fp32 parameters are
-    stepped where they lie; those of 16 bits get fp32 masters on the tier. Changes of parameters between steps are seen.
+    stepped in place; 16-bit parameters get fp32 masters on the tier. Parameters may change between steps.
     Clipping, accumulation, loss scaling and schedules stay the loop's own.
 
     A failure inside `step()` latches: state is rewritten in place. `close()` frees the tiers, as does the end of a
@@ -100,7 +100,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         """The `StateFiles.key` of the files that `load_state` has to read before the next step."""
         self.num_steps = 0
         self.step_report: StepReport | None = None
-        """What the last step took: seconds by cause, bytes by link, the most bytes on each tier."""
+        """The last step: seconds by cause, bytes by link, peak bytes on each tier."""
         self._open()
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -111,10 +111,10 @@ class OffloadedOptimizer(TierStateOptimizer):
         *,
         on_written: Callable[[Tensor], None] | None = None,
     ) -> float | None:
-        """Update every parameter that has a gradient, wait until all are written, and return what the closure returned.
+        """Update every parameter that has a gradient, wait until all are written, and return the result of the closure.
 
-        `on_written`: called on this thread with each parameter of the groups, in their order, once it has its new value
-        or where it keeps the old one, while those behind are updated.
+        `on_written`: called on this thread with each parameter of the groups, in order, once it has its new value or is
+        known to keep the old one, while later parameters are updated.
         """
         loss = None
         if closure is not None:
@@ -187,7 +187,7 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     @hold_interrupts()
     def load_state(self, directory: str | os.PathLike[str]) -> None:
-        """Load what `save_state` has written, one parameter at a time. Raises StoreError, and ModelError if it does not
+        """Load the files of `save_state`, one parameter at a time. Raises StoreError, and ModelError if it does not
         fit."""
         self._current()
         with StateFiles(Path(directory), self.param_groups) as files:
@@ -201,7 +201,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         self._awaited_key = None
 
     def save_state_dict(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Do `save_state(directory)`, and return a state dict without tensors that stands for the files.
+        """Call `save_state(directory)`, and return a state dict without tensors that stands for the files.
 
         `load_state_dict()` takes it; from then on `step()` raises until `load_state()` has read these very files. Plain
         optimizers refuse it. For trainers that pickle a state dict.
@@ -231,7 +231,7 @@ class OffloadedOptimizer(TierStateOptimizer):
             raise ModelError(
                 f"Optimizer state was expected from files: the state_dict that was loaded stands for those with key "
                 f"{self._awaited_key}. Call load_state(directory) first, which "
-                "tiered_zero.integrations.trainer.SaveStateCallback does where it is one of Trainer's callbacks."
+                "tiered_zero.integrations.trainer.SaveStateCallback does if Trainer has it among its callbacks."
             )
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         return self._pipeline
 
     def _current(self) -> _Pipeline:
-        """Return the pipeline of the parameters as they lie now. Raises ModelError once closed, or for groups changed
+        """Return the pipeline, rebuilt if a parameter has moved. Raises ModelError once closed, or for groups changed
         by hand."""
         self._process.check()
         pipeline = self._running()
@@ -268,7 +268,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         return self._running()
 
     def _open(self) -> None:
-        """Build a pipeline for the present groups, move the former one's state into it, and close that."""
+        """Build a pipeline for the present groups, move the state of the former one into it, and close that."""
         former = self._pipeline
         if former is not None:
             former.policy.check()
@@ -293,7 +293,8 @@ class OffloadedOptimizer(TierStateOptimizer):
 
 
 def _apply_in_order(pipeline: _Pipeline, on_written: Callable[[Tensor], None]) -> None:
-    """Apply a step; call `on_written` for every parameter: those without a gradient, before the next that has one."""
+    """Apply a step, and call `on_written` for every parameter. One without a gradient is reported before the next that
+    has one."""
     waiting = deque(pipeline.params.params)
 
     def written(unit: Unit) -> None:
@@ -314,7 +315,7 @@ class _MovedState(Mapping[nn.Parameter, ParamState]):
         self._state = state
         self._groups = groups
         self._last: tuple[nn.Parameter | None, ParamState] = None, {}
-        """What was read last: a parameter in many sub-groups is asked for once for each."""
+        """The last result: a parameter in many sub-groups is read once for each."""
 
     def __getitem__(self, param: nn.Parameter) -> ParamState:
         if self._last[0] is not param:
@@ -329,8 +330,8 @@ class _MovedState(Mapping[nn.Parameter, ParamState]):
 
 
 def _plain(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> Optimizer:
-    """Build a plain optimizer over these groups, for its class's checks and defaults; it is never stepped. Over
-    parameters without memory, where the class takes them: Adagrad makes its state as it is built."""
+    """Build a plain optimizer over these groups, for the checks and defaults of its class; it is never stepped. Its
+    parameters are on the meta device if the class accepts them, because Adagrad allocates state when it is built."""
 
     def build(make: Callable[[Tensor], Tensor]) -> Optimizer:
         given = [
@@ -344,7 +345,7 @@ def _plain(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mappin
 
     try:
         return build(on_meta)
-    except Exception:  # what is wrong with the arguments themselves is raised again
+    except Exception:  # wrong arguments raise again
         return build(lambda param: param)
 
 
@@ -383,7 +384,7 @@ def _read_offload(offload: Mapping[str, Any]) -> Config:
 
 
 class _NoGuard:
-    """The guard of parameters that no pager holds: nothing of them is cached."""
+    """Guard nothing: no pager caches these parameters."""
 
     def invalidate(self) -> None:
         """Do nothing: nothing is cached."""
@@ -452,15 +453,15 @@ def _open_pipeline(source: Optimizer, owner: Optimizer, config: Config) -> _Pipe
 
 
 def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config) -> tuple[Plan, list[SubGroupSize]]:
-    """Plan the tiers of state within this process's share of the host's memory. Returns the plan, and the sub-groups
-    with what passes through staging buffers. Raises PlanError."""
+    """Plan the tiers of state within this process's share of host memory. Returns the plan, and the sizes that pass
+    through staging buffers, by sub-group. Raises PlanError."""
     staged = [params.staged(layout.subgroup.segments) for layout in layouts]
     in_buffers = [
         SubGroupSize(state_nbytes=layout.nbytes, parts={segment.unit.index: segment.numel for segment in segments})
         for layout, segments in zip(layouts, staged, strict=True)
     ]
     free = available_host_nbytes() // local_world_size()
-    source = "this process's part of what the machine and its cgroup have free"
+    source = "this process's share of the free memory of the machine and its cgroup"
     limits = limit_of("host", free, source, config.tiered_zero.host_memory_limit, prefix="")
     request = plan_request(config, limits=limits, shares_cores=params.device.type == "cpu")
     units = {segment.unit.index: segment.unit for segments in staged for segment in segments}
@@ -472,7 +473,8 @@ def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config
 def _lay_out(
     params: UserParameters, rule: UpdateRule, groups: Sequence[Mapping[str, Any]], config: Config
 ) -> list[StateLayout]:
-    """Cut fp32 parameters, which are their own masters, apart from those of 16 bits, whose masters rest on the tier."""
+    """Cut sub-groups: separate ones for fp32 parameters, which are their own masters, and for 16-bit parameters, whose
+    masters rest on the tier."""
     streams = config.zero_optimization.offload_optimizer.device == "nvme" or not params.are_in_place
     size = AUTO_SUB_GROUP_NUMEL if streams else _IN_PLACE_NUMEL
     layouts: list[StateLayout] = []
@@ -482,6 +484,7 @@ def _lay_out(
         layouts += [StateLayout(subgroup, rule, groups, masters) for subgroup in subgroups]
         if alike and not is_full:
             logger.warning(
-                "%d parameters of 16 bits get fp32 master weights beside their state: 4 bytes a parameter", len(alike)
+                "%d 16-bit parameters get fp32 master weights in addition to their state: 4 bytes for each element",
+                len(alike),
             )
     return layouts

@@ -1,7 +1,7 @@
 """Save and load an offloaded optimizer's state as safetensors files, with one parameter in memory at a time.
 
-The last tensor is an index, which says what the others are and has a checksum of each and of itself: state is loaded as
-it was saved, or not at all.
+The last tensor is an index that describes the others and holds checksums: state is loaded as it was saved, or not at
+all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STAND_IN = "state_files"
 
 
 class _Index(StrictModel):
-    """The JSON of the index. `digests`: tensor -> its checksum, 16 hexadecimal digits."""
+    """Hold the JSON of the index. `digests`: tensor -> its checksum, 16 hexadecimal digits."""
 
     groups: list[Any]
     sizes: list[int]
@@ -90,10 +90,10 @@ def _read(states: Mapping[nn.Parameter, ParamState], param: nn.Parameter, place:
 
 
 class StateFiles(Mapping[nn.Parameter, ParamState]):
-    """What `write_state` has written, for the parameters of `groups`: reads the state of one at each access.
+    """The files of `write_state`, as a mapping of the parameters of `groups`: each access reads the state of one.
 
-    Raises StoreError if the groups of the files have other numbers of parameters, and CorruptionError if bytes are not
-    those written. Use as a context manager.
+    Raises StoreError if the groups of the files have other numbers of parameters, and CorruptionError if bytes have
+    changed. Use as a context manager.
     """
 
     def __init__(self, directory: Path, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -118,7 +118,7 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
                 if name in self._files:
                     raise StoreError(
                         f"{directory} was expected to hold the files of one optimizer.save_state(); {path.name} and "
-                        f"{self._files[name][0].name} both have {name!a}. Remove the one that is not of it."
+                        f"{self._files[name][0].name} both have {name!a}. Remove the file of the other save."
                     )
                 self._files[name] = path, file
         if _INDEX not in self._files:
@@ -141,7 +141,7 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
         if missing := sorted(self._digests.keys() - self._files.keys()):
             raise StoreError(
                 f"{directory} was expected to hold all files of one optimizer.save_state(); {len(missing)} tensors are "
-                f"in none of {path.name} and those beside it. Copy all of them to one directory."
+                f"not in {path.name} or the files next to it. Copy all of them to one directory."
             )
         self._states = index.state
         self._number = {id(param): n for n, param in enumerate(p for group in groups for p in group["params"])}
@@ -190,7 +190,7 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
 
 
 def _rebuild(described: Any, prefix: str, read: Callable[[str, str, Sequence[int]], Tensor]) -> Any:
-    """Rebuild what `describe` described; its tensors are named by `prefix` and a number."""
+    """Rebuild a value from its description; its tensors are named by `prefix` and a number."""
     num_read = 0
 
     def read_next(dtype: str, shape: Sequence[int]) -> Tensor:

@@ -22,15 +22,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_in_place(param: Tensor) -> bool:
-    """Return whether the CPU can step the parameter where it lies: its elements are dense in host memory."""
+    """Return whether the CPU can step the parameter in place: its elements are dense in host memory."""
     return param.device.type == "cpu" and bool(torch.ops.aten.is_non_overlapping_and_dense(param))
 
 
 class UserParameters:
-    """Parameters as they lie in the user's memory: the sink of the pipeline, and, with their `grad`, its source.
+    """Parameters in the user's memory: the sink of the pipeline, and, with their `grad`, its source.
 
-    `params`: the tensors of `specs`, in their order. Nothing is copied that the CPU can reach: an update of fp32
-    parameters steps them in place. The thread that steps; copies to a device on the lane "write_back".
+    `params`: the tensors of `specs`, in their order. fp32 parameters that the CPU can reach are stepped in place. Used
+    by the thread that steps; copies to a device run on the lane "write_back".
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -44,11 +44,11 @@ class UserParameters:
             for name, param in zip(names, group["params"], strict=True):
                 self._add(f"{name} of group {index}", param, index)
         if len(set(map(id, self.params))) < len(self.params):
-            raise ModelError("A parameter stands twice in a param group. Name each once: model.parameters() does.")
+            raise ModelError("A parameter is twice in a param group. Name each once, as model.parameters() does.")
         self._places = [_place(param) for param in self.params]
         self._in_place = [is_in_place(param) for param in self.params]
         self._flat_grad: tuple[Tensor, Tensor] | None = None
-        """The last gradient, and its elements in the order of the parameter's memory, copied if they lie in another."""
+        """The last gradient, and its elements in the order of the parameter's memory, copied if the orders differ."""
 
     def _add(self, name: str, param: Tensor, group: int) -> None:
         if handler_of(param) is not None:  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ class UserParameters:
         self.specs.append((spec, group))
 
     def connect(self, accelerator: Accelerator) -> None:
-        """Use this device's lanes to copy to parameters that the CPU cannot reach."""
+        """Use the lanes of this device to copy to parameters that the CPU cannot reach."""
         self._accelerator = accelerator
 
     @property
@@ -87,7 +87,7 @@ class UserParameters:
 
     @property
     def are_in_place(self) -> bool:
-        """Whether the CPU can step all of them where they lie."""
+        """Whether the CPU can step all of them in place."""
         return all(self._in_place)
 
     def staged(self, segments: Sequence[Segment]) -> list[Segment]:
@@ -154,7 +154,7 @@ class UserParameters:
         """Do nothing, as `release`."""
 
     def release_gradients(self) -> None:
-        """Let go of what `part` has kept: the step has ended."""
+        """Drop the gradient that `part` keeps: the step has ended."""
         self._flat_grad = None
 
     # -- the sink of parameters ----------------------------------------------------------------------------------------
@@ -192,8 +192,8 @@ class UserParameters:
 
 
 def _parts(param: Tensor, segment: Segment) -> Iterator[tuple[Tensor, int]]:
-    """Cut a segment's elements of a parameter, in its order, into views, so that no parameter is copied as a whole.
-    Yields each view, and its first element's place in the segment."""
+    """Cut the elements of a segment into views of the parameter, so that no parameter is copied as a whole. Yields each
+    view with the place of its first element in the segment."""
     if param.is_contiguous():
         param = param.view(-1)
     start, stop = segment.unit_start, segment.unit_start + segment.numel

@@ -23,11 +23,11 @@ logger = logging.getLogger("tiered_zero")
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Steps `optimizer_class` over this rank's parameters, and broadcasts each to the other ranks (Rajbhandari et al.
-    2020, stage 1). Names, partition and numbers are those of torch.distributed.optim's class.
+    2020, stage 1). Names, partition and numbers equal those of the class in torch.distributed.optim.
 
-    `self.optim` is the local optimizer: plain, or with `offload` an `OffloadedOptimizer`, whose broadcasts run under
-    the update of the parameters behind. `parameters_as_bucket_view` has no effect: each parameter is broadcast by
-    itself, from where it lies. Gradients are whole on every rank, as DDP leaves them. Every rank makes each call but
+    `self.optim` is the local optimizer: plain, or with `offload` an `OffloadedOptimizer`, whose broadcasts overlap
+    the update of later parameters. `parameters_as_bucket_view` has no effect: each parameter is broadcast by itself,
+    from its own memory. Gradients are whole on every rank, as DDP leaves them. Every rank makes each call except
     `state_dict`, in the same order.
     """
 
@@ -41,7 +41,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         offload: Mapping[str, Any] | None = None,
         **defaults: Any,
     ) -> None:
-        """Raises TypeError and ValueError as torch's class, and what the local optimizer raises."""
+        """Raises TypeError and ValueError as torch's class does, and the errors of the local optimizer."""
         if overlap_with_ddp:
             raise ConfigError(
                 "overlap_with_ddp: expected False; found True, which in torch's class leaves out the first two or "
@@ -54,7 +54,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "of torch.optim, or a subclass of torch.optim.Optimizer."
             )
         if parameters_as_bucket_view:
-            logger.warning("parameters_as_bucket_view has no effect: each parameter is broadcast from where it lies")
+            logger.warning("parameters_as_bucket_view has no effect: each parameter is broadcast from its own memory")
         process_group = defaults.pop("group", process_group)
         self.initialized = False
         Optimizer.__init__(self, params, {})
@@ -93,7 +93,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
-        """Step this rank's parameters, and broadcast all. Returns what the local step returns, which gets `kwargs`."""
+        """Step this rank's parameters, and broadcast all. `kwargs` go to the local step, whose result is returned."""
         grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
         if closure is None and not kwargs and creates_state(self.param_groups, grads):
             # alone: torch.distributed.checkpoint calls it on ranks without state, and a rank without parameters never
@@ -163,8 +163,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._consolidated = None
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring all state to rank `to`, in host memory, a tensor at a time; `state_dict()` then has it. Every rank
-        calls it."""
+        """Copy all state to host memory of rank `to`, tensor by tensor; its `state_dict()` then returns it. Every rank
+        calls this."""
         _sync_groups(self.param_groups, self.optim.param_groups)
         parts = list(map(params_of, self._parts))
         indices = {id(param): index for index, param in enumerate(params_of(self.param_groups))}
@@ -173,7 +173,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters in torch's format, as consolidated last.
 
-        Without a consolidation the state of one rank is all of it. Raises RuntimeError if this rank has a part of it.
+        With one rank none is needed. Raises RuntimeError if this rank has only a part of the state.
         """
         if self.world_size == 1:
             self.consolidate_state_dict()
@@ -217,7 +217,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free what an offloaded local optimizer holds. Idempotent."""
+        """Close an offloaded local optimizer. Idempotent."""
         if isinstance(self.optim, OffloadedOptimizer):
             self.optim.close()
 
@@ -247,7 +247,7 @@ def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) ->
 
 
 class _Broadcasts:
-    """The broadcasts of one step, in rounds of one parameter of every rank: all ranks issue them in the same order."""
+    """Issues the broadcasts of one step, in rounds of one parameter of every rank: the same order on all ranks."""
 
     def __init__(self, ranks: ShardGroup, messages: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
         self._ranks = ranks
@@ -263,7 +263,7 @@ class _Broadcasts:
             self._start_round()
 
     def finish(self) -> None:
-        """Start what is left, and wait for all of it."""
+        """Start the remaining broadcasts, and wait for all."""
         while self._num_rounds < max(map(len, self._messages)):
             self._start_round()
         for work, tensor, room in self._under_way:
@@ -309,8 +309,8 @@ def _sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str,
 
 
 def _messages_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tensor]]:
-    """List what the rank of these groups broadcasts, each with the number of its parameters that are written by then.
-    The elements of a parameter are taken in the order of its memory, which every rank's replica has alike."""
+    """List the tensors that the rank of these groups broadcasts, each with the number of its parameters that must be
+    written before. A parameter is sent in the order of its memory, which is the same on every rank."""
     messages = []
     for number, param in enumerate(params_of(groups), 1):
         if param.numel():

@@ -187,7 +187,7 @@ class ZeroGradients:
     release = release_all = wait_transfers
 
 
-# -- calls on state --------------------------------------------------------------------------------------------------
+# -- calls on state ----------------------------------------------------------------------------------------------------
 
 
 class TierStateOptimizer(Optimizer):
@@ -311,7 +311,7 @@ def replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -
         group.update(new)
 
 
-# -- the optimizer of an engine ---
+# -- the optimizer of an engine ----------------------------------------------------------------------------------------
 
 
 class EngineCalls(Protocol):

@@ -77,7 +77,7 @@ class UpdatePipeline:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """Start to read what the next step probably needs first, unless it is being read."""
+        """Start to read the sub-groups with which the next step probably begins, unless they are being read."""
         if self._stages:
             self._prefetcher.read()
 

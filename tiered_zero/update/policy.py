@@ -49,7 +49,7 @@ from tiered_zero.update.subgroup_io import GradientSource
 
 
 class WeightGuard(Protocol):
-    """Keeps compute from using weights from before an update."""
+    """Stops compute from using weights from before an update."""
 
     def invalidate(self) -> None:
         """Drop the device copies of trainable units."""
@@ -59,7 +59,7 @@ class WeightGuard(Protocol):
 
 
 class UnitGuard(WeightGuard, Protocol):
-    """Keeps compute from using units whose update is under way."""
+    """Stops compute from using units whose update is under way."""
 
     def block_for_update(self) -> None:
         """Guard every trainable unit and drop its bytes on the device."""
@@ -85,15 +85,10 @@ class UpdatePolicy(ABC):
         """`groups`: the live param groups."""
         self._stepper = stepper
         self._guard = guard
-        self._groups = groups
+        self.groups = groups
         self.failures = FailureLatch()
         self.num_applied = 0
         """Steps applied so far, including those before a resume."""
-
-    @property
-    def groups(self) -> Sequence[dict[str, Any]]:
-        """The live param groups."""
-        return self._groups
 
     @abstractmethod
     def prepare(self) -> None:
@@ -210,7 +205,7 @@ class UpdatePolicy(ABC):
             cut.complete()
 
     def _job(self, gradients: GradientSource, grad_scale: float, **options: Any) -> UpdateJob:
-        groups = self._stepper.freeze_groups(self._groups)
+        groups = self._stepper.freeze_groups(self.groups)
         after = self._stepper.record_compute()
         return UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=groups, after=after, **options)
 
@@ -356,7 +351,7 @@ class OverlappedPolicy(UpdatePolicy):
             return
         self._wait_computed()
         self._prefetch()
-        frozen = self._stepper.freeze_groups(self._groups)
+        frozen = self._stepper.freeze_groups(self.groups)
         self._open = self._open_eagerly(frozen, self._stepper.record_compute())
         self._start(self._open.job)
 
@@ -482,7 +477,7 @@ class DelayedPolicy(UpdatePolicy):
     steps; its lane runs all updates."""
 
     def __init__(self, exact: OverlappedPolicy, start_step: int) -> None:
-        super().__init__(exact._stepper, exact._groups, exact.guard)
+        super().__init__(exact._stepper, exact.groups, exact.guard)
         self.failures = exact.failures
         self._exact = exact
         self._start_step = start_step

@@ -284,7 +284,7 @@ def _cut(piece: ParamPiece, value: torch.Tensor) -> torch.Tensor:
     return piece.param.flatten(value.detach())[piece.param_start : piece.param_start + piece.numel]
 
 
-# -- in torch's format, across ranks ---
+# -- in torch's format, across ranks -----------------------------------------------------------------------------------
 
 
 @final
