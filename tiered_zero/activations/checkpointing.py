@@ -1,14 +1,11 @@
-"""Provide DeepSpeed's checkpoints: recompute with forward's random numbers, and split saved inputs over ranks.
-
-The numbers may come from generators that a program keeps separately. The ranks are a model-parallel group, all with the
-same inputs (ZeRO-R).
+"""Run checkpoints as DeepSpeed does: recompute with the random numbers that forward drew, also from generators that a
+program keeps by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -16,10 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.device.select import find_device
-from tiered_zero.hardware.ranks.model_parallel import ModelParallelRanks
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the dtype in which its bits are summed."""
 
 MODEL_PARALLEL = "model-parallel-rng"
 """The name that DeepSpeed and Megatron-LM give to the generator of split modules."""
@@ -124,100 +117,3 @@ class _Tracked:
     def _run(self, args: tuple[Any, ...]) -> Any:
         outputs = self._function(*args)
         return tuple(outputs) if isinstance(outputs, list) else outputs
-
-
-@final
-class _Part:
-    """This rank's part of a tensor, and the sum of the whole tensor. `size`, `stride`: those of the whole tensor."""
-
-    __slots__ = ("device", "memory", "numel", "size", "stride", "sum")
-
-    def __init__(self, tensor: torch.Tensor, memory: torch.Tensor, total: torch.Tensor) -> None:
-        self.memory, self.sum, self.device = memory, total, tensor.device
-        self.size, self.stride, self.numel = tensor.size(), tensor.stride(), tensor.numel()
-
-
-@final
-@dataclass(kw_only=True)
-class _Checks:
-    """The comparisons of one backward: for each gathered tensor, whether it is equal (on its device), and its size.
-    `graph_task`: -1 outside a backward."""
-
-    graph_task: int
-    found: list[tuple[torch.Tensor, torch.Size]] = field(default_factory=list)
-
-    def finish(self) -> None:
-        """Wait once for the device. Raises ModelError if a tensor differed."""
-        device = self.found[-1][0].device
-        flags = torch.stack([equal.to(device) for equal, _ in self.found]).tolist()
-        for (_, size), equal in zip(self.found, flags, strict=True):
-            if not equal:
-                raise ModelError(
-                    "checkpointing: partition_activations expected the inputs of a checkpoint to be equal on all ranks "
-                    f"of the model-parallel group; found other values of one of shape {list(size)}. Set "
-                    "partition_activations to false, or give checkpoints inputs that are not split."
-                )
-
-
-@final
-class PartitionedInputs:
-    """Hooks for `torch.autograd.graph.saved_tensors_hooks`, around checkpoints."""
-
-    def __init__(self, ranks: ModelParallelRanks, *, in_cpu: bool = False) -> None:
-        """`in_cpu`: keep parts in host memory."""
-        self.ranks, self.in_cpu = ranks, in_cpu
-        self._checks = _Checks(graph_task=-1)
-
-    def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Return (pack, unpack). Tensors that stay whole go to the hooks that are active now, if there are any."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if outer is None:
-            return self.pack, self.unpack
-        pack, unpack = outer
-
-        def pack_inside(tensor: torch.Tensor) -> Any:
-            packed = self.pack(tensor)
-            return packed if isinstance(packed, _Part) else pack(tensor)
-
-        return pack_inside, lambda packed: self.unpack(packed) if isinstance(packed, _Part) else unpack(packed)
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
-        """Return this rank's part of a tensor. Parameters, and tensors that are not plain memory or too small, stay
-        whole."""
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.numel() < self.ranks.size:
-            return tensor
-        if tensor.itemsize not in _INTEGERS or tensor.is_conj() or tensor.is_neg():
-            return tensor
-        if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-            return tensor
-        tensor = tensor.detach()
-        flat = tensor.as_strided((tensor.numel(),), (1,))
-        length = -(-flat.numel() // self.ranks.size)
-        part = flat[self.ranks.rank * length :][:length]
-        memory = torch.zeros(length, dtype=tensor.dtype, device="cpu" if self.in_cpu else tensor.device)
-        memory[: part.numel()].copy_(part)
-        return _Part(tensor, memory, _sum(flat))
-
-    def unpack(self, packed: torch.Tensor | _Part) -> torch.Tensor:
-        """Gather the whole tensor. All ranks of the group must run backward in the same order. If the ranks' inputs
-        differ, backward raises ModelError at its end, so that it waits for the device only once."""
-        if not isinstance(packed, _Part):
-            return packed
-        whole = self.ranks.gather(packed.memory.to(packed.device))[: packed.numel]
-        self._compare(_sum(whole) == packed.sum, packed.size)
-        return whole.as_strided(packed.size, packed.stride)
-
-    def _compare(self, equal: torch.Tensor, size: torch.Size) -> None:
-        graph_task = torch._C._current_graph_task_id()
-        if graph_task == -1:
-            _Checks(graph_task=-1, found=[(equal, size)]).finish()
-            return
-        if self._checks.graph_task != graph_task:
-            self._checks = _Checks(graph_task=graph_task)
-            torch.autograd.Variable._execution_engine.queue_callback(self._checks.finish)
-        self._checks.found.append((equal, size))
-
-
-def _sum(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the elements' bits as integers, which does not depend on the order."""
-    return flat.view(_INTEGERS[flat.itemsize]).sum(dtype=torch.int64)

@@ -173,8 +173,7 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect("checkpoint.", _CHECKPOINT, parallel_write={}, checkpoint_serialization=True, writer={}),
     *_no_effect(
         "activation_checkpointing.",
-        "an engine knows no ranks that hold the same activations; call "
-        "tiered_zero.deepspeed.checkpointing.configure(mpu, partition_activations=True) with the mpu of such ranks",
+        "an engine knows no ranks that hold the same activations; tiered_zero.activations moves them off the device",
         partition_activations=False,
     ),
     *_satisfied(

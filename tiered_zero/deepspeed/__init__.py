@@ -1,4 +1,4 @@
-"""DeepSpeed's names: `import tiered_zero.deepspeed as deepspeed`, or `import deepspeed` where `tiered-zero
+"""Provide DeepSpeed's names: `import tiered_zero.deepspeed as deepspeed`, or `import deepspeed` where `tiered-zero
 deepspeed-alias install` has written a distribution of that name.
 
 Promise: scripts and libraries find the names that they import of DeepSpeed; one that does not exist here raises an

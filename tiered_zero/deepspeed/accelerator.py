@@ -1,4 +1,4 @@
-"""DeepSpeed's `accelerator` namespace: what scripts ask of the device that torch computes on."""
+"""Answer what scripts ask DeepSpeed's `accelerator`, for the device that torch computes on."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def get_accelerator() -> CurrentAccelerator:
 
 @final
 class CurrentAccelerator:
-    """DeepSpeed's questions, by its names. What it asks of `torch.cuda` (Stream, Event, manual_seed ...) is answered by
-    torch's module for the device, `torch.get_device_module()`."""
+    """Answers by DeepSpeed's names. Names of `torch.cuda` (Stream, Event, manual_seed ...) come from torch's module for
+    the device, `torch.get_device_module()`."""
 
     def __init__(self) -> None:
         self._type = find_device("auto").type
@@ -45,7 +45,7 @@ class CurrentAccelerator:
         return self._type if device_index is None or self._type == "cpu" else f"{self._type}:{device_index}"
 
     def current_device(self) -> int:
-        """Index of the current device; on a CPU this process's rank on its host, as in DeepSpeed."""
+        """Return the index of the current device; on a CPU this process's rank on its host, as in DeepSpeed."""
         return local_rank() if self._type == "cpu" else int(self._module.current_device())
 
     def current_device_name(self) -> str:
@@ -53,17 +53,17 @@ class CurrentAccelerator:
         return self.device_name(self.current_device())
 
     def is_available(self) -> bool:
-        """True: a CPU at least."""
+        """Return True: there is a CPU at least."""
         return True
 
     def communication_backend_name(self) -> str:
-        """Name the backend of what lies on the device: gloo on a CPU, and where this torch has none for the device."""
+        """Name the backend for tensors on the device: gloo on a CPU, and if this torch has none for the device."""
         with suppress(ConfigError):
             return HOST_BACKEND if self._type == "cpu" else device_backend(torch.device(self._type))
         return HOST_BACKEND
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for the device's work; a CPU has none that is not done."""
+        """Wait for the device's work; a CPU has none to wait for."""
         if self._type != "cpu":
             self._module.synchronize(device_index)
 
@@ -73,30 +73,30 @@ class CurrentAccelerator:
             self._module.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes that tensors take on the device; on a CPU the process's resident memory, as in DeepSpeed."""
+        """Return the bytes of tensors on the device; on a CPU the process's resident memory, as in DeepSpeed."""
         if self._type != "cpu":
             return int(self._module.memory_allocated(device_index))
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most of `memory_allocated` so far."""
+        """Return the largest `memory_allocated` so far."""
         if self._type != "cpu":
             return int(self._module.max_memory_allocated(device_index))
         return max(self.memory_allocated(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
     def is_bf16_supported(self) -> bool:
-        """Whether the device computes in bfloat16."""
+        """Return whether the device computes in bfloat16."""
         return self._type == "cpu" or bool(self._module.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
-        """True: a CPU computes in float16 too, slowly."""
+        """Return True: a CPU computes in float16 too, slowly."""
         return True
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return the tensor in pinned memory; on a CPU as it is."""
+        """Return the tensor in pinned memory; on a CPU the tensor itself."""
         return tensor if self._type == "cpu" else tensor.pin_memory()
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is on the device."""
+        """Return whether the tensor is on the device."""
         return tensor.device.type == self._type

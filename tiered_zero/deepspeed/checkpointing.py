@@ -1,7 +1,7 @@
-"""DeepSpeed's `checkpointing` namespace: functions that are recomputed in backward, over torch.utils.checkpoint.
+"""Provide DeepSpeed's `checkpointing`: recompute functions in backward, by torch.utils.checkpoint.
 
-What a checkpoint saves is offloaded by the engine around it (`tiered_zero.activations`); `checkpoint_in_cpu` offloads
-also where no engine does.
+The engine around a checkpoint offloads what it saves (`tiered_zero.activations`); without an engine
+`checkpoint_in_cpu` does.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu
 
-from tiered_zero.activations.checkpointing import PartitionedInputs, RandomStates, run_checkpointed, seed_generators
+from tiered_zero.activations.checkpointing import RandomStates, run_checkpointed, seed_generators
 from tiered_zero.config.json_file import read_json
 from tiered_zero.config.section import Section, shown, switch
 from tiered_zero.deepspeed.accelerator import get_accelerator
 from tiered_zero.errors import ConfigError
-from tiered_zero.hardware.ranks.model_parallel import find_model_parallel_ranks
-from tiered_zero.unit.saved_views import moves_saved_tensors, names_saved_views
+from tiered_zero.unit.saved_views import moves_saved_tensors
 
 logger = logging.getLogger("tiered_zero")
 
@@ -45,26 +43,17 @@ __all__ = [
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """What `configure` was given. `mpu`: DeepSpeed's object for model parallelism; None without one."""
+    """The arguments of `configure` that have an effect. `mpu`: DeepSpeed's object for model parallelism, or None."""
 
     mpu: Any = None
-    partition_activations: bool = False
-    contiguous_checkpointing: bool = False
-    num_checkpoints: int | None = None
     checkpoint_in_cpu: bool = False
     synchronize: bool = False
     profile: bool = False
 
-    @cached_property
-    def inputs(self) -> PartitionedInputs | None:
-        """What splits inputs over the group that `mpu` has as this is first asked; None: each rank keeps them whole."""
-        ranks = find_model_parallel_ranks(self.mpu) if self.partition_activations else None
-        return None if ranks is None else PartitionedInputs(ranks, in_cpu=self.checkpoint_in_cpu)
-
 
 @final
 class _Namespace:
-    """The settings of this process, and its named random states."""
+    """Holds the settings of this process, and its named random states."""
 
     settings: _Settings | None = None
     states = RandomStates()
@@ -78,7 +67,7 @@ _KEYS = {
     "synchronize_checkpoint_boundary": "synchronize",
     "profile": "profile",
 }
-"""Key of the section `activation_checkpointing` -> argument of `configure` that goes before it."""
+"""Key of the section `activation_checkpointing` -> the argument of `configure` that overrides it."""
 
 
 def configure(
@@ -93,12 +82,10 @@ def configure(
 ) -> None:
     """Set how `checkpoint` runs in this process. `deepspeed_config`: a path, an object, or the config of an engine.
 
-    `checkpoint_in_cpu`: inputs of checkpoints rest in host memory, where no engine moves them already. `synchronize`:
-    wait for the device around each. `profile`: log the seconds of each. `partition_activations`: inputs of checkpoints,
-    which are equal on all ranks of the model-parallel group of `mpu_`, are split over it, and gathered in backward,
-    also inside of an engine that moves no activations; without such a group it has no effect, with a notice.
-    The group is asked for here: call this again when it is another one. Contiguous buffers have no effect: an
-    engine's budget is one piece. Raises ConfigError.
+    `checkpoint_in_cpu`: keep the inputs of checkpoints in host memory, if no engine moves them already. `synchronize`:
+    wait for the device around each checkpoint. `profile`: log the seconds of each. `mpu_`: seeds split modules; see
+    `model_parallel_cuda_manual_seed`. The other arguments have no effect: an engine's budget is one piece of memory,
+    and inputs are not split over ranks, which a notice says. Raises ConfigError.
     """
     given = {
         "partition_activations": partition_activations,
@@ -108,14 +95,15 @@ def configure(
         "synchronize": synchronize,
         "profile": profile,
     }
-    found = {**_read(deepspeed_config), **{name: value for name, value in given.items() if value is not None}}
+    found = _read(deepspeed_config) | {name: value for name, value in given.items() if value is not None}
+    partition_activations_in_checkpoint(found.pop("partition_activations", False))
     before = _Namespace.settings.mpu if _Namespace.settings is not None else None
-    _Namespace.settings = _Settings(mpu=before if mpu_ is None else mpu_, **found)
-    _notice_partitions()
+    effective = {name: value for name, value in found.items() if name in _Settings.__dataclass_fields__}
+    _Namespace.settings = _Settings(mpu=before if mpu_ is None else mpu_, **effective)
 
 
 def _read(config: Any) -> dict[str, Any]:
-    """The arguments that a config stands for."""
+    """Return the arguments that a config has."""
     if config is None:
         return {}
     if isinstance(config, (str, os.PathLike)):
@@ -137,18 +125,17 @@ def _read(config: Any) -> dict[str, Any]:
             raise ConfigError(f"activation_checkpointing.{key}: unknown key. {remedy}")
     found = {}
     for key, argument in _KEYS.items():
-        value = section.get(key)
-        if argument != "num_checkpoints":
-            value = switch(value)
-            if value not in (None, "auto", False, True):
-                raise ConfigError(f"activation_checkpointing.{key}: expected true or false; found {shown(value)}.")
-        if value not in (None, "auto"):
-            found[argument] = value
+        value = switch(section.get(key))
+        if value in (None, "auto"):
+            continue
+        if value not in (False, True) and key != "number_checkpoints":
+            raise ConfigError(f"activation_checkpointing.{key}: expected true or false; found {shown(value)}.")
+        found[argument] = value
     return found
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
+    """Return whether `configure` was called."""
     return _Namespace.settings is not None
 
 
@@ -166,7 +153,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """The same, where the graph of `function` is kept without its tensors: torch's checkpoint that is not reentrant."""
+    """Do the same by torch's checkpoint that is not reentrant: it keeps the graph of `function` without its tensors."""
     return _run(function, args, reentrant=False)
 
 
@@ -186,13 +173,9 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], *, reentrant: bool
 
 
 def _saving(settings: _Settings) -> AbstractContextManager[Any]:
-    """What becomes of the inputs that a checkpoint saves inside of the block."""
-    if not torch.is_grad_enabled():
-        return nullcontext()
-    inputs = settings.inputs
-    if inputs is not None and (names_saved_views() or not torch._C._autograd._top_saved_tensors_default_hooks(True)):
-        return saved_tensors_hooks(*inputs.hooks())
-    return save_on_cpu() if settings.checkpoint_in_cpu and not moves_saved_tensors() else nullcontext()
+    """Return the context that moves the inputs which a checkpoint saves to host memory, if `settings` ask for it."""
+    in_cpu = settings.checkpoint_in_cpu and torch.is_grad_enabled() and not moves_saved_tensors()
+    return save_on_cpu() if in_cpu else nullcontext()
 
 
 @contextmanager
@@ -208,32 +191,25 @@ def _watched(settings: _Settings, what: str) -> Iterator[None]:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Split the inputs of checkpoints over the model-parallel group from now on, or no more: see `configure`."""
-    _Namespace.settings = replace(_Namespace.settings or _Settings(), partition_activations=partition_activation)
-    _notice_partitions()
-
-
-def _notice_partitions() -> None:
-    settings = _Namespace.settings
-    if settings is not None and settings.partition_activations and settings.inputs is None:
+    """Warn that inputs of checkpoints are not split over a model-parallel group."""
+    if partition_activation:
         logger.warning(
-            "checkpointing: partition_activations has no effect: it splits what the ranks of a model-parallel group "
-            "hold twice, and no mpu with a group of several ranks was given to configure()"
+            "checkpointing: partition_activations has no effect: every rank keeps the inputs of its checkpoints whole. "
+            "Set checkpoint_in_cpu to keep them in host memory."
         )
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Accepted without effect: no buffers are cut for a number of checkpoints."""
-    _Namespace.settings = replace(_Namespace.settings or _Settings(), num_checkpoints=nlayers)
+    """Do nothing: no buffers are cut for a number of checkpoints."""
 
 
 def reset() -> None:
-    """Nothing to do between forwards without a backward: what they saved is freed with their graphs."""
+    """Do nothing: what a forward without a backward has saved is freed with its graph."""
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device's generator with `seed`, and the tracked one of split modules with another for each
-    model-parallel rank of the `mpu` that `configure` was given."""
+    """Seed the device's generator with `seed`, and the tracked generator of split modules with a seed that differs by
+    the model-parallel rank of `configure`'s `mpu`."""
     mpu = _Namespace.settings.mpu if _Namespace.settings is not None else None
     names = ("get_tensor_model_parallel_rank", "get_model_parallel_rank")
     rank = next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), 0)

@@ -1,4 +1,4 @@
-"""DeepSpeed's `comm` namespace."""
+"""Provide DeepSpeed's `comm`."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def init_distributed(
 
 
 def get_local_rank() -> int:
-    """This process's rank on its host."""
+    """Return this process's rank on its host."""
     return local_rank()

@@ -1,4 +1,4 @@
-"""Names and modules of DeepSpeed that do not exist here: asking for one raises an error that says what to do."""
+"""Refuse names and modules of DeepSpeed that do not exist here, with an error that says what to do."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _ANY = "docs/migrating.md lists what scripts take of DeepSpeed, and what does th
 
 
 def _remedy(path: str) -> str:
-    """What to do without `path`: of itself, else of the nearest module around it."""
+    """Return what to do without `path`, or without the nearest module around it."""
     while path not in MISSING and "." in path:
         path = path.rpartition(".")[0]
     return MISSING.get(path, _ANY)

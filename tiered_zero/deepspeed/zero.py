@@ -1,6 +1,6 @@
-"""DeepSpeed's `zero` namespace: scripts that build models under `zero.Init` and touch weights under GatheredParameters.
+"""Provide DeepSpeed's `zero`, for scripts that build models under `zero.Init` and use GatheredParameters.
 
-Nothing is sharded while a model is built, so most of it has nothing to do.
+Nothing is sharded while a model is built, so most of it does nothing.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """`tiered_zero.gathered`, which keeps the changes of `modifier_rank`. Before `initialize` it does nothing. Leaves
-    out None, which Transformers passes in the place of a bias."""
+    """Gather weights by `tiered_zero.gathered`, and keep the changes of `modifier_rank`. Before `initialize` it does
+    nothing. Skips None, which Transformers passes in the place of a bias."""
     num_ranks = get_world_size()
     if modifier_rank is not None and modifier_rank not in range(num_ranks):
         raise ModelError(
@@ -77,4 +77,4 @@ def GatheredParameters(
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do: functions of any module find the parameters that they are called with."""
+    """Do nothing: functions of any module find the parameters that they are called with."""

@@ -280,12 +280,6 @@ def moves_saved_tensors() -> bool:
     return top is not None and getattr(top[0], "__func__", None) is SavedViews.pack_and_move
 
 
-def names_saved_views() -> bool:
-    """Whether an engine, without a mover, saves what autograd saves now."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and getattr(top[0], "__func__", None) is SavedViews.pack
-
-
 def _is_of_checkpoint(pack: Pack) -> bool:
     return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 

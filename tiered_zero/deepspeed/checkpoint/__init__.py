@@ -1,4 +1,4 @@
-"""DeepSpeed's `checkpoint`."""
+"""Provide DeepSpeed's `checkpoint`."""
 
 from tiered_zero.deepspeed.checkpoint import utils
 from tiered_zero.deepspeed.missing import refuse_other_names

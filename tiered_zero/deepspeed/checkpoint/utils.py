@@ -1,4 +1,4 @@
-"""What Accelerate takes of DeepSpeed's `checkpoint.utils`."""
+"""Provide what Accelerate imports from DeepSpeed's `checkpoint.utils`."""
 
 from typing import TypeVar
 

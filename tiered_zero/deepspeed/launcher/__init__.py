@@ -1,4 +1,4 @@
-"""DeepSpeed's `launcher`: its command is `tiered-zero launch`."""
+"""Provide DeepSpeed's `launcher`: its command is `tiered-zero launch`."""
 
 from tiered_zero.deepspeed.launcher import runner
 from tiered_zero.deepspeed.missing import refuse_other_names

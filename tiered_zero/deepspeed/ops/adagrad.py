@@ -1,4 +1,4 @@
-"""DeepSpeed's Adagrad: torch's, with DeepSpeed's defaults."""
+"""Provide DeepSpeed's Adagrad: torch's, with DeepSpeed's defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's Adams: torch's, with DeepSpeed's defaults and the options of its constructors."""
+"""Provide DeepSpeed's Adams: torch's, with DeepSpeed's defaults and the options of its constructors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> torch.optim.Adam:
-    """The same as `DeepSpeedCPUAdam`: on a GPU the engine takes torch's code."""
+    """Do the same as `DeepSpeedCPUAdam`: on a GPU the engine takes torch's code."""
     return DeepSpeedCPUAdam(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
 
 

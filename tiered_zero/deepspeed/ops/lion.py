@@ -1,4 +1,4 @@
-"""DeepSpeed's Lion."""
+"""Provide DeepSpeed's Lion."""
 
 from __future__ import annotations
 

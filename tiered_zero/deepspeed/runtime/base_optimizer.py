@@ -1,4 +1,4 @@
-"""The class of the optimizer that `initialize` returns."""
+"""Name the class of the optimizer that `initialize` returns."""
 
 from tiered_zero.update.handle import TieredOptimizer as DeepSpeedOptimizer
 

@@ -1,4 +1,4 @@
-"""`initialize`, and the class of the engine that it returns."""
+"""Provide `initialize`, and the class of the engine that it returns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _ParameterOffload:
         self.backward_hooks: list[Any] = []
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, TieredOptimizer, TrainingLoader | None, Any]:
@@ -53,7 +53,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, TieredOptimi
 
 
 def _check_accelerate() -> None:
-    """Raise ModelError where Accelerate, which splits the data, knows of fewer ranks than there are: with DeepSpeed and
+    """Raise ModelError if Accelerate, which splits the data, knows of fewer ranks than there are: with DeepSpeed and
     without a GPU it takes each rank for the only one, unless the backend is named."""
     state = sys.modules.get("accelerate.state")
     known = state.PartialState._shared_state.get("num_processes") if state is not None else None

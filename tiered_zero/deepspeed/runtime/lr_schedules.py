@@ -1,4 +1,4 @@
-"""DeepSpeed's five learning rate schedules."""
+"""Provide DeepSpeed's five learning rate schedules."""
 
 from tiered_zero.rules.lr import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 

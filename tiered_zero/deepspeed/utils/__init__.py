@@ -1,4 +1,4 @@
-"""DeepSpeed's `utils` namespace: full masters, gradients and state of a parameter, and a loader without end.
+"""Provide DeepSpeed's `utils`: full masters, gradients and state of a parameter, and a loader without end.
 
 `utils.zero_to_fp32` reads the weights of a checkpoint."""
 
@@ -18,7 +18,6 @@ from tiered_zero.errors import ConfigError
 
 __all__ = [
     "RepeatingLoader",
-    "get_z3_leaf_modules",
     "log_dist",
     "logger",
     "safe_get_full_fp32_param",
@@ -28,8 +27,6 @@ __all__ = [
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
     "set_z3_leaf_modules",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
     "zero_to_fp32",
 ]
 
@@ -37,7 +34,7 @@ __getattr__ = refuse_other_names("utils")
 
 
 class RepeatingLoader:
-    """Begins again where `loader` ends."""
+    """Begins `loader` again when it ends."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -54,50 +51,23 @@ class RepeatingLoader:
             return next(self._batches)
 
 
-_LEAF = "_z3_leaf"
-
-
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Flag the modules of these classes (or class names, with or without their module's), and return them. The flag is
-    DeepSpeed's, and changes nothing here: what a module needs is fetched as it is called. Raises ConfigError."""
-    return _flag(model, leaf_module_classes, True, raise_if_not_found)
-
-
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Take the flag of `set_z3_leaf_modules` off again. Raises ConfigError."""
-    return _flag(model, leaf_module_classes, False, raise_if_not_found)
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of `model` that are flagged."""
-    return [module for module in model.modules() if z3_leaf_module(module)]
-
-
-def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether this module is flagged."""
-    return bool(getattr(model, _LEAF, False))
-
-
-def _flag(
-    model: nn.Module, classes: Sequence[type[nn.Module] | str], value: bool, raise_if_not_found: bool
-) -> list[nn.Module]:
-    kinds = tuple(kind for kind in classes if isinstance(kind, type))
+    """Return the modules of these classes (or class names, with or without their module's), and change nothing: what a
+    module needs is fetched when it is called. Raises ConfigError if there are none."""
+    kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
+    names = {kind for kind in leaf_module_classes if isinstance(kind, str)}
 
     def is_meant(module: nn.Module) -> bool:
         own = type(module)
-        return isinstance(module, kinds) or own.__name__ in classes or f"{own.__module__}.{own.__qualname__}" in classes
+        return isinstance(module, kinds) or own.__name__ in names or f"{own.__module__}.{own.__qualname__}" in names
 
     found = [module for module in model.modules() if is_meant(module)]
-    for module in found:
-        setattr(module, _LEAF, value)
     if not found and raise_if_not_found:
-        names = ", ".join(getattr(kind, "__name__", str(kind)) for kind in classes)
+        asked = ", ".join(getattr(kind, "__name__", str(kind)) for kind in leaf_module_classes)
         raise ConfigError(
-            f"Expected modules of {names or 'some class'} in {type(model).__name__}; found none. Correct the names, or "
+            f"Expected modules of {asked or 'some class'} in {type(model).__name__}; found none. Correct the names, or "
             "pass raise_if_not_found=False."
         )
     return found
@@ -108,7 +78,7 @@ safe_get_full_grad, safe_set_full_grad = get_grad, set_grad
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """State such as "exp_avg", fp32, a copy on the CPU; None before the first step."""
+    """Return state such as "exp_avg", fp32, a copy on the CPU; None before the first step."""
     return get_state(param, optim_state_key)
 
 

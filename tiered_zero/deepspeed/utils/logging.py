@@ -1,4 +1,4 @@
-"""DeepSpeed's logger by name: the one of this package."""
+"""Provide DeepSpeed's logger: the one of this package."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ logger = logging.getLogger("tiered_zero")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` unless `ranks` leaves this rank, 0, out."""
+    """Log `message` if `ranks` is None or has 0 or -1."""
     if ranks is None or 0 in ranks or -1 in ranks:
         logger.log(level, "%s", message)

@@ -1,4 +1,4 @@
-"""DeepSpeed's `utils.zero_to_fp32`: the weights of a checkpoint as fp32, without the engine that wrote it.
+"""Provide DeepSpeed's `utils.zero_to_fp32`: read a checkpoint's weights as fp32, without the engine that wrote it.
 
 `tiered-zero checkpoint export` is the command for it. Every byte that is read is checked.
 """

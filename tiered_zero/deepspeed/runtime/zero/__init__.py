@@ -1,4 +1,4 @@
-"""DeepSpeed's `runtime.zero`."""
+"""Provide DeepSpeed's `runtime.zero`."""
 
 from tiered_zero.deepspeed.missing import refuse_other_names
 from tiered_zero.deepspeed.runtime.zero import partition_parameters

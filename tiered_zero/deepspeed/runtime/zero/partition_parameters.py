@@ -1,4 +1,4 @@
-"""What Transformers and TRL read of DeepSpeed's `partition_parameters`."""
+"""Provide what Transformers and TRL read from DeepSpeed's `partition_parameters`."""
 
 from __future__ import annotations
 
