@@ -39,7 +39,7 @@ _DEEPSPEED_NAMES = frozenset(
     "DeepSpeedConfigError DeepSpeedEngine accelerator add_config_arguments checkpointing comm get_accelerator "
     "init_distributed ops runtime utils zero".split()
 )
-"""What scripts with `import tiered_zero as deepspeed` find here too."""
+"""Names for scripts with `import tiered_zero as deepspeed`."""
 
 __all__ = [  # noqa: RUF022 (the order of the API page)
     "initialize",

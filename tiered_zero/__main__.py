@@ -1,4 +1,4 @@
-"""`tiered-zero` and `python -m tiered_zero`: the commands, imported where Ctrl-C is already answered in one line."""
+"""Run `tiered-zero` and `python -m tiered_zero`: import the commands after Ctrl-C is answered in one line."""
 
 import sys
 

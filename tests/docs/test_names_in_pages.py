@@ -116,10 +116,8 @@ def test_the_events_of_a_step_are_methods() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     found = re.findall(r"^\| `(\w+)`(?: \(of `(\w+)`\))? \| ", page[page.index("| event |") :], re.MULTILINE)[:9]
     events = {f"{owner or 'TrainStep'}.{event}" for event, owner in found}
-    assert {"TrainStep.unit_grads_complete", "ParamEvents.before_weights_read", "TrainStep.abort"} <= events
-    assert events <= definitions(PACKAGE / "engine" / "train_step.py") | definitions(
-        PACKAGE / "engine" / "param_events.py"
-    )
+    assert {"TrainStep.unit_grads_complete", "TrainStep.before_weights_read", "TrainStep.abort"} <= events
+    assert events <= definitions(PACKAGE / "engine" / "train_step.py")
 
 
 def test_the_house_has_every_room() -> None:

@@ -27,9 +27,8 @@ from tiered_zero.checkpoint.save import written_by
 from tiered_zero.concurrency.teardown import Teardown, once
 from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
-from tiered_zero.engine.calls import EngineParts
 from tiered_zero.engine.engine import Engine
-from tiered_zero.engine.entry import Movers
+from tiered_zero.engine.entry import EngineParts, Movers
 from tiered_zero.engine.full_values import FullValues
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import PlanError, add_note
@@ -131,7 +130,7 @@ def build(
 
 
 def _check_plan(plan: Plan, ranks: Collectives) -> None:
-    """Raise PlanError where a tier of any rank is too small: on every rank the table of the first such rank."""
+    """Raise PlanError if a tier of any rank is too small: on every rank the table of the first such rank."""
     if ranks.world_size == 1:
         plan.check()
         return
@@ -146,7 +145,7 @@ def _check_plan(plan: Plan, ranks: Collectives) -> None:
 
 
 def _announce(run_spec: RunSpec, warnings: Sequence[str], collectives: Collectives) -> None:
-    """Say on rank 0 what a user should know before the run starts, a line each."""
+    """Log on rank 0 what a user should know before the run starts, a line each."""
     if collectives.rank == 0:
         for line in (*run_spec.config.notices, *warnings, *save_choice(run_spec), *planning_notices(run_spec)):
             logger.warning("%s", line)
@@ -177,12 +176,10 @@ def _join(
     observers: Sequence[Callable[[StepReport], None]],
     resources: Teardown,
 ) -> tuple[Engine, Callable[[Callable[[], None]], None]]:
-    """Make the engine of what was built. Also returns what begins the run by placing the model: it first checks the
-    checkpoint that was found, and then resumes it."""
+    """Join the parts to an engine. Also returns the function that begins the run: it checks the checkpoint that was
+    found, places the model, and resumes."""
     config, step, handle, source = run_spec.config, parts.step, parts.handle, parts.source
-    values = FullValues(
-        events=step.param_events, view=parts.run_state.view, state=parts.state, groups=run_spec.source.param_groups
-    )
+    values = FullValues(step=step, view=parts.run_state.view, state=parts.state, groups=run_spec.source.param_groups)
     resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
     values.register()
     driver = DriverState(
@@ -225,8 +222,8 @@ def _join(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Parts:
-    """What moves a model's parameters. `source`: of their values. `handle`: the optimizer that the user gets; None
-    where the run evaluates. `copies`: durable ones, for commits in place; None without such commits. `adopted`: see
+    """The parts that move a model's parameters. `source`: of their values. `handle`: the optimizer that the user gets;
+    None if the run evaluates. `copies`: durable ones, for commits in place; None without such commits. `adopted`: see
     `Source.adoption`."""
 
     source: Source
@@ -282,13 +279,13 @@ def _make_parts(
 def _place_model(
     run_spec: RunSpec, machine: Machine, parts: _Parts, own_state: Mapping[Any, Any], resources: Teardown
 ) -> None:
-    """Give every parameter its home and its first value, and hook the modules. `own_state`: of the optimizer. Where
-    this raises, the model is to be built anew."""
+    """Give every parameter its home and its first value, and hook the modules. `own_state`: of the optimizer. If
+    this raises, the model has to be built anew."""
     collectives, step = machine.runtime.collectives, parts.step
     materializer = Materializer(run_spec.model, parts.source.weights, run_spec.specs)
     placer = UnitPlacer(
         pager=step.pager,
-        handler=step.param_events,
+        handler=step,
         store_masters=parts.run_state.view.store_masters,
         ranks=collectives,
         resumed=None if parts.adopted is None else parts.adopted.flat,
@@ -365,7 +362,7 @@ def _flats(pager: Pager) -> Callable[[Unit], torch.Tensor]:
 
 
 def _make_activations(run_spec: RunSpec, machine: Machine, resources: Teardown) -> ActivationMover | None:
-    """None where saved activations stay on the device."""
+    """Make the mover of saved activations; None if they stay on the device."""
     tiers, runtime = machine.tiers, machine.runtime
     plan, asked = run_spec.plan.activations, run_spec.config.activation_checkpointing
     if plan is None or not plan.nbytes:
@@ -435,7 +432,7 @@ def _make_gradients(
 
 
 def _paged_gradients(run_spec: RunSpec) -> dict[int, torch.dtype]:
-    """Unit -> the dtype of its gradients, of those that rest on NVMe."""
+    """Map each unit whose gradients rest on NVMe to their dtype."""
     plan = run_spec.plan
     return {
         unit.index: torch.float32 if plan.gradients.sums else unit.dtype
@@ -494,8 +491,8 @@ def _make_policy(
 
 
 def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> list[Callable[[StepReport], None]]:
-    """Make what is called with the report of each optimizer step: a log line every `steps_per_print`, the run's record
-    and trace."""
+    """Make the observers of each optimizer step's report: a log line every `steps_per_print`, the run's record and
+    trace."""
     settings = run_spec.config.tiered_zero
     if runtime.collectives.rank > 0:
         return []
@@ -533,7 +530,7 @@ def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) ->
 
 
 def _chosen_monitors(config: Config) -> dict[str, Open]:
-    """Section of the config -> what opens its writer, of those that are on."""
+    """Map each monitor that the config turns on to the function that opens its writer."""
     csv, board, wandb = config.csv_monitor, config.tensorboard, config.wandb
     openers = {
         "csv_monitor": (csv.enabled, csv_in(Path(csv.output_path, csv.job_name))),

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from tiered_zero.assembly.spec import RunSpec
 
 MOST_ASSUMED_TOKENS = 4096
-"""Of a sample, where the config does not say."""
+"""The tokens of a sample that are assumed if the config does not say."""
 
 CONFIG_NAME = "placement.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was predicted: `candidates`, best first; the first is what runs. `tokens`: of a micro-batch."""
+    """The predictions: `candidates`, best first; the first one runs. `tokens`: in a micro-batch."""
 
     candidates: tuple[Candidate, ...]
     tokens: int
@@ -46,7 +46,7 @@ class Choice:
 
     @property
     def lines(self) -> list[str]:
-        """What was predicted for the best: a line, and one for each."""
+        """Lines for the log: a heading, and the prediction of each of the best."""
         shown = self.candidates[:NUM_SHOWN]
         return [
             f"tiered_zero.placement: auto runs the first of {len(self.candidates)} that fit, by the predicted step of "
@@ -112,7 +112,7 @@ def make_predictor(
 
 
 def predicted_seconds(config: Config, model: nn.Module, plan: Plan) -> dict[str, float]:
-    """Return tokens and seconds of a step, and seconds by lane, for the run's report; nothing where the rates of this
+    """Return tokens and seconds of a step, and seconds by lane, for the run's report; nothing if the rates of this
     machine are not known, and with several ranks."""
     if plan.request.ranks.world_size > 1 or config.optimizer is None:
         return {}
@@ -124,7 +124,7 @@ def predicted_seconds(config: Config, model: nn.Module, plan: Plan) -> dict[str,
 
 
 def _length(config: Config, model: nn.Module) -> int:
-    """Tokens of a sample, as far as config or model say."""
+    """Return the tokens of a sample, as far as config or model say."""
     most = most_tokens(model) or MOST_ASSUMED_TOKENS
     return config.tiered_zero.sequence_length or min(most, MOST_ASSUMED_TOKENS)
 
@@ -135,7 +135,7 @@ def _paths(config: Config) -> tuple[str, ...]:
 
 
 def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
-    """Bytes that are free where a run swaps: on the disks of `rates`, if it names any, or in the directories."""
+    """Return the free bytes for swap files: on the disks of `rates`, if it names any, or in the directories."""
     if rates is not None and rates.disks:
         sizes = [disk.nbytes for disk in rates.disks]
         return None if None in sizes else sum(filter(None, sizes))
@@ -160,15 +160,14 @@ def save_choice(run_spec: RunSpec) -> list[str]:
 
 
 def _rates_here(paths: Sequence[str]) -> Machine:
-    """Return this machine's record with the disks of these directories alone. Raises ConfigError where they were not
-    measured."""
+    """Return this machine's record with the disks of these directories alone. Raises ConfigError without a record."""
     machine = load_measured()
     disks = tuple(disk for disk in (_disk_of(path, machine.disks) for path in paths) if disk is not None)
     return replace(machine, disks=disks)
 
 
 def _disk_of(path: str, disks: Sequence[Disk]) -> Disk | None:
-    """The disk that was measured in the file system of the path."""
+    """Return the disk that was measured in the file system of the path."""
     device = os.stat(_existing(path)).st_dev
     same = [disk for disk in disks if os.path.isdir(disk.path) and os.stat(disk.path).st_dev == device]
     return same[-1] if same else None

@@ -58,13 +58,13 @@ SHUTDOWN = (
     "rule",
     "ranks",  # the others are waited for, seconds at most
 )
-"""What ends a run, in this order; a start that fails ends what it has built in the same order."""
+"""The order in which the parts of a run end, also after a start that fails."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """Where the first values come from. `found`: the checkpoint to resume; `adoption`: its swap files, where the run
-    goes on in them; `weights`: files of weights; all None where the model has its values. `warnings`: for the log."""
+    """The source of the first values. `found`: the checkpoint to resume; `adoption`: its swap files, if the run goes on
+    in them; `weights`: files of weights; all None if the model has its values. `warnings`: for the log."""
 
     found: FoundCheckpoint | None
     adoption: Adoption | None
@@ -73,13 +73,13 @@ class Source:
 
     @property
     def directories(self) -> Mapping[tuple[str, ...], AdoptedStore]:
-        """Swap directories that are taken over, by the paths that they stripe."""
+        """The swap directories that are taken over, by the paths that they stripe."""
         return {} if self.adoption is None else self.adoption.directories
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Machine:
-    """What a run works on. `copy_homes`: of durable copies, by the index of their unit."""
+    """The device, tiers and homes of a run. `copy_homes`: homes of durable copies, by the index of their unit."""
 
     runtime: Runtime
     tiers: TierRack
@@ -111,8 +111,8 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
 
 
 def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
-    """Find the checkpoint to go on from; None, with a warning, where the run before has not completed its first save.
-    Raises StoreError."""
+    """Find the checkpoint to resume; None, with a warning, if the run before has not completed its first save. Raises
+    StoreError."""
     if not is_unused(resume):
         return find_checkpoint(resume)
     warnings.append(f"no checkpoint in {resume} is resumed: {nothing_to_load(resume)}. The run begins at step 0")
@@ -194,7 +194,7 @@ def nvme_paths(config: Config) -> dict[tuple[str, ...], str]:
 
 
 def check_disk_space(needs: Mapping[tuple[str, ...], int], ranks: Collectives) -> None:
-    """Raise StoreError on every rank where those of one host need more than a file system has free.
+    """Raise StoreError on every rank if the ranks of one host need more than a file system has free.
 
     `needs`: directories that are striped together -> bytes of this rank there. Each rank preallocates its own files:
     one alone would find room that all together do not have. What is striped over several drives counts on all of them
@@ -223,7 +223,7 @@ def check_disk_space(needs: Mapping[tuple[str, ...], int], ranks: Collectives) -
 
 
 def _drives(paths: Sequence[str]) -> dict[str, object]:
-    """The file systems that hold `paths`, and what they have free together."""
+    """Return the file systems that hold `paths`, and the bytes that they have free together."""
     by_device = {os.stat(path).st_dev: path for path in reversed(paths)}
     status = [os.statvfs(path) for path in by_device.values()]
     free = sum(each.f_bavail * each.f_frsize for each in status)

@@ -1,4 +1,6 @@
-"""The rates of this machine on record: `doctor DIR --measure` and `bench io DIR` write them, `plan` reads them."""
+"""Measure and load the rates of this machine: `doctor DIR --measure` and `bench io DIR` write them, `plan` reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ TO_MEASURE = "measure them with `tiered-zero doctor DIR --measure`, DIR on the d
 
 _UPDATED_NUMEL = 32 * MIB
 _UPDATED_NBYTES = 28
-"""Of a parameter: fp32 master weight and two moments are read and written, a 16-bit gradient and weight one of both."""
+"""Bytes that AdamW moves for a parameter: it reads and writes the fp32 master and two moments, reads a 16-bit gradient,
+and writes a 16-bit weight."""
 
 
 def measure_machine(disk: Disk) -> Machine:
@@ -71,7 +74,7 @@ def _update_rate(shares_cores: bool) -> float:
 
 
 def save_measured(machine: Machine) -> None:
-    """Replace this machine's record, but for disks of other directories."""
+    """Replace this machine's record, except the disks of other directories."""
     before, paths = on_record()[0], [disk.path for disk in machine.disks]
     kept = [disk for disk in (before.disks if before else ()) if disk.path not in paths]
     replace(machine, disks=(*kept, *machine.disks)).save(default_path())
@@ -83,7 +86,7 @@ def save_disk(disk: Disk) -> None:
 
 
 def load_measured() -> Machine:
-    """Load this machine's record. Raises ConfigError where there is none, or it is broken, or of another machine."""
+    """Load this machine's record. Raises ConfigError if there is none, or it is broken, or of another machine."""
     path = default_path()
     if not path.exists():
         raise ConfigError(f"The rates of this machine are not known; {TO_MEASURE}.")

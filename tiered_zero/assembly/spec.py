@@ -74,9 +74,9 @@ class RunSpec:
     layouts: list[StateLayout]
     plan: Plan
     sub_group_numel: int
-    """Elements at which sub-groups are cut."""
+    """The elements at which sub-groups are cut."""
     choice: Choice | None = None
-    """Of the placement, with `tiered_zero.placement: "auto"`."""
+    """The choice of the placement, with `tiered_zero.placement: "auto"`."""
 
     @property
     def trains(self) -> bool:
@@ -85,13 +85,13 @@ class RunSpec:
 
     @cached_property
     def slots(self) -> list[PlannedSlot]:
-        """Of units, sub-groups and durable copies."""
+        """The slots of units, sub-groups and durable copies."""
         plan = self.plan
         return list_slots(self.units, _sizes(self.layouts), plan.tiers, plan.request, delayed=plan.delayed)
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """Names of the parameters that an update changes, on whatever rank."""
+        """The names of the parameters that an update changes, on any rank."""
         params = (entry.param for unit in self.units if unit.trainable for entry in unit.entries)
         return frozenset(param.name for param in params if param.numel and param.name in self.group_of)
 
@@ -191,7 +191,7 @@ def _specify(
 
 
 def _check_delayed(config: Config, world_size: int) -> None:
-    """Raise ModelError where a delayed update would gather inside step()."""
+    """Raise ModelError if a delayed update would gather inside step()."""
     stage = config.zero_optimization.stage
     if world_size > 1 and config.tiered_zero.update == "delayed" and stage in (1, 2):
         raise ModelError(
@@ -235,7 +235,7 @@ def _make_rule(source: Optimizer, request: PlanRequest) -> UpdateRule:
 
 
 def _check_group_state(rule: UpdateRule, config: Config, ranks: RankRequest) -> None:
-    """Raise ModelError where ranks step parts of a param group whose state is of the whole."""
+    """Raise ModelError if ranks step parts of a param group whose state belongs to the whole group."""
     if rule.keeps_group_state and ranks.shards_state:
         raise ModelError(
             f"{rule.name} keeps state of whole param groups, and at stage {config.zero_optimization.stage} each of "
@@ -289,7 +289,7 @@ def _facts(run_spec: RunSpec) -> dict[str, Any]:
 
 
 def _with_common_window(plan: Plan, ranks: Collectives) -> Plan:
-    """Take the least room for paged parameters that any rank has: the order of gathers depends on it."""
+    """Take the smallest room for paged parameters of all ranks: the order of gathers depends on it."""
     if not plan.request.ranks.shards_params:
         return plan
     own = plan.pager_limits
@@ -370,7 +370,7 @@ def _sizes(layouts: Iterable[StateLayout]) -> list[SubGroupSize]:
 
 
 def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives) -> Limits:
-    """Bytes that this rank may use on each tier: the config's limits, or what is free, less a share that is reserved.
+    """Return the bytes that this rank may use on each tier: the config's limits, or what is free less a reserved share.
 
     A model that is on the device leaves it, unit by unit, for its place in the plan. Ranks of one host share its
     memory, and every rank plans with the least that any has.

@@ -1,4 +1,4 @@
-"""The engine's calls that read and write what a run holds: checkpoints, weight files, values by a parameter's name."""
+"""Save and load what a run holds: checkpoints, weight files, values by a parameter's name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tiered_zero.checkpoint.weights import (
     write_model_config,
     write_weights,
 )
-from tiered_zero.engine.calls import EngineParts, on_one_thread
+from tiered_zero.engine.entry import EngineParts, on_one_thread
 from tiered_zero.engine.full_values import get_grad, get_master, get_state, set_grad, set_master, set_state
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import ModelError
@@ -57,7 +57,7 @@ class CheckpointCalls:
         """Save everything that the run holds as `save_dir/tag` (default: global_step{N}), on any placement for any
         other, so that training goes on with the same bits. Call it after a `step()` that updates.
 
-        The checkpoint is complete and durable when this returns; where it raises, training can go on. With
+        The checkpoint is complete and durable when this returns; if it raises, training can go on. With
         checkpoint.async, for state in memory, it is so once `flush()`, `close()`, or the next save or load has
         returned, the first of which raises its error; for state on NVMe checkpoint.in_place is the quick way. A delayed
         update becomes visible first. `client_state`: plain values, tensors and arrays. Without frozen parameters a
@@ -162,7 +162,7 @@ class CheckpointCalls:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"save_filename: expected a name that ends with .safetensors; found {save_filename!r}.")
         self._step.check()
-        self._step.param_events.before_weights_read()
+        self._step.before_weights_read()
         pager = self._step.pager
         units = pager.units.by_param
 
@@ -192,7 +192,7 @@ class CheckpointCalls:
         save_filename: str = WEIGHTS_NAME,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """The same as `save_16bit_model`: DeepSpeed's older name."""
+        """Do the same as `save_16bit_model`, by DeepSpeed's older name."""
         return self.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
     # -- values of one parameter ---------------------------------------------------------------------------------------
@@ -203,9 +203,9 @@ class CheckpointCalls:
         tier. Masters and gradients are fp32 in the parameter's shape; state has torch's dtype and shape.
 
         `kind`: "master", "grad" (between backward and `step()`, without the loss scale), or state as torch's optimizer
-        calls it, such as "exp_avg". None for what there is not: of a frozen parameter, before the first step, without
-        a gradient. Raises ModelError. Waits for every update and reads whole sub-groups: not for every step. Where
-        masters and state are sharded (many ranks, stage 1 and up) every rank calls this.
+        calls it, such as "exp_avg". None for a frozen parameter, before the first step, and without a gradient. Raises
+        ModelError. Waits for every update and reads whole sub-groups: not for every step. If masters and state are
+        sharded (many ranks, stage 1 and up), every rank calls this.
         """
         param = self._named(name)
         if kind == "master":
@@ -217,7 +217,7 @@ class CheckpointCalls:
         """Set what `peek` reads, on whatever tier it rests; the next step goes on from it.
 
         A master takes `value` exactly, and its parameter becomes that rounded to its dtype. State in a lossy
-        `state_format` is rounded. Raises ModelError for what there is not. With many ranks every rank calls this, and
+        `state_format` is rounded. Raises ModelError if there is none. With many ranks every rank calls this, and
         rank 0's value is set.
         """
         param = self._named(name)

@@ -1,4 +1,4 @@
-"""Counters of backward passes, micro-batches and steps."""
+"""Count backward passes, micro-batches and steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiered_zero.grads.check import GradCheck
 
 @final
 class StepCounts:
-    """Says which `step()` is a boundary, and which backward is the only one before it. Driver thread."""
+    """Decides which `step()` is a boundary, and which backward is the only one before it. Driver thread."""
 
     def __init__(self, num_micro_batches: int, *, managed: bool = True) -> None:
         """`num_micro_batches`: gradient_accumulation_steps. `managed`: False where every `step()` is a boundary,
@@ -22,11 +22,11 @@ class StepCounts:
         self.micro_steps = 0
         self.global_steps = 0
         self.grad_check: GradCheck | None = None
-        """Of the last step."""
+        """The gradient check of the last step."""
         self.boundary: bool | None = None
-        """What the user says of the next `step()`; None: every `num_micro_batches`-th one is a boundary."""
+        """Whether the user makes the next `step()` a boundary; None: every `num_micro_batches`-th one is."""
         self.num_backwards = 0
-        """Since the last `step()`."""
+        """Backwards since the last `step()`."""
         self.is_accumulating = False
         """Whether the last `step()` only counted a micro-batch."""
         self.was_applied = False
@@ -70,14 +70,15 @@ class StepCounts:
         return boundary
 
     def state(self) -> tuple[int, int, GradCheck | None]:
+        """Return what a dropped step gets back."""
         return self.micro_steps, self.global_steps, self.grad_check
 
     def restore(self, state: tuple[int, int, GradCheck | None]) -> None:
-        """`state`: what `state()` gave before a step that is dropped."""
+        """Go back to `state`, which `state()` returned before a step that is dropped."""
         self.micro_steps, self.global_steps, self.grad_check = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, taken after a `step()` that was a boundary; `load_state_dict` goes on from there."""
+        """Return plain values after a `step()` that was a boundary; `load_state_dict` goes on from there."""
         return {
             "micro_steps": self.micro_steps,
             "global_steps": self.global_steps,
@@ -88,7 +89,7 @@ class StepCounts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """`state`: checked."""
+        """Go on from `state`, which the caller has checked."""
         self.micro_steps, self.global_steps = state["micro_steps"], state["global_steps"]
         self.boundary, self.was_applied = state["boundary"], state["was_applied"]
         if self._managed and self.boundary is None:  # saved with another number of micro-batches
@@ -99,7 +100,7 @@ class StepCounts:
         self.is_accumulating = False
 
     def drop(self) -> None:
-        """Leave out the micro-batches since the last boundary."""
+        """Drop the micro-batches since the last boundary."""
         self.num_backwards = 0
         if self._managed:
             self.micro_steps -= self.micro_steps % self.num_micro_batches

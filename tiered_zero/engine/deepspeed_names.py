@@ -1,4 +1,4 @@
-"""The names of DeepSpeed's engine that are not the engine's own: questions, and what one rank has no need of.
+"""Provide the names of DeepSpeed's engine that are not the engine's own: questions, and calls without effect.
 
 Names that DeepSpeed has and that do not exist here say so, with what to do instead. Source: DeepSpeed 0.19,
 runtime/engine.py.
@@ -17,7 +17,7 @@ from typing import Any, TypeVar, final
 
 from torch import nn
 
-from tiered_zero.engine.calls import EngineParts
+from tiered_zero.engine.entry import EngineParts
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import MissingNameError, ModelError
 
@@ -85,7 +85,7 @@ class ThroughputTimer:
         self.epoch_count += 1
 
     def avg_samples_per_sec(self) -> float:
-        """Samples a second of the last optimizer step, over all ranks; 0.0 before the first."""
+        """Return the samples a second of the last optimizer step, over all ranks; 0.0 before the first."""
         return self.samples_per_s()
 
 
@@ -101,13 +101,12 @@ class DeepSpeedNames(ABC):
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """The same as `close`."""
+        """Do the same as `close`."""
         self.close()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing to do where gradients of ranks are reduced in the step() that updates, and in no backward. Raises
-        ModelError where each rank keeps only its shard of them."""
+        """Do nothing: gradients are reduced in the step() that updates. Raises ModelError if backward reduces them."""
         self._step.check_no_sync()
         yield
 
@@ -120,15 +119,15 @@ class DeepSpeedNames(ABC):
         )
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Nothing to do: backward or step() reduces them."""
+        """Do nothing: backward or step() reduces gradients."""
         return
 
     def empty_partition_cache(self) -> None:
-        """Nothing to do: what is fetched goes when its room is needed."""
+        """Do nothing: fetched units are evicted when their room is needed."""
         return
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """`module.state_dict()`: CPU tensors of real shape from any tier."""
+        """Return `module.state_dict()`: CPU tensors of real shape from any tier."""
         state: dict[str, Any] = self._run.module.state_dict()
         if exclude_frozen_parameters:
             for name, param in self._run.module.named_parameters(remove_duplicate=False):
@@ -141,17 +140,17 @@ class DeepSpeedNames(ABC):
         self._run.module.load_state_dict(state_dict, strict=strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """`module_state_dict` on rank 0, and None on the others; at stage 3 every rank calls it."""
+        """Return `module_state_dict` on rank 0, and None on the others; at stage 3 every rank calls it."""
         state = self.module_state_dict(exclude_frozen_parameters)
         return state if self.global_rank == 0 else None
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """True: state_dict() always gives whole weights."""
+        """Return True: state_dict() always gives whole weights."""
         return True
 
     @property
     def _modules(self) -> dict[str, nn.Module]:
-        """As of an `nn.Module` around the module, which Accelerate takes the engine for."""
+        """The children of an `nn.Module` around the module: Accelerate takes the engine for one."""
         return {"module": self._run.module}
 
     def set_lr(self, lr: float) -> None:
@@ -162,18 +161,18 @@ class DeepSpeedNames(ABC):
     # -- questions -----------------------------------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """L2 norm of all gradients of the last step, unscaled and before clipping; None before the first step."""
+        """Return the L2 norm of the last step's gradients, unscaled and before clipping; None before the first step."""
         check = self._step.counts.grad_check
         return check.norm if check is not None else None
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step()` updates the weights. False where managed_gradient_accumulation is, as in
+        """Return whether the next `step()` updates the weights. False without managed_gradient_accumulation, as in
         DeepSpeed: the caller knows."""
         return self._run.config.managed_gradient_accumulation and self._step.counts.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say of this micro-batch, and of those that follow, whether their `step()` updates; None: count again. Raises
-        ModelError where every `step()` does."""
+        """Decide whether `step()` updates from this micro-batch on; None: count again. Raises ModelError if every
+        `step()` updates."""
         if not self._run.config.managed_gradient_accumulation:
             raise ModelError(
                 "set_gradient_accumulation_boundary() was expected where the engine counts micro-batches; found "
@@ -182,7 +181,7 @@ class DeepSpeedNames(ABC):
         self._step.counts.boundary = is_boundary
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated the weights: not within an accumulation, nor if it was skipped."""
+        """Return whether the last `step()` updated the weights: not within an accumulation, nor if it was skipped."""
         return self._step.counts.was_applied
 
     @property
@@ -231,31 +230,31 @@ class DeepSpeedNames(ABC):
         return ThroughputTimer(samples_per_s=samples_per_s)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each param group."""
+        """Return the learning rate of each param group."""
         return [float(group["lr"]) for group in self._run.optimizer.param_groups] if self._run.optimizer else []
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """(train batch, micro-batch, accumulation steps)."""
+        """Return (train batch, micro-batch, accumulation steps)."""
         return self._run.config.batch
 
     def zero_optimization(self) -> bool:
-        """Whether the stage is above 0."""
+        """Return whether the stage is above 0."""
         return self._run.config.zero_optimization.stage > 0
 
     def zero_cpu_offload(self) -> bool:
-        """Whether `offload_optimizer.device` is cpu."""
+        """Return whether `offload_optimizer.device` is cpu."""
         return self._run.config.zero_optimization.offload_optimizer.device == "cpu"
 
     def steps_per_print(self) -> int | None:
-        """Optimizer steps between two log lines; None: no lines."""
+        """Return the optimizer steps between two log lines; None: no lines."""
         return self._run.config.steps_per_print
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows overflows: fp16 without a fixed scale."""
+        """Return whether the loss scale follows overflows: fp16 without a fixed scale."""
         return self._run.config.fp16.enabled and self._run.config.fp16.loss_scale == 0
 
     def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each param group."""
+        """Return momentum, or betas, of each param group."""
         groups = self._run.optimizer.param_groups if self._run.optimizer else []
         key = "momentum" if any("momentum" in group for group in groups) else "betas"
         return [group.get(key) for group in groups]

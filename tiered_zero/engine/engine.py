@@ -1,8 +1,9 @@
-"""The engine that a user drives: three calls, questions, control. What they do is ordered in train_step.py."""
+"""Define the engine that a user drives: three calls, questions, control. train_step.py orders what they do."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
@@ -11,9 +12,9 @@ from torch import nn
 
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config
-from tiered_zero.engine.calls import EngineParts, count_tokens, end_unreferenced_run, halved, on_one_thread
 from tiered_zero.engine.checkpoint_calls import CheckpointCalls
 from tiered_zero.engine.deepspeed_names import DeepSpeedNames
+from tiered_zero.engine.entry import EngineParts, end_unreferenced_run, on_one_thread
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.device.outside_modes import runs_outside_modes
@@ -59,14 +60,14 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
     @on_one_thread
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, its parameters paged in as they are used."""
+        """Run the module's forward, and page its parameters in as they are used."""
         fp16 = self._run.config.fp16
-        args = halved(args) if fp16.enabled and fp16.auto_cast else args
-        return self._step.forward(self._run.module, args, kwargs, count_tokens(args, kwargs))
+        args = _halved(args) if fp16.enabled and fp16.auto_cast else args
+        return self._step.forward(self._run.module, args, kwargs, _count_tokens(args, kwargs))
 
     @on_one_thread
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Backward of `loss`, divided by the accumulation steps (unless not `scale_wrt_gas`) and multiplied by the loss
+        """Run backward of `loss`, divided by the accumulation steps (if `scale_wrt_gas`) and multiplied by the loss
         scale. Returns the loss as given.
 
         May be called several times before `step`. An exception drops this step's gradients and is raised.
@@ -84,7 +85,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as `backward` would take it, divided by the accumulation steps and multiplied by the loss scale:
+        """Return the loss divided by the accumulation steps and multiplied by the loss scale, as `backward` does:
         call `.backward()` on it. For loops that call `backward` themselves, as with DeepSpeed's `engine.scale`."""
         scaled = self._step.scaled(loss)
         if scaled is not loss and scaled.requires_grad:
@@ -111,7 +112,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
     @property
     def optimizer(self) -> TieredOptimizer:
-        """None where the engine evaluates."""
+        """The optimizer; None if the engine evaluates."""
         return self._run.optimizer  # type: ignore[return-value]  # of a training engine, which users hold
 
     @property
@@ -168,7 +169,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         return self._step.counts.micro_steps
 
     def memory_report(self) -> dict[str, dict[str, dict[str, int]]]:
-        """tier -> kind -> {"now", "peak", "planned"} in bytes, of everything that the run has allocated."""
+        """Return tier -> kind -> {"now", "peak", "planned"}: the bytes that the run has allocated."""
         return {
             tier: {
                 kind: {"now": now, "peak": peak, "planned": self.plan.nbytes(tier, kind)}
@@ -178,8 +179,8 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         }
 
     def rank_report(self) -> dict[str, float]:
-        """Bytes that this rank has handed to collectives so far (`gathered_nbytes`, `reduced_nbytes`: whole flats and
-        buckets), and the seconds that it has waited for other ranks (`waited_s`)."""
+        """Return the bytes that this rank has handed to collectives so far (`gathered_nbytes`, `reduced_nbytes`: whole
+        flats and buckets), and the seconds that it has waited for other ranks (`waited_s`)."""
         return asdict(self._step.runtime.collectives.traffic)
 
     # -- control -------------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
     @on_one_thread
     def flush(self) -> None:
-        """Return when every update so far is made, which reading weights does by itself, and every save is durable."""
+        """Wait until every update is made and every save is durable. Reading weights waits for updates by itself."""
         self._step.flush()
         with self._step.runtime.recorder.span(SAVE_LANE, "save"):
             self._run.checkpoints.wait()
@@ -243,7 +244,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
                 step.end_hold()
 
     def _inspect(self) -> TrainStep:
-        """The parts that tests inspect, in tests/support/inspection.py."""
+        """Return the parts that tests inspect, through tests/support/inspection."""
         return self._step
 
     def __enter__(self) -> Engine:
@@ -254,3 +255,20 @@ class Engine(CheckpointCalls, DeepSpeedNames):
             self._step.failures.has_surfaced = True
             self._step.runtime.collectives.fail(f"{type(error).__name__}: {error}")
         self.close()
+
+
+def _count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Count the elements of `input_ids`, or of the first argument, if they are integers; else return 0."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    return ids.numel() if isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32) else 0
+
+
+def _halved(values: Any) -> Any:
+    """Cast floating point tensors in lists, tuples and dicts to float16, as DeepSpeed does for fp16.auto_cast."""
+    if isinstance(values, torch.Tensor):
+        return values.half() if values.is_floating_point() else values
+    if isinstance(values, tuple) and hasattr(values, "_fields"):  # a named tuple takes its fields one by one
+        return type(values)(*map(_halved, values))
+    if type(values) in (list, tuple):
+        return type(values)(map(_halved, values))
+    return {name: _halved(value) for name, value in values.items()} if type(values) is dict else values

@@ -1,33 +1,46 @@
-"""Enter an engine and leave it: which calls run, a backward past the engine, and the one way in which they fail."""
+"""Enter an engine and leave it: which calls run, a backward past the engine, the one way in which they fail, and the
+end of a run that the user does not close.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, final
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, final
 
 import torch
+from torch import nn
 
 from tiered_zero.activations.mover import ActivationMover
+from tiered_zero.checkpoint.checkpoints import Checkpoints
+from tiered_zero.concurrency.teardown import Teardown
+from tiered_zero.config.schema import Config
 from tiered_zero.engine.counts import StepCounts
 from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.reducer import GradientReducer
+from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.telemetry.report import StepMeter
+from tiered_zero.plan.planner import Plan
+from tiered_zero.system.process import OwnProcess
+from tiered_zero.telemetry.report import StepMeter, StepReport
 from tiered_zero.unit.driver_thread import BACKWARD, Phase
 from tiered_zero.unit.pager import Pager
 from tiered_zero.unit.pass_scope import PassScope
 from tiered_zero.unit.visible_gradients import VisibleGradients
-from tiered_zero.update.handle import ParamGroupWatch
+from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer
 from tiered_zero.update.policy import UpdatePolicy
+
+if TYPE_CHECKING:
+    from tiered_zero.engine.train_step import TrainStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +60,69 @@ class Movers:
     runtime: Runtime
     drain: Callable[[], None]
     reclaim: Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """The model of an engine, and what it is trained with. `optimizer`: None if the engine evaluates. `observers`:
+    called with the report of each optimizer step."""
+
+    module: nn.Module
+    config: Config
+    plan: Plan
+    optimizer: TieredOptimizer | None
+    lr_scheduler: Any
+    observers: Sequence[Callable[[StepReport], None]]
+    checkpoints: Checkpoints
+
+
+class HasStep(Protocol):
+    """An engine."""
+
+    _step: TrainStep
+
+
+_Engine = TypeVar("_Engine", bound=HasStep)
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Method = Callable[Concatenate[_Engine, _Arguments], _Result]
+
+
+def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Engine, _Arguments, _Result]:
+    """Refuse a call of `method` while another thread uses the engine, and inside of a forward, backward or step
+    (ModelError). Raise the KeyboardInterrupt that was held back when it ends: see [Note: Interrupted calls]."""
+
+    @wraps(method)
+    def entered(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        step, call = self._step, f"engine.{method.__name__}()"
+        driver, records = step.pager.driver, torch.is_grad_enabled()
+        driver.enter(call)
+        try:
+            if method.__name__ != "peek":  # which looks at what is there
+                step.entrance.check_outside(call, may_recompute=method.__name__ == "forward")
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                driver.was_broken_off = True
+                torch.set_grad_enabled(records)  # a torch.no_grad() may have been broken off as it ended
+            raise
+        finally:
+            driver.leave()
+            if step.holds_interrupts:
+                step.end_hold()
+
+    return entered
+
+
+def end_unreferenced_run(process: OwnProcess, resources: Teardown) -> None:
+    """End the run of an engine that is garbage, or at exit. Garbage is collected on any thread, perhaps on a lane
+    of this run, which cannot wait for itself: so only the main thread ends the run at once."""
+    if not process.is_current():
+        return  # a forked child owns nothing, and has no lane that could end an update
+    if threading.current_thread() is threading.main_thread():
+        runs_outside_modes(resources.close)()  # of what ran when the collector came: a compiler's tracing, for one
+    else:
+        threading.Thread(target=resources.close, name="tiered_zero end").start()
 
 
 _CAUGHT = "an exception that its program has caught"
@@ -116,7 +192,7 @@ class Entrance:
         self._phase.now = Phase.IDLE
 
     def begin_step(self) -> None:
-        """Remember counts and loss scale, which a step that is dropped gets back."""
+        """Remember counts and loss scale for the case that the step is dropped."""
         self._before_step = self._counts.state(), self._overflow.state()
 
     def end_step(self) -> None:
@@ -243,7 +319,7 @@ class Entrance:
             movers.pager.driver.was_broken_off = False
 
     def drop_gradients(self, are_taken: bool = False) -> None:
-        """`are_taken`: the update has them; what is left are those that hooks of the optimizer have assigned since."""
+        """Drop the gradients. `are_taken`: the update has all but those that hooks of the optimizer have assigned."""
         visible, gradients = self._movers.visible_gradients, self._movers.gradients
         self._arrivals.reset()
         visible.hide()
@@ -261,7 +337,7 @@ class Entrance:
             self._movers.policy.latch(why)
 
     def latch_ranks(self, what: str, error: BaseException) -> None:
-        """With other ranks an error ends the run: they have made other collectives than this one."""
+        """End the run if there are other ranks: they have made other collectives than this one."""
         if self._ranks.world_size > 1 and self._movers.policy.failures.error is None:
             self.latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
             self._movers.drain()

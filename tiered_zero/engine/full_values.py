@@ -1,4 +1,4 @@
-"""fp32 master weights and optimizer state of one parameter at a time, read and set by the user on any tier."""
+"""Read and set fp32 master weights and optimizer state, one parameter at a time, on any tier."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 from torch import nn
 
 from tiered_zero.concurrency.interrupts import hold_interrupts
-from tiered_zero.engine.param_events import ParamEvents
+from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.unit.gather import access_of, gathered
 from tiered_zero.update.state_view import OptimizerState, ParamShards, StateView, check_name
 
-_of_params: weakref.WeakKeyDictionary[ParamEvents, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
+_of_params: weakref.WeakKeyDictionary[TrainStep, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FullValues:
-    """Between steps, on the driver thread; blocks. Reads and writes whole sub-groups: not for every step.
+    """Reads and writes masters and state between steps, on the driver thread; blocks. Each call moves whole sub-groups.
 
-    Masters are fp32 copies on the CPU in the parameter's shape; state is as torch's optimizer has it. None stands for
-    what the run does not have: the parameter is frozen, or in no param group, or no update has made its state yet. With
-    many ranks every call is collective where masters and state are sharded.
+    Masters are fp32 copies on the CPU in the parameter's shape; state is as torch's optimizer has it. None: the
+    parameter is frozen, or in no param group, or no update has made its state yet. With many ranks every call is
+    collective if masters and state are sharded.
     """
 
-    events: ParamEvents
+    step: TrainStep
     view: StateView
     state: OptimizerState
     groups: Sequence[Mapping[str, Any]]
@@ -41,10 +41,10 @@ class FullValues:
 
     def register(self) -> None:
         """Let `full_values_of` find this, as long as it is referenced."""
-        _of_params[self.events] = weakref.ref(self)
+        _of_params[self.step] = weakref.ref(self)
 
     def unregister(self) -> None:
-        _of_params.pop(self.events, None)
+        _of_params.pop(self.step, None)
 
     def read_master(self, param: nn.Parameter) -> torch.Tensor | None:
         unit, entry = self._place(param)
@@ -52,13 +52,13 @@ class FullValues:
             return None
 
         def read() -> torch.Tensor:
-            self.events.before_weights_read()
+            self.step.before_weights_read()
             return self._read_masters(unit)[entry.start : entry.stop].clone()
 
         return entry.param.view(self.shards.gather(entry.param, self.shards.read("a master is read", read)))
 
     def set_master(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """The parameter becomes `value` rounded to its dtype."""
+        """Set the master to `value`, and the parameter to `value` rounded to its dtype."""
         unit, entry = self._place(param)
 
         def check() -> None:
@@ -72,17 +72,17 @@ class FullValues:
         value = self.shards.same(value)
         with gathered(param, modify=True), torch.no_grad():
             param.copy_(value)
-        self.events.before_weights_write()
+        self.step.before_weights_write()
         flat = self._read_masters(unit)
         flat[entry.start : entry.stop] = entry.param.flatten(value.detach())
         self.view.replace_masters(unit, flat)
 
     def read_state(self, param: nn.Parameter, name: str) -> torch.Tensor | None:
-        """`name`: as torch's optimizer calls it, such as "exp_avg"."""
+        """Read state by the `name` that torch's optimizer gives it, such as "exp_avg"."""
         _, entry = self._place(param)
         if entry.param.name not in self.shards.trained:
             return None
-        self.shards.read("optimizer state is read", self.events.before_weights_read)
+        self.shards.read("optimizer state is read", self.step.before_weights_read)
         values = self.state.read(self.groups, only=param).get(param)
         if values is None:
             return None
@@ -90,14 +90,14 @@ class FullValues:
         return cast("torch.Tensor", values[name])
 
     def set_state(self, param: nn.Parameter, name: str, value: torch.Tensor) -> None:
-        """Set the state as its format can hold it."""
+        """Set the state, rounded to its format."""
         _, entry = self._place(param)
 
         def check() -> None:
             _check_tensor(value)
             if entry.param.name not in self.shards.trained:
                 raise ModelError(f"{entry.param.name} is not trained: it has no optimizer state.")
-            self.events.before_weights_write()
+            self.step.before_weights_write()
 
         self.shards.change("optimizer state is set", check)
         values = self.state.read(self.groups, only=param).get(param, {}) if self.state.is_stepped(param) else {}
@@ -108,22 +108,22 @@ class FullValues:
                 "optimizer state is set", lambda: self.state.write({param: values}, self.groups, only=param)
             )
         except BaseException as error:
-            self.events.policy.failures.set(error)  # partly the old state, partly the new
+            self.step.policy.failures.set(error)  # partly the old state, partly the new
             raise
 
     def _place(self, param: nn.Parameter) -> tuple[Unit, FlatEntry]:
-        paged = self.events.pager.units.by_param.get(param)
+        paged = self.step.pager.units.by_param.get(param)
         assert paged is not None, "the pager has gathered this parameter"
         return paged.unit, paged.unit.entries[paged.params[param]]
 
     def _read_masters(self, unit: Unit) -> torch.Tensor:
         params = None
         if self.view.need_params:
-            resident = self.events.pager.is_resident(unit)
+            resident = self.step.pager.is_resident(unit)
             params = (
-                self.events.pager.storage(unit).flat.to("cpu")
+                self.step.pager.storage(unit).flat.to("cpu")
                 if resident
-                else self.events.pager.offloaded_params.read_own(unit)
+                else self.step.pager.offloaded_params.read_own(unit)
             )
         return self.view.read_masters(unit, params)
 
@@ -139,14 +139,14 @@ class FullValues:
 def full_values_of(param: nn.Parameter) -> FullValues | None:
     """Return the FullValues of the engine that trains the parameter, while that is open."""
     access = access_of(param)
-    found = _of_params.get(access) if isinstance(access, ParamEvents) else None
+    found = _of_params.get(access) if isinstance(access, TrainStep) else None
     return found() if found is not None else None
 
 
 @hold_interrupts()
 def get_master(param: nn.Parameter) -> torch.Tensor | None:
-    """The fp32 master, a copy on the CPU; None for a parameter that no engine trains. Where masters are sharded every
-    rank calls this, and the other functions of this module."""
+    """Return the fp32 master, a copy on the CPU; None for a parameter that no engine trains. If masters are sharded,
+    every rank calls this, and the other functions of this module."""
     values = full_values_of(param)
     return values.read_master(param) if values is not None else None
 
@@ -159,7 +159,7 @@ def set_master(param: nn.Parameter, value: torch.Tensor) -> None:
 
 @hold_interrupts()
 def get_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
-    """State such as "exp_avg", fp32, a copy on the CPU; None before the first step."""
+    """Return state such as "exp_avg", fp32, a copy on the CPU; None before the first step."""
     values = full_values_of(param)
     return values.read_state(param, name) if values is not None else None
 
@@ -171,13 +171,13 @@ def set_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
 
 
 def get_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient between backward and step(), fp32, a copy on the CPU, as `param.grad` has it; None without one."""
+    """Return the gradient between backward and step(), fp32, a copy of `param.grad` on the CPU; None without one."""
     grad = param.grad
     return None if grad is None else grad.detach().to("cpu", torch.float32, copy=True)
 
 
 def set_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the gradient that the next step() takes. Raises ModelError where backward has left none."""
+    """Set the gradient that the next step() takes. Raises ModelError if backward has left none."""
     grad = param.grad
     if grad is None:
         raise ModelError("There is no gradient to set: call it between backward and step().")

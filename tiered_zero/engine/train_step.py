@@ -1,4 +1,4 @@
-"""The order of events within a step: the one place where phase, parameters, gradients and updates meet."""
+"""Order the events within a step: the one place where phase, parameters, gradients and updates meet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.config.schema import Config
 from tiered_zero.engine.counts import StepCounts
 from tiered_zero.engine.entry import Entrance, Movers
-from tiered_zero.engine.param_events import ParamEvents
 from tiered_zero.errors import ModelError, NonFiniteError
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.check import GradCheck, check_gradients
@@ -38,8 +37,8 @@ NO_OPTIMIZER = (
 class TrainStep:
     """Orders the events of one engine, to which it has no reference.
 
-    Module hooks and the engine call it; `param_events` has what parameters call. The movers know neither of them, nor
-    each other. Driver thread, or autograd's while the driver waits in backward.
+    Module hooks, parameters and the engine call it. The movers know neither of them, nor each other. Driver thread, or
+    autograd's while the driver waits in backward.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class TrainStep:
             self.gradients, num_micro_batches, scales_loss, self.unit_grads_complete, self._reducer
         )
         self.entrance = Entrance(movers, self.counts, overflow, self.arrivals, self.meter)
-        self.param_events = ParamEvents(movers, self.entrance, self.arrivals)
         self._groups = movers.groups
         self._activations = movers.activations
         self._trains = trains
@@ -140,6 +138,59 @@ class TrainStep:
         """Release the unit; begin its update where the policy updates in backward."""
         self.pager.finish_gradients(unit)
         self.policy.unit_ready(unit)
+
+    # -- events of parameters, past the engine's calls -----------------------------------------------------------------
+
+    def before_weights_read(self) -> None:
+        """Wait for every update, and make a delayed one visible. Called by `gathered`, state_dict and copies."""
+        self.pager.driver.process.check()
+        if not self.pager.is_running() and self.phase.now is Phase.IDLE:
+            self.entrance.recover()
+        self.policy.finish()
+        self.runtime.accelerator.check_compute()
+
+    def before_weights_write(self) -> None:
+        """Wait for every update, and drop prefetched state. Called before weights or state are changed by hand."""
+        self.policy.finish(before_write=True)
+
+    def latch(self, why: str) -> None:
+        """Refuse every later call: a change of weights has failed half way."""
+        self.entrance.latch(why)
+
+    def pre_state_dict(self, module: nn.Module) -> None:
+        """Begin a module's state_dict: make every update visible, and copy each parameter once until it ends."""
+        self.pager.num_uses += 1
+        self.pager.copies.start(self.before_weights_read, module.parameters())
+
+    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
+        """Make `params`, arguments of `function`, usable, or raise; the first is guarded."""
+        self.entrance.notice_backward()
+        self.pager.fault_in(params, function)
+
+    def notice_backward(self) -> None:
+        """Follow a backward that the user has started past the engine, before it needs a parameter."""
+        self.entrance.notice_backward()
+
+    def before_use(self, unit: Unit, pass_name: str) -> None:
+        """Reduce what backward has passed before another unit is gathered. See [Note: Places of reductions]."""
+        if self._reducer is None:
+            return
+        if pass_name == "backward":
+            self.arrivals.note_backward(unit)
+        elif self.pager.frames and (self.phase.records or torch.is_grad_enabled()):
+            self._reducer.note_forward(unit.index)
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Copy a guarded parameter to the CPU while a state_dict is taken; else return None."""
+        return self.pager.copies.take(param) if self.pager.copies.is_open else None
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Copy a guarded parameter to the CPU for a copy of its module; return None while modules run."""
+        return self.pager.idle_copy(param, self.before_weights_read)
+
+    def watch(self, param: nn.Parameter) -> None:
+        """Watch the values of a parameter in use whose memory user code is about to get."""
+        self.pager.changes.watch(param)
 
     # -- the engine's calls --------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A plugin for axolotl. In its YAML:
+"""Connect to axolotl by a plugin. In its YAML:
 
 plugins: [tiered_zero.integrations.axolotl.Plugin]
 tiered_zero_offload: {device: nvme, nvme_path: swap}      # optimizer state: the argument of OffloadedOptimizer; or
@@ -47,7 +47,7 @@ class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
         if cfg.tiered_zero_config is None:
             return
         if not str(kind := cfg.optimizer or "adamw").startswith("adamw"):
-            raise ConfigError(f"optimizer: expected adamw_torch beside tiered_zero_config; found {kind}.")
+            raise ConfigError(f"optimizer: expected adamw_torch with tiered_zero_config; found {kind}.")
         config = cfg.tiered_zero_config
         if isinstance(config, Mapping):
             config = {"train_micro_batch_size_per_gpu": cfg.micro_batch_size or 1, **config}

@@ -21,7 +21,7 @@ from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.load import load
 from tiered_zero.config.schema import Config
-from tiered_zero.engine.calls import end_unreferenced_run
+from tiered_zero.engine.entry import end_unreferenced_run
 from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.hardware.device.select import build_accelerator
 from tiered_zero.hardware.probe import available_host_nbytes

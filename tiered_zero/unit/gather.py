@@ -52,7 +52,7 @@ def gathered(
 
 
 class WeightAccess(Protocol):
-    """Interface that `gathered` needs of the engine that trains a parameter: its `ParamEvents`."""
+    """Interface that `gathered` needs of the engine that trains a parameter: its `TrainStep`."""
 
     pager: Pager
 

@@ -26,22 +26,14 @@ from tiered_zero.unit.quantized_layers import Forward4bit, is_4bit
 from tiered_zero.unit.saved_views import SAVED_TENSOR_HOOKS
 
 
-class StateDictEvents(Protocol):
-    """The event of a model's state_dict."""
-
-    def pre_state_dict(self, module: nn.Module) -> None:
-        """The state_dict of a module begins."""
-
-
 class ForwardEvents(Protocol):
     """Events that the hooks call. Driver thread, `grad_ready` on autograd's."""
 
     pager: Pager
     scope: PassScope
 
-    @property
-    def param_events(self) -> StateDictEvents:
-        """What is called besides forwards."""
+    def pre_state_dict(self, module: nn.Module) -> None:
+        """The state_dict of a module begins."""
 
     def pre_forward(
         self, units: Sequence[Unit], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -198,7 +190,7 @@ class ModuleHooks:
     def _before_save(self, params: dict[str, nn.Parameter], module: nn.Module, *_: Any) -> None:
         if module is self._model or any(module._parameters.get(name) is not own for name, own in params.items()):
             self._events.scope.check_parameters()
-        self._events.param_events.pre_state_dict(module)
+        self._events.pre_state_dict(module)
 
     def _after_save(
         self, params: dict[str, nn.Parameter], _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any

@@ -74,7 +74,7 @@ class OffloadedParams:
     def change(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None) -> None:
         """Make `flat` [P], on the device or the CPU, the unit's value; masters follow if it differs.
 
-        Call `ParamEvents.before_weights_write` before: no update may run, nor may its state be prefetched.
+        Call `TrainStep.before_weights_write` before: no update may run, nor may its state be prefetched.
         """
         value = flat.to("cpu")
         if self._inventory.find(unit, "param") is not None:

@@ -13,7 +13,7 @@ from tiered_zero.layout.flat import Unit
 
 
 class FaultHandler(Protocol):
-    """The handler that a guarded parameter asks for its bytes: the ParamEvents of its engine."""
+    """The handler that a guarded parameter asks for its bytes: the TrainStep of its engine."""
 
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
         """Bring the units of `params`, the first of which is offloaded, together for the running forward or backward,
