@@ -18,8 +18,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from tiered_zero.telemetry.page import draw_timeline
-from tiered_zero.telemetry.page_style import STYLE
+from tiered_zero.telemetry.page import STYLE, draw_timeline
 from tiered_zero.telemetry.runlog import Timeline, read_run
 from tiered_zero.telemetry.spans import is_wait
 

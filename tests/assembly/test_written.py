@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tiered_zero
-from tiered_zero.plan.traffic import written_on_nvme
+from tiered_zero.plan.placement import written_on_nvme
 
 
 class Block(nn.Module):

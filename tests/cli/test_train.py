@@ -18,8 +18,8 @@ from click.testing import CliRunner, Result
 
 from tests.support.inspection.insides import specify_run
 from tiered_zero.cli import training as command
+from tiered_zero.cli.console import DEMO_MODEL, DEMO_STEPS
 from tiered_zero.cli.main import main
-from tiered_zero.cli.options import DEMO_MODEL, DEMO_STEPS
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.demo.gpt import build_gpt

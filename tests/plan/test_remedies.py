@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plan.test_planner import SIZES, K, request, some_units, subgroup
+from tests.plan.test_planner import SIZES, K, request, rows, some_units, subgroup
 from tests.support.units import make_unit
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.remedies import how_to_fit
@@ -126,3 +126,18 @@ def test_a_unit_of_one_module_is_not_said_to_be_cut() -> None:
         "Raise tiered_zero.device_memory_limit to at least 288.0 KiB: no other setting frees the 288.0 KiB that are "
         "missing."
     )
+
+
+def test_gradients_of_a_large_model_follow_its_state_to_nvme() -> None:
+    """State and parameters alone do not free what is missing: 1,280 KiB of gradients leave 192 KiB of windows."""
+    units = [make_unit(index, [4 * K], torch.bfloat16) for index in range(20)]
+    sizes = [subgroup(96 * K, {index: 4 * K}) for index in range(20)]
+    free = make_plan(units, sizes, request("host", "host"))
+    assert (rows(free)["host", "state"], rows(free)["host", "gradient"]) == (20 * 96 * K, 20 * 8 * K)
+    for windows, names_settings in ((25 * K, True), (20 * K, False)):
+        missing = sum(rows(free)["host", kind] for kind in ("state", "param", "gradient")) - windows
+        limits = {"host": (free.nbytes("host") - missing, "tiered_zero.host_memory_limit")}
+        text = how_to_fit(replace(free, request=replace(free.request, limits=limits)), "host")
+        assert "rest nowhere else" not in text
+        state, params = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
+        assert (f"Set {state} to nvme and set {params} to nvme; or raise" in text) == names_settings, text

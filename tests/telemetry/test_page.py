@@ -14,8 +14,7 @@ import torch
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered, train
 from tiered_zero.sizes import TIERS
-from tiered_zero.telemetry.page import MAX_BARS, MAX_ROWS, draw_timeline, render_page
-from tiered_zero.telemetry.page_style import COLOURS, STYLE, style_of
+from tiered_zero.telemetry.page import COLOURS, MAX_BARS, MAX_ROWS, STYLE, draw_timeline, render_page, style_of
 from tiered_zero.telemetry.report import CAUSES, RunTotals, StepReport
 from tiered_zero.telemetry.runlog import RunHeader, RunRecord, Timeline, read_run
 from tiered_zero.telemetry.spans import LANES, Span

@@ -45,9 +45,9 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.buckets import Bucket, cut_buckets
 from tiered_zero.layout.flat import Unit
 from tiered_zero.native.update import num_kernel_threads
+from tiered_zero.plan.placement import BUFFERS
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.request import RankRequest
-from tiered_zero.plan.slots import BUFFERS
 from tiered_zero.rules.kernel_rule import open_kernel
 from tiered_zero.system.process import processor_name
 from tiered_zero.telemetry.monitors import Monitors, Open, csv_in, tensorboard_in, wandb_of

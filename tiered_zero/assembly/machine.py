@@ -26,8 +26,8 @@ from tiered_zero.hardware.ranks.launcher import launch_name, local_rank, num_res
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.layout.flat import Unit
+from tiered_zero.plan.placement import PlannedSlot
 from tiered_zero.plan.planner import Plan
-from tiered_zero.plan.slots import PlannedSlot
 from tiered_zero.record.directory import make_missing
 from tiered_zero.record.runs import clear_restarted, leftover_notices
 from tiered_zero.rules.rule import UpdateRule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from tiered_zero.hardware.probe import available_device_nbytes, available_host_n
 from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
 from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
-from tiered_zero.layout.subgroups import MAX_SUB_GROUP_NUMEL, MAX_SUB_GROUPS, cut_subgroups, sub_group_numel
-from tiered_zero.layout.units import find_units
+from tiered_zero.layout.subgroups import MAX_SUB_GROUP_NUMEL, MAX_SUB_GROUPS, SubGroup, cut_subgroups, sub_group_numel
+from tiered_zero.layout.units import UnitRules, find_units
 from tiered_zero.native.update import num_kernel_threads
-from tiered_zero.plan.host_device import describe_resolved_tiers, resolve_host_tiers
 from tiered_zero.plan.machine import Machine
+from tiered_zero.plan.placement import PlannedSlot, list_slots
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.rank_facts import compare_facts
 from tiered_zero.plan.request import (
@@ -36,7 +36,7 @@ from tiered_zero.plan.request import (
     splits_masters_off_device,
     unit_rules,
 )
-from tiered_zero.plan.slots import PlannedSlot, list_slots
+from tiered_zero.plan.resolve import describe_resolved_tiers, resolve_host_tiers
 from tiered_zero.rules.from_config import group_params, make_optimizer, make_rule
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import StateLayout, check_params, master_format
@@ -71,7 +71,7 @@ class RunSpec:
     group_of: dict[str, int]
     """Name of a parameter that the optimizer holds -> the index of its param group."""
     rule: UpdateRule
-    layouts: list[StateLayout]
+    subgroups: list[SubGroup]
     plan: Plan
     sub_group_numel: int
     """The elements at which sub-groups are cut."""
@@ -82,6 +82,12 @@ class RunSpec:
     def trains(self) -> bool:
         """Whether there is an optimizer; without one the run evaluates."""
         return bool(self.group_of)
+
+    @cached_property
+    def layouts(self) -> list[StateLayout]:
+        """The slot of each sub-group."""
+        groups, masters = self.source.param_groups, master_format(self.plan.request.state.format)
+        return [StateLayout(subgroup, self.rule, groups, masters) for subgroup in self.subgroups]
 
     @cached_property
     def slots(self) -> list[PlannedSlot]:
@@ -127,9 +133,8 @@ def specify_run(
     _check_embeddings(model)
     check_memory(model, specs)
     source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
-    specify = partial(
-        _specify, model=model, specs=specs, source=source, machine=machine or PlannedMachine(), ranks=ranks
-    )
+    cut = _Cut(model, specs, source)
+    specify = partial(_specify, cut=cut, machine=machine or PlannedMachine(), ranks=ranks)
     choice: Choice | None = None
     if config.tiered_zero.placement == "auto":
         choice = choose_placement(config, model, lambda each: specify(each).plan, rates, ranks.world_size)
@@ -140,51 +145,77 @@ def specify_run(
     return replace(run_spec, plan=_with_common_window(run_spec.plan, ranks))
 
 
-def _specify(
-    config: Config,
-    *,
-    model: nn.Module,
-    specs: dict[nn.Parameter, ParamSpec],
-    source: Optimizer,
-    machine: PlannedMachine,
-    ranks: Collectives,
-) -> RunSpec:
+NUM_CUTS_KEPT = 4
+"""Cuts of a model into sub-groups that a search keeps: one of 70 billion parameters takes a second and 100 MB."""
+
+
+class _Cut:
+    """Makes the rule, the units and the sub-groups of a model, and keeps the last ones, for a search plans many
+    placements with the same."""
+
+    def __init__(self, model: nn.Module, specs: dict[nn.Parameter, ParamSpec], source: Optimizer) -> None:
+        self.model, self.specs, self.source = model, specs, source
+        self.group_of = group_params(source, specs) if source.param_groups else {}
+        self._tree = module_tree(model, specs)
+        self.find_units = lru_cache(NUM_CUTS_KEPT)(self._find_units)
+        self.cut = lru_cache(NUM_CUTS_KEPT)(self._cut)
+        self.make_rule = lru_cache(1)(partial(_make_rule, source))
+
+    def _find_units(self, rules: UnitRules) -> list[Unit]:
+        return find_units(self._tree, list(self.specs.values()), rules)
+
+    def _cut(
+        self, rules: UnitRules, rule: UpdateRule, state_format: str, apart: bool, rank: int | None, numel: int
+    ) -> tuple[list[SubGroup], list[SubGroupSize]]:
+        """Cut the units into sub-groups. With an elementwise rule those of one size and the same param groups have
+        slots of one size."""
+        subgroups = cut_subgroups(
+            self.find_units(rules), self.group_of, numel, elementwise=rule.elementwise, apart=apart, rank=rank
+        )
+        masters, known = master_format(state_format), dict[Any, int]()
+        sizes = []
+        for subgroup in subgroups:
+            groups = frozenset(piece.group for segment in subgroup.segments for piece in segment.pieces)
+            key = (subgroup.numel, groups) if rule.elementwise else subgroup.index
+            if key not in known:
+                known[key] = StateLayout(subgroup, rule, self.source.param_groups, masters).nbytes
+            sizes.append(SubGroupSize(state_nbytes=known[key], parts=subgroup.parts, embedding=subgroup.embedding))
+        return subgroups, sizes
+
+
+def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Collectives) -> RunSpec:
     """Specify the run of a model whose parameters and optimizer have been looked at."""
-    effective, request = _request(config, model, machine, ranks)
-    rule, masters = _make_rule(source, request), master_format(request.state.format)
+    effective, request = _request(config, cut.model, machine, ranks)
+    state, rule = request.state, cut.make_rule(request.state.format, request.ranks, request.update.shares_cores)
     if machine.device_nbytes is not None or find_device(config.tiered_zero.device).type != "cpu":
         request = replace(request, update=replace(request.update, temporaries=rule.temporaries))
     rules = unit_rules(effective, ranks.world_size, whole_params=not rule.elementwise)
-    units = find_units(module_tree(model, specs), list(specs.values()), rules)
-    group_of = group_params(source, specs) if source.param_groups else {}
+    units = cut.find_units(rules)
     rank = ranks.rank if request.ranks.shards_state else None
 
-    def lay_out(numel: int) -> list[StateLayout]:
-        subgroups = cut_subgroups(
-            units, group_of, numel, elementwise=rule.elementwise, apart=request.state.is_split, rank=rank
-        )
-        layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
+    def cut_into(numel: int) -> tuple[list[SubGroup], list[SubGroupSize]]:
+        found = cut.cut(rules, rule, state.format, state.is_split, rank, numel)
         _check_group_state(rule, config, request.ranks)  # the rule knows of such state from its first layout on
-        return layouts
+        return found
 
     size = sub_group_numel(
         config.zero_optimization.sub_group_size,
         units,
-        in_memory=request.state.tier != "nvme" and not request.state.is_split,
+        in_memory=state.tier != "nvme" and not state.is_split,
         shares_cores=request.update.shares_cores,
     )
-    layouts, plan, size = _plan_to_fit(lay_out, units, rule, size, request)
-    check_params(masters, [layout.subgroup for layout in layouts], plan.tiers.params, plan.tiers.state)
+    subgroups, plan, size = _plan_to_fit(cut_into, units, rule, size, request)
+    check_params(master_format(state.format), subgroups, plan.tiers.params, plan.tiers.state)
     return RunSpec(
         config=config,
         effective_config=effective,
-        model=model,
-        specs=specs,
+        model=cut.model,
+        specs=cut.specs,
         units=units,
-        source=source,
-        group_of=group_of,
+        source=cut.source,
+        group_of=cut.group_of,
         rule=rule,
-        layouts=layouts,
+        subgroups=subgroups,
         plan=plan,
         sub_group_numel=size,
     )
@@ -221,10 +252,10 @@ def _request(
     return effective, request
 
 
-def _make_rule(source: Optimizer, request: PlanRequest) -> UpdateRule:
+def _make_rule(source: Optimizer, state_format: str, ranks: RankRequest, shares_cores: bool) -> UpdateRule:
     """Make the rule that steps the state in its format. Raises ModelError for one that cannot step parts."""
-    ranks, threads = request.ranks, num_kernel_threads(shares_cores=request.update.shares_cores)
-    rule = make_rule(source, request.state.format, steps_parts=ranks.shards_params, num_threads=threads)
+    threads = num_kernel_threads(shares_cores=shares_cores)
+    rule = make_rule(source, state_format, steps_parts=ranks.shards_params, num_threads=threads)
     if ranks.shards_params and not rule.elementwise:
         raise ModelError(
             f"{rule.name} steps whole parameters, and at stage 3 each of {ranks.world_size} ranks has a part of them. "
@@ -345,20 +376,24 @@ def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
 
 
 def _plan_to_fit(
-    lay_out: Callable[[int], list[StateLayout]], units: list[Unit], rule: UpdateRule, numel: int, request: PlanRequest
-) -> tuple[list[StateLayout], Plan, int]:
+    cut_into: Callable[[int], tuple[list[SubGroup], list[SubGroupSize]]],
+    units: list[Unit],
+    rule: UpdateRule,
+    numel: int,
+    request: PlanRequest,
+) -> tuple[list[SubGroup], Plan, int]:
     """Plan with sub-groups of `numel` elements, and of half as many as long as their staging needs more host memory
-    than is allowed and there are not too many: a size is a limit, not a demand. Returns the layouts, the plan, and the
-    elements at which sub-groups are cut."""
+    than is allowed and there are not too many: a size is a limit, not a demand. Returns the sub-groups, the plan, and
+    the elements at which sub-groups are cut."""
     least = sub_group_numel(1, units)
     while True:
-        layouts = lay_out(numel)
+        subgroups, sizes = cut_into(numel)
         if rule.keeps_group_state:  # such state changes when a step is taken, and not before
             request = replace(request, update=replace(request.update, in_backward=False))
-        plan = make_plan(units, _sizes(layouts), request)
+        plan = make_plan(units, sizes, request)
         half = max(align_up(numel // 2, CUT_NUMEL), least)
         if half >= numel or plan.missing_nbytes("host") <= 0 or not plan.staging.state.count:
-            return layouts, plan, numel
+            return subgroups, plan, numel
         numel = half
 
 

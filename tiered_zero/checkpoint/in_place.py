@@ -71,8 +71,8 @@ from tiered_zero.errors import ModelError, StoreError, UntaggedCommitError
 from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.layout.flat import Unit
+from tiered_zero.plan.placement import PlannedSlot
 from tiered_zero.plan.planner import Plan
-from tiered_zero.plan.slots import PlannedSlot
 from tiered_zero.record.store import SwapStore
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes

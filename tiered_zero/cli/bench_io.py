@@ -1,7 +1,7 @@
-"""`tiered-zero bench io DIR`: the best of four aio settings for a disk.
+"""Find the best of four aio settings for a disk: `tiered-zero bench io DIR`.
 
-Each setting reads, writes and does both mixed through the I/O engine that a run would choose there; its score is the
-geometric mean of the three rates. Those of the defaults go into the record that plans read (assembly/rates.py).
+Each setting reads, writes and does both at once through the I/O engine that a run would choose there. Its score is the
+geometric mean of the three rates. The rates of the defaults go into the record that plans read (assembly/rates.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any
 import click
 
 from tiered_zero.assembly.rates import save_disk
-from tiered_zero.cli.console import print_json, print_table
-from tiered_zero.cli.options import JSON_OPTION
+from tiered_zero.cli.console import JSON_OPTION, print_json, print_table
 from tiered_zero.errors import PlanError
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.measure import MODES, fill_file, measure_modes
@@ -37,19 +36,19 @@ SETTINGS = (
     IOSettings(block_size=2 * MIB, queue_depth=4),
     IOSettings(block_size=2 * MIB, queue_depth=16),
 )
-"""The defaults, and what was best of 1..4 MiB x 4..16 in tools/bench/records/io.jsonl: for reads (and for both mixed),
-for both mixed by fio, for writes."""
+"""The defaults, and the best of 1..4 MiB x 4..16 in tools/bench/records/io.jsonl: for reads (and for both at once), for
+both at once by fio, and for writes."""
 
 MAX_SECONDS = 60
 """Longest measurement, and the default."""
 
 WANTED_NBYTES = GIB
-"""The file: larger than what most drives cache."""
+"""The size of the file, larger than the cache of most drives."""
 
 LEAST_NBYTES = 4 * MIB
 _LEAST_TRIAL_S = 0.01
 _FILL_SHARE, _END_SHARE = 0.15, 0.05
-"""Of the time: to fill the file, and to be sure to end in time."""
+"""Shares of the time: to fill the file, and to be sure to end in time."""
 
 
 @click.group("bench")
@@ -68,7 +67,7 @@ def bench() -> None:
 )
 @JSON_OPTION
 def io(directory: Path, seconds: float, as_json: bool) -> None:
-    """Find the best of four aio settings for the disk of DIRECTORY, by its rates of read, write and both mixed.
+    """Find the best of four aio settings for the disk of DIRECTORY, by its rates of reads, writes and both at once.
 
     Writes a file of at most 1 GiB there and removes it. The rates of the default settings are kept for `plan`.
     """
@@ -87,8 +86,8 @@ def io(directory: Path, seconds: float, as_json: bool) -> None:
 def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSettings] = SETTINGS) -> dict[str, Any]:
     """Try each of `choices`, the default settings first, until `end_s`, by time.perf_counter().
 
-    "disk" has the rates of the default settings, which a run has unless its config says others. Raises ConfigError,
-    PlanError, StoreError.
+    "disk" in the result has the rates of the default settings, with which a run works unless its config says otherwise.
+    Raises ConfigError, PlanError, StoreError.
     """
     fstype = filesystem_type(directory)
     notes = [line.removeprefix("nvme_path ") for line in filesystem_warnings(str(directory), fstype)]
@@ -130,7 +129,8 @@ def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSetting
 
 
 def _fill(path: str, directory: Path, free_nbytes: int, seconds: float, notes: list[str]) -> int:
-    """Make the file as large as wanted, or as space and time allow; its size. Raises PlanError on a full disk."""
+    """Write the file, as large as wanted or as space and time allow; return its size. Raises PlanError on a full
+    disk."""
     room_nbytes = free_nbytes * 4 // 5 // MIB * MIB
     if room_nbytes < LEAST_NBYTES:
         raise PlanError(

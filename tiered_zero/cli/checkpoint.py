@@ -1,4 +1,4 @@
-"""`tiered-zero checkpoint`: the checkpoints in a directory: which are whole, their bytes, their export and removal."""
+"""List, check, export and remove checkpoints: `tiered-zero checkpoint`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ import click
 from rich.text import Text
 
 from tiered_zero.checkpoint.index import MANIFEST_NAME
-from tiered_zero.cli.console import print_json, print_table, printable
-from tiered_zero.cli.options import DIRECTORY, JSON_OPTION, directory_argument, parse_bytes
+from tiered_zero.cli.console import (
+    DIRECTORY,
+    JSON_OPTION,
+    directory_argument,
+    parse_bytes,
+    print_json,
+    print_table,
+    printable,
+)
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import format_nbytes
 
@@ -22,21 +29,22 @@ if TYPE_CHECKING:
     from tiered_zero.checkpoint.tag import TagInfo
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Option -> torch's name. torch is imported by the functions that need it, for --help does not."""
+"""Option -> torch's name. Only the functions that need torch import it: --help does not."""
 
 
 @click.group("checkpoint")
 def checkpoint() -> None:
-    """Look at checkpoints (what save_checkpoint and `train --save` write), check them, and turn them into weights."""
+    """List and check the checkpoints that save_checkpoint and `train --save` write, and turn them into weights."""
 
 
 @checkpoint.command("ls", short_help="List checkpoints: step, bytes, whole or not and why.")
 @directory_argument
 @JSON_OPTION
 def ls(directory: Path, as_json: bool) -> None:
-    """List the checkpoints in DIRECTORY, oldest first: kind, step, bytes, whole or not and why, written by what, when.
+    """List the checkpoints in DIRECTORY, oldest first: kind, step, bytes, whether each is whole and why not, what wrote
+    it, and when.
 
-    Files are looked at, but not read: `verify` reads them.
+    Their bytes are not read: `verify` reads them.
     """
     tags, latest = _tags(directory), _latest(directory)
     if as_json:
@@ -94,13 +102,13 @@ def verify_command(directory: Path, as_json: bool) -> None:
 
 
 def _echo_reasons(reasons: Iterable[tuple[str, str]]) -> None:
-    """A line for each reason, behind the tags that follow each other with it: every commit in place leaves one."""
+    """Print a line for each reason, after the consecutive tags that have it: every commit in place leaves one."""
     for reason, own in groupby(reasons, key=lambda item: item[1]):
         click.echo(printable(f"{_span([tag for tag, _ in own])}: {reason}"))
 
 
 def _span(tags: Sequence[str]) -> str:
-    """Tags that follow each other, in one line however many they are."""
+    """Name consecutive tags in one line, however many they are."""
     return ", ".join(tags) if len(tags) < 7 else f"{tags[0]} to {tags[-1]} ({len(tags)})"
 
 
@@ -125,12 +133,12 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint in DIRECTORY to OUT, as safetensors that plain torch and transformers load.
 
-    fp32 weights are the masters; bf16 and fp16 ones are those rounded, as they were trained. The model is not built,
+    fp32 weights are the masters; bf16 and fp16 weights are the masters rounded, as in training. The model is not built,
     and memory does not grow with it. Every byte read is checked. Earlier weights of the same model in OUT are replaced,
     those of another model only with --force.
 
-    With --like the files in OUT are those that the model in that directory has, so that from_pretrained(OUT) loads
-    them: experts one by one as on the hub, the config with the dtype of the export, the tokenizer.
+    With --like the files in OUT are like those of the model in that directory, so that from_pretrained(OUT) loads them:
+    experts one by one as on the hub, the config with the dtype of the export, the tokenizer.
     """
     import torch
 
@@ -165,11 +173,11 @@ def export(
 @click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="How many whole ones stay.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> None:
-    """Remove the whole checkpoints in DIRECTORY but the newest N, and pointers to in-place commits that hold a later
-    step by now, which do not count; never the one that `latest` names. A pointer at the step that its commit
-    holds counts as whole.
+    """Remove all whole checkpoints in DIRECTORY except the newest N, but never the one that `latest` names.
 
-    Swap directories stay, and so does what is damaged: look at it with `ls`.
+    A pointer to an in-place commit counts as whole if the commit still holds its step; if the commit holds a later
+    step, the pointer does not count and is removed. Swap directories and damaged checkpoints stay: list those with
+    `ls`.
     """
     from tiered_zero.checkpoint.tag_writer import prune
 
@@ -189,7 +197,7 @@ def _state(info: TagInfo) -> Text:
 
 
 def _tags(directory: Path) -> list[TagInfo]:
-    """List the tags of a directory of checkpoints, or of one checkpoint."""
+    """List the tags of a directory of checkpoints, or the tag of one checkpoint."""
     from tiered_zero.checkpoint.tag import list_tags, look_at
 
     is_one = (directory / MANIFEST_NAME).exists()

@@ -1,12 +1,13 @@
-"""Terminal output: log lines and progress on stderr, results and tables on stdout."""
+"""Read the options and print the results that commands share: log lines and progress on stderr, tables on stdout."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,54 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tiered_zero.errors import ConfigError
+from tiered_zero.plan.gpt_shape import GPTConfig, gpt_of_size, parse_count, parse_gpt
+from tiered_zero.sizes import parse_nbytes
+
+DEMO_MODEL = GPTConfig(layers=6, hidden=384, context=256)
+"""10.8 million parameters: 151 MB with master weights and Adam state, about two minutes for DEMO_STEPS on 2 cores."""
+
+DEMO_STEPS = 200
+
+CONFIG_FILE = click.Path(exists=True, dir_okay=False)
+DIRECTORY = click.Path(file_okay=False, path_type=Path)
+directory_argument = click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
+JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
+
+
+def parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """Return the callback of an option whose text, or each of whose texts, `parse` reads. A ConfigError or ValueError
+    of it is wrong usage."""
+
+    def read(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
+        try:
+            return tuple(map(parse, value)) if isinstance(value, tuple) else None if value is None else parse(value)
+        except (ConfigError, ValueError) as error:
+            raise click.BadParameter(str(error)) from error
+
+    return read
+
+
+parse_model = parsed(parse_gpt)
+parse_bytes = parsed(parse_nbytes)
+
+
+def parse_source(text: str) -> GPTConfig | str:
+    """Read gpt:layers=24 as a GPTConfig, and leave module:function. Raises ConfigError, ValueError."""
+    if text.partition(":")[0] == "gpt":
+        return parse_gpt(text)
+    if not re.fullmatch(r"[\w.]+:\w+", text):
+        raise ValueError(f"expected gpt:layers=24,hidden=2048 or module:function; found {text!r}")
+    return text
+
+
+def parse_size(text: str) -> GPTConfig:
+    """Return a GPT of about 7B or 7e9 parameters. Raises ConfigError."""
+    return gpt_of_size(parse_count(text))
+
+
 STDERR = Console(stderr=True)
-"""Progress and log share it, so that a line is printed above the bar. It follows sys.stderr if that is replaced."""
+"""The console of progress and log, so that lines are printed above the bar. It follows a replaced sys.stderr."""
 
 _NUMBERS = {
     *("age", "block", "busy", "bytes", "depth", "mixed", "peak", "planned", "rate while busy", "read", "runs"),
@@ -26,13 +73,13 @@ _NUMBERS = {
 
 
 def stdout() -> Console:
-    """Return a console for results. It wraps at the width of a terminal, or at COLUMNS; a file and a pipe get whole
-    lines, to be searched."""
+    """Return a console for results. It wraps at the width of a terminal, or at COLUMNS. A file or a pipe gets whole
+    lines, which can be searched."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 1000)
 
 
 class ConsoleHandler(logging.Handler):
-    """Log lines on stderr; above INFO with their level."""
+    """Prints log lines on stderr, those above INFO with their level."""
 
     def emit(self, record: logging.LogRecord) -> None:
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: {rank_prefix()}"
@@ -40,31 +87,31 @@ class ConsoleHandler(logging.Handler):
 
 
 def configure_logging() -> None:
-    """Configure the one logger that the package uses. Ranks other than the first print errors only."""
+    """Configure the package's logger. Ranks other than the first print errors only."""
     logger = logging.getLogger("tiered_zero")
     logger.setLevel(logging.INFO if rank_prefix() in ("", "rank 0: ") else logging.ERROR)
     logger.handlers = [ConsoleHandler()]
 
 
 def rank_prefix() -> str:
-    """The launcher's RANK before a message, if it has started several: "rank 1: "; else ""."""
+    """Return "rank 1: " with the launcher's RANK if there are several ranks; else ""."""
     return f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
 def printable(text: str) -> str:
-    """Text of a foreign directory with what a terminal could take for an order, or cannot show, as escapes."""
+    """Escape the characters of foreign text that a terminal could obey or cannot show."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object; records as objects, paths as text."""
+    """Print one JSON object, with records as objects and paths as text."""
     click.echo(json.dumps(value, default=lambda one: str(one) if isinstance(one, Path) else vars(one), indent=2))
 
 
 def print_table(
     columns: Iterable[str], rows: Sequence[Sequence[str | Text]], empty: str = "No runs.", title: str | None = None
 ) -> None:
-    """Print a table of texts, which may be of a foreign directory. `empty`: what is printed if there are no rows."""
+    """Print a table of texts, which may come from a foreign directory. `empty`: printed if there are no rows."""
     if not rows:
         click.echo(empty)
         return

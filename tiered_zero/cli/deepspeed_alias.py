@@ -1,5 +1,7 @@
-"""`tiered-zero deepspeed-alias install | uninstall | status`: a distribution `deepspeed` on disk, in which other tools
-find `tiered_zero.deepspeed` by that name. Nothing else writes it, and nothing here imports it."""
+"""Install a distribution `deepspeed` in which other tools find `tiered_zero.deepspeed`: `tiered-zero deepspeed-alias`.
+
+Nothing else writes it, and nothing here imports it.
+"""
 
 from __future__ import annotations
 
@@ -41,24 +43,24 @@ _INFO_FILES = ("METADATA", "WHEEL", "INSTALLER", "entry_points.txt", "RECORD")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where packages of a Python lie, and its commands."""
+    """The directories of a Python's packages and commands."""
 
     packages: Path
     scripts: Path
 
     @property
     def package(self) -> Path:
-        """The package's one file."""
+        """Return the package's one file."""
         return self.packages / "deepspeed" / "__init__.py"
 
     @property
     def command(self) -> Path:
-        """The launcher."""
+        """Return the launcher."""
         return self.scripts / "deepspeed"
 
     @property
     def infos(self) -> list[Path]:
-        """The directories of metadata: one where the alias is installed, of this version or another."""
+        """Return the directories of metadata: one if the alias is installed, of this version or another."""
         return sorted(self.packages.glob("deepspeed-*+tiered.zero.dist-info"))
 
 
@@ -98,7 +100,7 @@ def install(place: Place) -> None:
         )
     script = f"#!{sys.executable}\nimport sys\n\nfrom tiered_zero.cli.launch import main\n\nsys.exit(main())\n"
     info = place.packages / _INFO
-    texts = (_METADATA, _WHEEL, "tiered-zero\n", _ENTRY_POINTS)  # metadata first: what is cut short is known as ours
+    texts = (_METADATA, _WHEEL, "tiered-zero\n", _ENTRY_POINTS)  # metadata first: a partial install is known as ours
     files = {info / name: text for name, text in zip(_INFO_FILES, texts, strict=False)}
     files |= {place.package: _PACKAGE, place.command: script}
     try:
@@ -122,7 +124,7 @@ def install(place: Place) -> None:
 @deepspeed_alias.command("uninstall")
 @_TARGET
 def uninstall(place: Place) -> None:
-    """Remove what `install` has written, and nothing else."""
+    """Remove the files that `install` has written, and nothing else."""
     infos = place.infos
     if not infos:
         raise ConfigError(f"deepspeed-alias uninstall: expected the alias in {place.packages}; it is not there.")
@@ -145,7 +147,7 @@ def status(place: Place) -> None:
 
 
 def _find_real(place: Place) -> str | None:
-    """Name a DeepSpeed that this did not write, in `place` or wherever this Python imports from."""
+    """Name a DeepSpeed that `install` did not write, in `place` or on this Python's path."""
     for found in metadata.distributions(name="deepspeed", path=[str(place.packages), *sys.path]):
         if "+tiered" not in found.version:
             return f"deepspeed {found.version} in {found.locate_file('')}"

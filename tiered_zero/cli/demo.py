@@ -1,5 +1,4 @@
-"""`tiered-zero demo [DIR]`: a model that plain PyTorch cannot train in a given memory, trained here in that memory, and
-the losses of both."""
+"""Train a model in memory in which plain PyTorch cannot, and compare the losses: `tiered-zero demo [DIR]`."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tiered_zero.cli.options import parsed
+from tiered_zero.cli.console import parsed
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.plan.gpt_shape import parse_count
 from tiered_zero.sizes import GIB, MIB, format_nbytes
@@ -31,16 +30,16 @@ HIDDEN, CONTEXT, NUM_STEPS = 1024, 32, 3
 PER_BLOCK = 12 * HIDDEN**2 + 13 * HIDDEN
 DEVICE_NBYTES, LEAST_HOST_NBYTES = 300 * MIB, 384 * MIB
 SPARE_NBYTES = 300 * MIB
-"""Beyond the plan: activations, the allocator's rests."""
+"""Memory beyond the plan: activations, and what the allocator keeps."""
 
 PLAIN_NBYTES, DISK_NBYTES, HOST_NBYTES = 16.5, 20, 2
-"""A parameter: of plain PyTorch, on the disk and in host memory here."""
+"""Bytes for a parameter: of plain PyTorch; here on the disk; here in host memory."""
 
 MIN_PARAMETERS, MAX_PARAMETERS = 100e6, 1e11
 
 
 def parse_layers(text: str) -> int:
-    """750M -> the number of blocks of about that many parameters. Raises ConfigError."""
+    """Return the number of blocks of a model of about 750M parameters. Raises ConfigError."""
     count = parse_count(text)
     if not MIN_PARAMETERS <= count <= MAX_PARAMETERS:
         raise ConfigError(f"expected {MIN_PARAMETERS:.0e} to {MAX_PARAMETERS:.0e} parameters; found {text}")
@@ -56,8 +55,8 @@ def demo(directory: Path, layers: int) -> None:
     """Train a model that does not fit: plain PyTorch runs out of memory, the same model here does not.
 
     Three processes, about a minute on two idle cores: plain PyTorch with a limit on its memory; the same model in the
-    same memory, with its swap files in DIRECTORY; plain PyTorch without the limit, where this machine has the memory
-    for it. The losses must be equal in every bit. Everything that was written goes at the end.
+    same memory, with its swap files in DIRECTORY; plain PyTorch without the limit, if this machine has the memory for
+    it. The losses must be equal in every bit. All files are removed at the end.
     """
     from tiered_zero.demo.forms import Form
     from tiered_zero.hardware.probe import available_host_nbytes
@@ -109,7 +108,7 @@ def demo(directory: Path, layers: int) -> None:
 
 
 def _check_room(directory: Path, disk_nbytes: int, memory_nbytes: int, available_nbytes: int) -> None:
-    """Raise StoreError or ConfigError where the demo has no room."""
+    """Raise StoreError or ConfigError if the demo has no room."""
     if not directory.is_dir():
         raise StoreError(f"{directory}: expected a directory for the swap files; it does not exist.")
     if (free := shutil.disk_usage(directory).free) < disk_nbytes:
@@ -126,7 +125,7 @@ def _check_room(directory: Path, disk_nbytes: int, memory_nbytes: int, available
 
 @contextmanager
 def _own_directory(parent: Path) -> Iterator[Path]:
-    """Make a directory for the block, and remove it with all that is in it."""
+    """Make a directory for the block, and remove it with its contents."""
     own = Path(tempfile.mkdtemp(prefix="tiered_zero-demo-", dir=parent))
     try:
         yield own

@@ -1,4 +1,4 @@
-"""`tiered-zero doctor --device`: what works on the accelerator of this machine, in about 30 s."""
+"""Check what works on the accelerator of this machine, in about 30 s: `tiered-zero doctor --device`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 64
 
 
 def examine_device(pinned_nbytes: int) -> Iterator[Finding]:
-    """All findings; one that names why where there is no device, or no kernel runs. `pinned_nbytes`: to be pinned."""
+    """Yield all findings; if there is no device or no kernel runs, one that says why. `pinned_nbytes`: bytes to pin."""
     accelerator = build_accelerator()
     try:
         if accelerator.name == "cpu":
@@ -47,8 +47,8 @@ def examine_device(pinned_nbytes: int) -> Iterator[Finding]:
 
 
 def check_steps(accelerator: Accelerator) -> Finding:
-    """Compare steps of a small model, state in host memory, with plain PyTorch: compute on the device, AdamW on the
-    CPU."""
+    """Compare steps of a small model whose state is in host memory with plain PyTorch: compute on the device, AdamW on
+    the CPU."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
     batches = torch.randn(NUM_STEPS, 8, WIDTH, device=accelerator.device)
@@ -59,9 +59,7 @@ def check_steps(accelerator: Accelerator) -> Finding:
             if policy == "overlapped":
                 return Finding("steps", GOOD, f"{NUM_STEPS} steps have the bits of plain PyTorch")
             fix = 'set "tiered_zero": {"update": "barrier"}, and report this'
-            return Finding(
-                "steps", BAD, "other weights than plain PyTorch where updates overlap; barrier is equal", fix
-            )
+            return Finding("steps", BAD, "other weights than plain PyTorch if updates overlap; barrier is equal", fix)
     fix = "CUDA_LAUNCH_BLOCKING=1 puts all work in one order; report this"
     return Finding("steps", BAD, "other weights than plain PyTorch with every update policy", fix)
 

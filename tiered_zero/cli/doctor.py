@@ -1,5 +1,7 @@
-"""`tiered-zero doctor [DIR]`: what works on this machine and in DIR, what does not and why, and how to mend it.
-`--device` does the same for the accelerator (device_check.py)."""
+"""Check what works on this machine and in DIR, and say why the rest does not and how to mend it: `tiered-zero doctor`.
+
+`--device` does the same for the accelerator (device_check.py).
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,7 @@ from rich.text import Text
 
 from tiered_zero.assembly.rates import measure_machine, on_record, rate_lines, save_measured
 from tiered_zero.cli.bench_io import measure_directory
-from tiered_zero.cli.console import print_json, stdout
-from tiered_zero.cli.options import JSON_OPTION, parse_bytes
+from tiered_zero.cli.console import JSON_OPTION, parse_bytes, print_json, stdout
 from tiered_zero.errors import ConfigError, TieredZeroError
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.preflight import filesystem_type, filesystem_warnings, preflight_directory
@@ -33,7 +34,7 @@ from tiered_zero.system.finding import BAD, GOOD, POOR, Finding
 _STYLES = {GOOD: "green", POOR: "yellow", BAD: "red"}
 _PIN_TRIAL_NBYTES = 64 * MIB
 _DISK_S = 8.0
-"""Of --measure: for the disk, with the filling of a file."""
+"""Seconds of --measure for the disk, including the filling of a file."""
 
 
 @click.command("doctor")
@@ -44,11 +45,11 @@ _DISK_S = 8.0
 @click.option("--pin", callback=parse_bytes, default="1GiB", metavar="64GiB", help="With --device: bytes to be pinned.")
 @click.pass_context
 def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, measures: bool, pin: int) -> None:
-    """Say what works on this machine and in DIRECTORY (where nvme_path would point), and how to mend the rest.
+    """Say what works on this machine and in DIRECTORY (the one for nvme_path), and how to mend the rest.
 
-    Writes and removes small files there; --measure, one of at most 1 GiB, and keeps the rates of products, memory, link
-    and this disk for `plan`. The exit code is 1 where DIRECTORY cannot be used; with --device where something is off;
-    and 0 otherwise.
+    Writes small files there and removes them. --measure writes one of at most 1 GiB, and keeps the rates of products,
+    memory, link and this disk for `plan`. The exit code is 1 if DIRECTORY cannot be used, or, with --device, if
+    something is off; else 0.
     """
     logging.getLogger("tiered_zero").setLevel(logging.ERROR)
     findings = []
@@ -72,7 +73,7 @@ def _examine_device(pinned_nbytes: int) -> Iterator[Finding]:
 
 
 def examine(directory: Path) -> Iterator[Finding]:
-    """All findings, in the order of the page. A check that fails is a finding too."""
+    """Yield all findings in order. A check that fails is a finding too."""
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("directory", lambda: _directory(directory)),
         ("host memory", _memory),
@@ -89,7 +90,7 @@ def examine(directory: Path) -> Iterator[Finding]:
 
 
 def _directory(directory: Path) -> Iterator[Finding]:
-    """The engines are tried there, or else, where no file can be made, in the directory for temporary files."""
+    """Check the directory, and the I/O engines in it, or, if no file can be made there, in the temporary directory."""
     try:
         preflight_directory(directory)
     except TieredZeroError as error:
@@ -217,7 +218,7 @@ def _pinning() -> Iterator[Finding]:
 
 
 def _rates(directory: Path, measures: bool) -> Iterator[Finding]:
-    """What is on record of this machine. `measures`: anew, with the disk of `directory`. Raises what that raises."""
+    """Yield the recorded rates of this machine. `measures`: measure them first, with the disk of `directory`."""
     if measures:
         load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
         with stop_on_signals(at_boundary=False):  # the disk's file is removed

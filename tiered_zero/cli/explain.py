@@ -1,4 +1,4 @@
-"""Commands that explain a file: `tiered-zero explain` a config, `tiered-zero report` the record of a run."""
+"""Explain a file: a config by `tiered-zero explain`, the record of a run by `tiered-zero report`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from tiered_zero.cli.console import print_json, stdout
-from tiered_zero.cli.options import JSON_OPTION
+from tiered_zero.cli.console import JSON_OPTION, print_json, stdout
 from tiered_zero.config import KeyReport, load
 from tiered_zero.errors import ConfigError
 from tiered_zero.telemetry.page import render_page
@@ -54,7 +53,7 @@ def _line(row: KeyReport) -> Text:
 @click.argument("run", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Default: RUN with .html for its suffix.")
 def report(run: Path, out: Path | None) -> None:
-    """Turn RUN, the file that `tiered_zero.report` names, into one HTML page that needs no network."""
+    """Turn RUN, the file of `tiered_zero.report`, into one HTML page that needs no network."""
     page = render_page(read_run(run), title=run.name)
     path = out or run.with_suffix(".html")
     if path.resolve() == run.resolve():

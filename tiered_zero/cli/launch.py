@@ -1,5 +1,7 @@
-"""`tiered-zero launch --num_gpus N SCRIPT ARGS`, which is also the command `deepspeed` of the alias: torchrun on this
-host, with the words of DeepSpeed's launcher."""
+"""Start ranks on this host by torchrun, with the options of DeepSpeed's launcher: `tiered-zero launch`.
+
+It is also the alias's command `deepspeed`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def launch(
     script: str,
     args: tuple[str, ...],
 ) -> None:
-    """Start SCRIPT once on each device of this host, or --num_gpus times: on CPU ranks where there is no GPU."""
+    """Start SCRIPT once on each device of this host, or --num_gpus times; without a GPU the ranks are on the CPU."""
     if num_hosts > 1 or other_hosts is not None:
         raise click.UsageError("Ranks on several hosts: start torchrun on each of them, as docs/ranks.md shows.")
     if chosen is not None:

@@ -1,4 +1,4 @@
-"""The command group. Commands are imported when they are run, so that `--help` does not wait for torch."""
+"""Define the command group. Commands are imported when they run, so that `--help` does not wait for torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Its commands are COMMANDS; errors of our family become one message and exit code 1."""
+    """Runs COMMANDS. An error of the TieredZeroError family becomes one message and exit code 1."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -1,4 +1,4 @@
-"""`tiered-zero plan CONFIG`: the bytes on each tier, before anything is allocated."""
+"""Show the bytes on each tier before anything is allocated: `tiered-zero plan CONFIG`."""
 
 from __future__ import annotations
 
@@ -9,33 +9,30 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tiered_zero.assembly.rates import machine_to_plan
-from tiered_zero.cli.console import print_json
-from tiered_zero.cli.drives import (
+from tiered_zero.cli.console import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_size, parse_source, parsed, print_json
+from tiered_zero.cli.plan_lines import (
     directory_needs,
     drive_lines,
     drive_problems,
+    estimate_lines,
     fill_drives,
     look_at_drives,
+    seconds_facts,
+    seconds_lines,
 )
-from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_size, parse_source, parsed
-from tiered_zero.cli.seconds import seconds_facts, seconds_lines
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.machine import Disk, parse_disk
-from tiered_zero.sizes import format_nbytes, parse_hardware_nbytes
+from tiered_zero.sizes import parse_hardware_nbytes
 
 if TYPE_CHECKING:
-    from tiered_zero.plan.activations import ActivationEstimate
     from tiered_zero.plan.planner import Plan
 
 _EVALUATES = (
     "No optimizer is named: this is the plan of an evaluation. To plan training add --optimizer AdamW, or name one in "
     "the config."
-)
-_NO_ESTIMATE = (
-    "Activations are not estimated: the model does not say its hidden size, layers and length (--sequence-length)."
 )
 
 
@@ -128,9 +125,9 @@ def plan(
 ) -> None:
     """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing.
 
-    Exit code 1, with the table and the reason, if it does not fit: into this machine and its disks, the limits in
-    CONFIG, or the sizes given by option. Activations count with --sequence-length only: without it their length is
-    an assumption, and a line says whether they fit.
+    If the run does not fit into this machine and its disks, the limits in CONFIG, or the sizes given by option, the
+    exit code is 1, with the table and the reason. Activations count with --sequence-length only: without it their
+    length is an assumption, and a line says whether they fit.
     """
     machine, whose = machine_to_plan(machine_file, device_memory, host_memory, disks)
     if machine_file is not None:
@@ -167,10 +164,12 @@ def plan(
     if run.trains and ranks == 1:
         try:
             predict = make_predictor(loaded, model, rates, finds_hidden=True)
-            step = seconds_facts(predict(run.plan), machine)
+            step = predict(run.plan)
         except ConfigError as error:  # rates that are not known
             whose = f"{whose} {error}" if str(error) != whose else whose
-    needs = directory_needs(run, ranks=ranks)
+    estimate = estimate_of(model, loaded, sequence_length)
+    offloaded = estimate.offloaded_nbytes(run.plan.activations) if estimate is not None else 0
+    needs = directory_needs(run, ranks, offloaded)
     if needs and machine_file is not None and not disks:
         raise ConfigError(
             f"{machine_file}: expected disks with nbytes, for this plan uses nvme; found none. Add one, or give --disk."
@@ -178,9 +177,8 @@ def plan(
     directories, drives = look_at_drives(needs)
     if disks:
         drives = fill_drives(needs, disks) if needs else []
-    estimate = estimate_of(model, loaded, sequence_length)
     device_nbytes = device_memory or available_device_nbytes(find_device(loaded.tiered_zero.device))
-    lines, short = _estimate_lines(estimate, run.plan, device_nbytes, is_given=sequence_length is not None)
+    lines, short = estimate_lines(estimate, run.plan, device_nbytes, is_given=sequence_length is not None)
     problems = [*_problems(run.plan, drives), *([short] if short else [])]
     if as_json:
         facts = {
@@ -193,7 +191,7 @@ def plan(
             "rows": run.plan.rows,
             "activations": estimate,
             "machine": machine,
-            "seconds": step,
+            "seconds": seconds_facts(step) if step is not None else None,
             "choice": run.choice.lines if run.choice is not None else None,
             "directories": directories,
             "drives": drives,
@@ -224,48 +222,8 @@ def plan(
         ctx.exit(1)
 
 
-def _estimate_lines(
-    estimate: ActivationEstimate | None, plan: Plan, device_nbytes: int | None, *, is_given: bool
-) -> tuple[list[str], str]:
-    """Say what a micro-batch takes next to the plan, and where; and what is wrong with a length that `is_given`, or "".
-
-    `device_nbytes`: of the device, with what the plan leaves to activations; None: that is not known.
-    """
-    if estimate is None:
-        return [_NO_ESTIMATE], ""
-    offloaded = estimate.offloaded_nbytes(plan.activations)
-    kept = estimate.boundaries_nbytes - offloaded
-    length = "" if is_given else " (the most that the model takes; --sequence-length TOKENS sets another)"
-    lines = [
-        f"Beside the plan, estimated for a micro-batch of {estimate.tokens:,} tokens{length} with each block in a "
-        f"checkpoint: inputs of {estimate.num_boundaries} blocks {format_nbytes(estimate.boundaries_nbytes)}, one "
-        f"block's activations {format_nbytes(estimate.block_nbytes)}, logits with their loss "
-        f"{format_nbytes(estimate.logits_nbytes)}."
-    ]
-    if plan.activations is not None:
-        lines.append(f"Of the inputs {format_nbytes(offloaded)} fit the budget on {plan.activations.tier}.")
-    tier = "host" if plan.request.device_is_host else "device"
-    limit, _ = plan.limits.get(tier, (None, ""))
-    size = limit if device_nbytes is None else device_nbytes
-    if size is None:
-        return lines, ""
-    needed, room = kept + estimate.block_nbytes + estimate.logits_nbytes, size - plan.needed_nbytes(tier)
-    fact = (
-        f"they need {format_nbytes(needed)} of {tier} memory; the plan leaves {format_nbytes(max(0, room))} of "
-        f"{format_nbytes(size)}"
-    )
-    if needed <= room:
-        return [*lines, f"In sum {fact}."], ""
-    way = "the placement is the cause, not the number of tokens"
-    if room > 0:
-        way = "take fewer tokens a micro-batch, offload inputs (tiered_zero.activations), or compute the loss in parts"
-    if is_given:
-        return lines, f"Activations do not fit: {fact}. {way[0].upper()}{way[1:]}."
-    return [*lines, f"In sum {fact}, where they do not fit: {way}."], ""
-
-
 def _problems(plan: Plan, drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what does not fit: into memory, and onto disks."""
+    """Yield a sentence for each tier and drive that is too small."""
     try:
         plan.check()
     except PlanError as error:

@@ -1,4 +1,4 @@
-"""The model and the ranks that `tiered-zero plan` plans; the model is built on the `meta` device, without memory."""
+"""Build the model that `tiered-zero plan` plans, on the `meta` device, and specify its run."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def build_planned(source: GPTConfig | Path | str) -> nn.Module:
 
 
 def _with_checkpoints(model: nn.Module) -> nn.Module:
-    """Say of a model that it recomputes its blocks, as the estimate of its activations assumes."""
+    """Mark a model as one that recomputes its blocks, as the estimate of its activations assumes."""
     vars(model)["gradient_checkpointing"] = True
     return model
 
 
 class _PlannedRanks:
-    """Rank 0 of ranks that do not run: the others say what it says."""
+    """Stands for rank 0 of ranks that do not run: the others answer as it does."""
 
     rank = 0
 
@@ -66,12 +66,12 @@ def specify_planned(
     host_nbytes: int | None = None,
     rates: Machine | None = None,
 ) -> RunSpec:
-    """Specify rank 0's run. `device_nbytes`, `host_nbytes`: of the machine, which the ranks share; `rates`: by which a
-    placement is chosen. None: this one's."""
+    """Specify rank 0's run. `device_nbytes`, `host_nbytes`: memory of the machine, which the ranks share. `rates`: for
+    the choice of a placement. None: those of this machine."""
     check_sections(config)
     machine = PlannedMachine(device_nbytes=device_nbytes, host_nbytes=host_nbytes, ranks=ranks)
     collects = gc.isenabled()
-    gc.disable()  # a million records, all in use: looking for garbage takes 60% of the time for 70e9 parameters
+    gc.disable()  # for 70e9 parameters a million records are in use, and looking for garbage takes 60% of the time
     try:
         planned = cast(Collectives, _PlannedRanks(ranks))
         return specify_run(config, model, machine=machine, collectives=planned, rates=rates)
@@ -81,7 +81,7 @@ def specify_planned(
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Tied weights count once."""
+    """Count the parameters; tied weights count once."""
     return sum(param.numel() for param in model.parameters())
 
 

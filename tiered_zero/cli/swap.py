@@ -1,4 +1,4 @@
-"""`tiered-zero swap`: the runs under a swap directory, what they take, and the removal of dead ones."""
+"""List the runs in a swap directory, sum their bytes, and remove dead ones: `tiered-zero swap`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from tiered_zero.cli.console import print_json, print_table, printable
-from tiered_zero.cli.options import JSON_OPTION, directory_argument
+from tiered_zero.cli.console import JSON_OPTION, directory_argument, print_json, print_table, printable
 from tiered_zero.cli.plan import plan
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.record.reader import Verified, verify_run
@@ -20,7 +19,7 @@ _STATE_STYLES = {"alive": "green", "dead": "red", "unknown": "yellow"}
 
 @click.group("swap")
 def swap() -> None:
-    """Look at swap directories (what nvme_path names), and clean them up."""
+    """List the runs in swap directories (the config's nvme_path), and clean them up."""
 
 
 swap.add_command(plan, "capacity")
@@ -70,7 +69,7 @@ def du(directory: Path, as_json: bool) -> None:
 @JSON_OPTION
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @click.option("--committed", is_flag=True, help="Also remove dead runs that can still be resumed from a commit.")
-@click.option("--unknown", is_flag=True, help="Also remove runs whose owner may live, for all that can be seen here.")
+@click.option("--unknown", is_flag=True, help="Also remove runs whose owner may be alive: it cannot be seen from here.")
 def gc(directory: Path, as_json: bool, dry_run: bool, committed: bool, unknown: bool) -> None:
     """Remove the runs in DIRECTORY whose owner is dead; never a live one's, and never another user's."""
     items = collect_garbage(directory, dry_run=dry_run, committed=committed, unknown=unknown)

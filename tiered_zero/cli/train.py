@@ -1,4 +1,4 @@
-"""`tiered-zero train CONFIG`: the built-in GPT on real text, across the tiers that the config names; its options."""
+"""Train the built-in GPT on a text, across the tiers of a config: the options of `tiered-zero train CONFIG`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, DEMO_STEPS, DIRECTORY, JSON_OPTION, parse_model
+from tiered_zero.cli.console import CONFIG_FILE, DEMO_MODEL, DEMO_STEPS, DIRECTORY, JSON_OPTION, parse_model
 
 
 @click.command()

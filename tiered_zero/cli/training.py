@@ -1,9 +1,10 @@
-"""The run of `tiered-zero train`: its steps, its progress, what its ranks exchange, and the tables at its end."""
+"""Run `tiered-zero train`: steps, progress, saves and resumption, exchange of ranks, and the tables at the end."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import struct
 import time
 from collections import deque
@@ -19,15 +20,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import tiered_zero
 from tiered_zero.assembly.choice import predicted_seconds
-from tiered_zero.cli.console import STDERR, print_json, print_table
-from tiered_zero.cli.options import DEMO_MODEL
-from tiered_zero.cli.saving import MODEL, Resumption, Saver, warn_of_others
+from tiered_zero.checkpoint.driver import read_client_state
+from tiered_zero.checkpoint.tag import find_checkpoint, list_tags, nothing_to_load, open_reader
+from tiered_zero.cli.console import DEMO_MODEL, STDERR, print_json, print_table
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.engine.engine import Engine
-from tiered_zero.errors import ConfigError, NonFiniteError
+from tiered_zero.errors import (
+    BudgetError,
+    ConfigError,
+    ModelError,
+    NonFiniteError,
+    StoreError,
+    TransferError,
+    UntaggedCommitError,
+)
 from tiered_zero.hardware.ranks.launcher import rank_here, world_size_here
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.sizes import TIERS, format_nbytes
@@ -37,18 +46,180 @@ from tiered_zero.telemetry.report import RunReport, RunTotals, StepReport
 
 logger = logging.getLogger("tiered_zero")
 
+_STATE_KEY, _LOSS = "tiered_zero.train", "loss"
+
+MODEL = "--model"
+"""The option that a checkpoint must match."""
+
+
+@final
+class Saver:
+    """Saves a run to `directory` every `every` steps (None: at the end only). Main thread.
+
+    A save that fails, on a full disk for example, is logged, and training continues: earlier checkpoints stay.
+    """
+
+    def __init__(self, engine: Engine, directory: Path, every: int | None, options: Mapping[str, Any]) -> None:
+        """Save for `engine`. `options`: those of the command line on which the numbers depend; saved with the state."""
+        self._engine, self._directory, self._every = engine, directory, every
+        self._options = dict(options)
+        self._begun: tuple[Path, float] | None = None
+        """The save whose end is not logged yet: its directory, and when it began."""
+        self._tried_step = engine.global_steps
+        """The last step that was to be saved."""
+        self._saved_step: int | None = engine.global_steps
+
+    def after_step(self, loss: float) -> None:
+        """Save if it is time to. `loss`: of the step."""
+        self._options[_LOSS] = loss
+        if self._every is not None and self._engine.global_steps % self._every == 0:
+            self._save()
+
+    def finish(self) -> bool:
+        """Save the last step if that was not tried yet, and wait until it is durable. Return whether it is saved."""
+        if self._engine.global_steps != self._tried_step:
+            self._save("at the end of training")
+        self._end_save()
+        return self._saved_step == self._engine.global_steps
+
+    def _save(self, then: str = "and training goes on") -> None:
+        self._end_save()
+        step = self._tried_step = self._engine.global_steps
+        begun = self._directory / f"global_step{step}", time.time()
+        try:
+            self._engine.save_checkpoint(self._directory, client_state={_STATE_KEY: self._options})
+        except (StoreError, TransferError, BudgetError) as error:
+            if self._is_found(error):
+                logger.error("%s", error)
+                self._saved_step = step
+            else:
+                logger.error("step %d was not saved, %s: %s", step, then, error)
+                self._saved_step = None
+            return
+        self._begun, self._saved_step = begun, step
+        if not self._engine.config.tiered_zero.checkpoint.async_save:
+            self._end_save()
+
+    def _is_found(self, error: Exception) -> bool:
+        """Return whether the failed save has committed its step in place, and --resume finds it by an older tag."""
+        try:
+            return isinstance(error, UntaggedCommitError) and find_checkpoint(self._directory).swap is not None
+        except StoreError:
+            return False
+
+    def _end_save(self) -> None:
+        """Wait for an asynchronous save and log that it is durable. Its error is in the log already."""
+        if self._begun is None:
+            return
+        (path, began_s), self._begun = self._begun, None
+        try:
+            self._engine.flush()
+        except (StoreError, TransferError, BudgetError):
+            self._saved_step = None
+            return
+        if self._engine.global_rank > 0:  # a file system over a network may show it later there
+            return
+        files = [entry.stat() for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)]
+        nbytes = format_nbytes(sum(file.st_size for file in files))
+        in_place = (
+            " in addition to the state, which is committed in place,"
+            * self._engine.config.tiered_zero.checkpoint.in_place
+        )
+        seconds = max(0.0, path.stat().st_ctime - began_s)
+        logger.info("saved %s: %s%s in %.2f s", path, nbytes, in_place, seconds)
+
+
+@final
+class Resumption:
+    """Resumes from the newest complete checkpoint in a directory, if it has one. Main thread."""
+
+    def __init__(self, directory: Path | None, options: Mapping[str, Any], *, in_place: bool) -> None:
+        """Look for a checkpoint in `directory`; None: resume from none. `options`: see `Saver`. `in_place`: the run
+        commits in place, and adopts a swap directory when it starts."""
+        self._directory, self._options = directory, options
+        self._adopts = in_place
+        self.path: str | None = None
+        """The checkpoint that was loaded."""
+        self.loss: float | None = None
+        """The loss of the last step that is not made again."""
+        if directory is not None and not _has_checkpoint(directory):
+            self._directory = None
+
+    def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config for the engine. Raises StoreError, and ConfigError for another model."""
+        if self._directory is not None:
+            self._compare(self._directory)
+        result = dict(settings)
+        if self._directory is not None and self._adopts:
+            own = dict(result.get("tiered_zero") or {})
+            checkpoint = {**(own.get("checkpoint") or {}), "resume": str(self._directory)}
+            result["tiered_zero"] = {**own, "checkpoint": checkpoint}
+        return result
+
+    def load(self, engine: Engine) -> None:
+        """Load into an engine that was built from `settings`, and log from where. Raises StoreError, ModelError."""
+        if self._directory is None:
+            return
+        try:
+            path, client_state = engine.resumed or engine.load_checkpoint(self._directory)
+        except ModelError as error:  # which names arguments of load_checkpoint
+            raise ModelError(
+                f"--resume: {error} `tiered-zero train` has no such arguments: take the config of the run in "
+                f"{self._directory}, or give another directory to --save."
+            ) from error
+        self.path = str(path)
+        saved = client_state.get(_STATE_KEY)
+        self.loss = saved.get(_LOSS) if isinstance(saved, dict) else None
+        logger.info("resumed from %s: %d steps, and their batches, are not made again", self.path, engine.global_steps)
+
+    def _compare(self, directory: Path) -> None:
+        """Compare the options of the command line with those of the run that saved the checkpoint."""
+        with open_reader(find_checkpoint(directory)) as reader:
+            saved = read_client_state(reader.manifest.driver).get(_STATE_KEY)
+        if not isinstance(saved, dict):
+            return
+        for name, value in self._options.items():
+            if name not in saved or saved[name] == value:
+                continue
+            if name == MODEL:
+                raise ConfigError(
+                    f"--resume: the run in {directory} trains --model {saved[name]}; found {value}. Give that, or "
+                    "another directory to --save."
+                )
+            logger.warning("%s was %s when the checkpoint was saved, and is %s now", name, saved[name], value)
+
+
+def warn_of_others(directory: Path) -> None:
+    """Warn that a new run saves next to the checkpoints of another run, and over them. Raises StoreError."""
+    tags = list_tags(directory) if directory.exists() else []
+    if tags:
+        logger.warning(
+            "%s has checkpoints of another run, up to %s, and this one begins at step 0: it replaces those of the "
+            "steps that it saves. To go on from them, stop it now and add --resume",
+            directory,
+            tags[-1].tag,
+        )
+
+
+def _has_checkpoint(directory: Path) -> bool:
+    """Return whether `directory` holds something to load or to refuse; log why not. Raises StoreError."""
+    if why := nothing_to_load(directory):
+        logger.info("no checkpoint in %s yet (%s): starting at step 0", directory, why)
+    return not why
+
+
 DIVERGED = 1
-"""Exit code where the loss is not finite."""
+"""Exit code if the loss is not finite."""
 
 UNSAVED = 3
-"""Exit code where training was done, but its last checkpoint could not be saved."""
+"""Exit code if training is done, but its last checkpoint could not be saved."""
 
 SECONDS_BETWEEN_LINES = 10.0
 STEPS_AVERAGED = 20
-"""Tokens/s and time left are those of the last so many steps."""
+"""The number of last steps from which tokens/s and the time left are taken."""
 
 _MESSAGE = struct.Struct("<dq")
-"""Loss, exit code of a signal or 0."""
+"""What ranks exchange: loss, and the exit code of a signal or 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +243,11 @@ class TrainOptions:
 
 @final
 class Training:
-    """One run of the command, on each rank. Main thread."""
+    """Runs the command, on each rank. Main thread."""
 
     def __init__(self, options: TrainOptions) -> None:
-        """Check everything that can be checked before an engine is built. Raises ConfigError, StoreError, and
-        click.BadParameter for a model that cannot read bytes."""
+        """Check what can be checked before an engine is built. Raises ConfigError, StoreError, and click.BadParameter
+        for a model that cannot read bytes."""
         self._options = options
         model = options.model or DEMO_MODEL
         self._model = model = replace(model, context=options.context or model.context)
@@ -104,7 +275,7 @@ class Training:
             "--data": corpus.source,
             "batch": resolved.batch.train,
         }
-        """Kept with a checkpoint, for the numbers depend on it."""
+        """Saved with a checkpoint, because the numbers depend on it."""
         save, in_place = options.save, resolved.tiered_zero.checkpoint.in_place
         self._resumption = Resumption(save if options.resume else None, self._saved, in_place=in_place)
         self._settings = self._resumption.settings(settings)
@@ -129,7 +300,7 @@ class Training:
         return code
 
     def _train(self, engine: Engine, stop: StopRequest, totals: RunTotals) -> int:
-        """Make the steps that are not made yet; return the exit code."""
+        """Make the missing steps; return the exit code."""
         options, progress = self._options, self._progress
         self._resumption.load(engine)
         progress.begin_at(engine.global_steps)
@@ -156,7 +327,7 @@ class Training:
         return stop_code or stop.code or (0 if is_saved else UNSAVED)
 
     def _show(self, totals: RunTotals, code: int) -> None:
-        """Print what the run took, as tables or as JSON."""
+        """Print the run's report, as tables or as JSON."""
         progress, report = self._progress, totals.report()
         num_made = progress.done - progress.first
         if progress.done and not num_made:
@@ -192,7 +363,7 @@ class Training:
 
 
 def train_step(engine: Engine, corpus: Corpus, step: int, context: int, seed: int) -> float:
-    """A forward and a backward for each micro-batch; the last `step()` updates. Returns the mean loss of this rank,
+    """Run forward and backward for each micro-batch; the last `step()` updates. Return the mean loss of this rank,
     whose micro-batches lie between those of the others."""
     sizes, losses = engine.config.batch, []
     for micro in range(step * sizes.accumulation, (step + 1) * sizes.accumulation):
@@ -212,7 +383,7 @@ def open_engine(settings: Mapping[str, Any], model: GPTConfig, seed: int) -> Eng
 
 
 def overlay(settings: Mapping[str, Any], batch: int | None, own: Mapping[str, str | None]) -> dict[str, Any]:
-    """The file's settings with the options over them; `own` is for the section "tiered_zero"."""
+    """Return the file's settings with the options in their place. `own`: for the section "tiered_zero"."""
     result = dict(settings)
     if batch is not None:
         result.pop("train_batch_size", None)
@@ -254,13 +425,13 @@ def _size(nbytes: int | None) -> str:
 
 
 class TrainingProgress:
-    """Shows loss, learning rate, gradient norm, tokens/s and time left on stderr: a bar on a terminal, a line now and
-    then elsewhere. One thread."""
+    """Shows loss, learning rate, gradient norm, tokens/s and time left on stderr: a bar on a terminal, elsewhere a line
+    every 10 s. One thread."""
 
     def __init__(self, num_steps: int, is_shown: bool = True) -> None:
-        """`is_shown`: only rank 0's is."""
+        """Prepare the bar. `is_shown`: true on rank 0 only."""
         self.done = self.first = 0
-        """Steps that were made; those of them that an earlier process made, which are not measured."""
+        """`done`: steps made. `first`: those of them that an earlier process made, which are not measured."""
         self.loss = float("nan")
         self._num_steps = num_steps
         self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=STEPS_AVERAGED + 1)
@@ -306,8 +477,8 @@ class TrainingProgress:
 
 
 def agree(engine: Engine, loss: float, code: int | None) -> tuple[float, int | None]:
-    """Exchange loss and exit code with the other ranks, after each step. Return the mean loss, and the code of
-    a signal that any rank has got or None: the same on all ranks. Raises RankError."""
+    """Exchange loss and exit code with the other ranks after each step. Return the mean loss, and the code of a signal
+    that any rank has got, or None: the same on all ranks. Raises RankError."""
     if engine.world_size == 1:
         return loss, code
     found = [_MESSAGE.unpack(each) for each in engine.exchange(_MESSAGE.pack(loss, code or 0))]

@@ -33,9 +33,9 @@ class Key:
     """One key. `why`: its effect, or the reason for having none or being refused.
 
     `default`: DeepSpeed's value if the key is absent. `to`: the path as which a renamed key is read. `quiet`: not worth
-    a notice: a spelling that DeepSpeed accepts, too, or a key without effect because what it asks for always holds.
-    `allowed`: the only values accepted for a refused key, in addition to None and "auto"; a section (its default is a
-    dict) may also be off.
+    a notice: a spelling that DeepSpeed accepts too, or a key whose demand is always met. `allowed`: the only values
+    that are accepted for a refused key, in addition to None and "auto"; a section (its default is a dict) may also be
+    off.
     """
 
     path: str
@@ -110,7 +110,7 @@ def _no_effect(section: str, why: str, *, quiet: bool = False, **defaults: Any) 
 
 
 def _satisfied(section: str, why: str, **defaults: Any) -> list[Key]:
-    """Return keys without effect because what they ask for always holds."""
+    """Return keys without effect whose demand is always met."""
     return _no_effect(section, why, quiet=True, **defaults)
 
 

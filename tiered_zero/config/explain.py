@@ -30,17 +30,17 @@ class Reading:
     """Facts that the loader collects between the file and the values."""
 
     auto: dict[str, Any] = field(default_factory=dict)
-    """Path that said "auto" -> the value that it got."""
+    """Path with "auto" in the file -> the value that it got."""
     derived: set[str] = field(default_factory=set)
     """Batch sizes that follow from the others."""
     unfilled: set[str] = field(default_factory=set)
-    """Paths that say "auto" and have no default: a trainer fills them before a run."""
+    """Paths with "auto" and without a default: a trainer fills them before a run."""
     idle: list[tuple[Key, Any]] = field(default_factory=list)
     """Keys in the file that do nothing, with their values."""
     renamed: dict[str, str] = field(default_factory=dict)
     """Path as understood -> path as written."""
     notices: list[str] = field(default_factory=list)
-    """Separate lines: rounding, mappings."""
+    """Separate lines, about rounding and mappings."""
 
     def written_as(self, path: str) -> str:
         """Return the other name that the file uses for `path` or a section around it; "" if none."""
@@ -56,7 +56,7 @@ def reports(config: BaseModel, reading: Reading) -> list[KeyReport]:
 
 
 def notices(reading: Reading, keys: Mapping[str, Key]) -> tuple[str, ...]:
-    """Return the lines to log once at start: at most one of each kind, and only for what the file says."""
+    """Return the lines to log once at start: at most one of each kind, only about keys of the file."""
     renamed = [f"{old} -> {new}" for new, old in reading.renamed.items() if not keys[old].quiet]
     resolved = [f"{path} = {value}" for path, value in reading.auto.items() if path not in reading.unfilled]
     idle = [key.path for key, value in reading.idle if not key.quiet and asks_for_something(key, value)]

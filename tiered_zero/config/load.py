@@ -46,8 +46,8 @@ def load(
     to_train: bool = True,
 ) -> Config:
     """Read `config` (a dict, or the path of a JSON file), or the file that `args.deepspeed_config` names. `world_size`:
-    data-parallel ranks, for the batch sizes. `to_train`: False to look at a file whose "auto" a trainer fills later;
-    its batch is then one sample. Reads nothing but that file. Raises ConfigError."""
+    data-parallel ranks, for the batch sizes. `to_train`: False to read a file whose "auto" a trainer fills later; its
+    batch is then one sample. Reads no other file. Raises ConfigError."""
     named = getattr(args, "deepspeed_config", None)
     if (config is None) == (named is None):
         found = "neither" if config is None else f"both ({named} in args)"
@@ -74,7 +74,7 @@ def load(
 
 
 def _named_tree(given: Mapping[str, Any], known: Container[str], reading: Reading) -> dict[str, Any]:
-    """Copy `given` with the schema's names, and note in `reading` what is dropped. `known`: paths of keys and sections.
+    """Copy `given` with the schema's names, and note dropped keys in `reading`. `known`: paths of keys and sections.
     Raises ConfigError."""
     tree: dict[str, Any] = _plain(given, "", reading)
     _drop_dotted(tree, known, reading)
@@ -83,13 +83,13 @@ def _named_tree(given: Mapping[str, Any], known: Container[str], reading: Readin
 
 
 def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
-    """Mark a key of the file as one without effect, whatever the table says of its name."""
+    """Return a key without effect, whatever the table says about its name."""
     return Key(path=path, fate=Fate.NO_EFFECT, why=why, quiet=quiet)
 
 
 def _plain(node: Any, path: str, reading: Reading) -> Any:
-    """Copy plain dicts and lists, which the steps below change at will, without comments. Raises ConfigError for a key
-    that is no text."""
+    """Copy dicts and lists, without comments, so that the next steps may change them. Raises ConfigError for a key that
+    is no text."""
     if isinstance(node, Mapping):
         for name in node:
             if not isinstance(name, str):
@@ -191,7 +191,7 @@ def _drop_offload_param(values: dict[str, Any], reading: Reading) -> None:
     try:
         below = whole(zero.get("stage", 0)) in (0, 1, 2)
     except ValueError:
-        return  # the schema reports what is wrong
+        return  # the schema reports the error
     if below and (device := section.get("device", "none")) != "none":
         del zero["offload_param"]
         path, why = "zero_optimization.offload_param", "parameters stay on the device below stage 3, as in DeepSpeed"
@@ -209,7 +209,7 @@ def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> Non
 
 
 def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
-    """Return the arguments of the optimizer or schedule: numeric strings become numbers, "auto" the class's default."""
+    """Return the arguments of the optimizer or schedule. Numeric strings become numbers, "auto" the class's default."""
     if not isinstance(params, dict | None):
         raise ConfigError(f"{path}: expected an object; found {shown(params)}. Write the arguments inside {{}}.")
     values = {}

@@ -1,7 +1,7 @@
 """Define the types of config values as files write them, and the base of a section.
 
-`8`, `"8"`, `1e9` and `"1e9"` are counts; booleans, NaN and infinities are not. A conversion raises ValueError with what
-was expected; the caller adds the path and what was found.
+`8`, `"8"`, `1e9` and `"1e9"` are counts; booleans, NaN and infinities are not. A conversion raises ValueError with the
+expected form; the caller adds the path and the value.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ Nbytes = Annotated[int | None, BeforeValidator(_nbytes), WithJsonSchema({"type":
 
 
 class Section(BaseModel):
-    """A frozen section that refuses unknown keys. `model_fields_set` has what the file sets. It can also be read like
-    the dict of DeepSpeed's `engine.config`: `config["zero_optimization"].get("stage", 0)`."""
+    """A frozen section that refuses unknown keys. `model_fields_set` names the keys of the file. It can also be read
+    like the dict of DeepSpeed's `engine.config`: `config["zero_optimization"].get("stage", 0)`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
@@ -160,7 +160,7 @@ class Section(BaseModel):
 
 
 class SwitchedSection(Section):
-    """A section whose first field is a switch. While that is off, other values do nothing, so a bad one is no error."""
+    """A section whose first field is a switch. While it is off, other values do nothing, and a bad one is no error."""
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -179,7 +179,7 @@ _PATH_LIST = "one directory, several separated by commas, or a list; used where 
 
 
 class OffloadSection(SwitchedSection):
-    """Where one kind of bytes rests."""
+    """The place where one kind of bytes rests."""
 
     device: Device = Field("none", description="where it rests between uses: none (device), cpu (host memory), nvme")
     nvme_path: PathList | None = Field(None, description=f"swap directories: {_PATH_LIST}")

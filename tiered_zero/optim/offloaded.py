@@ -33,9 +33,9 @@ from tiered_zero.layout.subgroups import AUTO_SUB_GROUP_NUMEL, SubGroup, pack_pa
 from tiered_zero.native.update import num_kernel_threads
 from tiered_zero.optim.state_files import STAND_IN, StateFiles, write_state
 from tiered_zero.optim.user_params import UserParameters
+from tiered_zero.plan.placement import list_slots
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.request import SubGroupSize, limit_of, plan_request
-from tiered_zero.plan.slots import list_slots
 from tiered_zero.rules.from_config import make_rule
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import FollowingMasters, ParamMasters, StateLayout

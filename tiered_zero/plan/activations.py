@@ -1,4 +1,4 @@
-"""Sizes of what offloaded activations take: their budget on a tier, what is on its way, and staging buffers."""
+"""Size offloaded activations: their budget on a tier, the bytes on their way, and staging buffers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 
 DEFAULT_NVME_NBYTES = 16 * GIB
 DEFAULT_HOST_SHARE = 4
-"""Without a limit: this part of the host memory that all else leaves."""
+"""The budget without a limit in the config: on nvme, and as a part of the host memory that all else leaves."""
 
 IN_FLIGHT_SHARE = 16
 MIN_IN_FLIGHT_NBYTES, MAX_IN_FLIGHT_NBYTES = 16 * MIB, GIB
-"""On their way at once: a part of the budget, within these bounds. A larger tensor stays on the device."""
+"""The most bytes on their way at once: a part of the budget, within these bounds. A larger tensor stays on the
+device."""
 
 NUM_STAGING = 4
 NO_STAGING = StagingSize()
@@ -22,8 +23,8 @@ NO_STAGING = StagingSize()
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPlan:
-    """`nbytes`: the budget on `tier`. `in_flight_nbytes`: on the device besides, on their way there or back.
-    `min_nbytes`: smaller tensors stay on the device. `staging`: between the device and nvme."""
+    """`nbytes`: the budget on `tier`. `in_flight_nbytes`: the bytes on the device that are on their way there or back.
+    `min_nbytes`: smaller tensors stay on the device. `staging`: buffers between the device and nvme."""
 
     tier: str
     nbytes: int
@@ -53,21 +54,23 @@ def plan_activations(request: ActivationRequest, host_room_nbytes: int) -> Activ
 
 
 STATISTICS_NBYTES = 4
-"""Of a row: a normalization's factor, a head's sum of exponentials."""
+"""Bytes of one row's statistic: a normalization's factor, or a head's sum of exponentials."""
 
 LOSS_NBYTES = 12
-"""Of a logit, at the peak of its loss: log-softmax, its gradient, and the gradient of its input, all in fp32."""
+"""Bytes of a logit at the peak of its loss: log-softmax, its gradient, and the gradient of its input, all in fp32."""
 
 GELU_OF_OPERATIONS = "gelu_new"
-"""An activation made of torch's operations, each of which saves its own."""
+"""An activation that is made of torch's operations, each of which saves its own input."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """Sizes of a transformer block, in elements of a token. `query`, `key`: over all heads. `norms`: of its hidden
-    state; `norms_heads`: queries and keys too. `fp32_norms`: made of operations in fp32, as models with RMSNorm have
-    them; else torch's own. `ffn`: of one expert. `experts`: that a token passes through; 0: no router. `masks`: with
-    dropout. `eager`: attention keeps its scores. `fp32_scores`: its softmax runs in fp32."""
+    """Sizes of a transformer block, in elements of a token.
+
+    `ffn`: the size of one expert. `experts`: how many a token passes through; 0: no router. `query`, `key`: over all
+    heads. `norms`: the number of normalizations of the hidden state. `norms_heads`: queries and keys are normalized
+    too. `fp32_norms`: normalizations are made of operations in fp32, as in models with RMSNorm; else they are torch's
+    own. `masks`: with dropout. `eager`: attention keeps its scores. `fp32_scores`: its softmax runs in fp32."""
 
     hidden: int
     ffn: int
@@ -85,7 +88,7 @@ class BlockShape:
     fp32_scores: bool = True
 
     def token_nbytes(self, length: int, itemsize: int) -> int:
-        """Bytes that autograd saves of one token of a sample of `length`, whose activations have `itemsize` bytes."""
+        """Return the bytes that autograd saves for one token. `length`: of its sample. `itemsize`: of an activation."""
         # A normalization saves its input (in fp32, if made of operations in fp32, and then its result before the
         # weight, too) and a statistic.
         norm_itemsize = 4 + itemsize if self.fp32_norms else itemsize
@@ -94,7 +97,7 @@ class BlockShape:
             norms += norm_itemsize * (self.query + self.key)
         # The projections save their inputs: one for queries, keys and values, one for the output.
         projections = itemsize * (self.hidden + self.query)
-        # Attention saves queries, keys and values. Fused kernels save the sum of a row besides, and their output is the
+        # Attention saves queries, keys and values. Fused kernels also save the sum of each row; their output is the
         # next projection's input. Eager attention repeats keys and values for each query's head, and saves the row
         # after softmax, and its copies in the parameters' dtype and after dropout (with the mask).
         attention = itemsize * (self.query + 2 * (self.query if self.eager else self.key))
@@ -105,20 +108,21 @@ class BlockShape:
         else:
             attention += self.heads * STATISTICS_NBYTES
         # The feed-forward saves its input, the activation's input and output (GPT-2's also tanh and two products), and
-        # with a gate the other factor and the product. With experts the router saves the input, and each expert its
-        # own copy and its output.
+        # with a gate the other factor and the product. With experts the router saves the input, and each expert a copy
+        # of it and its output.
         arrays = 2 + 2 * self.gated + 3 * (self.activation == GELU_OF_OPERATIONS)
         ffn = itemsize * self.hidden + max(1, self.experts) * itemsize * arrays * self.ffn
         ffn += self.experts * 2 * itemsize * self.hidden
-        # A dropout behind attention and feed-forward saves its mask: a byte on CUDA, an element on the CPU.
+        # The dropouts after attention and feed-forward save their masks: a byte on CUDA, an element on the CPU.
         masks = 2 * itemsize * self.hidden * self.masks
         return norms + projections + attention + ffn + masks
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationEstimate:
-    """Bytes of one micro-batch, with a checkpoint around each block. `boundary_nbytes`: the input of one; there are
-    `num_boundaries`. `block_nbytes`: of one block, while it is computed again. `logits_nbytes`: with their loss."""
+    """Bytes of one micro-batch with a checkpoint around each block. `boundary_nbytes`: the input of one block; there
+    are `num_boundaries`. `block_nbytes`: one block while it is computed again. `logits_nbytes`: logits and their
+    loss."""
 
     tokens: int
     boundary_nbytes: int
@@ -132,15 +136,15 @@ class ActivationEstimate:
 
     @property
     def budget_nbytes(self) -> int:
-        """Bytes of a tier on which all inputs of blocks find room."""
+        """Return the budget in which the inputs of all blocks find room."""
         return self.num_boundaries * align_up(self.boundary_nbytes, PAGE_NBYTES)
 
     def needed_nbytes(self, plan: ActivationPlan | None) -> int:
-        """Bytes in the memory of what computes."""
+        """Return the bytes in the memory of the device that computes."""
         return self.boundaries_nbytes - self.offloaded_nbytes(plan) + self.block_nbytes + self.logits_nbytes
 
     def offloaded_nbytes(self, plan: ActivationPlan | None) -> int:
-        """Of the inputs, those that find room in the budget."""
+        """Return the bytes of the blocks' inputs that find room in the budget."""
         if plan is None or not plan.min_nbytes <= self.boundary_nbytes <= plan.in_flight_nbytes:
             return 0
         return (
@@ -151,7 +155,7 @@ class ActivationEstimate:
 def estimate_activations(
     block: BlockShape, *, samples: int, length: int, layers: int, vocab: int, itemsize: int
 ) -> ActivationEstimate:
-    """`samples` of `length` tokens are a micro-batch. `itemsize`: bytes of an activation's element. The logits
+    """Estimate a micro-batch: `samples` of `length` tokens. `itemsize`: bytes of an activation's element. The logits
     themselves stay until the step ends, as the model's output."""
     tokens = samples * length
     return ActivationEstimate(

@@ -1,8 +1,8 @@
 """Choose where everything rests: `tiered_zero.placement: "auto"`.
 
-Candidates differ in settings that change no numbers and that the config leaves out. Each pair of slowest tiers, of
-parameters and of state, is planned with as little as possible on faster ones; what room that plan leaves is filled, on
-the device, then in host memory. The predicted seconds of a step decide.
+Candidates differ in settings that change no numbers and that the config leaves out. For each pair of slowest tiers, one
+for parameters and one for state, the search plans as little as possible on faster tiers. Then it fills the room that is
+left, on the device first and in host memory after that. The predicted seconds of a step decide.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tiered_zero.sizes import TIERS, format_nbytes
 
 NUM_SHOWN = 3
 NUM_TRIES = 4
-"""To fill a tier: buffers may grow with what rests there."""
+"""Tries to fill a tier: buffers may grow with the bytes that rest there."""
 
 LARGE_SUB_GROUP_NUMEL = 1 << 22
-"""The largest that `sub_group_size` sets; left out, state that is transferred has a quarter of it."""
+"""The largest that `sub_group_size` sets. If it is left out, state that is transferred has a quarter of it."""
 
 _ZERO, _OWN = "zero_optimization.", "tiered_zero."
 _PARAM, _STATE = f"{_ZERO}offload_param.", f"{_ZERO}offload_optimizer."
@@ -53,7 +53,7 @@ class Candidate:
 
     @property
     def places(self) -> str:
-        """What rests where, and when the update runs."""
+        """Say what rests on which tier, and when the update runs."""
         words = []
         for what, kind in (("parameters", "param"), ("state", "state"), ("gradients", "gradient")):
             sizes = {tier: self.plan.nbytes(tier, kind) for tier in TIERS}
@@ -68,7 +68,7 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        """One line: seconds, places, bytes of each tier, bytes written in a step, and why it takes so long."""
+        """One line: seconds, the busiest resource, places, bytes of each tier, and bytes written in a step."""
         sizes = ", ".join(f"{tier} {format_nbytes(n)}" for tier in TIERS if (n := self.plan.nbytes(tier)))
         bound = self.step.bound_by
         return (
@@ -78,14 +78,14 @@ class Candidate:
 
 
 def _order(candidate: Candidate) -> tuple[float, int]:
-    """Of two that are as fast, to three digits, the one that writes less comes first."""
+    """Sort by seconds, to three digits; of two equal ones the one that writes less comes first."""
     return float(f"{candidate.step.seconds:.3g}"), candidate.written_nbytes
 
 
 @dataclass(kw_only=True)
 class PlacementSearch:
-    """`plan_of`: plans a config, allocating nothing. `predict`: the step of a plan. `estimate`: of activations, for
-    which room is left where memory that is free is the limit. `disk_nbytes`: free there. None: not known."""
+    """`plan_of`: plans a config, allocating nothing. `predict`: predicts the step of a plan. `estimate`: of
+    activations, for which room is left if free memory is the limit. `disk_nbytes`: free bytes. None: not known."""
 
     config: Config
     plan_of: Callable[[Config], Plan]
@@ -93,13 +93,15 @@ class PlacementSearch:
     estimate: ActivationEstimate | None = None
     disk_nbytes: int | None = None
     errors: list[Exception] = field(default_factory=list)
+    _plans: dict[frozenset[tuple[str, Any]], Plan] = field(default_factory=dict)
 
     def run(self) -> list[Candidate]:
-        """Return the candidates that fit, best first. Raises what is wrong with the last one, which has least in
-        memory, if none fits."""
-        plans = [each for each in [*self._placements()] if self._has_disk(each[1])]
+        """Return the candidates that fit, best first. If none fits, raise the error of the last one, which has least in
+        memory."""
+        plans = [each for each in self._placements() if self._has_disk(each[1])]
         least = min((self._short_nbytes(plan) for _, plan in plans), default=0)
-        found = [self._candidate(*each) for each in plans if self._short_nbytes(each[1]) <= least]
+        fitting = {frozenset(settings.items()): (settings, plan) for settings, plan in plans}
+        found = [self._candidate(*each) for each in fitting.values() if self._short_nbytes(each[1]) <= least]
         for best in sorted(found, key=_order)[:NUM_SHOWN]:
             for update in ("barrier", "overlapped"):
                 for size in ({}, {f"{_ZERO}sub_group_size": LARGE_SUB_GROUP_NUMEL}):
@@ -121,18 +123,21 @@ class PlacementSearch:
         return [*by_places.values()]
 
     def _plan(self, settings: Settings, *, fits: bool = True) -> Plan | None:
-        """Plan what works, and `fits` if that is asked; None, with an entry in `errors`, for what does not."""
+        """Return the plan of settings that work, and that `fits` if that is asked. For others add an entry to `errors`
+        and return None."""
+        key = frozenset(settings.items())
         try:
-            plan = self.plan_of(self.config.filled_in(settings))
+            if key not in self._plans:
+                self._plans[key] = self.plan_of(self.config.filled_in(settings))
             if fits:
-                plan.check()
+                self._plans[key].check()
         except (ValidationError, ConfigError, ModelError, PlanError) as error:
             self.errors.append(error)
             return None
-        return plan
+        return self._plans[key]
 
     def _has_disk(self, plan: Plan) -> bool:
-        """Whether the disk has room for the plan; if not, with an entry in `errors`."""
+        """Return whether the disk has room for the plan; if not, add an entry to `errors`."""
         needed = plan.nbytes("nvme")
         if self.disk_nbytes is None or needed <= self.disk_nbytes:
             return True
@@ -153,7 +158,7 @@ class PlacementSearch:
         fits: set[tuple[str, str]] = set()
         for param, state in itertools.product(self._devices if pages else ("none",), self._devices):
             if (param == "nvme" and ("cpu", state) in fits) or (state == "nvme" and (param, "cpu") in fits):
-                continue  # nothing that host memory has no room for
+                continue  # host memory has room for all of it
             settings: dict[str, Any] = {f"{_PARAM}device": param, f"{_STATE}device": state}
             settings |= {f"{section}nvme_path": path for section in (_PARAM, _STATE) if path}
             if param != "none":
@@ -174,8 +179,8 @@ class PlacementSearch:
         return ("none", "cpu", "nvme") if self._path else ("none", "cpu")
 
     def _fill(self, settings: Settings, on_device: Sequence[str]) -> Iterator[tuple[Settings, Plan]]:
-        """Yield the settings with as much on faster tiers as there is room for, and the plan. `on_device`: what goes
-        there first."""
+        """Yield the settings, and their plan, with as much on faster tiers as there is room for. `on_device`: the kinds
+        that go to the device, in order."""
         plan = self._plan(settings)
         if plan is None:
             return
@@ -194,7 +199,7 @@ class PlacementSearch:
         yield settings, plan
 
     def _grow(self, settings: Settings, plan: Plan, tier: str, kind: str) -> tuple[Settings, Plan]:
-        """Put on `tier` as much of a kind as it has room for, without moving anything else from it."""
+        """Put as much of a kind on `tier` as it has room for, without moving anything else from it."""
         itemsize, room_of = 4 if self.config.param_dtype_name == "float32" else 2, self._room_nbytes
         room = min(room_of(plan, tier), sum(plan.nbytes(other, kind) for other in TIERS))
         for _ in range(NUM_TRIES):
@@ -219,13 +224,13 @@ class PlacementSearch:
         return settings, plan
 
     def _short_nbytes(self, plan: Plan) -> int:
-        """Bytes that activations need, as estimated, beyond what the plan leaves them."""
-        return max(0, -self._room_nbytes(plan, "host" if plan.request.device_is_host else "device"))
+        """Return the bytes that activations need, as estimated, beyond those that the plan leaves them."""
+        return max(0, -self._room_nbytes(plan, plan.request.computing_tier))
 
     def _room_nbytes(self, plan: Plan, tier: str) -> int:
-        """Bytes that the plan leaves of the tier, and which activations do not need."""
+        """Return the bytes of the tier that neither the plan nor activations need."""
         limit, source = plan.limits[tier]
-        room, computes = limit - plan.needed_nbytes(tier), "host" if plan.request.device_is_host else "device"
-        if self.estimate is None or tier != computes or RESERVED not in source:
+        room = limit - plan.needed_nbytes(tier)
+        if self.estimate is None or tier != plan.request.computing_tier or RESERVED not in source:
             return room  # a limit that the config sets is without activations
         return room - max(0, self.estimate.needed_nbytes(plan.activations) - limit // (RESERVED_SHARE - 1))

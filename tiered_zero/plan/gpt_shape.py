@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from tiered_zero.errors import ConfigError
 
 HEAD_SIZE = 64
-"""Where `heads` is not given, there is one per so many channels."""
+"""Channels of a head if `heads` is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class GPTConfig:
 
 
 def num_parameters(config: GPTConfig) -> int:
-    """Tied weights count once."""
+    """Count the parameters; tied weights count once."""
     hidden = config.hidden
     block = 12 * hidden**2 + 13 * hidden
     embeddings = (config.vocab * (1 if config.tied else 2) + config.context) * hidden
@@ -54,17 +54,17 @@ _FAMILIES = (
     (5e7, GPTConfig(vocab=50257, context=1024)),  # GPT-2
     (3e9, GPTConfig(vocab=128256, context=8192, tied=False)),  # Llama 3
 )
-"""Parameters from which on a model has a family's vocabulary, context and head; embeddings decide how much is paged."""
+"""The least number of parameters -> vocabulary, context and head, which decide how much is paged."""
 
 
 def gpt_of_size(num_wanted: float) -> GPTConfig:
-    """A GPT of about that many parameters with the usual proportion, hidden = 128 * layers, and the vocabulary and
-    context of real models of that size. Raises ConfigError."""
+    """Return a GPT of about that many parameters, with the usual proportion, hidden = 128 * layers, and the vocabulary
+    and context of real models of that size. Raises ConfigError."""
     if not 1e6 <= num_wanted < math.inf:
         raise ConfigError(f"A model planned by its size has at least 1e6 parameters, not {num_wanted:g}.")
     family = [config for least, config in _FAMILIES if num_wanted >= least][-1]
     best = None
-    for hidden in itertools.count(HEAD_SIZE, HEAD_SIZE):  # the wider, the fewer layers are left of the size
+    for hidden in itertools.count(HEAD_SIZE, HEAD_SIZE):  # the wider, the fewer layers
         one = replace(family, layers=1, hidden=hidden, heads=0)
         per_block = num_parameters(replace(one, layers=2)) - num_parameters(one)
         layers = round((num_wanted - num_parameters(one)) / per_block) + 1
@@ -78,7 +78,7 @@ _MULTIPLES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 def parse_count(text: str) -> float:
-    """'7B', '350M' or '7e9' -> the number. Raises ConfigError."""
+    """Read '7B', '350M' or '7e9'. Raises ConfigError."""
     stripped = text.strip().lower().replace("_", "")
     multiple = _MULTIPLES.get(stripped[-1:], 1.0)
     try:
@@ -88,7 +88,7 @@ def parse_count(text: str) -> float:
 
 
 def parse_gpt(text: str) -> GPTConfig:
-    """'gpt:layers=24,hidden=2048' -> GPTConfig; what is not named keeps its default. Raises ConfigError."""
+    """Read 'gpt:layers=24,hidden=2048'; settings that are not named keep their defaults. Raises ConfigError."""
     family, _, settings = text.partition(":")
     if family.strip() != "gpt":
         raise ConfigError(f"The built-in model is written gpt:layers=24,hidden=2048; found {text!r}.")

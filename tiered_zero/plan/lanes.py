@@ -1,6 +1,6 @@
-"""A clock, lanes that do one job at a time, and events: a small simulation of what runs side by side.
+"""Simulate work that runs at the same time: a clock, lanes that do one job at a time, and events.
 
-A process is a generator. It yields a `Job` for a lane, an `Event` or `Room`, and goes on when the job is done, the
+A process is a generator. It yields a `Job` for a lane, an `Event` or a `Room`, and continues when the job is done, the
 event has come, or there is room.
 """
 
@@ -15,8 +15,8 @@ from itertools import count
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Work for the lane of `resource`. `opposed_s`: its seconds while jobs of another resource wait for that lane, too:
-    a disk that writes at the same time reads at another rate; None: the same. The lowest `order` goes first."""
+    """Work for the lane of `resource`. `opposed_s`: its seconds while jobs of another resource wait for the same lane,
+    as a disk reads at another rate while it writes; None: the same seconds. The lowest `order` goes first."""
 
     resource: str
     seconds: float
@@ -25,7 +25,7 @@ class Job:
 
 
 class Event:
-    """Something that comes once, after so many calls of `come`."""
+    """Comes once, after `num_awaited` calls of `come`."""
 
     def __init__(self, num_awaited: int = 1) -> None:
         self._num_awaited = num_awaited
@@ -44,7 +44,7 @@ class Event:
 
 
 class Room:
-    """A number of places. A process that yields it takes one; `leave` gives one back."""
+    """A number of places. A process that yields it takes one; `leave` returns one."""
 
     def __init__(self, num_places: int) -> None:
         self.num_free = num_places
@@ -68,10 +68,8 @@ class _Lane:
 
 
 class Clock:
-    """Runs processes. `lanes`: resource -> the name of the lane that its jobs share with others; its own if not there.
-
-    `num_events`: jobs that have ended.
-    """
+    """Runs processes. `lanes`: resource -> the lane that its jobs share with others; a resource that is not named has
+    its own. `num_events`: jobs that have ended."""
 
     def __init__(self, lanes: dict[str, str]) -> None:
         self.now_s = 0.0
@@ -82,7 +80,7 @@ class Clock:
         self._numbers = count()
 
     def run(self, process: Process, has_ended: Callable[[], bool]) -> None:
-        """Run until `has_ended`, or until nothing is left that could end."""
+        """Run until `has_ended`, or until no job is left."""
         self.resume(process)
         while self._ends and not has_ended():
             self.now_s, _, lane, process = heapq.heappop(self._ends)
@@ -92,7 +90,7 @@ class Clock:
             self._serve(lane)
 
     def resume(self, process: Process) -> None:
-        """Start a process, or let it go on until it waits."""
+        """Start or continue a process until it waits."""
         for wish in process:
             if isinstance(wish, Job):
                 self._queue(wish, process)

@@ -1,4 +1,4 @@
-"""A machine as plans see it: its sizes and rates, measured (hardware/rates.py) or described in a file or by options."""
+"""Describe a machine for plans: sizes and rates, measured (hardware/rates.py) or given in a file or by options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _read_tera(text: str, unit: str) -> int:
 
 
 def _or_text(read: Callable[[str], int]) -> BeforeValidator:
-    """Let a field be text that `read` reads, as well as a number."""
+    """Accept text that `read` reads, as well as a number."""
     return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
 
 
@@ -48,8 +48,8 @@ class Disk:
     """The disk of a directory, or one described. None: not known.
 
     `path`: the directory, or the text that describes the disk. `nbytes`: free for this user. `mixed_bytes_per_s`: bytes
-    of both a second, half of them read and half written at the same time; where that is not given, as if the disk did
-    one after the other. `rated_nbytes`: what the maker lets be written in its life.
+    a second of both together, half of them read and half written at the same time; left out, as if the disk did one
+    after the other. `rated_nbytes`: the bytes that may be written in its life, by its maker's rating.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
@@ -71,12 +71,12 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Sizes and rates of a machine. None, and a type that `flops_per_s` lacks: not known.
+    """Sizes and rates of a machine. None, or a type that `flops_per_s` lacks: not known.
 
     `source`: where the numbers come from. `date`: of the measurement, ISO 8601. `device`: "cpu", "cuda", ...
     `device_nbytes`, `host_nbytes`: free for this user. `flops_per_s`: of matrix products, by "bf16", "fp16", "fp32".
-    `copy_bytes_per_s`: of host memory, read and written. `update_bytes_per_s`: what AdamW reads and writes, on all
-    cores. `to_device_bytes_per_s`, `from_device_bytes_per_s`: of pinned memory; None where the device is the CPU.
+    `copy_bytes_per_s`: of host memory, read and written. `update_bytes_per_s`: read and written by AdamW on all cores.
+    `to_device_bytes_per_s`, `from_device_bytes_per_s`: of pinned memory; None if the device is the CPU.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
@@ -108,7 +108,7 @@ _READER: Final = TypeAdapter(Machine)
 
 
 def load_machine(path: Path) -> Machine:
-    """Read what `Machine.save` has written, or a description, whose sizes and rates may be text: "24GiB", "7GB/s",
+    """Read a file of `Machine.save`, or a description, whose sizes and rates may be text: "24GiB", "7GB/s",
     "150TFLOPS", "1200TBW". Raises ConfigError."""
     try:
         return _READER.validate_json(json.dumps(read_json(path)))
@@ -131,8 +131,8 @@ def from_description(
     host_nbytes: int | None = None,
     disks: Sequence[Disk] = (),
 ) -> Machine:
-    """Return `base` with the sizes and disks that are given in place of its own; None: a machine without rates. Memory
-    of a device that `base` lacks is that of an accelerator whose rates are not known."""
+    """Return `base` (None: a machine without rates) with the given sizes and disks in place of its own. If it has no
+    device but the CPU, `device_nbytes` adds an accelerator whose rates are not known."""
     machine = base or Machine(name="described by options")
     if device_nbytes is not None and machine.device == "cpu":
         machine = replace(machine, device="cuda", flops_per_s={})

@@ -10,34 +10,39 @@ from tiered_zero.errors import PlanError
 from tiered_zero.layout.buckets import cut_buckets
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.activations import ActivationPlan, plan_activations
-from tiered_zero.plan.placement import Placement, gradients_to_nvme, place
+from tiered_zero.plan.placement import (
+    Placement,
+    PlannedSlot,
+    UnitTraffic,
+    gradients_to_nvme,
+    list_slots,
+    list_traffic,
+    place,
+)
 from tiered_zero.plan.remedies import how_to_fit
 from tiered_zero.plan.request import NO_LIMIT, Limits, LookAhead, PlanRequest, RankRequest, SubGroupSize
-from tiered_zero.plan.slots import PlannedSlot, list_slots
+from tiered_zero.plan.resolve import UpdateChoice, choose_update_policy
 from tiered_zero.plan.staging import NUM_STATE_STAGING, Staging, size_staging
-from tiered_zero.plan.traffic import UnitTraffic, list_traffic
-from tiered_zero.plan.update_policy import UpdateChoice, choose_update_policy
 from tiered_zero.sizes import MIB, TIERS, align_up, format_nbytes
 
 WINDOW_UNITS = 3
 """Paged units on the device at once: the one in use, the one that is fetched, the one that is evicted."""
 
-
 SHARED_SEGMENT_NBYTES, SEGMENT_NBYTES = 20 * MIB, 2 * MIB
 LEAST_SEGMENT_NBYTES = 10 * MIB
-"""Of CUDA's allocator in torch: larger blocks than a MiB lie in segments of the first size, in which several find
-room; from the last size on a block has a segment of its own, a multiple of the second."""
+"""Segments of torch's allocator on CUDA: blocks larger than a MiB share segments of the first size. Blocks of at least
+the last size have a segment of their own, a multiple of the second."""
 
 UPDATE_CHUNK_NUMEL, COPIES_CHUNK_NUMEL = 1 << 26, 1 << 22
-"""Elements that an update on the device steps at once: of fp32 state, and of other formats, by fp32 copies."""
+"""Elements that an update on the device steps at once: with fp32 state, and with other formats, by fp32 copies."""
 
 NUM_UPDATE_COPIES = 12
-"""Such copies, and what rounding them back takes."""
+"""The number of such copies, including the temporaries of rounding them back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """`kind`: what the ledger counts it as. `what`: in words."""
+    """Bytes of one kind on a tier. `kind`: the ledger's name for it. `what`: the same in words."""
 
     tier: str
     kind: str
@@ -46,17 +51,19 @@ class PlanRow:
 
 
 _Row = tuple[str, str, int, str]
-"""Of a PlanRow, in its order; one of no bytes is left out of the plan."""
+"""The fields of a PlanRow, in order. A row without bytes is left out of the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagerLimits:
-    """`live_nbytes`: planned bytes of paged units on the device at once. `reserved_nbytes`: what its allocator takes
-    for them. `most_live_nbytes`: as many as the config
-    allows, where code uses more units at the same time than a forward of nested modules does (a checkpointed region of
-    many blocks, `gathered`). `one_module`: the largest unit is the parameters of one, which no size cap cuts.
-    `limited_by`: what keeps fewer units on the device, or fetches fewer ahead, than could be in use. `tier`: whose
-    limit they count against, host where the device's memory is the host's.
+    """Limits of the paged units on the device.
+
+    `live_nbytes`: planned bytes at once. `reserved_nbytes`: the memory that the device's allocator takes for them.
+    `most_live_nbytes`: the most that the config allows, for code that uses more units at a time than a forward of
+    nested modules does (a checkpointed region of many blocks, `gathered`). `one_module`: the largest unit holds the
+    parameters of one module, which no size cap cuts. `limited_by`: the settings that keep fewer units on the device, or
+    fetch fewer ahead, than could be in use. `tier`: the tier whose limit counts, host if the device's memory is the
+    host's.
     """
 
     live_nbytes: int
@@ -70,9 +77,9 @@ class PagerLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPlan:
-    """`sums`: fp32 sums over micro-batches rest at home, else values in the parameter's dtype. `copies`: 2 for the
-    delayed update. `in_flight_nbytes`: on their way to the host, or to the other ranks, at once. `rank`: whose shards
-    are kept; None: whole units. `itemsize`: of the parameters.
+    """How gradients are kept. `sums`: as fp32 sums over micro-batches, else as values in the parameter's dtype.
+    `copies`: 2 for the delayed update. `in_flight_nbytes`: the most bytes on their way to the host, or to other ranks.
+    `rank`: the rank whose shards are kept; None: whole units. `itemsize`: bytes of a parameter's element.
     """
 
     sums: bool
@@ -96,7 +103,7 @@ class GradientPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every size, placement and policy of a run. `request`: what it was made from."""
+    """Every size, placement and policy of a run. `request`: the request from which it was made."""
 
     tiers: Placement
     pager_limits: PagerLimits
@@ -107,7 +114,7 @@ class Plan:
     request: PlanRequest
     units: tuple[UnitTraffic, ...]
     activations: ActivationPlan | None = None
-    """None where they stay on the device."""
+    """None if they stay on the device."""
 
     @property
     def delayed(self) -> bool:
@@ -179,9 +186,9 @@ class Plan:
 def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
     """Place every byte. Raises ConfigError where a size that the config fixes cannot work; does not check limits.
 
-    What has room to shrink does so before a limit is missed: first the window of paged parameters, then gradients leave
-    memory, then as few sub-groups are in flight as the pipeline needs; the caller may cut those smaller. A plan that
-    still needs more than a limit therefore needs the least that these units and sub-groups can have.
+    Before a limit is missed, the plan shrinks: first the window of paged parameters, then gradients leave memory, then
+    no more sub-groups are in flight than the pipeline needs. The caller may cut those smaller. A plan that still needs
+    more than a limit is therefore the smallest of these units and sub-groups.
     """
     plan = _plan_gradients(units, subgroups, request)
     if plan.missing_nbytes("host") <= 0 or request.state.num_buffers is not None:
@@ -191,9 +198,9 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
 
 
 def _plan_gradients(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
-    """Place gradients last: with "auto" as many rest in host memory as there is room for beside all else. Parameters
-    that `max_in_cpu` keeps there go before them: a byte of memory spares the disk 2n + 1 bytes of a parameter in a step
-    of n micro-batches, which both passes read and the update writes, and at most 2n of a gradient."""
+    """Place gradients last: with "auto" host memory holds as many as it has room for next to everything else.
+    Parameters that `max_in_cpu` keeps there come first: in a step of n micro-batches a byte of memory spares the disk
+    2n + 1 bytes of a parameter, which both passes read and the update writes, and at most 2n bytes of a gradient."""
     if request.gradients == "nvme":
         return _plan(units, subgroups, request, 0)
     plan = _plan(units, subgroups, request, NO_LIMIT)
@@ -208,7 +215,7 @@ def _plan_gradients(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], re
 def _plan(
     units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest, host_gradients_nbytes: int
 ) -> Plan:
-    """`host_gradients_nbytes`: most bytes of gradients in host memory; the others rest on nvme."""
+    """Plan with at most `host_gradients_nbytes` of gradients in host memory; the others rest on nvme."""
     tiers = place(units, subgroups, request)
     update_policy = choose_update_policy(request.update, tiers.state, request.ranks)
     delayed = update_policy.policy == "delayed"
@@ -262,7 +269,7 @@ def _plan(
 
 
 def _room_nbytes(tier: str, rows: Iterable[_Row], request: PlanRequest) -> int:
-    """Bytes that the rows leave of the tier's limit."""
+    """Return the bytes that the rows leave of the tier's limit."""
     counted = request.counted_tiers(tier)
     return request.limit_nbytes(tier) - sum(nbytes for own, _, nbytes, _ in rows if own in counted)
 
@@ -275,7 +282,7 @@ def _rows(
     staging: Staging,
     state_format: str,
 ) -> list[_Row]:
-    """Return the rows of what rests on each tier, and of staging."""
+    """Return the rows of the bytes that rest on each tier, and of staging."""
     on_device = sum(tiers.home_nbytes(unit) for unit in units if tiers.params[unit.index] == "device")
     part = "parameters, this rank's part"
     shards = "" if gradients.rank is None else f" of rank {gradients.rank}'s shards"
@@ -310,8 +317,9 @@ def _rows(
 
 
 def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room_nbytes: int) -> int:
-    """Gradients of a second unit. On an accelerator they count from the launch of their computation: with those of one
-    unit only, backward would not be launched ahead of the device. Nothing where it has no room for them."""
+    """Return the gradients of a second unit in flight, or 0 if the device has no room for them. On an accelerator they
+    count from the launch of their computation: with one unit only, backward would not be launched ahead of the
+    device."""
     second = sorted((unit.nbytes for unit in to_host), reverse=True)[1:2]
     return 0 if request.update.shares_cores or sum(second) > room_nbytes else sum(second)
 
@@ -319,8 +327,8 @@ def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room
 def _update_nbytes(
     subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], request: PlanRequest, gradients: GradientPlan
 ) -> int:
-    """Temporaries of the largest update on an accelerator: the rule's own, gradients in fp32, and the state, which
-    torch creates in the first step before it is copied to its place."""
+    """Return the temporaries of the largest update on an accelerator: the rule's own, gradients in fp32, and the state
+    that torch creates in the first step, before it is copied to its place."""
     count = request.update.temporaries
     on_device = [group for group, tier in zip(subgroups, state_tiers, strict=True) if tier == "device"]
     if count is None or not on_device:
@@ -335,7 +343,7 @@ def _update_nbytes(
 
 
 def _waiting_nbytes(trainable: Sequence[Unit], ranks: RankRequest) -> int:
-    """Gradients of shards wait on the device until those of all units in their bucket are complete."""
+    """Return the gradients of shards that wait on the device until all units of their bucket are complete."""
     if not ranks.shards_gradients:
         return 0
     buckets = cut_buckets(trainable, ranks.world_size, ranks.bucket_numel)
@@ -345,7 +353,7 @@ def _waiting_nbytes(trainable: Sequence[Unit], ranks: RankRequest) -> int:
 def _returned_nbytes(
     to_host: Sequence[Unit], subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], sums: bool
 ) -> int:
-    """Gradients of a unit that is split over tiers return for the update on the device, a sub-group at a time."""
+    """Return the gradients that come back to the device at a time: a unit split over tiers is updated on it in part."""
     itemsizes = {unit.index: 4 if sums else unit.itemsize for unit in to_host}
     return max(
         (
@@ -358,9 +366,10 @@ def _returned_nbytes(
 
 
 def _pager_limits(paged: Sequence[Unit], plan_request: PlanRequest, room_nbytes: int, tier: str) -> PagerLimits:
-    """The largest chain of units that are in use together (a module inside a module), and the next largest to fetch.
+    """Size the window: the largest chain of units in use together (a module inside a module), and the next largest
+    units to fetch.
 
-    `room_nbytes`: what the limit of `tier` leaves; the window shrinks to it, but not below the chain.
+    `room_nbytes`: the room that the limit of `tier` leaves. The window shrinks to it, but not below the chain.
     """
     request = plan_request.params
     if not paged:
@@ -392,7 +401,7 @@ def _pager_limits(paged: Sequence[Unit], plan_request: PlanRequest, room_nbytes:
 
 
 def _reserved_nbytes(sizes: Iterable[int]) -> int:
-    """Bytes of the segments in which blocks of these sizes lie, without those of at most a MiB, which are shared."""
+    """Return the bytes of the allocator's segments in which blocks of these sizes lie."""
     shared = own = 0
     for nbytes in sizes:
         if MIB < nbytes < LEAST_SEGMENT_NBYTES:
@@ -403,7 +412,7 @@ def _reserved_nbytes(sizes: Iterable[int]) -> int:
 
 
 def _around(module: str) -> list[str]:
-    """List the module and those that it is inside of, the root last."""
+    """List the module and the modules around it, the root last."""
     names = module.split(".") if module else []
     return [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
 

@@ -1,4 +1,4 @@
-"""Compare what every rank brings to a run, and name the first difference."""
+"""Compare the facts of all ranks, and name the first difference."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from tiered_zero.errors import RankError
 
 Exchange = Callable[[bytes, str], list[bytes]]
-"""Gives every rank the bytes of all, in rank order: `Collectives.exchange`."""
+"""Returns to every rank the bytes of all ranks, in rank order: `Collectives.exchange`."""
 
 
 def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
-    """Compare `facts`, values of JSON by what they are, with those of the other ranks, by hashes first. Raises
-    RankError, on every rank, which names the first difference and both values."""
+    """Compare `facts` (name -> a JSON value) with those of the other ranks, by hashes first. On a difference every rank
+    raises RankError, which names the first one and both values."""
     texts = {what: json.dumps(value, sort_keys=True).encode() for what, value in facts.items()}
     digests = {what: hashlib.sha256(text).hexdigest()[:16] for what, text in texts.items()}
     found = [json.loads(message) for message in exchange(json.dumps(digests).encode(), "the plan")]
@@ -35,8 +35,8 @@ def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
 
 
 def _first_difference(first: Any, other: Any, path: Sequence[str] = ()) -> tuple[Sequence[str], Any, Any]:
-    """The names on the way to the first value that differs, and both values; None if there is none. What one rank
-    alone has comes first: it moves the others."""
+    """Return the path of the first value that differs, and both values; None for a missing one. Keys that only one rank
+    has come first, because they move the others."""
     if isinstance(first, dict) and isinstance(other, dict):
         alone = [key for key in (*first, *other) if (key in first) != (key in other)]
         for key in (*alone, *first):

@@ -1,12 +1,14 @@
-"""Changes that a user can make to a plan that does not fit, so that it fits.
+"""Name the changes that make a plan fit which does not.
 
-A setting is named only where the plan shows that it acts: what already rests on nvme is not said to be moved there.
+A setting is named only if the plan shows that it acts: what already rests on nvme is not said to be moved there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from tiered_zero.plan.placement import NUM_GRADIENT_WINDOWS
 from tiered_zero.plan.request import RESERVED, RESERVED_SHARE
 from tiered_zero.plan.staging import NUM_STATE_STAGING
 from tiered_zero.sizes import ceil_nbytes, format_nbytes
@@ -18,22 +20,26 @@ if TYPE_CHECKING:
 NUM_NAMED = 3
 """Rows that a refusal names ahead of its table."""
 
+_STATE_TO_NVME = "set zero_optimization.offload_optimizer.device to nvme"
+
 
 def how_to_fit(plan: Plan, tier: str) -> str:
-    """Name the largest rows of a tier that is too small, the settings that free what is missing, largest first, and the
-    smallest limit that would do: what can shrink without a change of settings has done so."""
+    """Name the largest rows of a tier that is too small, the settings that free the missing bytes, and the smallest
+    limit that would do. The plan has already shrunk everything that shrinks without a change of settings."""
     source, missing_nbytes = plan.limits[tier][1], plan.missing_nbytes(tier)
     rows = sorted(plan.rows_of(tier), key=lambda row: -row.nbytes)
     changes: dict[str, None] = {}
-    freed_nbytes = 0
+    freed_nbytes = 0.0
     for row in rows:
-        change, share = _change(plan, row, tier)
-        if change and freed_nbytes < missing_nbytes:
-            changes[change] = None
-            freed_nbytes += int(row.nbytes * share)
+        left_nbytes = float(row.nbytes)
+        for change, share in sorted(_changes(plan, row, tier), key=lambda each: each[0] not in changes):
+            if freed_nbytes < missing_nbytes:
+                changes[change] = None
+                freed_nbytes += left_nbytes * share
+                left_nbytes -= left_nbytes * share
     fixed = ", which rest nowhere else"
     largest = "Largest: " + "; ".join(
-        f"{row.what} {format_nbytes(row.nbytes)}{'' if _change(plan, row, tier)[0] else fixed}"
+        f"{row.what} {format_nbytes(row.nbytes)}{'' if any(_changes(plan, row, tier)) else fixed}"
         for row in rows[:NUM_NAMED]
     )
     more = f"take a machine with more {tier} memory"
@@ -54,49 +60,59 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _change(plan: Plan, row: PlanRow, tier: str) -> tuple[str, float]:
-    """(what frees a row's bytes of `tier`, or a part of them; that part), or ("", 0) where nothing does."""
+def _changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]:
+    """Yield the changes that free bytes of a row on `tier`, each with the share of them that it frees."""
     params, state, ranks = plan.request.params, plan.request.state, plan.request.ranks
     kind, on_host = row.kind, tier == "host"
-    if kind == "param" and row.tier == "device":
-        if params.tier == "device" and not on_host:
-            return "offload parameters (zero_optimization.offload_param, at stage 3)", 1.0
-        if params.tier != "device" and ranks.world_size == 1:
-            return "lower zero_optimization.stage3_param_persistence_threshold", 1.0
-    if kind == "param" and on_host:
+    if kind == "param" and row.tier == "device" and params.tier == "device" and not on_host:
+        yield "offload parameters (zero_optimization.offload_param, at stage 3)", 1.0
+    elif kind == "param" and row.tier == "device" and params.tier != "device" and ranks.world_size == 1:
+        yield "lower zero_optimization.stage3_param_persistence_threshold", 1.0
+    elif kind == "param" and on_host:
         lower = "lower zero_optimization.offload_param.max_in_cpu"
-        return lower if params.tier == "nvme" else "set zero_optimization.offload_param.device to nvme", 1.0
-    if kind == "gradient_in_flight" and ranks.shards_gradients:
-        return "lower zero_optimization.reduce_bucket_size", 1.0
-    if kind in ("param_window", "gradient_in_flight", "gradient_window") and not plan.pager_limits.one_module:
-        return "lower tiered_zero.unit_size_cap", 1.0
-    if kind in ("state", "gradient") and row.tier == "device":
-        if state.tier == "device" and not on_host:
-            return "offload the optimizer (zero_optimization.offload_optimizer)", 1.0
-        if state.tier != "device":
-            lower = "lower tiered_zero.state_limits.device"
-            return lower if "device" in state.limits else "raise zero_optimization.offload_optimizer.ratio", 1.0
-    if kind == "state" and on_host:
-        lower = "lower tiered_zero.state_limits.host"
-        return lower if state.tier == "nvme" else "set zero_optimization.offload_optimizer.device to nvme", 1.0
-    if kind == "gradient" and on_host and plan.request.gradients == "host" and state.tier == "nvme":
-        return "set tiered_zero.gradients to auto", 1.0
-    if kind == "gradient" and plan.delayed:
-        return "set tiered_zero.update to overlapped, which holds gradients once", 0.5
-    if kind == "gradient" and plan.gradients.sums and plan.gradients.itemsize < 4:
-        return "set gradient_accumulation_steps to 1, which needs no fp32 sums", 0.5
-    if kind in ("activation", "activation_in_flight", "staging_activation"):
-        return "lower tiered_zero.activations.limit", 1.0
-    if kind == "param_back":
-        return "set tiered_zero.update to overlapped", 1.0
-    if kind == "staging_state" and (count := plan.staging.state.count) > NUM_STATE_STAGING:
+        yield lower if params.tier == "nvme" else "set zero_optimization.offload_param.device to nvme", 1.0
+    elif kind == "gradient_in_flight" and ranks.shards_gradients:
+        yield "lower zero_optimization.reduce_bucket_size", 1.0
+    elif kind in ("param_window", "gradient_in_flight", "gradient_window") and not plan.pager_limits.one_module:
+        yield "lower tiered_zero.unit_size_cap", 1.0
+    elif kind in ("state", "gradient") and row.tier == "device" and state.tier == "device" and not on_host:
+        yield "offload the optimizer (zero_optimization.offload_optimizer)", 1.0
+    elif kind in ("state", "gradient") and row.tier == "device" and state.tier != "device":
+        lower = "lower tiered_zero.state_limits.device"
+        yield lower if "device" in state.limits else "raise zero_optimization.offload_optimizer.ratio", 1.0
+    elif kind == "state" and on_host:
+        yield "lower tiered_zero.state_limits.host" if state.tier == "nvme" else _STATE_TO_NVME, 1.0
+    elif kind == "gradient":
+        yield from _gradient_changes(plan, row, tier)
+    elif kind in ("activation", "activation_in_flight", "staging_activation"):
+        yield "lower tiered_zero.activations.limit", 1.0
+    elif kind == "param_back":
+        yield "set tiered_zero.update to overlapped", 1.0
+    elif kind == "staging_state" and (count := plan.staging.state.count) > NUM_STATE_STAGING:
         name = "zero_optimization.offload_optimizer.buffer_count"
-        return f"set {name} to {NUM_STATE_STAGING}", 1 - NUM_STATE_STAGING / count
-    if kind == "staging_param":
+        yield f"set {name} to {NUM_STATE_STAGING}", 1 - NUM_STATE_STAGING / count
+    elif kind == "staging_param":
         lowered = "buffer_count" if plan.staging.params.count > 1 else "buffer_size"
-        return f"lower zero_optimization.offload_param.{lowered}", 1.0
-    if kind == "update_temporary":
-        return "lower zero_optimization.sub_group_size", 1.0
-    if kind == "bucket":
-        return "lower zero_optimization.reduce_bucket_size", 1.0
-    return "", 0.0
+        yield f"lower zero_optimization.offload_param.{lowered}", 1.0
+    elif kind == "update_temporary":
+        yield "lower zero_optimization.sub_group_size", 1.0
+    elif kind == "bucket":
+        yield "lower zero_optimization.reduce_bucket_size", 1.0
+
+
+def _gradient_changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]:
+    """Yield the changes for gradients in host memory. They follow state to nvme, except for the windows through which
+    they pass: of a small model these take as much."""
+    request = plan.request
+    if tier == "host" and request.gradients == "host" and request.state.tier == "nvme":
+        yield "set tiered_zero.gradients to auto", 1.0
+        return
+    if plan.delayed:
+        yield "set tiered_zero.update to overlapped, which holds gradients once", 0.5
+    if plan.gradients.sums and plan.gradients.itemsize < 4:
+        yield "set gradient_accumulation_steps to 1, which needs no fp32 sums", 0.5
+    window_nbytes = max((unit.gradients[1] for unit in plan.units), default=0)
+    share = 1 - NUM_GRADIENT_WINDOWS * window_nbytes / max(1, row.nbytes)
+    stays = request.ranks.world_size > 1 and not request.ranks.shards_gradients
+    if tier == "host" and request.state.tier != "nvme" and share > 0 and not stays:
+        yield _STATE_TO_NVME, share

@@ -1,4 +1,4 @@
-"""Requests to the planner, in bytes, elements and tiers."""
+"""Request a plan: what the config and the machine say, in bytes, elements and tiers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Limits = Mapping[str, tuple[int, str]]
 
 
 RESERVED_SHARE = 8
-"""This part of free memory, on the device and of the host, is left to what no plan counts (activations, the model's
-code, the system), where the config sets no limit: a plan of all that is free would fail in its first forward."""
+"""This part of free device and host memory is left to what no plan counts (activations, the model's code, the system)
+if the config sets no limit: a plan of all free memory would fail in its first forward."""
 
 RESERVED = ", less an eighth for "
-"""In the name of a limit from which that part was taken."""
+"""Text in the name of a limit from which that part was taken."""
 
 
 def limit_of(
     tier: str, free_nbytes: int | None, source: str, given_nbytes: int | None, prefix: str = "tiered_zero."
 ) -> dict[str, tuple[int, str]]:
-    """Return the limit of one tier: the config's, which may be all that is free, or what is free less the reserved
-    share. `prefix`: of the config's key."""
+    """Return the limit of one tier: the config's, up to all free memory, or free memory less the reserved share.
+    `prefix`: of the config's key."""
     if given_nbytes is not None and (free_nbytes is None or given_nbytes <= free_nbytes):
         return {tier: (given_nbytes, f"{prefix}{tier}_memory_limit")}
     if free_nbytes is None:
@@ -52,7 +52,7 @@ class LookAhead:
 class ParamRequest:
     """The tier of the compute parameters. `max_host_numel`: with tier nvme, elements that rest in host memory instead.
 
-    `buffer_numel`, `num_buffers`: of staging; None: the planner chooses.
+    `buffer_numel`, `num_buffers`: staging buffers; None: the planner chooses.
     """
 
     tier: str
@@ -67,8 +67,8 @@ class ParamRequest:
 class StateRequest:
     """The tiers of master weights and optimizer state. `tier`: the slowest one used.
 
-    `ratio`: the share of all bytes that leaves the device. `limits`: tier -> most bytes on it; what may not rest on a
-    faster tier rests on `tier`. `num_buffers`: of staging; None: the planner chooses.
+    `ratio`: the share of all bytes that leaves the device. `limits`: tier -> the most bytes on it; the rest goes to
+    `tier`. `num_buffers`: staging buffers; None: the planner chooses.
     """
 
     tier: str
@@ -79,7 +79,7 @@ class StateRequest:
 
     @property
     def is_split(self) -> bool:
-        """Whether the state may rest on more tiers than one."""
+        """Return whether the state may rest on more than one tier."""
         return self.tier != "device" and (self.ratio < 1 or any(t in self.limits for t in self.faster_tiers))
 
     @property
@@ -94,7 +94,7 @@ class UpdateRequest:
 
     `checks_gradients`: a global norm or a check for overflow comes before any update. `in_backward`: updates may start
     in backward, so that gradients cannot be read before `step()`. `temporaries`: fp32 arrays that an update on an
-    accelerator makes besides copies of state and gradients; None: no accelerator.
+    accelerator makes in addition to copies of state and gradients; None: no accelerator.
     """
 
     policy: str = "auto"
@@ -106,9 +106,9 @@ class UpdateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitRequest:
-    """In-place commits: what has to be durable has two places on nvme, or one where it is written once.
+    """In-place commits: durable data has two places on nvme, or one if it is written once.
 
-    `buffers_nbytes`: of the model's buffers.
+    `buffers_nbytes`: bytes of the model's buffers.
     """
 
     buffers_nbytes: int = 0
@@ -116,9 +116,10 @@ class CommitRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRequest:
-    """The ranks of a run. `rank`: this one. `shards_state`: each has masters and state of its own shards only.
-    `shards_params`: parameters too, and a unit is gathered for each use; else after an update. `shards_gradients`: each
-    keeps gradients of its own shards only, and every backward reduces. `bucket_numel`: most elements in one collective.
+    """The ranks of a run. `rank`: this one. `shards_state`: each rank has masters and state of its own shards only.
+    `shards_params`: parameters too, and units are gathered for each use; else after an update. `shards_gradients`: each
+    rank keeps gradients of its own shards only, and every backward reduces. `bucket_numel`: most elements in one
+    collective.
     """
 
     rank: int = 0
@@ -143,8 +144,8 @@ class ActivationRequest:
 class PlanRequest:
     """Everything that the config and the machine say to the planner. `sums_gradients`: over micro-batches, in fp32.
 
-    `gradients`: the tier of those that leave the device: "host", "nvme", or "auto", host memory as far as there is
-    room. `commits`, `activations`: None without in-place commits, and if activations stay on the device.
+    `gradients`: the tier of gradients that leave the device: "host", "nvme", or "auto": host memory as far as there is
+    room. `commits`: None without in-place commits. `activations`: None if they stay on the device.
     `device_is_host`: what the device holds counts against host memory. See [Note: The CPU as the device].
     `segments`: the device's allocator takes memory in segments, as CUDA's does.
     """
@@ -161,6 +162,11 @@ class PlanRequest:
     device_is_host: bool = False
     segments: bool = False
 
+    @property
+    def computing_tier(self) -> str:
+        """The tier whose limit holds for what the device computes with."""
+        return "host" if self.device_is_host else "device"
+
     def limit_nbytes(self, tier: str) -> int:
         """Bytes of the tier that may be used."""
         return self.limits.get(tier, (NO_LIMIT, ""))[0]
@@ -172,8 +178,8 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SubGroupSize:
-    """`state_nbytes`: its slot. `parts`: unit index -> its elements of it. `embedding`: it goes to faster tiers before
-    others."""
+    """The sizes of a sub-group. `state_nbytes`: its slot. `parts`: unit index -> the unit's elements in it.
+    `embedding`: it goes to faster tiers before others."""
 
     state_nbytes: int
     parts: Mapping[int, int]
@@ -186,7 +192,8 @@ stream at full rate, and borders of buckets do not depend on memory."""
 
 
 def splits_masters_off_device(config: Config) -> bool:
-    """Whether the update reads half of each master from the parameter, and runs where none may stay on the device."""
+    """Return whether half of each master is the parameter and the update runs off the device, so that no parameter may
+    stay."""
     return (
         config.tiered_zero.state_format == "bf16_remainder"
         and config.zero_optimization.offload_optimizer.device != "none"
@@ -220,8 +227,8 @@ def plan_request(
 ) -> PlanRequest:
     """Read from `config` what the planner must know. Raises ConfigError for a delayed update of state on the device.
 
-    `limits`: of this machine, and those that go before the config's. `buffers_nbytes`: of the model's buffers, where
-    they are saved. `device_is_host`, `segments`: see PlanRequest.
+    `limits`: tier -> the most bytes, and why. `buffers_nbytes`: of the model's buffers, if they are saved.
+    `device_is_host`, `segments`: see PlanRequest.
     """
     _check_delayed(config)
     shards_gradients = _shards_gradients(config, world_size)
@@ -276,7 +283,8 @@ def _shards_gradients(config: Config, world_size: int) -> bool:
 
 
 def _gradient_tier(config: Config, *, are_whole: bool) -> str:
-    """`are_whole`: every rank of several keeps whole gradients, which step() reduces where they lie in memory."""
+    """Return the tier of gradients. `are_whole`: each of several ranks keeps whole ones, which step() reduces in
+    memory."""
     asked = config.tiered_zero.gradients
     if are_whole and asked == "nvme":
         raise ConfigError(
@@ -288,7 +296,7 @@ def _gradient_tier(config: Config, *, are_whole: bool) -> str:
 
 
 def _activation_request(config: Config, shares_cores: bool) -> ActivationRequest | None:
-    """None also for host memory where the CPU computes: there they rest in it already."""
+    """Read the request; None if activations stay on the device, or in host memory while the CPU computes."""
     tier, own = _TIER_OF_DEVICE[config.activations_device], config.tiered_zero.activations
     if tier == "device" or (tier == "host" and shares_cores):
         return None

@@ -1,4 +1,4 @@
-"""Sizes of the staging buffers: pinned host memory through which bytes pass between tiers."""
+"""Size the staging buffers: pinned host memory through which bytes pass between tiers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from tiered_zero.errors import ConfigError
 from tiered_zero.layout.buckets import cut_buckets
 from tiered_zero.layout.flat import Unit
-from tiered_zero.plan.placement import Placement
+from tiered_zero.plan.placement import NUM_GRADIENT_WINDOWS, Placement
 from tiered_zero.plan.request import ParamRequest, PlanRequest, SubGroupSize
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 
 MAX_AUTO_STAGING_NBYTES = 16 * MIB
-"""A parameter staging buffer where the config gives no size: enough for full disk rate; units move in chunks of it."""
+"""A parameter staging buffer if the config gives no size: enough for full disk rate; units move in chunks of it."""
 
 NUM_PARAM_STAGING = 4
 NUM_STATE_STAGING = 3
-"""At least: one sub-group is read, one updated, one written."""
+"""The fewest buffers of state: one sub-group is read, one updated, one written."""
 
 AUTO_STATE_STAGING_NBYTES = 168 * MIB
-"""Of state in flight, where the config counts no buffers: keeps the disk busy while an update or a wait takes long."""
+"""State in flight if the config counts no buffers: it keeps the disk busy while an update or a wait takes long."""
 
 NUM_GRADIENT_STAGING = 2
 """One is filled while the other is added up."""
@@ -31,12 +31,8 @@ NUM_BUCKETS = 2
 
 MAX_AUTO_STATE_STAGING_NBYTES = 640 * MIB
 MAX_AUTO_STATE_STAGING_SHARE = 16
-"""Up to this many bytes, and this part of the host's limit, where a whole unit is staged at once: that of a tied
-embedding, whose gradient is backward's last and whose update the next forward waits for first, is then read before."""
-
-
-NUM_GRADIENT_WINDOWS = 3
-"""One unit's gradients are gathered, those before rest until they are needed, those before them are written."""
+"""The most bytes, and the part of the host's limit, for staging a whole unit at once. A tied embedding's gradient is
+backward's last, and the next forward waits for its update first: its state is then read ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +49,7 @@ class StagingSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Staging:
-    """One pool of buffers for each kind of bytes. `gradient_windows`: of gradients that rest on nvme."""
+    """One pool of buffers for each kind of bytes. `gradient_windows`: for gradients that rest on nvme."""
 
     params: StagingSize
     state: StagingSize
@@ -70,8 +66,8 @@ def size_staging(
     request: PlanRequest,
     gradient_nbytes: Callable[[Unit], int],
 ) -> Staging:
-    """Size every pool. `gradient_nbytes`: of a unit at its home. Raises ConfigError for a buffer smaller than a
-    parameter."""
+    """Size every pool. `gradient_nbytes`: returns a unit's bytes at its home. Raises ConfigError for a buffer that is
+    smaller than a parameter."""
     to_host = [unit for unit in units if unit.trainable and tiers.gradients[unit.index] != "device"]
     window = max((gradient_nbytes(unit) for unit in to_host if tiers.gradients[unit.index] == "nvme"), default=0)
     if request.ranks.shards_gradients and request.update.shares_cores:
@@ -87,8 +83,8 @@ def size_staging(
 
 
 def _gradient_staging(to_host: Sequence[Unit], request: PlanRequest) -> StagingSize:
-    """On an accelerator one buffer is filled while the other is added up, each with a unit's gradients as far as they
-    fit: every buffer is waited for. The CPU adds gradients where they are."""
+    """Size the buffers of gradients. On an accelerator one buffer is filled while the other is added up; each holds as
+    much of a unit's gradients as fits, because every buffer is waited for. The CPU adds gradients in their place."""
     if not to_host:
         return StagingSize()
     if request.update.shares_cores:
@@ -99,7 +95,7 @@ def _gradient_staging(to_host: Sequence[Unit], request: PlanRequest) -> StagingS
 
 
 def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:
-    """In fp32 in any case: gradients of several backwards before one step() are summed in it."""
+    """Size the buckets, always in fp32: gradients of several backwards before one step() are summed in them."""
     ranks = request.ranks
     if ranks.world_size == 1 or not trainable:
         return StagingSize()
@@ -108,7 +104,7 @@ def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:
 
 
 def _bucket_tier(units: Sequence[Unit], tiers: Placement, request: PlanRequest) -> str:
-    """Where the gradients lie that are reduced: what waits for its bucket, and whole ones at their home."""
+    """Return the tier of gradients that are reduced: shards wait for their bucket, whole ones lie at their home."""
     homes = {tiers.gradients[unit.index] for unit in units if unit.trainable}
     on_device = request.ranks.shards_gradients or homes == {"device"}
     return "device" if on_device and not request.update.shares_cores else "host"
@@ -135,7 +131,8 @@ def _param_staging(on_nvme: Sequence[Unit], tiers: Placement, request: ParamRequ
 def _state_staging(
     units: Sequence[Unit], subgroups: Sequence[SubGroupSize], tiers: Placement, request: PlanRequest
 ) -> StagingSize:
-    """State that is not updated in place, parameters that the update cannot write in place, gradients on nvme."""
+    """Size the buffers for state that is not updated in place, parameters that the update cannot write in place, and
+    gradients on nvme."""
     itemsizes = {unit.index: unit.itemsize for unit in units}
     gradients = {
         unit.index: 4 if request.sums_gradients else unit.itemsize
@@ -145,16 +142,19 @@ def _state_staging(
     staged = []
     for subgroup, tier in zip(subgroups, tiers.state, strict=True):
         in_place = "device" if tier == "device" else "host"
-        out = sum(numel * itemsizes[i] for i, numel in subgroup.parts.items() if tiers.params[i] != in_place)
-        grads = sum(numel * gradients.get(index, 0) for index, numel in subgroup.parts.items())
-        staged.append(out + grads + (subgroup.state_nbytes if tier == "nvme" else 0))
+        nbytes = subgroup.state_nbytes if tier == "nvme" else 0
+        for index, numel in subgroup.parts.items():
+            out = itemsizes[index] if tiers.params[index] != in_place else 0
+            nbytes += numel * (out + gradients.get(index, 0))
+        staged.append(nbytes)
     count = sum(nbytes > 0 for nbytes in staged)
     if not count:
         return StagingSize()
     of_unit: Counter[int] = Counter()
     for subgroup, nbytes in zip(subgroups, staged, strict=True):
+        total = sum(subgroup.parts.values())
         for index, numel in subgroup.parts.items():
-            of_unit[index] += nbytes * numel // sum(subgroup.parts.values())
+            of_unit[index] += nbytes * numel // total
     room = request.limit_nbytes("host") // MAX_AUTO_STATE_STAGING_SHARE
     whole = max(of_unit.values(), default=0) + NUM_STATE_STAGING * max(staged)
     wanted = min(whole, MAX_AUTO_STATE_STAGING_NBYTES, room)

@@ -19,23 +19,23 @@ from typing import Final
 
 from tiered_zero.plan.lanes import Clock, Event, Job, Process, Room, all_of
 from tiered_zero.plan.machine import Machine
+from tiered_zero.plan.placement import UnitTraffic, written_on_nvme
 from tiered_zero.plan.planner import WINDOW_UNITS, Plan
 from tiered_zero.plan.staging import NUM_STATE_STAGING
-from tiered_zero.plan.traffic import UnitTraffic, written_on_nvme
 from tiered_zero.sizes import TIERS
 
 # Calibrated on 2026-11-25 on two cores of an AMD EPYC, GPT-2 of 30 to 350 million parameters at 128 tokens in bf16.
 
 MODEL_SHARE: Final = {"cpu": 0.45}
 OTHER_SHARE: Final = 0.75
-"""What a model reaches of the rate of products, by the device's kind, with all that it computes between them. That of
-accelerators is an assumption."""
+"""The part of the rate of products that a model reaches, by the device's kind, with everything that it computes between
+them. The value for accelerators is an assumption."""
 
 PYTHON_S_PER_TENSOR: Final = 1.5e-4
 """Seconds of hooks and autograd for each trained tensor and micro-batch where the CPU computes."""
 
 OVERLAP_S_PER_TENSOR: Final = 3.7e-4
-"""The same, on top, where updates run on another thread than the driver's."""
+"""The same, in addition, if updates run on another thread than the driver's."""
 
 PYTHON_S_PER_SUB_GROUP: Final = 7e-4
 """Seconds between two calls of the update's kernel, for each sub-group."""
@@ -60,26 +60,26 @@ NUM_MICRO_BATCHES: Final = 3
 """Micro-batches that go through the lanes: the first waits for updates, the last starts some."""
 
 HIDDEN_SHARE: Final = 1.05
-"""A tier is hidden where a step takes no longer than what computes, times this."""
+"""A tier is hidden if a step takes no longer than its compute times this."""
 
 HIDDEN_STEP: Final = 1.1
-"""To within this factor the tokens are searched from which a tier is hidden."""
+"""The search for the tokens that hide a tier ends within this factor."""
 
 URGENT: Final = -1
-"""Order of reads that compute waits for."""
+"""The order of reads that compute waits for."""
 
 RESOURCES: Final = ("compute", "fetch", "reduce", "update", "disk read", "disk write")
 
 CORES: Final = {name: "cores" for name in ("compute", "fetch", "reduce", "update")}
 DISK: Final = {"disk read": "disk", "disk write": "disk"}
-"""Resource -> the lane that it shares."""
+"""Resource -> the lane that it shares with others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a step computes. `tokens`, `forward_flops`: of a micro-batch. `dtype`: "bf16", "fp16" or "fp32".
-    `num_tensors`: trained parameters. `recomputes`: backward computes each forward again. `activation_nbytes`: of a
-    micro-batch, saved on the plan's tier."""
+    """The work of a step. `tokens`, `forward_flops`: of a micro-batch. `dtype`: "bf16", "fp16" or "fp32".
+    `num_tensors`: the number of trained parameters. `recomputes`: backward computes each forward again.
+    `activation_nbytes`: bytes of a micro-batch that are saved on the plan's tier."""
 
     tokens: int
     forward_flops: float
@@ -90,7 +90,7 @@ class Work:
     activation_nbytes: int = 0
 
     def scaled(self, factor: float) -> Work:
-        """Return the work of so many times the tokens."""
+        """Return the work of `factor` times the tokens."""
         return replace(
             self,
             tokens=max(1, round(self.tokens * factor)),
@@ -101,9 +101,10 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """`by_resource`: busy seconds of compute, fetch, reduce, update, disk read and disk write. `tokens`: of a step.
-    `written_nbytes`: on nvme, by kind. `hidden_from_tokens`: tier -> the tokens of a step from which it adds nothing to
-    compute; None: not up to its `searched_tokens`. `num_events`: that were simulated."""
+    """A predicted step. `by_resource`: busy seconds of compute, fetch, reduce, update, disk read and disk write.
+    `tokens`: of the step. `written_nbytes`: bytes written to nvme, by kind. `hidden_from_tokens`: tier -> the tokens of
+    a step from which the tier adds nothing to compute; None: not up to `searched_tokens`. `num_events`: simulated
+    events."""
 
     seconds: float
     by_resource: Mapping[str, float]
@@ -149,8 +150,8 @@ def missing_rates(plan: Plan, work: Work, machine: Machine) -> list[str]:
 
 
 def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool = True) -> StepSeconds:
-    """Predict a step, and from which tokens on each tier is hidden. `machine` lacks none of `missing_rates`.
-    `finds_hidden`: the tokens are searched, which takes some ten predictions."""
+    """Predict a step. `machine` lacks none of `missing_rates`. `finds_hidden`: also search the tokens from which each
+    tier is hidden, which takes some ten predictions."""
     rates = _Rates(plan, machine)
     seconds, by_resource, num_events = _simulate(plan, work, rates)
     step = StepSeconds(
@@ -176,15 +177,16 @@ def _written(plan: Plan, work: Work) -> dict[str, int]:
 
 
 def _is_used(plan: Plan, tier: str) -> bool:
-    """Whether parameters, state or gradients cross from the tier. Host memory is the CPU's own."""
+    """Return whether parameters, state or gradients cross from the tier. The CPU computes in host memory."""
     if tier == "host" and plan.request.update.shares_cores:
         return False
     return any(tier in (unit.params[0], unit.gradients[0], *unit.state) for unit in plan.units)
 
 
 def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[int, bool]:
-    """Search the tokens: no fewer than make compute as long as the busiest lane of the tier, which is the answer where
-    updates start in backward, and no more than eight times as many. Returns the last, and whether they hide it."""
+    """Search the tokens that hide a tier. Return the last ones tried, and whether they do. The fewest make compute as
+    long as the tier's busiest lane, which is the answer if updates start in backward; the most are eight times as
+    many."""
     rates = _Rates(plan, machine, only=tier)
 
     def is_hidden(factor: float) -> bool:
@@ -232,7 +234,7 @@ Jobs = tuple[Job, ...]
 
 
 class _Rates:
-    """Turns bytes into jobs. `only`: the tier whose bytes take time; "": all."""
+    """Turns bytes into jobs. `only`: the one tier whose bytes take time; "": all tiers."""
 
     def __init__(self, plan: Plan, machine: Machine, only: str = "") -> None:
         self.shares_cores = plan.request.update.shares_cores
@@ -261,11 +263,11 @@ class _Rates:
         return (job, *self.copy("fetch", DISK_PASSES * nbytes)) if self.shares_cores else (job,)
 
     def copy(self, resource: str, nbytes: float) -> Jobs:
-        """Pass over so many bytes of host memory."""
+        """Pass over `nbytes` of host memory."""
         return self._job(resource, nbytes, self.machine.copy_bytes_per_s)
 
     def to_device(self, nbytes: float) -> Jobs:
-        """Fetch parameters from host memory. Where the CPU computes they are copied: read and written."""
+        """Fetch parameters from host memory. If the CPU computes, they are copied: read and written."""
         if self.shares_cores:
             return self.copy("fetch", 2 * nbytes)
         return self._job("fetch", nbytes, self.machine.to_device_bytes_per_s)
@@ -283,8 +285,8 @@ class _Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """State of unit `unit` that is updated at once, with the parameters that it gives. `reads`, `writes`: its way to
-    memory and back, in a staging buffer of `staged_nbytes`."""
+    """State of unit `unit` that is updated at once, and its new parameters. `reads`, `writes`: jobs to memory and back,
+    through a staging buffer of `staged_nbytes`."""
 
     unit: int
     reads: Jobs
@@ -295,9 +297,9 @@ class _Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """Neighbours together, in one micro-batch. `head_s`: of a product with a tied embedding, behind all units, in
-    forward. `fetch`: parameters from their home; `forwarded`: from the buffers of an update that has just ended.
-    `save`, `restore`: activations. `gradient`: on its way to its home."""
+    """Neighbouring units together, in one micro-batch. `head_s`: seconds of forward's product with a tied embedding,
+    after all units. `fetch`: parameters from their home. `forwarded`: parameters from the buffers of an update that has
+    just ended. `save`, `restore`: activations. `gradient`: the gradient on its way to its home."""
 
     forward_s: float
     backward_s: float
@@ -325,7 +327,7 @@ class _Use:
 
 
 def _join(units: Sequence[UnitTraffic]) -> list[list[UnitTraffic]]:
-    """Join neighbours until there are few enough; a tied embedding stays alone, for it is used at both ends."""
+    """Join neighbours until there are few enough. A tied embedding stays alone: it is used at both ends."""
     most = sum(unit.numel for unit in units) / MAX_UNITS
     found: list[list[UnitTraffic]] = []
     for unit in units:
@@ -388,8 +390,8 @@ def _cost(units: Sequence[UnitTraffic], plan: Plan, work: Work, rates: _Rates) -
 
 
 def _cut(joined: Sequence[Sequence[UnitTraffic]], plan: Plan, rates: _Rates) -> list[_Piece]:
-    """Cut the state of the units into pieces, in the order of a forward; those of host memory come first of a unit's,
-    as the planner places them. On an accelerator, state on the device takes no time of the other lanes."""
+    """Cut the state of the units into pieces, in the order of a forward. A unit's pieces in host memory come first, as
+    the planner places them. On an accelerator, state on the device takes no time of the other lanes."""
     most = min(MAX_PIECES, len(plan.tiers.state))
     staged_nbytes = sum(unit.state.get("nvme", 0) for unit in plan.units)
     state_nbytes = sum(sum(unit.state.values()) for unit in plan.units)
@@ -432,7 +434,7 @@ def _seconds(jobs: Jobs) -> float:
 
 
 class _Step:
-    """The events of a step: of each use of a unit, of each unit, and of all of it."""
+    """The events of a step: of each use of a unit, of each unit, and of the whole step."""
 
     def __init__(self, num_uses: int, num_units: int, pieces: Sequence[_Piece]) -> None:
         of_unit = Counter(piece.unit for piece in pieces)
@@ -464,7 +466,7 @@ class _Run:
         self._ends: list[float] = []
 
     def _list_uses(self, tied: Sequence[int], accumulation: int) -> list[_Use]:
-        """List the uses of a step in order. The device keeps a unit that is used again before it needs the room."""
+        """List the uses of a step in order. The device keeps a unit that is used again before the room is needed."""
         uses: list[_Use] = []
         for micro in range(accumulation):
             for index, unit in enumerate(self._units):
@@ -499,8 +501,8 @@ class _Run:
         return max(mean_s, *_lanes(by_resource, self._rates).values()), by_resource, clock.num_events
 
     def _sum_jobs(self) -> dict[str, float]:
-        """Return by resource the seconds of a step's jobs: in the long run no step is shorter than those of a lane,
-        though a few may be, whose last writes are the next one's."""
+        """Return by resource the seconds of a step's jobs. In the long run no step is shorter than those of a lane; a
+        few simulated ones may be, because their last writes fall into the next step."""
         sums = dict.fromkeys(RESOURCES, 0.0)
         jobs = [job for piece in self._pieces for job in (*piece.reads, *piece.update, *piece.writes)]
         for use in self._uses:
@@ -575,7 +577,7 @@ class _Run:
             before = step
 
     def _update(self, pieces: Sequence[_Piece], staged: bool) -> Process:
-        """Begin pieces: of those that may be updated the first of forward, else what the last step began next."""
+        """Begin pieces: the first in forward's order that may be updated, else the next in the last step's order."""
         order = [*(reversed(pieces) if self._in_backward else pieces)]
         for step in self._steps if pieces else ():
             left: dict[int, list[_Piece]] = {}

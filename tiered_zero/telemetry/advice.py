@@ -1,4 +1,4 @@
-"""Explain in one sentence why a run's steps take as long as they do, and what to change. Pure."""
+"""Explain why a run's steps take as long as they do, and what to change. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tiered_zero.telemetry.report import OTHER, RunReport
 from tiered_zero.telemetry.spans import is_wait
 
 BUSY_SHARE = 0.7
-"""A lane that is busy for at least this share of a step sets its pace."""
+"""A lane that is busy for at least this share of a step sets the pace."""
 
 OUTSIDE_SHARE = 0.25
 """If the loop around the engine takes at least this share of a step, it is named first."""
@@ -42,7 +42,7 @@ _LANES: dict[str, tuple[str, str]] = {
     ),
     "save": ("saving checkpoints", "fewer saves, or commits in place (tiered_zero.checkpoint.in_place)"),
 }
-"""Lane -> what it does, and what can shorten a step if it sets the pace."""
+"""Lane -> its work, and what shortens a step if it sets the pace."""
 
 _WAITS = {
     "wait_param": f"a larger stage3_prefetch_bucket_size or stage3_max_live_parameters, or {_TOKENS}",
@@ -53,7 +53,7 @@ _WAITS = {
     "wait_ranks": _RANKS,
     "wait_activation": "a larger tiered_zero.activations.limit, or recomputing activations (torch.utils.checkpoint)",
 }
-"""Wait -> what can shorten a step in which it takes longest."""
+"""Wait -> what shortens a step in which it takes longest."""
 
 MEANINGS = {
     "forward": "the model's forward, without the waits inside it",
@@ -80,11 +80,11 @@ MEANINGS = {
     OTHER: "the loop around the engine: data loading, logging",
     "overlap": "100%: a step takes no longer than its busiest resource; 0%: resources work one after another",
 }
-"""What the names in a report mean."""
+"""Name in a report -> its meaning."""
 
 
 def remedy_of(lane: str) -> str:
-    """Say what can shorten a step of which the lane sets the pace."""
+    """Return what shortens a step if the lane sets its pace."""
     return _LANES.get(lane, ("", ""))[1]
 
 

@@ -16,7 +16,7 @@ logger = logging.getLogger("tiered_zero")
 Write = Callable[[str, float, int], object]
 """Writes a value, given its name, the value, and the number of samples so far."""
 Open = Callable[[ExitStack], Write]
-"""Opens a writer; registers on the stack what closes it."""
+"""Opens a writer, and registers its close on the stack."""
 
 
 def csv_in(folder: Path) -> Open:

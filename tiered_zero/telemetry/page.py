@@ -3,29 +3,133 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from statistics import median
 
 from tiered_zero.sizes import GIB, KIB, MIB, TIERS, format_nbytes
 from tiered_zero.telemetry.advice import MEANINGS, explain_pace, explain_prediction
-from tiered_zero.telemetry.charts import (
-    NOT_RECORDED,
-    Bar,
-    Series,
-    legend,
-    line_chart,
-    stacked_chart,
-    timeline_chart,
-)
-from tiered_zero.telemetry.page_style import PAGE, STYLE, style_of
+from tiered_zero.telemetry.charts import NOT_RECORDED, Bar, Series, legend, line_chart, stacked_chart, timeline_chart
 from tiered_zero.telemetry.report import CAUSES, RunReport, StepReport, known_first
 from tiered_zero.telemetry.runlog import RowLayout, RunRecord, Timeline, by_start
 from tiered_zero.telemetry.spans import DRIVER_LANE, LANES, Span, is_wait
 
+COLOURS = {
+    "forward": ("#2f6fb5", "#6aa5e0"),
+    "backward": ("#5b4fa8", "#a095ea"),
+    "step": ("#1f8a70", "#4fc0a2"),
+    "update": ("#5d8f2a", "#a3cf6a"),
+    "wait_param": ("#d9822b", "#f0a35a"),
+    "wait_update": ("#c23b4e", "#ee7485"),
+    "wait_grad": ("#a88a1a", "#d9c05a"),
+    "wait_state": ("#a3447f", "#d884b8"),
+    "wait_lease": ("#d06a9a", "#f2a8c8"),
+    "wait_ranks": ("#7a5230", "#cda678"),
+    "wait_activation": ("#8c6d1f", "#cbb062"),
+    "pack": ("#3d7f8c", "#86c3cf"),
+    "unpack": ("#7f5f9e", "#bfa2dc"),
+    "activations": ("#3f8f6f", "#7fcfaf"),
+    "save": ("#8a5a83", "#c79bc0"),
+    "other": ("#b4bdc4", "#66727b"),
+    "compute": ("#2f6fb5", "#6aa5e0"),
+    "fetch": ("#2b8196", "#6cc0d6"),
+    "reduce": ("#6d4c41", "#c79a86"),
+    "disk read": ("#4a8638", "#88c476"),
+    "disk write": ("#a8651f", "#e0a860"),
+    "all_gather": ("#4d6fae", "#93b0e6"),
+    "reduce_scatter": ("#7a5c99", "#bda0dd"),
+    "device": ("#2f6fb5", "#6aa5e0"),
+    "host": ("#1f8a70", "#4fc0a2"),
+    "nvme": ("#d9822b", "#f0a35a"),
+}
+"""(light, dark) colours of causes, lanes and tiers. A cause and a lane of one name share a colour."""
+
+INKS = {
+    "ink": ("#1c2126", "#e6eaed"),
+    "soft": ("#5b6670", "#9aa7b1"),
+    "rule": ("#e1e5e8", "#323b42"),
+    "page": ("#f5f6f7", "#14181b"),
+    "card": ("#ffffff", "#1d2327"),
+    "inside": ("#ffffff", "#101416"),
+    "warn": ("#b3261e", "#ff8a80"),
+}
+"""(light, dark) colours of text and surfaces; `inside` is text on a coloured bar."""
+
+
+def style_of(name: str) -> str:
+    """Return the CSS class with the colour of a cause, lane or tier; the class of `other` if it has none."""
+    return (name if name in COLOURS else "other").replace(" ", "-")
+
+
+def _variables(theme: int) -> str:
+    return " ".join(f"--{name.replace(' ', '-')}: {pair[theme]};" for name, pair in {**COLOURS, **INKS}.items())
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+_RULES = """
+body { margin: 0 auto; max-width: 1500px; padding: 24px; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
+h1 { font-size: 22px; margin: 0 }
+p { margin: 4px 0 16px; color: var(--soft) }
+p b { color: var(--ink); font-weight: 500 }
+.warn { color: var(--warn) }
+.why { color: var(--ink); font-size: 17px; margin: 12px 0 16px } .why b { font-weight: 600 }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 0 0 16px }
+dl div, figure { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 12px 16px }
+dt { color: var(--soft); font-size: 13px }
+dd { margin: 0; font-size: 18px; font-variant-numeric: tabular-nums }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 560px), 1fr)); gap: 16px }
+figure { margin: 0 0 16px }
+.charts figure { margin: 0 }
+.charts + figure { margin-top: 16px }
+figcaption { font-weight: 600; margin-bottom: 4px }
+svg { display: block; width: 100%; height: auto; font: 13px system-ui, sans-serif }
+.wide { overflow-x: auto } .wide svg { min-width: 900px }
+.tick { fill: var(--soft); font-variant-numeric: tabular-nums } .label { fill: var(--ink); font-size: 14px }
+.inside { fill: var(--inside); pointer-events: none } .middle { text-anchor: middle } .end { text-anchor: end }
+.grid { stroke: var(--rule); fill: none } .axis { stroke: var(--soft); fill: none }
+rect, circle { fill: var(--it) } .line { stroke: var(--it); stroke-width: 1.8; stroke-linejoin: round; fill: none }
+.legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 0 0 4px; padding: 0; font-size: 13px;
+  list-style: none }
+.legend i { display: inline-block; width: 10px; height: 10px; margin-right: 6px; border-radius: 2px;
+  background: var(--it) }
+.note, .none { font-size: 13px; margin: 4px 0 0 }
+table { border-collapse: collapse; margin-top: 12px; font-size: 14px; font-variant-numeric: tabular-nums }
+th, td { padding: 3px 16px 3px 0; text-align: left; font-weight: 400; border-bottom: 1px solid var(--rule);
+  overflow-wrap: normal }
+tbody th, tbody td { white-space: nowrap } td { text-align: right } thead { color: var(--soft) }
+.meanings th, .meanings td { vertical-align: top } .meanings td { text-align: left; white-space: normal }
+@media (max-width: 640px) { body { padding: 12px } figure { padding: 10px 12px; overflow-x: auto }
+  svg, .label { font-size: 19px } .label[transform] { display: none } .wide svg { font-size: 13px }
+  th, td { padding-right: 10px } table { font-size: 13px } }
+@media print { body { max-width: none; padding: 0; print-color-adjust: exact; -webkit-print-color-adjust: exact }
+  .wide { overflow: visible } .wide svg { min-width: 0 } figure { break-inside: avoid } }
+"""
+
+STYLE = (
+    f":root {{ {_variables(0)} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {_variables(1)} }} }}\n"
+    + "\n".join(f".{style_of(name)} {{ --it: var(--{style_of(name)}) }}" for name in COLOURS)
+    + _RULES
+)
+
+
 CUT_AT = 4.0
-"""Multiple of the median step's time at which longer steps, such as the first, are cut off, to keep the others
-readable."""
+"""Longer steps than this multiple of the median, such as the first, are cut off, to keep the others readable."""
 
 MAX_BARS = 4000
 """The most bars in a timeline: the longest spans, so that the page stays small."""
@@ -57,8 +161,8 @@ def render_page(run: RunRecord, title: str) -> str:
             _links(run.report),
             _timeline(run.timeline),
             _plan(run),
-            _config(run),
-            _meanings(),
+            _words("Config: keys that do not have their defaults", run.header.config),
+            _words("What the names mean", MEANINGS),
         )
     )
     return PAGE.format(title=escape(title), style=STYLE, body=body)
@@ -104,7 +208,7 @@ def _figures(run: RunRecord) -> str:
 
 
 def _saves(run: RunRecord) -> dict[int, float]:
-    """Return the steps after which checkpoints were saved or loaded -> the seconds of those calls."""
+    """Return step -> the seconds of the calls after it that saved or loaded a checkpoint."""
     calls = {step.step - 1: seconds for step in run.steps if (seconds := step.seconds.get("save"))}
     if run.footer is not None and run.footer.end_save_s:
         calls[run.steps[-1].step if run.steps else 0] = run.footer.end_save_s
@@ -209,8 +313,7 @@ def draw_timeline(timeline: Timeline) -> str:
 
 
 def _style_name(span: Span) -> str:
-    """Return the cause or lane that gives a span its colour: its kind on the driver's lane and for waits, else its
-    lane."""
+    """Return the name that gives a span its colour: its kind on the driver's lane and for waits, else its lane."""
     return span.kind if is_wait(span.kind) or span.lane == DRIVER_LANE else span.lane
 
 
@@ -219,25 +322,26 @@ def _why(report: RunReport) -> str:
     return f'<p class="why"><b>What sets the pace.</b> {escape(sentence)}</p>' if sentence else ""
 
 
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], num_names: int = 1, style: str = "") -> str:
+    """Render a table; the first `num_names` cells of a row are its name."""
+
+    def cells(row: Sequence[str]) -> str:
+        tags = ["th"] * num_names + ["td"] * (len(row) - num_names)
+        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for tag, cell in zip(tags, row, strict=True))}</tr>"
+
+    if not rows:
+        return NOT_RECORDED
+    heading = f"<thead>{cells(head)}</thead>" if head else ""
+    return f"<table{style}>{heading}<tbody>{''.join(map(cells, rows))}</tbody></table>"
+
+
 def _links(report: RunReport) -> str:
     """Render bytes and rate of each lane, as in the command line's table."""
-    rows = [
-        f"<tr><th>{escape(lane)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-        for lane, *cells in report.link_rows()
-    ]
-    head = "<tr><th>link</th><td>bytes, whole run</td><td>rate while busy</td><td>busy</td></tr>"
-    table = f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
-    return _figure("Links", table if rows else NOT_RECORDED)
-
-
-def _meanings() -> str:
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in MEANINGS.items())
-    return _figure("What the names mean", f'<table class="meanings"><tbody>{rows}</tbody></table>')
+    return _figure("Links", _table(("link", "bytes, whole run", "rate while busy", "busy"), [*report.link_rows()]))
 
 
 def _plan(run: RunRecord) -> str:
-    """Render a row for each kind on each tier, then the tier's sum, whose peak may be less than the sum of its
-    kinds'."""
+    """Render a row for each kind on each tier, then the tier's sum. Its peak may be less than the sum of its kinds'."""
     planned, peak = run.header.planned_nbytes, run.steps[-1].kind_nbytes if run.steps else {}
     sums = run.header.planned_by_tier, run.report.peak_nbytes
     rows = []
@@ -247,17 +351,13 @@ def _plan(run: RunRecord) -> str:
             (kind, [source.get(kind) for source in of_kind]) for kind in known_first((), (*of_kind[0], *of_kind[1]))
         ]
         for kind, pair in [*cells, ("in all", [source.get(tier) for source in sums])]:
-            numbers = "".join(f"<td>{'-' if nbytes is None else format_nbytes(nbytes)}</td>" for nbytes in pair)
-            rows.append(f"<tr><th>{escape(tier)}</th><th>{escape(kind)}</th>{numbers}</tr>")
-    head = "<tr><th>tier</th><th>kind</th><td>planned</td><td>peak</td></tr>"
-    table = f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
-    return _figure("Planned and measured", table if rows else NOT_RECORDED)
+            rows.append((tier, kind, *("-" if nbytes is None else format_nbytes(nbytes) for nbytes in pair)))
+    return _figure("Planned and measured", _table(("tier", "kind", "planned", "peak"), rows, num_names=2))
 
 
-def _config(run: RunRecord) -> str:
-    rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in run.header.config.items())
-    table = f'<table class="meanings"><tbody>{rows}</tbody></table>' if rows else NOT_RECORDED
-    return _figure("Config: keys that do not have their defaults", table)
+def _words(title: str, texts: Mapping[str, str]) -> str:
+    """Render names with a text each."""
+    return _figure(title, _table((), [*texts.items()], style=' class="meanings"'))
 
 
 def _seconds_unit(largest_s: float) -> tuple[float, str]:

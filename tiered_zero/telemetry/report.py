@@ -1,6 +1,6 @@
 """Report steps and runs: seconds by cause, bytes by link, and the resource that bound them.
 
-[Note: What is said of a step] Causes: `forward`, `backward`, `step` without the following ones, the driver's work for
+[Note: The facts of a step] Causes: `forward`, `backward`, `step` without the following ones, the driver's work for
 other lanes (`update`), each named wait, and `other` (the loop around the engine). They sum to the wall time. A lane's
 busy fraction is its busy seconds divided by the wall time; the busiest lane binds the step. The overlap fraction is 0
 if the wall time is the sum of all lanes' busy times, and 1 if it is the longest of them.
@@ -63,7 +63,7 @@ class JsonRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport(JsonRecord):
-    """One optimizer step. See [Note: What is said of a step].
+    """One optimizer step. See [Note: The facts of a step].
 
     `loss`: mean over the micro-batches, unscaled; None if unknown. `tokens`: tokens of all micro-batches; 0 if the
     model does not read tokens. `lr`: learning rate of the first param group, in this step; None if it has none.

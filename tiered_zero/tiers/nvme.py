@@ -14,7 +14,7 @@ from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all, wait
 from tiered_zero.errors import StoreError
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.plan.slots import COMMIT_KINDS
+from tiered_zero.plan.placement import COMMIT_KINDS
 from tiered_zero.record.manifest import Record
 from tiered_zero.record.store import SwapStore
 from tiered_zero.sizes import PAGE_NBYTES, align_up

@@ -1,0 +1,215 @@
+"""Say what `tiered-zero plan` found: room on drives and wear, activations, and the seconds of a step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tiered_zero.layout.extents import file_nbytes
+from tiered_zero.plan.machine import Disk
+from tiered_zero.plan.placement import written_on_nvme
+from tiered_zero.sizes import PAGE_NBYTES, TIERS, align_up, format_nbytes
+from tiered_zero.telemetry.advice import remedy_of
+
+if TYPE_CHECKING:
+    from tiered_zero.assembly.spec import RunSpec
+    from tiered_zero.plan.activations import ActivationEstimate
+    from tiered_zero.plan.machine import Machine
+    from tiered_zero.plan.planner import Plan
+    from tiered_zero.plan.step_time import StepSeconds
+
+
+_WRITTEN = "written_nbytes_per_step"
+_NO_ESTIMATE = (
+    "Activations are not estimated: the model does not say its hidden size, layers and length (--sequence-length)."
+)
+
+
+def written_per_step(run: RunSpec) -> tuple[int, int]:
+    """Return the bytes that a step writes: of trained parameters, and of masters and state with the gradients that find
+    no window. Of two homes, or two slots for commits, a step writes one."""
+    in_backward, accumulation = run.plan.update_policy.optimizer_in_backward, run.config.gradient_accumulation_steps
+    written = written_on_nvme(run.plan.units, accumulation, in_backward=in_backward)
+    return written["param"], written["state"] + written["gradient"]
+
+
+def written_per_commit(run: RunSpec) -> int:
+    """Return the bytes that a commit copies from memory to one of their two places. Frozen values have one place, and
+    are written once."""
+    return sum(slot.nbytes for slot in run.slots if slot.kind == "commit_copy" and slot.num_durable > 1)
+
+
+def directory_needs(run: RunSpec, ranks: int = 1, activation_nbytes: int = 0) -> list[dict[str, Any]]:
+    """Return a row for each directory of the stores that the run would open, parameters and state first: the bytes that
+    `ranks` of one host need there, and write in a step, with an in-place commit after each. Stripes are of one size, as
+    on drives of one speed. `activation_nbytes`: what a micro-batch saves on a tier."""
+    from tiered_zero.tiers.rack import nvme_needs, scratch_needs  # imports torch, which no help text needs
+
+    zero = run.config.zero_optimization
+    stores = (zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths)
+    scratch = scratch_needs(run.config, run.plan)
+    written = Counter[tuple[str, ...]]()
+    for paths, nbytes in zip(stores, written_per_step(run), strict=True):
+        written[paths] += nbytes
+    written[stores[1]] += align_up(written_per_commit(run), PAGE_NBYTES)
+    if run.plan.activations is not None and run.plan.activations.tier == "nvme":
+        written[run.config.tiered_zero.activations.nvme_paths] += (
+            activation_nbytes * run.config.gradient_accumulation_steps
+        )
+    rows: dict[str, dict[str, Any]] = {}
+    for paths, nbytes in (*nvme_needs(run.config, run.plan).items(), *scratch.values()):
+        for name, total in {"nbytes": nbytes, _WRITTEN: written.pop(paths, 0)}.items():
+            for path, share in zip(paths, file_nbytes(total, [1.0] * len(paths)), strict=True):
+                row = rows.setdefault(path, {"path": path, "nbytes": 0, _WRITTEN: 0})
+                row[name] += ranks * share
+    return [*rows.values()]
+
+
+def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Say which of the directories exist, and return a row for each file system: the bytes that are needed and free
+    there, and whether they fit."""
+    directories = []
+    drives: dict[int, tuple[int, list[dict[str, Any]]]] = {}
+    for need in needs:
+        status, exists, free_nbytes = _look(need["path"])
+        directories.append({**need, "exists": exists})
+        drives.setdefault(status.st_dev, (free_nbytes, []))[1].append(need)
+    return directories, [_drive_row(own, free_nbytes) for free_nbytes, own in drives.values()]
+
+
+def fill_drives(needs: Sequence[dict[str, Any]], disks: Sequence[Disk]) -> list[dict[str, Any]]:
+    """Return a row for each disk, as `look_at_drives` does. If there are as many disks as directories, each directory
+    has its own, in the order of the config. Otherwise the disks share all bytes evenly, as directories of one
+    `nvme_path` do."""
+    rows = []
+    for index, disk in enumerate(disks):
+        own, shares = (needs[index : index + 1], 1) if len(disks) == len(needs) else (needs, len(disks))
+        rates = {"read_bytes_per_s": disk.read_bytes_per_s, "write_bytes_per_s": disk.write_bytes_per_s}
+        row = _drive_row(own, disk.nbytes or 0, shares)
+        if disk.rated_nbytes and row[_WRITTEN]:
+            row["steps_to_tbw"] = disk.rated_nbytes // row[_WRITTEN]
+        rows.append({"disk": disk.path, **row, **rates, "rated_nbytes": disk.rated_nbytes})
+    return rows
+
+
+def _drive_row(needs: Sequence[dict[str, Any]], free_nbytes: int, shares: int = 1) -> dict[str, Any]:
+    nbytes = -(-sum(need["nbytes"] for need in needs) // shares)
+    return {
+        "directories": [need["path"] for need in needs],
+        "nbytes": nbytes,
+        "free_nbytes": free_nbytes,
+        "fits": nbytes <= free_nbytes,
+        _WRITTEN: -(-sum(need[_WRITTEN] for need in needs) // shares),
+    }
+
+
+def _look(path: str) -> tuple[os.stat_result, bool, int]:
+    """Return the status and free bytes of a directory, or of the nearest one above it that exists; and whether the
+    directory itself exists."""
+    wanted = place = os.path.abspath(os.path.expanduser(path))
+    while not os.path.isdir(place):
+        place = os.path.dirname(place)
+    return os.stat(place), place == wanted, shutil.disk_usage(place).free
+
+
+def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield lines: the room that the swap directories, or the disks of a described machine, need and have; the bytes
+    that a step writes; and after how many steps a drive's rating is reached."""
+    free = {path: drive["free_nbytes"] for drive in drives for path in drive["directories"]}
+    given = any("disk" in drive for drive in drives)
+    for row in () if given else directories:
+        exists = "" if row["exists"] else " (it does not exist yet)"
+        path = row["path"]
+        yield f"nvme_path {path}: {format_nbytes(row['nbytes'])} of {format_nbytes(free[path])} that are free{exists}"
+    for drive in drives:
+        names = ", ".join(drive["directories"])
+        if given:
+            where = f"disk {drive['disk']} (nvme_path {names})"
+            yield f"{where}: {format_nbytes(drive['nbytes'])} of {format_nbytes(drive['free_nbytes'])}"
+        which = "" if given or len(drives) == 1 else f"the drive of {names}: "
+        yield f"  {which}a step writes {format_nbytes(drive[_WRITTEN])}"
+        if "steps_to_tbw" in drive:
+            rated, steps = drive["rated_nbytes"] / 1e12, drive["steps_to_tbw"]
+            yield f"  what it is rated for ({rated:g} TB) is written after {steps:,} steps"
+
+
+def drive_problems(drives: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence for each drive that is too small."""
+    for drive in drives:
+        if not drive["fits"]:
+            free = format_nbytes(drive["free_nbytes"])
+            found = f"disk {drive['disk']} has {free}" if "disk" in drive else f"{free} are free there"
+            way = "Give a larger disk, or more" if "disk" in drive else "Free space, or name another disk in nvme_path"
+            yield (
+                f"The plan needs {format_nbytes(drive['nbytes'])} in {', '.join(drive['directories'])}; {found}. {way}."
+            )
+
+
+def estimate_lines(
+    estimate: ActivationEstimate | None, plan: Plan, device_nbytes: int | None, *, is_given: bool
+) -> tuple[list[str], str]:
+    """Say what a micro-batch takes in addition to the plan. Return the lines, and the problem, or "", of a length that
+    `is_given` and does not fit.
+
+    `device_nbytes`: size of the device, with what the plan leaves to activations; None: not known.
+    """
+    if estimate is None:
+        return [_NO_ESTIMATE], ""
+    length = "" if is_given else " (the most that the model takes; --sequence-length TOKENS sets another)"
+    lines = [
+        f"In addition to the plan, estimated for a micro-batch of {estimate.tokens:,} tokens{length} with each block "
+        f"in a checkpoint: inputs of {estimate.num_boundaries} blocks {format_nbytes(estimate.boundaries_nbytes)}, one "
+        f"block's activations {format_nbytes(estimate.block_nbytes)}, logits with their loss "
+        f"{format_nbytes(estimate.logits_nbytes)}."
+    ]
+    if plan.activations is not None:
+        offloaded = format_nbytes(estimate.offloaded_nbytes(plan.activations))
+        lines.append(f"{offloaded} of the inputs fit the budget on {plan.activations.tier}.")
+    tier = plan.request.computing_tier
+    size = plan.limits.get(tier, (None, ""))[0] if device_nbytes is None else device_nbytes
+    if size is None:
+        return lines, ""
+    needed, room = estimate.needed_nbytes(plan.activations), size - plan.needed_nbytes(tier)
+    fact = (
+        f"they need {format_nbytes(needed)} of {tier} memory; the plan leaves {format_nbytes(max(0, room))} of "
+        f"{format_nbytes(size)}"
+    )
+    if needed <= room:
+        return [*lines, f"In sum {fact}."], ""
+    way = "the placement is the cause, not the number of tokens"
+    if room > 0:
+        way = "take fewer tokens a micro-batch, offload inputs (tiered_zero.activations), or compute the loss in parts"
+    if is_given:
+        return lines, f"Activations do not fit: {fact}. {way[0].upper()}{way[1:]}."
+    return [*lines, f"In sum {fact}, so they do not fit: {way}."], ""
+
+
+def seconds_facts(step: StepSeconds) -> dict[str, Any]:
+    """Return the facts of the seconds' screen, for programs."""
+    return {
+        **asdict(step),
+        "tokens_per_s": step.tokens_per_s,
+        "bound_by": step.bound_by,
+        "shorter_by": remedy_of(step.bound_by),
+    }
+
+
+def seconds_lines(step: StepSeconds, plan: Plan, machine: Machine) -> Iterator[str]:
+    """Yield the screen that ends `plan`: seconds by resource, the tokens that hide a tier, and what shortens a step."""
+    sizes = ((tier, plan.nbytes(tier)) for tier in TIERS)
+    yield f"Predicted step on {machine.name}:"
+    yield f"  bytes     {', '.join(f'{tier} {format_nbytes(nbytes)}' for tier, nbytes in sizes if nbytes)}"
+    rate = f"{step.tokens_per_s:,.0f} tokens/s"
+    yield f"  seconds   {step.seconds:.3g} for {step.tokens:,} tokens, {rate}; bound by {step.bound_by}"
+    for lane, seconds in step.by_resource.items():
+        if seconds:
+            yield f"  {seconds:9.3g}   {lane} ({seconds / step.seconds:.0%} busy)"
+    for tier, tokens in step.hidden_from_tokens.items():
+        up_to = f"not up to {step.searched_tokens[tier]:,} tokens a step"
+        yield f"  hidden    {tier}: {up_to if tokens is None else f'from {tokens:,} tokens a step on'}"
+    if remedy := remedy_of(step.bound_by):
+        yield f"  shorter   by {remedy}, as far as there is room"
