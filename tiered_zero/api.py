@@ -46,7 +46,7 @@ def initialize(
 
     The arguments are DeepSpeed's, in its order. `config` (or `config_params`): a DeepSpeed-style dict, or the path of a
     JSON file; `args.deepspeed_config` names a file too. `mpu` and `mesh_param` must stand for one rank. `model`: on
-    any device, or on the meta device, where its own initialisers (or `tiered_zero.weights`) give it values unit by
+    any device, or on the meta device: then its own initialisers (or `tiered_zero.weights`) give it values unit by
     unit.
     `optimizer`: any torch optimizer over the model's parameters, or a callable that makes one; it goes before the
     config's.
@@ -55,7 +55,7 @@ def initialize(
     which may shuffle and have workers. Checkpoints hold the position of either.
 
     The model is changed in place: its parameters become views that are filled while they are used. Raises ConfigError,
-    ModelError, PlanError or StoreError before anything is allocated or written wherever that can be known.
+    ModelError, PlanError or StoreError before anything is allocated or written, if it can be known then.
     """
     if isinstance(args, nn.Module):
         raise ModelError(

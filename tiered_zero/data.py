@@ -163,7 +163,7 @@ class TrainingLoader(DataLoader[Any]):
             self._order.number, self._order.start = begun.number, begun.num_samples
 
     def _take(self, taker: _Pass) -> None:
-        """Count a batch that `taker` has given."""
+        """Count a batch that was taken from `taker`."""
         taker.num_batches += 1
         if self._order is not None:
             taker.num_samples = min(taker.num_samples + (self.batch_size or 1), len(self._order))

@@ -443,8 +443,8 @@ def _paged_gradients(run_spec: RunSpec) -> dict[int, torch.dtype]:
 
 def _make_reduction(config: Config, ranks: RankRequest, buckets: Sequence[Bucket], *, on_device: bool) -> Reduction:
     """Read from `config` how gradients are scaled and summed, as DeepSpeed does: by default they are divided by the
-    number of ranks, then summed; where the sum is divided, gradients are divided by a factor before. `on_device`: where
-    all of them rest."""
+    number of ranks, then summed; if the sum is divided, gradients are divided by a factor before. `on_device`: all of
+    them rest there."""
     factor, first = config.gradient_predivide_factor, config.prescale_gradients
     if first is None:
         first = factor == 1.0

@@ -44,7 +44,7 @@ class Init:
         **others: Any,
     ) -> None:
         """Every argument of DeepSpeed is taken; the config that counts is that of `initialize`. Makes the process group
-        where there is none, as DeepSpeed does: scripts ask for their rank while they build the model."""
+        if there is none, as DeepSpeed does: scripts ask for their rank while they build the model."""
         if enabled:
             open_default_group()
             logger.info("zero.Init: the model is built in host memory, and moves to its tiers in initialize()")

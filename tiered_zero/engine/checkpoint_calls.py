@@ -96,12 +96,12 @@ class CheckpointCalls:
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from `load_dir/tag`; without a tag from what `latest` names, or else the newest complete checkpoint.
-        Returns its path and client_state; (None, {}), with a warning, where `load_dir` is missing or empty. Anything
-        else in it that is no checkpoint of ours is refused (StoreError), so that no run begins at step 0 by mistake.
+        Returns its path and client_state; (None, {}), with a warning, if `load_dir` is missing or empty. A directory
+        with anything but our checkpoints is refused (StoreError), so that no run begins at step 0 by mistake.
 
         Masters take the saved fp32 values, and parameters those rounded, whatever else is loaded. Optimizer state
         starts anew with `load_module_only`, which leaves counts, schedule and random numbers as they are, and without
-        `load_optimizer_states`. Nothing is changed where the checkpoint does not fit (ModelError, ConfigError,
+        `load_optimizer_states`. Nothing is changed if the checkpoint does not fit (ModelError, ConfigError,
         StoreError); damage that is found later ends the use of this engine. No pickle is read. With many ranks every
         rank calls this; any number of ranks loads what any other has saved.
         """

@@ -15,8 +15,8 @@ class StepCounts:
     """Decides which `step()` is a boundary, and which backward is the only one before it. Driver thread."""
 
     def __init__(self, num_micro_batches: int, *, managed: bool = True) -> None:
-        """`num_micro_batches`: gradient_accumulation_steps. `managed`: False where every `step()` is a boundary,
-        whatever number of backwards comes before it: each of them is a micro-batch then."""
+        """`num_micro_batches`: gradient_accumulation_steps. `managed`: False if every `step()` is a boundary,
+        after any number of backwards, each of which is a micro-batch then."""
         self.num_micro_batches = num_micro_batches
         self._managed = managed
         self.micro_steps = 0
@@ -49,7 +49,7 @@ class StepCounts:
         self._num_uses = num_uses
 
     def check_managed(self, num_own_backwards: int) -> None:
-        """Raise ModelError where the loop of this `optimizer.step()` has accumulated by itself. `num_own_backwards`:
+        """Raise ModelError if the loop of this `optimizer.step()` has accumulated by itself. `num_own_backwards`:
         past the engine, since the last `step()`."""
         num_backwards = self.num_backwards + num_own_backwards
         if self._managed and self.boundary is None and 1 < self.num_micro_batches <= num_backwards:

@@ -218,6 +218,8 @@ class DeepSpeedNames(ABC):
     zero_optimization_stage = _reader("zero_optimization.stage", int)
     fp16_enabled = _reader("fp16.enabled", bool)
     bfloat16_enabled = _reader("bf16.enabled", bool)
+    get_batch_info = _reader("batch", tuple, "(Train batch, micro-batch, accumulation steps).")
+    steps_per_print = _reader("steps_per_print", int, "Optimizer steps between two log lines; None: no lines.")
 
     @cached_property
     def tput_timer(self) -> ThroughputTimer:
@@ -233,10 +235,6 @@ class DeepSpeedNames(ABC):
         """Return the learning rate of each param group."""
         return [float(group["lr"]) for group in self._run.optimizer.param_groups] if self._run.optimizer else []
 
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Return (train batch, micro-batch, accumulation steps)."""
-        return self._run.config.batch
-
     def zero_optimization(self) -> bool:
         """Return whether the stage is above 0."""
         return self._run.config.zero_optimization.stage > 0
@@ -244,10 +242,6 @@ class DeepSpeedNames(ABC):
     def zero_cpu_offload(self) -> bool:
         """Return whether `offload_optimizer.device` is cpu."""
         return self._run.config.zero_optimization.offload_optimizer.device == "cpu"
-
-    def steps_per_print(self) -> int | None:
-        """Return the optimizer steps between two log lines; None: no lines."""
-        return self._run.config.steps_per_print
 
     def dynamic_loss_scale(self) -> bool:
         """Return whether the loss scale follows overflows: fp16 without a fixed scale."""

@@ -77,9 +77,9 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         loss that `scale` returned `.backward()` is right in every case.
 
         Until `step()` `param.grad` is a live view of the gradient, in the parameter's shape, to be read, changed in
-        place and assigned as in plain PyTorch, also by `torch.nn.utils.clip_grad_norm_`. It is where the gradient
-        rests (in host memory, if the update runs there), and fp32 where micro-batches of a 16-bit model are summed.
-        Where updates begin in backward, or the loss is scaled, reading it raises ModelError.
+        place and assigned as in plain PyTorch, also by `torch.nn.utils.clip_grad_norm_`. It lies on the tier of
+        the gradient (host memory, if the update runs there), and is fp32 if micro-batches of a 16-bit model are summed.
+        Reading it raises ModelError if updates begin in backward, or if the loss is scaled.
         """
         self._step.backward(loss, retain_graph, scale_wrt_gas)
         return loss
@@ -96,7 +96,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
     @runs_outside_modes
     def step(self, *, by_optimizer: bool = False) -> None:
         """Count a micro-batch; at an accumulation boundary check the gradients and update the weights, or skip the
-        step. `by_optimizer`: `optimizer.step()` calls this. It clips only where the config has gradient_clipping, for
+        step. `by_optimizer`: `optimizer.step()` calls this. It clips only if the config has gradient_clipping, because
         its loop may clip by itself."""
         run, step = self._run, self._step
         if step.step(self.optimizer, run.lr_scheduler, by_optimizer) and (report := step.meter.report) is not None:
@@ -214,7 +214,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
         Right after a `step()` that only counted a micro-batch nothing is dropped, because loops call `zero_grad()`
         after every `step()`; `abort_step()` drops gradients there too. `set_to_none`: False sets them to 0, also those
-        that the last `step()` took, so that they count as gradients in the next one. Raises ModelError where updates
+        that the last `step()` took, so that they count as gradients in the next one. Raises ModelError if updates
         have begun from the gradients."""
         self._step.zero_grad(set_to_none)
 

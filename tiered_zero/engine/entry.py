@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, final
 
 import torch
 from torch import nn
@@ -40,13 +40,13 @@ from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer
 from tiered_zero.update.policy import UpdatePolicy
 
 if TYPE_CHECKING:
-    from tiered_zero.engine.train_step import TrainStep
+    from tiered_zero.engine.checkpoint_calls import CheckpointCalls
 
 
 @dataclass(frozen=True, kw_only=True)
 class Movers:
-    """The movers that `TrainStep` orders. `reducer`: averages gradients over ranks; None where there is one.
-    `activations`: None where these stay on the device. `drain`: blocks until lanes and disk are idle, also after a call
+    """The movers that `TrainStep` orders. `reducer`: averages gradients over ranks; None with one rank.
+    `activations`: None if these stay on the device. `drain`: blocks until lanes and disk are idle, also after a call
     that has failed. `reclaim`: releases the staging buffers that it had leased."""
 
     pager: Pager
@@ -76,13 +76,7 @@ class EngineParts:
     checkpoints: Checkpoints
 
 
-class HasStep(Protocol):
-    """An engine."""
-
-    _step: TrainStep
-
-
-_Engine = TypeVar("_Engine", bound=HasStep)
+_Engine = TypeVar("_Engine", bound="CheckpointCalls")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _Method = Callable[Concatenate[_Engine, _Arguments], _Result]
@@ -131,7 +125,7 @@ _CAUGHT = "an exception that its program has caught"
 @final
 class Entrance:
     """Enters each phase of an engine, and leaves it: a call that fails, a backward past the engine too, ends in
-    `abort`, or latches the engine where the update has begun. Driver thread, or autograd's while the driver waits.
+    `abort`, or latches the engine if the update has begun. Driver thread, or autograd's while the driver waits.
     """
 
     def __init__(
@@ -151,8 +145,8 @@ class Entrance:
         """What autograd calls at the end of a backward past the engine."""
 
     def check_outside(self, call: str, may_recompute: bool = False) -> None:
-        """Raise ModelError where a hook of the user, or a signal's handler, makes `call` inside of a forward, backward
-        or step(). The call would clear up what still runs, and find it half made. `may_recompute`: a backward that the
+        """Raise ModelError if a hook of the user, or a signal's handler, makes `call` inside of a forward, backward or
+        step(). The call would clear up what still runs, and find it half made. `may_recompute`: a backward that the
         user has started past the engine may make it."""
         if running := self._running(may_recompute):
             raise ModelError(
@@ -162,7 +156,7 @@ class Entrance:
             )
 
     def _running(self, may_recompute: bool) -> str:
-        """Name what the caller runs inside of; empty: nothing."""
+        """Name the call that the caller runs inside of; "" for none."""
         now = self._phase.now
         if torch._C._current_graph_task_id() != -1 and not (may_recompute and now is Phase.IDLE):
             return "backward"
@@ -249,7 +243,7 @@ class Entrance:
         self._pager.end_pass()
         self._arrivals.end_own_backward()
         self._movers.visible_gradients.show()
-        self._stop_following()  # last: where this was not reached the next call drops the step
+        self._stop_following()  # last: if this was not reached, the next call drops the step
 
     def _stop_following(self) -> None:
         self._ending = None
@@ -287,7 +281,7 @@ class Entrance:
 
     def abort(self, *, keeps_gradients: bool = False) -> None:
         """End what runs, and drop the step: drain transfers, evict units, drop gradients, in this order. Raises the
-        error of a gradient's transfer. `keeps_gradients`: a forward raised, where the state is whole; what is fetched
+        error of a gradient's transfer. `keeps_gradients`: a forward raised, and the state is whole; what is fetched
         goes on, and the gradients of earlier micro-batches stay."""
         movers = self._movers
         self._phase.has_own_backward = False
@@ -343,9 +337,9 @@ class Entrance:
             self._movers.drain()
 
     def fail_ranks(self, error: BaseException | None) -> None:
-        """End the run on all ranks where a forward or backward past the engine has ended early on this one, between
-        collectives of it: the others wait there, and this rank's program goes on. `error`: None where the program has
-        handled it by now, so that it is not known."""
+        """End the run on all ranks if a forward or backward past the engine has ended early on this one, between its
+        collectives: the others wait there, and this rank's program goes on. `error`: None if the program has handled
+        it by now, so that it is not known."""
         name, reducer = self._phase.now.value, self._movers.reducer
         if reducer is None or not (reducer.shards_params or reducer.is_open):
             return
@@ -357,7 +351,7 @@ class Entrance:
 
 
 def _caught_in_backward() -> BaseException | None:
-    """Return the exception that the program handles now, if autograd has raised it."""
+    """Return the exception that the program handles now, if autograd raised it."""
     error = sys.exc_info()[1]
     frames = traceback.walk_tb(error.__traceback__ if error is not None else None)
     return error if any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in frames) else None

@@ -135,7 +135,7 @@ class TrainStep:
         self.arrivals.take(param)
 
     def unit_grads_complete(self, unit: Unit) -> None:
-        """Release the unit; begin its update where the policy updates in backward."""
+        """Release the unit; begin its update if the policy updates in backward."""
         self.pager.finish_gradients(unit)
         self.policy.unit_ready(unit)
 
@@ -218,8 +218,8 @@ class TrainStep:
             raise ModelError(NO_OPTIMIZER)
 
     def check_between_steps(self, act: str) -> None:
-        """Raise ModelError where `act` comes while gradients wait for a step: a checkpoint is of the state between two
-        steps, of the parameters that are trained."""
+        """Raise ModelError if gradients wait for a step, or parameters were replaced, when `act` comes: a checkpoint
+        holds the state between two steps."""
         self.check()
         self._groups.take_reset()
         self.scope.check_parameters()
@@ -232,7 +232,7 @@ class TrainStep:
             )
 
     def check_no_sync(self) -> None:
-        """Raise ModelError where a backward cannot leave the other ranks' gradients out."""
+        """Raise ModelError if a backward cannot leave the other ranks' gradients out."""
         if self._reducer is not None and self._reducer.reduces_in_backward:
             raise ModelError(
                 "no_sync() was expected where every rank keeps whole gradients until step(): zero_optimization.stage "
@@ -331,10 +331,9 @@ class TrainStep:
         return boundary
 
     def _creates_state(self, optimizer: TieredOptimizer) -> bool:
-        """Create state between the step hooks, and return True, where this `optimizer.step()` is the one by which
-        torch.distributed.checkpoint wants it created: there is none, no backward has run, and every lr is 0, as are
-        the gradients, which the program has assigned. It leaves what the same step of the plain optimizer leaves, and
-        counts as no step."""
+        """Create state between the step hooks, and return True, if torch.distributed.checkpoint calls this
+        `optimizer.step()` to have state created: there is none, no backward has run, and every lr and every assigned
+        gradient is 0. The state is that of the same step of the plain optimizer, and this counts as no step."""
         counts = self.counts
         if counts.num_backwards or self.arrivals.num_own_backwards or counts.is_accumulating or optimizer.state:
             return False
@@ -380,7 +379,7 @@ class TrainStep:
 
     @property
     def zero_grad_drops(self) -> bool:
-        """Whether `zero_grad` drops gradients: not right after a `step()` that only counted a micro-batch, nor where
+        """Whether `zero_grad` drops gradients: not right after a `step()` that only counted a micro-batch, nor if
         their update has begun."""
         counts = self.counts
         has_own = counts.num_backwards > 0 or self.arrivals.num_own_backwards > 0 or not counts.is_accumulating

@@ -69,7 +69,7 @@ class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
         if self.engine is not None:
             return self.engine.optimizer
         if cfg.tiered_zero_offload is None or trainer.optimizer_cls_and_kwargs is not None:
-            return None  # Trainer's own way; also where Trainer asks again from inside of the call below
+            return None  # Trainer's own way; also when Trainer asks again from inside of the call below
         kind, values = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
         values = {"optimizer_class": kind, "offload": dict(cfg.tiered_zero_offload), **values}
         trainer.optimizer_cls_and_kwargs = (OffloadedOptimizer, values)

@@ -13,8 +13,8 @@ from tiered_zero.sizes import parse_nbytes
 class ReportCallback(TrainerCallback):
     """Adds to each line of training logs: GiB on each tier, the busy share of each link in the last step (the largest
     binds it), GB written to the disk by this process, and which share of `rated` ("600TB", the drive's endurance) that
-    is. `engine`: the engine, if the optimizer is one's. Loggers that stand before this callback, as those of
-    `report_to` do, miss the numbers; `state.log_history` has them."""
+    is. `engine`: the engine, if the optimizer is one's. Loggers before this callback, such as those of
+    `report_to`, miss the numbers; `state.log_history` has them."""
 
     def __init__(self, engine: Any = None, rated: str | int | None = None) -> None:
         self._engine = engine

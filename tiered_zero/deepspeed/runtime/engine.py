@@ -40,7 +40,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, TieredOptimi
     """Do `tiered_zero.initialize`. At stage 3 parameters and the optimizer get attributes of DeepSpeed that TRL and
     Lightning read: `ds_numel` (elements), `ds_status` (AVAILABLE: a function fetches what it is called with) and
     `parameter_offload`. Every tensor has `ds_status`: TRL's losses ask what autograd has saved of a weight, which is no
-    parameter where saved-tensor hooks are set."""
+    parameter under saved-tensor hooks."""
     _check_accelerate()
     engine, optimizer, loader, scheduler = api.initialize(*args, **kwargs)
     if engine.zero_optimization_stage() == 3:
