@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 import torch
 
-from tiered_zero.hardware.device.cuda import CudaAccelerator
+from tiered_zero.hardware.device.streams import CudaAccelerator
 from tiered_zero.hardware.memory.host_memory import HostArena, typed_view
 from tiered_zero.sizes import MIB
 from tiered_zero.telemetry.ledger import Ledger

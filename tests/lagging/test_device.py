@@ -7,7 +7,7 @@ import torch
 
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
-from tiered_zero.hardware.device.cuda import CudaAccelerator
+from tiered_zero.hardware.device.streams import CudaAccelerator
 
 LATE_S = 0.03
 """Of a kernel, where only its order or its length is asked for."""

@@ -18,8 +18,7 @@ from tests.lagging.faults import lane_does_not_wait
 from tiered_zero.cli import device_check
 from tiered_zero.cli.main import main
 from tiered_zero.hardware import check, rates
-from tiered_zero.hardware.device.cuda import CudaAccelerator
-from tiered_zero.hardware.device.streams import StreamAccelerator
+from tiered_zero.hardware.device.streams import CudaAccelerator, StreamAccelerator
 from tiered_zero.sizes import MIB
 from tiered_zero.system.finding import BAD, GOOD, POOR
 

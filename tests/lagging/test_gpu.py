@@ -10,7 +10,7 @@ import torch
 from tests.gpu import test_cuda, test_split
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
-from tiered_zero.hardware.device.cuda import CudaAccelerator
+from tiered_zero.hardware.device.streams import CudaAccelerator
 
 NAMES = [name for name in vars(test_cuda) if name.startswith("test_")]
 

@@ -14,9 +14,9 @@ from tests.lagging.faults import Plant
 from tests.lagging.test_device_updates import Net
 from tests.support.inspection.insides import FlatStorage
 from tests.support.trainers import tiered
-from tiered_zero.hardware.device import cuda
+from tiered_zero.hardware.device import streams
 from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.device.cuda import CudaAccelerator
+from tiered_zero.hardware.device.streams import CudaAccelerator
 
 BLOCK_NBYTES = 512
 
@@ -100,7 +100,7 @@ def test_without_pools_units_share_the_allocators_blocks(device: LaggingDevice, 
     lines: list[str] = []
     before = device.private_nbytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda.logger, "warning", lambda text, *values: lines.append(text % values))
+        patch.setattr(streams.logger, "warning", lambda text, *values: lines.append(text % values))
         patch.setattr(torch.cuda, "MemPool", refuse)
         if cause == "backend":
             patch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")

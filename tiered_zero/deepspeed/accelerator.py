@@ -11,8 +11,7 @@ import torch
 
 from tiered_zero.errors import ConfigError, MissingNameError
 from tiered_zero.hardware.device.select import find_device
-from tiered_zero.hardware.ranks.backends import HOST_BACKEND, device_backend
-from tiered_zero.hardware.ranks.launcher import local_rank
+from tiered_zero.hardware.ranks.launcher import HOST_BACKEND, device_backend, local_rank
 
 __all__ = ["CurrentAccelerator", "get_accelerator"]
 

@@ -23,7 +23,7 @@ from tiered_zero.hardware.cores import gpu_node
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.memory.host_memory import HostArena
 from tiered_zero.hardware.probe import PROC, SYSTEM, available_host_nbytes
-from tiered_zero.hardware.ranks.backends import device_backend
+from tiered_zero.hardware.ranks.launcher import device_backend
 from tiered_zero.sizes import MIB, format_nbytes
 from tiered_zero.system.finding import BAD, GOOD, POOR, Finding
 from tiered_zero.system.process import read_text

@@ -146,7 +146,7 @@ def random_sleeps(site: Site, seed: int) -> Iterator[None]:
     if site.device.type != "cuda":
         yield
         return
-    from tiered_zero.hardware.device.cuda import CudaAccelerator
+    from tiered_zero.hardware.device.streams import CudaAccelerator
 
     rng, cuda = random.Random(seed), cast(Any, torch.cuda)
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tiered_zero.errors import ConfigError, InternalError, ModelError
-from tiered_zero.hardware.device.cuda import CudaAccelerator
-from tiered_zero.hardware.device.streams import StreamAccelerator
+from tiered_zero.hardware.device.streams import CudaAccelerator, StreamAccelerator
 from tiered_zero.sizes import GIB
 
 

@@ -30,7 +30,7 @@ from typing import final
 import torch
 
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer
-from tiered_zero.hardware.device.lanes import THIS_THREAD, DelayInjector, DeviceMarker, Lane, Work, on_lane_error
+from tiered_zero.hardware.device.lanes import THIS_THREAD, DelayInjector, Lane, on_lane_error, run_job
 from tiered_zero.hardware.memory.huge_pages import HugePagePool, PageRange
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
 from tiered_zero.telemetry.spans import Recorder
@@ -222,7 +222,7 @@ class CpuAccelerator(Accelerator):
 
     def _build_lane(self, name: str) -> Lane:
         delays = None if self._delay_seed is None else DelayInjector(self._delay_seed, name)
-        return Lane(name, _launch, delays, inline=self.shares_cores)
+        return Lane(name, run_job, delays, inline=self.shares_cores)
 
     def record_compute(self) -> Transfer:
         if THIS_THREAD.is_lane:
@@ -286,11 +286,6 @@ class CpuAccelerator(Accelerator):
 
     def unpin(self, address: int) -> None:
         """Do nothing: nothing was pinned."""
-
-
-def _launch(work: Work) -> DeviceMarker | None:
-    work.job()
-    return None
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -133,6 +133,11 @@ Launch = Callable[[Work], DeviceMarker | None]
 """Runs a job on the calling thread, after `work.after` on the device, and returns its completion marker. May raise."""
 
 
+def run_job(work: Work) -> None:
+    """Run a job whose work is complete when it returns: the `Launch` of lanes without a stream."""
+    work.job()
+
+
 class DelayInjector:
     """Adds seeded delays at the start and end of jobs, so that a missing wait shows. One thread."""
 

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from tiered_zero.concurrency.transfer import COMPLETED, Completion, Transfer, wait_all
 from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.ranks.backends import HOST_BACKEND
-from tiered_zero.hardware.ranks.collective_transfer import RankTraffic
 from tiered_zero.hardware.ranks.launcher import (
+    HOST_BACKEND,
     is_initialized,
     is_one_host,
     launched_world_size,
@@ -29,6 +28,7 @@ from tiered_zero.hardware.ranks.launcher import (
     world_size_here,
 )
 from tiered_zero.hardware.ranks.process_groups import ProcessGroups
+from tiered_zero.hardware.ranks.rank_failures import RankTraffic
 from tiered_zero.telemetry.spans import Recorder
 
 logger = logging.getLogger("tiered_zero")

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import RankError
 from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.ranks.backends import all_gather_single, device_backend
-from tiered_zero.hardware.ranks.collective_transfer import DeviceCollective, WaitContext
-from tiered_zero.hardware.ranks.rank_failures import CollectiveCall
-from tiered_zero.hardware.ranks.rank_order import add_in_order, split_rows
+from tiered_zero.hardware.ranks.host_collectives import add_in_order, split_rows
+from tiered_zero.hardware.ranks.launcher import all_gather_single, device_backend
+from tiered_zero.hardware.ranks.rank_failures import CollectiveCall, DeviceCollective, WaitContext
 
 logger = logging.getLogger("tiered_zero")
 

@@ -20,18 +20,18 @@ import torch.distributed as dist
 from tiered_zero.concurrency.transfer import Transfer, wait_all
 from tiered_zero.errors import RankError
 from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.device.lanes import DeviceMarker, Lane, Work
+from tiered_zero.hardware.device.lanes import Lane, run_job
 from tiered_zero.hardware.ranks import host_collectives
-from tiered_zero.hardware.ranks.backends import HOST_BACKEND, all_gather_single
-from tiered_zero.hardware.ranks.collective_transfer import (
+from tiered_zero.hardware.ranks.device_collectives import DeviceCollectives
+from tiered_zero.hardware.ranks.host_collectives import ORDER_NBYTES, compare_order, split_rows
+from tiered_zero.hardware.ranks.launcher import HOST_BACKEND, all_gather_single, network_interface
+from tiered_zero.hardware.ranks.rank_failures import (
+    CollectiveCall,
     CollectiveTransfer,
+    RankFailures,
     RankTraffic,
     WaitContext,
 )
-from tiered_zero.hardware.ranks.device_collectives import DeviceCollectives
-from tiered_zero.hardware.ranks.launcher import network_interface
-from tiered_zero.hardware.ranks.rank_failures import CollectiveCall, RankFailures
-from tiered_zero.hardware.ranks.rank_order import ORDER_NBYTES, compare_order, split_rows
 from tiered_zero.telemetry.spans import Recorder
 
 logger = logging.getLogger("tiered_zero")
@@ -112,14 +112,14 @@ class ProcessGroups:
         self._waits = WaitContext(failures=self.failures, traffic=self.traffic, recorder=self.recorder)
         self._phase = _Phase.OPEN  # from now on `fail` reaches the others
         for name in GROUPS:
-            self._lanes[name] = Lane(f"rank {name}", _launch)
+            self._lanes[name] = Lane(f"rank {name}", run_job)
 
     def connect_device(self, accelerator: Accelerator) -> None:
         if accelerator.device.type != "cpu":
             self._device = DeviceCollectives(accelerator, self._waits, self.rank, self.world_size, self._timeout_s)
             self._device.open(self._count)
             self._open_group("order")
-            self._lanes["order"] = Lane(f"rank {self.rank} order", _launch)
+            self._lanes["order"] = Lane(f"rank {self.rank} order", run_job)
 
     def _open_group(self, name: str) -> None:
         with network_interface():
@@ -350,8 +350,3 @@ def _packed(kind: int, data: bytes) -> bytes:
 def _name_of(call: str) -> bytes:
     """Return a call's name as sent to the other ranks, in a fixed size."""
     return call.encode()[:ORDER_NBYTES].ljust(ORDER_NBYTES)
-
-
-def _launch(work: Work) -> DeviceMarker | None:
-    work.job()
-    return None
