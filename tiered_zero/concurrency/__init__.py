@@ -1,6 +1,6 @@
-"""Primitives that threads share: one future type, a worker, a failure latch, the order of teardown, Ctrl-C.
+"""Define what threads share: one future type, a worker, a failure latch, ordered teardown, deferred Ctrl-C.
 
 Promise: a transfer completes once and carries its own error; the first failure that surfaces raises the original error,
-later calls raise EngineFailedError; a teardown carries out each act once; Ctrl-C waits behind what cannot be undone.
-Owner: each object belongs to who made it. Never: torch, files, a wait without a name.
+later calls raise EngineFailedError; a teardown runs each act once; Ctrl-C is raised after work that cannot be undone.
+Owner: each object belongs to its maker. Never: torch, files, a wait without a name.
 """

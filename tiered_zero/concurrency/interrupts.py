@@ -1,12 +1,12 @@
-"""Hold Ctrl-C back while what runs cannot be undone.
+"""Defer Ctrl-C during work that cannot be undone.
 
 [Note: Interrupted calls]
-Python's own handler of SIGINT raises KeyboardInterrupt on the main thread, between any two lines, of ours too. The call
-that it ends drops its step: `Entrance.abort` ends what runs, and resets what the step has used. Where the step
-cannot be dropped any more (inside of `step()`, in a backward whose updates have begun, where a load replaces values, in
-an in-place commit, in `close()`) it would end the engine's use, and with it the work since the last save. So it is
-raised behind those. A second one is raised at once, and so is what a handler of the program raises: where it ends what
-cannot be undone the engine latches.
+Python's own handler of SIGINT raises KeyboardInterrupt on the main thread, between any two lines, also of this package.
+The interrupted call drops its step: `Entrance.abort` ends what runs, and resets what the step has used. Some steps
+cannot be dropped: inside of `step()`, in a backward whose updates have begun, while a load replaces values, in an
+in-place commit, in `close()`. An interrupt there would end the engine's use, and lose the work since the last save. So
+it is raised after those. A second interrupt is raised at once, and so is an exception of the program's own handler: if
+it ends work that cannot be undone, the engine latches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 
 class _Held:
-    """The handler of SIGINT within a block. `is_over`: the block has ended, on a thread that could not take it off."""
+    """The handler of SIGINT during a block. `is_over`: the block has ended, on a thread that cannot reset handlers."""
 
     has_come = False
     is_over = False
@@ -33,7 +33,8 @@ class _Held:
 def hold_interrupts() -> Iterator[None]:
     """Raise the first KeyboardInterrupt of the block as it ends. Also a decorator.
 
-    Does nothing off the main thread, inside of another such block, and where the program handles SIGINT by itself.
+    Does nothing on other threads than the main one, inside of another such block, and if the program handles SIGINT
+    itself.
     """
     main, before = threading.main_thread().ident, signal.getsignal(signal.SIGINT)
     is_free = before is signal.default_int_handler or (isinstance(before, _Held) and before.is_over)

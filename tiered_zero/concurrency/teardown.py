@@ -1,4 +1,4 @@
-"""End a run: closing acts in order, none of them passed over."""
+"""End a run: call every closing act, in order."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ logger = logging.getLogger("tiered_zero")
 
 @final
 class Teardown:
-    """Acts that free what a run has built, carried out in the order of their names. One thread at a time.
+    """Calls the acts that free what a run has built, in the order of their names. One thread at a time.
 
-    Later acts free memory that earlier ones (ending the lanes) keep threads from using: so an act that raises passes no
-    later one over, and one that a second Ctrl-C has broken off is carried out again by the next `close`: acts are
+    Earlier acts (ending the lanes) stop threads from using memory that later ones free. So all later acts are called
+    after one that raises, and an act that a second Ctrl-C has interrupted is called again by the next `close`: acts are
     idempotent.
     """
 
     def __init__(self, order: Sequence[str] = ("",)) -> None:
-        """`order`: every name; acts of one name are carried out last first."""
+        """`order`: every name; acts of one name are called in reverse order."""
         self._acts: dict[str, list[Callable[[], Any]]] = {name: [] for name in order}
 
     def add(self, name: str, act: Callable[[], Any]) -> None:
         self._acts[name].append(act)
 
     def callback(self, act: Callable[[], Any]) -> None:
-        """Add an act where acts have no names."""
+        """Add an act to a teardown without names."""
         self.add("", act)
 
     @hold_interrupts()
     def close(self) -> None:
-        """Carry out what is left to do; raise the first error at the end. Does nothing once all is done."""
+        """Call all acts that are left, then raise the first error. Does nothing if none is left."""
         first: Exception | None = None
         for acts in self._acts.values():
             while acts:
@@ -49,9 +49,8 @@ class Teardown:
         return self
 
     def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        """Leave everything to the run that was built; free it all if that failed.
-
-        After a second Ctrl-C, too: the caller gets no engine to close later.
+        """Free everything if the block failed, also after a second Ctrl-C: the caller gets no engine to close. If it
+        did not fail, the run owns the teardown.
         """
         if error is None:
             return
@@ -65,12 +64,13 @@ class Teardown:
 
 
 def once(act: Callable[[], Any]) -> Callable[[], None]:
-    """An act that is not carried out again if it was broken off: nothing that comes later depends on it."""
+    """Return a function that calls `act` the first time only, even if that call was interrupted: no later act depends
+    on it."""
+    called: list[None] = []
 
-    def carry_out() -> None:
-        acts, left[:] = left[:], []
-        for one in acts:
-            one()
+    def call() -> None:
+        if not called:
+            called.append(None)
+            act()
 
-    left = [act]
-    return carry_out
+    return call

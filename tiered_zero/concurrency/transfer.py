@@ -1,4 +1,4 @@
-"""The one future of the package, the thread that ends what nobody waits for, and the memory of a failure."""
+"""Define the one future of the package, the thread that completes requests, and the latch that keeps a failure."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from typing import Final, NoReturn, final
 from tiered_zero.errors import EngineFailedError, StoreError, TieredZeroError
 
 STOPPED_S = 5.0
-"""A blocked wait that looks at the clock so late was stopped with its process (Ctrl-Z, a machine that slept): no limit
-counts it."""
+"""A blocked wait that checks the clock later than this was stopped with its process (Ctrl-Z, a machine that slept): its
+timeout does not count that time."""
 
 
 class Transfer(ABC):
     """One asynchronous operation: a job of a lane, a disk request, a milestone of an update.
 
-    It completes once, well or badly, and carries its own error. The memory that it reads or writes is its own until it
-    is done; the caller keeps that memory alive. Any thread.
+    It completes once, with or without an error, which it carries. Until then it alone uses the memory that it reads or
+    writes, and the caller keeps that memory alive. Any thread.
     """
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether it is complete, well or badly. Never blocks."""
+        """Return whether it is complete, with or without an error. Never blocks."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until it is complete; raise its error, each time, if it failed."""
+        """Block until it is complete. If it failed, raise its error, at every call."""
 
 
 @final
 class Completion(Transfer):
-    """A transfer that its owner completes by hand."""
+    """A transfer that its owner completes by a call."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -46,7 +46,7 @@ class Completion(Transfer):
         self._event.set()
 
     def fail(self, error: BaseException) -> None:
-        """Complete with an error, which every wait from now on raises."""
+        """Complete with an error, which every wait raises."""
         self.error = error
         self._event.set()
 
@@ -61,13 +61,13 @@ class Completion(Transfer):
 
 
 COMPLETED: Final = Completion()
-"""An operation that was complete when it was asked for."""
+"""A transfer that is complete from the start."""
 
 COMPLETED.complete()
 
 
 def wait_quietly(transfer: Transfer) -> None:
-    """Wait until a transfer is over, and drop its error. A MemoryError of the wait itself is raised: the transfer may
+    """Wait until a transfer is complete, and drop its error. Raises a MemoryError of the wait itself: the transfer may
     still use its memory."""
     try:
         transfer.wait()
@@ -78,7 +78,7 @@ def wait_quietly(transfer: Transfer) -> None:
 
 
 def wait_all(transfers: Iterable[Transfer | None]) -> None:
-    """Wait for all of them, then raise the first error: none of them uses its memory any more."""
+    """Wait for all transfers, so that none uses its memory any more, then raise the first error."""
     first: Exception | None = None
     for transfer in transfers:
         try:
@@ -108,10 +108,10 @@ class Joined(Transfer):
 
 @final
 class SharedWork(Transfer):
-    """Work that the first thread which needs its outcome does; the others wait for that thread.
+    """Work that is done by the first thread that needs its result; other threads wait for that one.
 
-    As the end of a disk request, which waits for the engine's transfers and verifies what they moved: a `Worker` does
-    it if no other thread is before it, so that a wait is never behind requests that were submitted earlier.
+    Example: the end of a disk request, which waits for the engine's transfers and verifies their bytes. A `Worker` does
+    it, unless a thread that waits does it earlier, so that it does not wait for requests submitted before.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -123,7 +123,7 @@ class SharedWork(Transfer):
         return self._work is None
 
     def run(self) -> None:
-        """Do the work, unless it is done. Raises nothing."""
+        """Do the work if it is not done. Raises nothing."""
         with self._lock:
             if self._work is None:
                 return
@@ -141,10 +141,10 @@ class SharedWork(Transfer):
 
 @final
 class Worker:
-    """A daemon thread that runs callables in order; they must not raise. It ends with the object."""
+    """A daemon thread that runs callables in order; they must not raise. It ends when the object is collected."""
 
     def __init__(self, name: str, prepare: Callable[[], object] | None = None) -> None:
-        """`prepare`: is called first, on the thread. Raises StoreError if the thread cannot be started."""
+        """`prepare`: called first, on the thread. Raises StoreError if the thread cannot be started."""
         self._name = name
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -152,7 +152,7 @@ class Worker:
         self.add_thread(prepare)
 
     def add_thread(self, prepare: Callable[[], object] | None = None) -> None:
-        """Let one more thread take callables from the queue. Raises StoreError."""
+        """Start one more thread that runs callables of the queue. Raises StoreError."""
         thread = threading.Thread(target=partial(_run_in_order, self._queue, prepare), name=self._name, daemon=True)
         try:
             thread.start()
@@ -167,7 +167,7 @@ class Worker:
         self._queue.put(work)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish what was submitted and stop; wait for each thread at most `timeout_s`. Idempotent."""
+        """Run all submitted callables and stop; wait at most `timeout_s` for each thread. Idempotent."""
         self._queue.put(None)
         for thread in self._threads:
             thread.join(timeout_s)
@@ -184,10 +184,10 @@ def _run_in_order(queue: SimpleQueue[Callable[[], None] | None], prepare: Callab
 
 @final
 class FailureLatch:
-    """Remember the first failure of a component, and refuse every later use of it. Any thread.
+    """Remembers the first failure of a component, and refuses every later use of it. Any thread.
 
     The component calls `set` when it fails and `check` before each use. The object that the user calls wraps its entry
-    points in `surfacing`: the user then sees the original error once, and the refusals of `check` after that.
+    points in `surfacing`: the user then sees the original error once, and after that the errors of `check`.
     """
 
     def __init__(self) -> None:
@@ -195,19 +195,19 @@ class FailureLatch:
         """The first failure."""
         self._lock = threading.Lock()
         self.has_surfaced = False
-        """Whether `surfacing` has raised. The user's object clears it where work succeeds again."""
+        """Whether `surfacing` has raised. The user's object resets it when work succeeds again."""
 
     def set(self, error: BaseException) -> None:
-        """Remember `error`, unless an earlier one is remembered."""
+        """Remember `error` if it is the first."""
         with self._lock:
             if self.error is None:
                 self.error = error
 
     def check(self, refusal: Callable[[BaseException], str] | None = None) -> None:
-        """Raise once a failure is remembered.
+        """Raise if a failure is remembered.
 
-        `refusal(error)`: the text of an EngineFailedError, raised from the original error: what cannot be used any
-        more, and from where to resume. None: the original error itself is raised, each time.
+        `refusal(error)`: returns the text of an EngineFailedError, raised from the original error: what cannot be used
+        any more, and from where to resume. None: raises the original error itself, at every call.
         """
         if self.error is None:
             return
@@ -217,14 +217,14 @@ class FailureLatch:
 
     @contextmanager
     def surfacing(self) -> Iterator[None]:
-        """Raise the original error the first time that the block raises; what the block raises after that."""
+        """Raise the original error the first time that the block raises, and the block's own error after that."""
         try:
             yield
         except Exception as error:
             self.surface(error)
 
     def surface(self, error: Exception) -> NoReturn:
-        """Raise the original error of `error`, which is handled now, the first time; `error` itself after that."""
+        """Raise the original error of `error`, which is being handled, the first time; `error` itself after that."""
         has_surfaced, self.has_surfaced = self.has_surfaced, True
         if has_surfaced or (cause := root_cause(error)) is error:
             raise  # what is handled now
@@ -232,7 +232,7 @@ class FailureLatch:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The failure that a refusal was raised from, through every latch; `error` itself if it is no refusal."""
+    """Return the failure from which a refusal was raised, through every latch; `error` itself if it is no refusal."""
     while isinstance(error, EngineFailedError) and isinstance(error.__cause__, TieredZeroError):
         if isinstance(error.__cause__, EngineFailedError) and error.__cause__.__cause__ is None:
             break  # of a component that was latched without a failure: the refusal says what to do

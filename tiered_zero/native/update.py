@@ -106,17 +106,17 @@ class _CopyNormArgs(ctypes.Structure):
 class UpdateKernel:
     """The library of update.c, an instruction set and a pool of threads, idle between calls. Calls release the GIL.
 
-    Any thread may call; a call that finds the pool at work runs on its own thread alone. Fork-safe. The bits of every
-    result are the same at each level and for any number of threads.
+    Any thread may call; while the pool is busy, a call runs on its own thread alone. Fork-safe. Every result has the
+    same bits at each level and for any number of threads.
     """
 
     def __init__(
         self, path: Path, level: str | None = None, num_threads: int | None = None, root: MklRoot | None = None
     ) -> None:
-        """`level`: forced, or from the environment, or the best that runs here. `num_threads`: see `available_cpus`.
+        """`level`: None: from the environment, else the best that runs here. `num_threads`: None: `available_cpus`.
 
-        `root`: for the runs that ask for MKL's square roots. Raises OSError where `path` is no library, ConfigError
-        if it is of another version, and for a level that is unknown or does not run here.
+        `root`: for runs with Flag.TORCH_ROOT. Raises OSError if `path` is no library, and ConfigError if it has another
+        version, or if the level is unknown or does not run here.
         """
         self.path = path
         self._library = _bind(path)
@@ -150,19 +150,17 @@ class UpdateKernel:
         return forced
 
     def update(self, table: int, num_runs: int) -> None:
-        """Take one step on every run. `table`: address of ADDRESSES_PER_RUN 64-bit numbers a run: the addresses of
-        master, gradient, out (or 0), three state arrays (or 0), the number of elements, and the address of its `Hyper`.
-
-        The memory behind all addresses must be valid, and the caller keeps it alive.
+        """Take one step on every run. `table`: the address of ADDRESSES_PER_RUN 64-bit numbers for each run: the
+        addresses of master, gradient, out (or 0), three state arrays (or 0), the number of elements, the address of its
+        `Hyper`. All addresses must be valid during the call.
         """
         self._check(
             self._library.tz_update_batch(self._pool, table, num_runs, LEVELS[self.level], *(self.root or (None, None)))
         )
 
     def square_roots(self, values: int, roots: int, numel: int, flags: Flag) -> None:
-        """Compute `roots` [numel] fp32 of `values` as an update with these flags does. `numel`: a multiple of 16.
-
-        The memory must be valid, as in `update`.
+        """Compute `roots` [numel] fp32 of `values` as an update with these flags does. `numel`: a multiple of 16. The
+        addresses must be valid, as in `update`.
         """
         functions = self.root or (None, None)
         self._check(self._library.tz_square_roots(values, roots, numel, flags, LEVELS[self.level], *functions))
@@ -177,11 +175,11 @@ class UpdateKernel:
         self._check(self._library.tz_copy_arrays(self._pool, table, len(copies), LEVELS[self.level]))
 
     def copy_norms(self, copies: Sequence[CopyNorm], *, fused_tail: bool, threaded: bool = False) -> list[float]:
-        """Copy, add or scan arrays, each in one pass; return the L2 norm of what each target then holds (without one,
-        of the source), taken in fp32 in the order of ATen's vector_norm.
+        """Copy, add or scan arrays, each in one pass; return the L2 norm of each target afterwards (without a target,
+        of the source), computed in fp32 in the order of ATen's vector_norm.
 
-        `fused_tail`: whether that was compiled with FMA. `threaded`: an array a thread, where targets do not overlap;
-        else all on the calling thread, in their order. The memory must be valid, as in `update`.
+        `fused_tail`: whether ATen's code was compiled with FMA. `threaded`: one array per thread; targets must not
+        overlap. Else all arrays on the calling thread, in their order. The addresses must be valid, as in `update`.
         """
         table, norms = _copy_table(copies), (ctypes.c_float * len(copies))()
         pool = self._pool if threaded else None
@@ -189,7 +187,7 @@ class UpdateKernel:
         return list(norms)
 
     def close(self) -> None:
-        """End the threads. Idempotent; the kernel must not be used after it. A kernel that is garbage closes itself."""
+        """End the threads. Idempotent; the kernel must not be used afterwards. A collected kernel closes itself."""
         self._end()
         self._pool = None
 

@@ -14,29 +14,24 @@ from typing import final
 
 from tiered_zero.errors import ModelError, TieredZeroError
 
-_forks: list[None] = []
-"""One entry for each fork between the process that imported this module and this one."""
-
-os.register_at_fork(after_in_child=lambda: _forks.append(None))
-
 
 @final
 class OwnProcess:
-    """Remembers the process in which it is made. Any thread; takes no lock, which a fork may have left taken.
+    """Remembers the process in which it is made. Any thread; takes no lock, which might be locked at a fork.
 
     `what`: "engine", for the text of `error`.
     """
 
     def __init__(self, what: str = "engine", error: type[TieredZeroError] = ModelError) -> None:
         self._what, self._error = what, error
-        self._pid, self._num_forks = os.getpid(), len(_forks)
+        self._pid = os.getpid()
 
     def is_current(self) -> bool:
-        return len(_forks) == self._num_forks
+        return os.getpid() == self._pid
 
     def check(self) -> None:
         """Raise `error` in a forked child."""
-        if len(_forks) != self._num_forks:
+        if not self.is_current():
             raise self._error(
                 f"This {self._what} belongs to process {self._pid}; found a call in process {os.getpid()}, which was "
                 f"forked from it and has none of its threads. Use the {self._what} in the parent alone, or make "
@@ -45,9 +40,9 @@ class OwnProcess:
 
 
 def cgroup_folders(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
-    """Yield this process's group and its ancestors, of v1's `controller` and of v2, as far as they are mounted here.
+    """Yield the mounted folders of this process's group and its ancestors, for v1's `controller` and for v2.
 
-    Inside a container the path of /proc/self/cgroup often lies outside the mount; its mounted ancestors still bind.
+    Inside a container the path in /proc/self/cgroup is often not mounted; the limits of its mounted ancestors apply.
     """
     for line in read_text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

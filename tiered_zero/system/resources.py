@@ -1,5 +1,4 @@
-"""Open descriptors that are closed once, and map anonymous memory, for buffers that malloc would round, clear or
-fragment."""
+"""Open descriptors that are closed once, and map anonymous memory for buffers that malloc would round or fragment."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ logger = logging.getLogger("tiered_zero")
 class Descriptor(int):
     """An open descriptor of this process, from `opened`.
 
-    It is closed by `close`, by the end of a `with` block, or with the object. An int, for the calls that take one; the
-    object has to live as long as they use it.
+    `close`, the end of a `with` block or the end of the object closes it. It is an int for the calls that take one; the
+    object must live as long as they use it.
     """
 
     closed = False
@@ -51,7 +50,7 @@ def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_f
 
 
 CLOSED: Final = Descriptor(-1)
-"""Stands where no descriptor is open."""
+"""A descriptor that is not open."""
 
 CLOSED.closed = True
 
@@ -59,7 +58,7 @@ CLOSED.closed = True
 def map_memory(nbytes: int, *advice: str, flags: int = 0) -> mmap.mmap:
     """Map private, page-aligned zeros, which take memory as they are touched.
 
-    `advice`: names of madvise(2) constants, such as "MADV_HUGEPAGE"; what the system refuses is left out.
+    `advice`: names of madvise(2) constants, such as "MADV_HUGEPAGE"; those that the system refuses are skipped.
     """
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
     for name in advice:
@@ -78,11 +77,12 @@ _LEAST_STRETCH_NBYTES = 16 << 20
 
 
 def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[int] = ()) -> None:
-    """Give the pages of a mapping memory on several threads; what is in them stays.
+    """Allocate the pages of a mapping on several threads; their content stays.
 
-    Before pages are pinned, which one thread would do: the system clears each when it is touched first, in 0.4 s of a
-    core per GiB (0.05 s in huge pages). `cpus`: run the threads on these processors, so that the pages lie on their
-    NUMA node. Does nothing if there is too little for two threads and no processor is named, or if the system refuses.
+    Called before pages are pinned, which would allocate them on one thread: the system clears each page at its first
+    use, in 0.4 s of a core per GiB (0.05 s in huge pages). `cpus`: run the threads on these processors, so that the
+    pages lie on their NUMA node. Does nothing if the mapping is too small for two threads and no processor is named, or
+    if the system refuses.
     """
     stretch_nbytes = align_up(max(_LEAST_STRETCH_NBYTES, -(-nbytes // num_threads)), PAGE_NBYTES)
     if sys.platform != "linux" or (nbytes <= stretch_nbytes and not cpus):

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_zero.errors import RankError
-from tiered_zero.hardware.ranks.rank_failures import CollectiveCall, RankFailures, RankWaits, find_blocked
+from tiered_zero.hardware.ranks.rank_failures import CollectiveCall, RankFailures, RankTraffic, RankWaits, find_blocked
+from tiered_zero.telemetry.spans import Recorder
 
 GROUPS = ("collectives", "control")
 
@@ -108,7 +109,7 @@ def on_each(world_size: int, act: Callable[[int], None]) -> list[str]:
 
 def test_every_rank_raises_the_same_text() -> None:
     store = dist.HashStore()
-    ranks = [RankFailures(store, rank, 2, 60.0) for rank in range(2)]
+    ranks = [RankFailures(store, rank, 2, 60.0, RankTraffic(), Recorder()) for rank in range(2)]
     barrier = threading.Barrier(2)
 
     def wait(rank: int) -> None:
@@ -129,7 +130,7 @@ def test_every_rank_raises_the_same_text() -> None:
 
 def test_a_timeout_has_one_text_on_all_ranks() -> None:
     store = dist.HashStore()
-    ranks = [RankFailures(store, rank, 2, 7.0) for rank in range(2)]
+    ranks = [RankFailures(store, rank, 2, 7.0, RankTraffic(), Recorder()) for rank in range(2)]
 
     def end(rank: int) -> None:
         raise ranks[rank].explain(RuntimeError("Timed out waiting 7000ms"), f"control of step {rank}")
@@ -143,7 +144,7 @@ def test_a_timeout_has_one_text_on_all_ranks() -> None:
 
 def test_a_rank_that_has_closed_is_named_to_those_that_go_on() -> None:
     store = dist.HashStore()
-    first, second = (RankFailures(store, rank, 2, 60.0) for rank in range(2))
+    first, second = (RankFailures(store, rank, 2, 60.0, RankTraffic(), Recorder()) for rank in range(2))
     second.post_closed()
     text = str(first.explain(RuntimeError("Connection closed by peer"), "control of step 3"))
     assert text.startswith("Rank 1 has closed its engine, or ended, while others go on with control of step 3.")
@@ -153,7 +154,7 @@ def test_a_rank_that_has_closed_is_named_to_those_that_go_on() -> None:
 def test_a_store_that_has_ended_hides_no_lost_connection() -> None:
     server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    failures = RankFailures(dist.PrefixStore("run", client), 1, 2, 5.0)
+    failures = RankFailures(dist.PrefixStore("run", client), 1, 2, 5.0, RankTraffic(), Recorder())
     del server
     failures.post("ValueError: no data")
     lost = RuntimeError("[/build/gloo/pair.cc:537] Connection closed by peer. GLHF!")

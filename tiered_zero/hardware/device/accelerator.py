@@ -109,7 +109,7 @@ class Accelerator(ABC):
         """Wait for everything launched. For measurements and shutdown only."""
         with self._lock:
             lanes = list(self._lanes.values())
-        for transfer in [lane.submit(_nothing) for lane in lanes]:
+        for transfer in [lane.submit(lambda: None) for lane in lanes]:
             transfer.wait()
 
     def prepare(self, flat: torch.Tensor) -> None:
@@ -161,10 +161,6 @@ class Accelerator(ABC):
             lanes = list(self._lanes.values())
         for lane in lanes:
             lane.close()
-
-
-def _nothing() -> None:
-    """Do nothing: this job completes when all jobs before it have."""
 
 
 # -- the CPU as the device -------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class StreamAccelerator(Accelerator):
         self.name = device.type
         self.device = torch.device(device.type, index)
         self._compute = torch.accelerator.current_stream(self.device)
-        self._is_capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", _no)
+        self._is_capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", lambda: False)
         self._logged_pin = False
         self._clock = DeviceClock(self.device)
 
@@ -258,11 +258,6 @@ class CudaAccelerator(StreamAccelerator):
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _no() -> bool:
-    """Return False: a device without graphs captures none."""
-    return False
 
 
 @final

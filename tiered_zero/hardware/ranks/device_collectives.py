@@ -16,7 +16,7 @@ from tiered_zero.errors import RankError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.ranks.host_collectives import add_in_order, split_rows
 from tiered_zero.hardware.ranks.launcher import all_gather_single, device_backend
-from tiered_zero.hardware.ranks.rank_failures import CollectiveCall, DeviceCollective, WaitContext
+from tiered_zero.hardware.ranks.rank_failures import CollectiveCall, DeviceCollective, RankFailures
 
 logger = logging.getLogger("tiered_zero")
 
@@ -42,10 +42,10 @@ class DeviceCollectives:
     order are compared, too: leaving that out would gain nothing.
     """
 
-    def __init__(self, accelerator: Accelerator, waits: WaitContext, rank: int, world_size: int, timeout_s: float):
+    def __init__(self, accelerator: Accelerator, failures: RankFailures, rank: int, world_size: int, timeout_s: float):
         self._accelerator = accelerator
-        self._waits = waits
-        self._span = accelerator.timer(waits.recorder)
+        self._failures = failures
+        self._span = accelerator.timer(failures.recorder)
         self._rank, self._world_size = rank, world_size
         self._timeout_s = timeout_s
         self._group: Any = None
@@ -139,13 +139,13 @@ class DeviceCollectives:
         after: Sequence[Transfer],
         holds: Sequence[torch.Tensor],
     ) -> Transfer:
-        transfer = DeviceCollective(self._waits, call, what)
+        transfer = DeviceCollective(self._failures, call, what)
 
         def run() -> None:
             try:
                 job()
             except Exception as error:
-                raise self._waits.failures.explain(error, what) from error
+                raise self._failures.explain(error, what) from error
 
         if self.last is not None:
             after = [*after, self.last]

@@ -30,7 +30,6 @@ from tiered_zero.hardware.ranks.rank_failures import (
     CollectiveTransfer,
     RankFailures,
     RankTraffic,
-    WaitContext,
 )
 from tiered_zero.telemetry.spans import Recorder
 
@@ -108,15 +107,14 @@ class ProcessGroups:
                 "tiered_zero.initialize() once, in the same order."
             ) from error
         store = dist.distributed_c10d.PrefixStore(run, dist.distributed_c10d._get_default_store())
-        self.failures = RankFailures(store, self.rank, self.world_size, self._timeout_s)
-        self._waits = WaitContext(failures=self.failures, traffic=self.traffic, recorder=self.recorder)
+        self.failures = RankFailures(store, self.rank, self.world_size, self._timeout_s, self.traffic, self.recorder)
         self._phase = _Phase.OPEN  # from now on `fail` reaches the others
         for name in GROUPS:
             self._lanes[name] = Lane(f"rank {name}", run_job)
 
     def connect_device(self, accelerator: Accelerator) -> None:
         if accelerator.device.type != "cpu":
-            self._device = DeviceCollectives(accelerator, self._waits, self.rank, self.world_size, self._timeout_s)
+            self._device = DeviceCollectives(accelerator, self.failures, self.rank, self.world_size, self._timeout_s)
             self._device.open(self._count)
             self._open_group("order")
             self._lanes["order"] = Lane(f"rank {self.rank} order", run_job)
@@ -231,7 +229,7 @@ class ProcessGroups:
         wait until this rank posts its error.
         """
         name, kind = call.group, call.kind
-        transfer = CollectiveTransfer(self._waits, call, f"{kind} of {what}")
+        transfer = CollectiveTransfer(self.failures, call, f"{kind} of {what}")
         timed = self.recorder.span(kind, kind, what, nbytes) if nbytes else nullcontext()
         if name != "control" and name in self._last:
             after = [*after, self._last[name]]

@@ -72,17 +72,32 @@ def find_blocked(waits: Sequence[RankWaits]) -> set[int]:
         blocked -= free
 
 
+@dataclass(kw_only=True)
+class RankTraffic:
+    """Bytes of whole flats and buckets that this rank has passed to collectives; with W ranks another rank has (W -
+    1)/W of them. `waited_s`: seconds that the driver was blocked for other ranks."""
+
+    gathered_nbytes: int = 0
+    reduced_nbytes: int = 0
+    waited_s: float = 0.0
+
+
 @final
 class RankFailures:
     """The first failure of a run, posted by this rank or found by it. Any thread. Errors of the store are ignored: it
     may have ended with its rank, and is then not used again."""
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-        """`store`: store with this run's keys only. `timeout_s`: timeout of a collective, for messages."""
+    def __init__(
+        self, store: Any, rank: int, world_size: int, timeout_s: float, traffic: RankTraffic, recorder: Recorder
+    ) -> None:
+        """`store`: store with this run's keys only. `timeout_s`: timeout of a collective, for messages. `traffic`,
+        `recorder`: get the driver's waits."""
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
+        self._traffic = traffic
+        self.recorder = recorder
         self._driver_waits = False
         self.num_calls: Counter[str] = Counter()
         """Collectives that this rank has made, by group. Driver thread."""
@@ -130,6 +145,31 @@ class RankFailures:
         if self.found is None:
             self.found = self._find_cause(error, what)
         return self.found
+
+    def wait(
+        self,
+        is_over: Callable[[float], bool],
+        has_failed: Callable[[], bool],
+        what: str,
+        call: CollectiveCall,
+    ) -> None:
+        """Wait for `is_over(seconds)`, which needs the other ranks. Raises RankError if another rank has failed."""
+        start_s, blocks_driver = time.perf_counter(), not runs_on_lane()
+        if not is_over(POLL_S):
+            if blocks_driver:
+                self.post_wait(what, call)
+            try:
+                while not is_over(POLL_S):
+                    self.check()
+                    if blocks_driver:
+                        self.check_blocked()
+            finally:
+                if blocks_driver and not has_failed():
+                    self.end_wait()
+        if blocks_driver:
+            end_s = time.perf_counter()
+            self._traffic.waited_s += end_s - start_s
+            self.recorder.add("compute", "wait_ranks", what, start_s, end_s)
 
     def post_wait(self, what: str, call: CollectiveCall) -> None:
         """Post that the driver waits in the collective `what` and nowhere else, so that ranks can find a deadlock.
@@ -217,57 +257,12 @@ class RankFailures:
         return found
 
 
-@dataclass(kw_only=True)
-class RankTraffic:
-    """Bytes of whole flats and buckets that this rank has passed to collectives; with W ranks another rank has (W -
-    1)/W of them. `waited_s`: seconds that the driver was blocked for other ranks."""
-
-    gathered_nbytes: int = 0
-    reduced_nbytes: int = 0
-    waited_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WaitContext:
-    """What a wait for other ranks uses: failures to check, traffic and spans to record it in."""
-
-    failures: RankFailures
-    traffic: RankTraffic
-    recorder: Recorder
-
-    def wait(
-        self,
-        is_over: Callable[[float], bool],
-        has_failed: Callable[[], bool],
-        what: str,
-        call: CollectiveCall,
-    ) -> None:
-        """Wait for `is_over(seconds)`. Raises RankError if another rank has failed."""
-        start_s, failures = time.perf_counter(), self.failures
-        if not is_over(POLL_S):
-            blocks_driver = not runs_on_lane()
-            if blocks_driver:
-                failures.post_wait(what, call)
-            try:
-                while not is_over(POLL_S):
-                    failures.check()
-                    if blocks_driver:
-                        failures.check_blocked()
-            finally:
-                if blocks_driver and not has_failed():
-                    failures.end_wait()
-        if not runs_on_lane():
-            end_s = time.perf_counter()
-            self.traffic.waited_s += end_s - start_s
-            self.recorder.add("compute", "wait_ranks", what, start_s, end_s)
-
-
 @final
 class CollectiveTransfer(Transfer):
     """One collective under way on the host. A wait ends early, with RankError, if another rank has failed."""
 
-    def __init__(self, waits: WaitContext, call: CollectiveCall, what: str) -> None:
-        self._waits = waits
+    def __init__(self, failures: RankFailures, call: CollectiveCall, what: str) -> None:
+        self._failures = failures
         self._call = call
         self.what = what
         self.error: BaseException | None = None
@@ -282,9 +277,9 @@ class CollectiveTransfer(Transfer):
         return self._event.is_set()
 
     def wait(self) -> None:
-        self._waits.wait(self._event.wait, lambda: self.error is not None, self.what, self._call)
+        self._failures.wait(self._event.wait, lambda: self.error is not None, self.what, self._call)
         if self.error is not None:
-            raise self._waits.failures.explain(self.error, self.what)
+            raise self._failures.explain(self.error, self.what)
 
 
 @final
@@ -292,16 +287,16 @@ class DeviceCollective(LaneTransfer):
     """One collective on a device. Its event orders what follows. The host waits for its launch, which may wait for the
     other ranks' calls; the wait ends early, with RankError, if another rank has failed."""
 
-    def __init__(self, waits: WaitContext, call: CollectiveCall, what: str) -> None:
+    def __init__(self, failures: RankFailures, call: CollectiveCall, what: str) -> None:
         super().__init__(launched=threading.Event())
-        self._waits = waits
+        self._failures = failures
         self._call = call
         self.what = what
 
     def wait(self) -> None:
         super().wait()
-        if self._waits.failures.found is not None:  # the groups were closed, and the result is undefined
-            raise self._waits.failures.found
+        if self._failures.found is not None:  # the groups were closed, and the result is undefined
+            raise self._failures.found
 
     def _await_launch(self) -> None:
-        self._waits.wait(self._launched.wait, lambda: self.failure is not None, self.what, self._call)
+        self._failures.wait(self._launched.wait, lambda: self.failure is not None, self.what, self._call)
