@@ -83,7 +83,7 @@ def check_overlap(accelerator: Accelerator) -> Finding:
         copy_s = launch_seconds(accelerator, up)
         products, products_s = _products(accelerator, copy_s)
         hidden = (copy_s + products_s - launch_seconds(accelerator, up, products)) / min(copy_s, products_s)
-    found = f"{max(0.0, min(1.0, hidden)):.0%} of a copy runs beside a product"
+    found = f"{max(0.0, min(1.0, hidden)):.0%} of a copy runs during a product"
     fix = "" if hidden > 0.5 else "see copies and pinned memory; until then a step takes the sum of compute and copies"
     return Finding("overlap", POOR if fix else GOOD, found, fix)
 

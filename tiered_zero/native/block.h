@@ -1,5 +1,5 @@
-/* A request and one block of it: the system call that moves it, tries and pauses, and what became of it. Knows no pool
- * and no mutex; part of direct_io.c. */
+/* Move one block of a request: the system call, its retries with pauses, and its result. Uses neither the pool nor the
+ * mutex; part of direct_io.c. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>
@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 enum { TZ_READ = 0, TZ_WRITE = 1, TZ_SYNC = 2 };
-enum { TZ_END_OF_FILE = -1 }; /* as `error`: no errno says it */
+enum { TZ_END_OF_FILE = -1 }; /* a value of `error`, which no errno has */
 enum { MAX_TRIES = 16 };
 
 typedef struct tz_request {
@@ -16,33 +16,33 @@ typedef struct tz_request {
     int32_t kind, fd;
     int64_t offset, nbytes;
     char *memory;
-    int32_t alignment;  /* of O_DIRECT; 1 if buffered */
-    int32_t drop_pages; /* buffered: ask for the pages to be dropped from the cache */
-    int32_t urgent;     /* of a read: its blocks are claimed before those of all that are not */
-    /* The pool's, until `finished`. */
-    int64_t num_unclaimed; /* bytes that no worker has taken yet; a sync counts as one byte */
+    int32_t alignment;  /* for O_DIRECT; 1 if buffered */
+    int32_t drop_pages; /* buffered: advise the kernel to drop the pages from its cache */
+    int32_t urgent;     /* a read whose blocks are claimed before those of all requests that are not urgent */
+    /* Owned by the pool until `finished`. */
+    int64_t num_unclaimed; /* bytes that no worker has claimed; a sync counts as one byte */
     int32_t num_running;   /* blocks in system calls */
-    int32_t num_blockers;  /* of a sync: unfinished writes before it */
+    int32_t num_blockers;  /* for a sync: unfinished writes before it */
     struct tz_request *previous, *next;
     int64_t moved_ns; /* when a block last started or ended; 0 while all are queued */
-    /* The outcome. `error`: 0, an errno or TZ_END_OF_FILE; the rest is of the block that met it first. */
+    /* The result. `error`: 0, an errno or TZ_END_OF_FILE; the other fields describe the first block that failed. */
     int64_t submitted_ns, finished_ns;
     int64_t error_offset, error_wanted, error_got, file_nbytes;
     int32_t error;
     int32_t finished;
 } tz_request;
 
-/* What a worker moves in one go, and how far it has come. */
+/* The part of a request that one worker moves, and its progress. */
 typedef struct {
     tz_request *request; /* NULL: nothing */
-    int64_t start, wanted; /* bytes of the request; a sync's one byte stands for it */
-    int64_t got, from;     /* bytes of the block: moved, and where the try on its way begins */
+    int64_t start, wanted; /* bytes of the request; a sync has one */
+    int64_t got, from;     /* bytes of the block: moved so far, and the start of the present try */
     int32_t num_tries;     /* since a byte was moved */
     int32_t error;
     int64_t file_nbytes;
 } block;
 
-/* 1 ms, doubled with each try up to 100 ms. */
+/* Pause 1 ms before the second try, doubled for each further one, at most 100 ms. */
 static int64_t pause_ns(int num_tries)
 {
     return num_tries > 7 ? 100000000 : (int64_t)1000000 << (num_tries - 1);
@@ -54,15 +54,15 @@ static void pause_before_try(int num_tries)
     nanosleep(&pause, NULL);
 }
 
-/* Where the next try begins: with O_DIRECT at the last aligned offset before the end of what was moved. */
+/* Return the start of the next try: for O_DIRECT the last aligned offset before the end of the moved bytes. */
 static void aim(block *block)
 {
     block->from = block->got - block->got % block->request->alignment;
 }
 
-/* Take in what one try gave: bytes moved, or -errno. 1 once the block is done, well or badly; else it is tried again,
- * after a pause if `num_tries`. A short transfer is continued; EINTR, EAGAIN and transfers of nothing are tried again,
- * within bounds; a sync is tried once. */
+/* Record the result of one try: bytes moved, or -errno. Return 1 if the block is done, with or without an error; else it
+ * is tried again, after a pause if `num_tries`. A short transfer is continued; EINTR, EAGAIN and empty transfers are
+ * tried again a limited number of times; a sync is tried once. */
 static int complete_io(block *block, int64_t moved)
 {
     const tz_request *request = block->request;
@@ -90,7 +90,7 @@ static int complete_io(block *block, int64_t moved)
     return 0;
 }
 
-/* Buffered, and done: what is on its way to the disk, or was read, need not stay in memory. Advice only. */
+/* After a buffered block: advise the kernel that the written or read pages need not stay in memory. */
 static void drop_pages(const block *block)
 {
     const tz_request *request = block->request;

@@ -1,16 +1,16 @@
-/* A pool that moves blocks between memory and files; bound with ctypes by tiered_zero/io/native.py.
+/* Move blocks between memory and files on a pool of threads; bound with ctypes by tiered_zero/io/native.py.
  *
  * A request of any size is one tz_submit and one tz_wait. The pool keeps the unfinished requests in one list: urgent
  * reads, then all others, both in the order in which they came. A free worker takes the next unclaimed block of the
  * first request that has one, so that the device's queue drains neither between requests nor between files. A sync
  * waits until the writes to its descriptor that stand before it in the list are finished.
  *
- * The workers are threads in system calls, a block each.
+ * Each worker is a thread that moves one block by system calls.
  *
- * Everything is guarded by the pool's one mutex, except for the system calls themselves and `finished`: that is stored
- * last (release), after which the pool does not touch the request again, and its owner may free it.
+ * The pool's one mutex guards everything except the system calls and `finished`, which is stored last (release): after
+ * that the pool does not touch the request again, and its owner may free it.
  *
- * No Python, no global state, nothing printed. Linux; needs pthreads only. */
+ * Uses no Python and no global state, and prints nothing. Linux; needs pthreads only. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -36,7 +36,7 @@ typedef struct tz_pool {
     int32_t num_syncs, num_threads;
     int32_t stopping;
     int32_t failed;     /* a request has failed */
-    tz_request lost;    /* the outcome of the first write that has failed */
+    tz_request lost;    /* the result of the first write that has failed */
     pthread_t threads[];
 } tz_pool;
 
@@ -59,7 +59,7 @@ static void set_error(tz_request *request, const tz_request *cause)
     request->file_nbytes = cause->file_nbytes;
 }
 
-/* Mutex held; the last touch of `request`. */
+/* Mutex held; `request` is not touched afterwards. */
 static void finish(tz_pool *pool, tz_request *request)
 {
     if (request->kind == TZ_WRITE && pool->num_syncs) {
@@ -96,7 +96,7 @@ static void enlist(tz_pool *pool, tz_request *request)
     *(next ? &next->previous : &pool->last) = request;
 }
 
-/* Mutex held. At most as many requests before the answer are fully claimed as blocks can be on their way. */
+/* Mutex held. At most as many earlier requests are fully claimed as blocks can be in system calls. */
 static tz_request *first_claimable(const tz_pool *pool)
 {
     tz_request *request = pool->first;
@@ -105,7 +105,7 @@ static tz_request *first_claimable(const tz_pool *pool)
     return request;
 }
 
-/* Mutex held. The next block of a request that has one. */
+/* Mutex held. Claim the next block of a request that has one. */
 static block claim(tz_pool *pool, tz_request *request)
 {
     block next = {.request = request};
@@ -117,7 +117,7 @@ static block claim(tz_pool *pool, tz_request *request)
     return next;
 }
 
-/* Mutex held. The block is done; maybe the last touch of its request. */
+/* Mutex held. Record a block that is done; its request may not be touched afterwards. */
 static void conclude(tz_pool *pool, const block *block)
 {
     tz_request *request = block->request;
@@ -130,13 +130,13 @@ static void conclude(tz_pool *pool, const block *block)
                             .error_got = block->got,
                             .file_nbytes = block->file_nbytes};
         set_error(request, &cause);
-        request->num_unclaimed = 0; /* the blocks not yet begun are not begun */
+        request->num_unclaimed = 0; /* blocks that have not begun are dropped */
     }
     if (!request->num_unclaimed && !request->num_running)
         finish(pool, request);
 }
 
-/* Mutex held on entry and on return, not while the block moves. */
+/* Move a block. Mutex held on entry and on return, released in between. */
 static void work_on(tz_pool *pool, tz_request *request)
 {
     block block = claim(pool, request);
@@ -148,7 +148,7 @@ static void work_on(tz_pool *pool, tz_request *request)
     conclude(pool, &block);
 }
 
-/* For a second at most, then look again: glibc before 2.41 can lose a signal (its bug 25847). */
+/* Wait for at most one second; callers then check again: glibc before 2.41 can lose a signal (its bug 25847). */
 static void wait_for_work(tz_pool *pool)
 {
     struct timespec until;
@@ -174,8 +174,8 @@ static void *work(void *argument)
     return NULL;
 }
 
-/* End the workers once their blocks are done. `abandon`: do not wait for them, because some are stuck in a system
- * call; what they use, the pool and its unfinished requests, must then never be freed. */
+/* End the workers after their blocks. `abandon`: do not wait for them, because some are stuck in a system call; the pool
+ * and its unfinished requests must then never be freed. */
 void tz_pool_close(tz_pool *pool, int32_t abandon)
 {
     pthread_mutex_lock(&pool->mutex);
@@ -190,7 +190,7 @@ void tz_pool_close(tz_pool *pool, int32_t abandon)
     }
 }
 
-/* Of a pool that was closed and not abandoned, once no thread is in a call with it or will be. */
+/* Free a pool that was closed and not abandoned, when no thread calls it any more. */
 void tz_pool_free(tz_pool *pool)
 {
     pthread_cond_destroy(&pool->work);
@@ -216,7 +216,7 @@ static tz_pool *new_pool(int32_t num_threads, int64_t block_nbytes)
     return pool;
 }
 
-/* 0 or an errno. The threads block all signals: those are for the program's own threads. */
+/* Return 0 or an errno. The threads block all signals, which are for the program's own threads. */
 static int start_threads(tz_pool *pool, int32_t num_threads)
 {
     pthread_attr_t small_stack;
@@ -235,7 +235,7 @@ static int start_threads(tz_pool *pool, int32_t num_threads)
     return code;
 }
 
-/* 0 and *result, or an errno. */
+/* Return 0 and set *result, or return an errno. */
 int32_t tz_pool_open(int32_t num_threads, int64_t block_nbytes, tz_pool **result)
 {
     tz_pool *pool = new_pool(num_threads, block_nbytes);
@@ -251,7 +251,7 @@ int32_t tz_pool_open(int32_t num_threads, int64_t block_nbytes, tz_pool **result
     return code;
 }
 
-/* Never blocks for longer than the mutex is held. */
+/* Submit a request. Blocks only for the mutex. */
 void tz_submit(tz_pool *pool, tz_request *request)
 {
     pthread_mutex_lock(&pool->mutex);
@@ -275,7 +275,7 @@ void tz_submit(tz_pool *pool, tz_request *request)
     pthread_mutex_unlock(&pool->mutex);
 }
 
-/* 1 once finished, else 0 after `timeout_ns`. A finished request needs no worker any more. */
+/* Return 1 when the request is finished, or 0 after `timeout_ns`. */
 int32_t tz_wait(tz_pool *pool, tz_request *request, int64_t timeout_ns)
 {
     if (__atomic_load_n(&request->finished, __ATOMIC_ACQUIRE))
@@ -292,7 +292,7 @@ int32_t tz_wait(tz_pool *pool, tz_request *request, int64_t timeout_ns)
     return finished;
 }
 
-/* When this request, or while it is queued any other, last showed a sign of life. */
+/* Return when this request last made progress; while it is queued, when any request did. */
 int64_t tz_moved_ns(tz_pool *pool, const tz_request *request)
 {
     pthread_mutex_lock(&pool->mutex);
@@ -301,7 +301,7 @@ int64_t tz_moved_ns(tz_pool *pool, const tz_request *request)
     return moved_ns;
 }
 
-/* 1 once any request has failed. */
+/* Return 1 if any request has failed. */
 int32_t tz_failed(tz_pool *pool)
 {
     return __atomic_load_n(&pool->failed, __ATOMIC_ACQUIRE);

@@ -1,6 +1,6 @@
-/* Threads that sleep between calls, one job at a time; part of update.c. The pieces of a job are taken in turn, so that a slow
- * core does not hold up the rest. A second caller at that time works alone. Threads start with the first job that has use for
- * them; a child after fork() has none of its parent's and starts its own. */
+/* Run one job at a time on threads that sleep between calls; part of update.c. Threads take the pieces of a job in turn, so
+ * that a slow core does not delay the others. While a job runs, a second caller works alone. Threads start with the first job
+ * that needs them; after fork() a child has none of its parent's threads and starts its own. */
 
 struct job {
     void (*piece)(void *context, int64_t index);
@@ -17,7 +17,7 @@ struct worker {
 
 struct tz_pool {
     atomic_int holder; /* pid of the process in which a job runs, or 0 */
-    pid_t owner;       /* whose threads these are */
+    pid_t owner;       /* pid of the process that started the threads */
     int max_workers, num_workers, busy, closing;
     uint64_t generation;
     struct job *job;
@@ -31,8 +31,8 @@ static void work(struct job *job) {
     for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->num_pieces;) job->piece(job->context, i);
 }
 
-/* pthread_cond_wait for a tenth of a second at most, after which callers look again: glibc before 2.41 can lose a signal
- * (its bug 25847), and a step would stand still for ever. */
+/* Wait for a signal for at most 0.1 s; callers then check their condition again: glibc before 2.41 can lose a signal (its
+ * bug 25847), and a step would never end. */
 static void wait_briefly(pthread_cond_t *condition, pthread_mutex_t *lock) {
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);
@@ -66,9 +66,10 @@ static void *run_worker(void *argument) {
     return NULL;
 }
 
-/* Up to `wanted` workers for the holder; fewer where threads cannot be had. Signals stay with the threads of Python. */
+/* Return up to `wanted` workers for the holder; fewer if threads cannot be started. They block all signals, which are for
+ * the threads of Python. */
 static int start_workers(struct tz_pool *pool, int wanted) {
-    if (pool->owner != getpid()) { /* after fork(): what the parent's threads held is for ever held */
+    if (pool->owner != getpid()) { /* after fork(): locks of the parent's threads are never released */
         pthread_mutex_init(&pool->lock, NULL);
         pthread_cond_init(&pool->posted, NULL);
         pthread_cond_init(&pool->finished, NULL);
@@ -90,7 +91,7 @@ static int start_workers(struct tz_pool *pool, int wanted) {
     return pool->num_workers < wanted ? pool->num_workers : wanted;
 }
 
-/* Acquire the pool; 0 where another thread of this process holds it. */
+/* Acquire the pool; return 0 if another thread of this process holds it. */
 static int try_acquire(struct tz_pool *pool) {
     int self = getpid(), holder = 0;
     while (!atomic_compare_exchange_strong(&pool->holder, &holder, self))
@@ -113,20 +114,20 @@ static void run(struct tz_pool *pool, void (*piece)(void *, int64_t), void *cont
     pthread_mutex_unlock(&pool->lock);
     work(&job);
     pthread_mutex_lock(&pool->lock);
-    pool->job = NULL; /* a thread that has not woken by now need not */
+    pool->job = NULL; /* threads that have not woken yet find no work */
     while (pool->busy) wait_briefly(&pool->finished, &pool->lock);
     pthread_mutex_unlock(&pool->lock);
     atomic_store(&pool->holder, 0);
 }
 
-/* A pool of num_threads, the caller's own included; NULL without memory. */
+/* Make a pool of num_threads, including the caller's own; return NULL without memory. */
 API struct tz_pool *tz_pool_open(int num_threads) {
     struct tz_pool *pool = calloc(1, sizeof *pool);
     if (pool) pool->max_workers = num_threads > TZ_MAX_THREADS ? TZ_MAX_THREADS - 1 : num_threads - 1;
     return pool;
 }
 
-/* Ends the threads. No call may be running. */
+/* End the threads. No call may be running. */
 API void tz_pool_close(struct tz_pool *pool) {
     if (pool->owner == getpid()) {
         pthread_mutex_lock(&pool->lock);

@@ -1,6 +1,6 @@
-/* The update at memory speed: one pass over gradient, master weights and optimizer state.
+/* Update at memory speed, in one pass over gradient, master weights and optimizer state.
  *
- * Plain C with pthreads, bound by update.py over ctypes. 28 bytes a parameter for Adam with 16-bit gradients and copies:
+ * Plain C with pthreads, bound by update.py with ctypes. Adam with 16-bit gradients and copies moves 28 bytes per parameter:
  * each array is read once and written once. The arithmetic is in update_kernel.h, compiled here once for each instruction
  * set of the architecture; the caller names the one to run. The threads are in thread_pool.h. Nothing here looks at the
  * environment.
@@ -45,7 +45,7 @@ enum { TZ_STATES = 3, TZ_MAX_THREADS = 256 };
  * are cut; the smallest and the largest piece that a thread takes; how far ahead memory is asked for, where 512 was the best
  * of 0 to 1024, 6% before none (Zen 5). */
 enum { TZ_GROUP = 16, TZ_BLOCK = 256, TZ_LINE = 64, TZ_FEWEST = 4 << 10, TZ_PIECE = 64 << 10, TZ_AHEAD = 512 };
-enum { TZ_SHARED = 32 }; /* moments of 8 bits that have one scale */
+enum { TZ_SHARED = 32 }; /* 8-bit moments that share one scale */
 
 /* What a step applies to every element: computed in double by the caller and rounded to float once, as torch does.
  * adam     weight1 = 1 - beta1, beta2, weight2 = 1 - beta2, root2 = sqrt(1 - beta2^t), eps, rate = -lr / (1 - beta1^t),
@@ -81,7 +81,7 @@ struct tz_moments {
     uint32_t seed, reserved;
 };
 
-/* target: NULL for a scan alone. */
+/* target: NULL if the source is only read. */
 struct tz_copy {
     const void *source;
     void *target;
@@ -147,7 +147,7 @@ static const struct {
 
 static inline int was_compiled(int level) { return level >= 0 && level < TZ_LEVELS && kernels[level].advance; }
 
-/* 1 where this processor (and operating system) runs `level` and it was compiled in. Asked once by the caller: on a virtual
+/* Return 1 if `level` was compiled in and this processor and operating system run it. Callers keep the result: on a virtual
  * machine CPUID takes microseconds. */
 API int tz_supported(int level) {
     if (!was_compiled(level)) return 0;

@@ -1,14 +1,14 @@
-/* The arithmetic of one update, written once and included by update.c once a level.
+/* Define the arithmetic of one update; update.c includes this file once per level.
  *
- * Before inclusion: LEVEL (name suffix), LANES (floats a vector), TARGET (function attribute), and ISA_AVX512, ISA_AVX2
- * or ISA_NEON where its instructions may be used. Everything is a vector of the compilers' portable extension; only fused
- * multiply-add, square root and half precision are spelled for the instruction set. Each operation is rounded once (IEEE),
- * the same ones are fused at every level, and every element takes the same path: so the bits depend on neither the level
- * nor the place of an element. Stores are plain ones: past the caches they were no faster where this was measured (Zen 4),
- * and what reads the 16-bit copy next may find it there.
+ * Defined before inclusion: LEVEL (name suffix), LANES (floats in a vector), TARGET (function attribute), and ISA_AVX512,
+ * ISA_AVX2 or ISA_NEON if its instructions may be used. The code uses the compilers' portable vector extension; only fused
+ * multiply-add, square root and half precision use intrinsics of the instruction set. Each operation is rounded once
+ * (IEEE), every level fuses the same operations, and every element takes the same path: so the bits depend neither on the
+ * level nor on the place of an element. Stores go through the caches: streaming stores were no faster on Zen 4, and the next
+ * reader of the 16-bit copy may find it in a cache.
  */
 
-#ifndef NAME /* once: LEVEL and TARGET are put in where a name is used */
+#ifndef NAME /* once: LEVEL and TARGET are expanded at each use of a name */
 #define PASTE_(a, b) a##_##b
 #define PASTE(a, b) PASTE_(a, b)
 #define NAME(a) PASTE(a, LEVEL)
@@ -333,7 +333,7 @@ static inline void NAME(call_root)(tz_root *torch_root, const float *values, flo
     torch_root(&count, values, roots, &mode);
 }
 
-/* As many roots as one likes, as an update with these flags takes them. */
+/* Compute any number of roots as an update with these flags does. */
 TARGET static void NAME(extract)(const float *values, float *roots, int64_t numel, int flags, tz_root *torch_root) {
     if (flags & TZ_TORCH_ROOT && torch_root)
         for (int64_t begin = 0; begin < numel; begin += TZ_BLOCK)
@@ -342,7 +342,7 @@ TARGET static void NAME(extract)(const float *values, float *roots, int64_t nume
         for (int64_t i = 0; i < numel; i += LANES) store(roots, i, TZ_F32, take_root(load(values, i, TZ_F32), flags));
 }
 
-/* By MKL's root, which takes arrays: a block at a time. */
+/* Update with MKL's root, which takes arrays: one block at a time. */
 KERNEL void advance_blocks(const struct tz_run *r, int64_t from, int64_t to, tz_root *torch_root) {
     __attribute__((aligned(64))) float above[TZ_BLOCK], under[TZ_BLOCK], root[TZ_BLOCK];
     for (int64_t begin = from; begin < to; begin += TZ_BLOCK) {
@@ -359,7 +359,7 @@ KERNEL void advance_blocks(const struct tz_run *r, int64_t from, int64_t to, tz_
     }
 }
 
-/* Asks for what the loop reads next of each array, which a processor's own prefetcher finds anew at each page. */
+/* Prefetch what the loop reads next of each array; a processor's own prefetcher starts anew at each page. */
 KERNEL void prefetch(const struct tz_run *r, int64_t i) {
     const struct tz_hyper *h = r->hyper;
     __builtin_prefetch(at(r->grad, i, h->grad_type), 0);
@@ -368,7 +368,7 @@ KERNEL void prefetch(const struct tz_run *r, int64_t i) {
         if (r->state[k]) __builtin_prefetch(at(r->state[k], i, h->state_type), 1);
 }
 
-/* Elements [from, to) of one run, a multiple of TZ_GROUP many. */
+/* Update elements [from, to) of one run; their number is a multiple of TZ_GROUP. */
 TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t to, tz_root *torch_root) {
     const struct tz_hyper hyper = *run->hyper; /* copies that no store can alias: they stay in registers */
     struct tz_run local = *run, *const r = &local;
@@ -387,8 +387,8 @@ TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t
         }
 }
 
-/* Elements [from, to) of 8-bit moments, from a block's start, to or from floats: see rules/quantized.py. Plain loops over a
- * block, of which the compiler makes vectors. */
+/* Convert elements [from, to) of 8-bit moments to or from floats; `from` is the start of a block. See rules/quantized.py.
+ * The compiler vectorizes the loops over a block. */
 TARGET static void NAME(convert)(const struct tz_moments *q, int64_t from, int64_t to) {
     for (int64_t begin = from; begin < to; begin += TZ_SHARED) {
         int64_t n = begin + TZ_SHARED < to ? TZ_SHARED : to - begin;
@@ -420,18 +420,18 @@ TARGET static void NAME(convert)(const struct tz_moments *q, int64_t from, int64
             noise = (noise ^ (noise >> 13)) * 0xc2b2ae35u;
             noise = (noise ^ (noise >> 16)) & 0xffff;
             float code = root[i] * top + (float)(int32_t)noise * 0x1p-16f;
-            code = code >= 0 ? code : 0; /* not so for a NaN */
+            code = code >= 0 ? code : 0; /* false for a NaN */
             whole[i] = (int32_t)(code <= top ? code : top);
         }
         if (is_signed)
             for (int i = 0; i < TZ_SHARED; i++) whole[i] = (int32_t)bits[i] < 0 ? -whole[i] : whole[i];
-        else /* none but a zero becomes zero, or the next step would divide by nothing */
+        else /* only zero becomes zero: the next step divides by the root */
             for (int i = 0; i < TZ_SHARED; i++) whole[i] |= (bits[i] & 0x7fffffff) && !whole[i];
         for (int64_t i = 0; i < n; i++) codes[i] = (uint8_t)whole[i];
     }
 }
 
-/* Copies, adds or neither; returns what then lies at `at`, in float: it may have overflowed when it was stored. */
+/* Copy, add or neither; return what `at` then holds, as floats: storing may have overflowed. */
 KERNEL vf pass(const struct tz_copy *c, int64_t at) {
     vf x = load(c->source, at, c->source_type);
     if (!c->target) return x;
@@ -440,7 +440,7 @@ KERNEL vf pass(const struct tz_copy *c, int64_t at) {
     return load(c->target, at, c->target_type);
 }
 
-/* The last elements, fewer than TZ_GROUP from `whole` on, pass in a padded copy; `x`: what then lies there, and zeros. */
+/* Pass the last elements, fewer than TZ_GROUP from `whole` on, in a padded copy; `x`: their values afterwards, then zeros. */
 KERNEL void pass_rest(const struct tz_copy *c, int64_t whole, float *x) {
     int64_t left = c->numel - whole;
     float source[TZ_GROUP] = {0}, target[TZ_GROUP] = {0};
@@ -461,7 +461,7 @@ KERNEL void pass_all(const struct tz_copy *c, int64_t from, int64_t to) {
     }
 }
 
-/* Copies or adds elements [from, to) of one array; `from` is a multiple of TZ_GROUP, and so is `to` unless it is the end. */
+/* Copy or add elements [from, to) of one array; `from` is a multiple of TZ_GROUP, and so is `to` unless it is the end. */
 TARGET static void NAME(carry)(const struct tz_copy *copy, int64_t from, int64_t to) {
     struct tz_copy c = *copy;
     int64_t whole = to - (to - from) % TZ_GROUP;
@@ -474,9 +474,9 @@ TARGET static void NAME(carry)(const struct tz_copy *copy, int64_t from, int64_t
     if (whole < to) pass_rest(&c, whole, x);
 }
 
-/* Passes the whole array, and returns the root of the sum of squares in the order in which ATen's vector_norm takes it,
- * whatever the level: eight running sums, joined one by one, then what is left over, of which GCC has fused all behind
- * the last four where it compiled ATen for processors with FMA (`fused_tail`). */
+/* Pass the whole array, and return the root of the sum of squares in the order of ATen's vector_norm, at every level: eight
+ * running sums, joined one by one, then the rest. If ATen was compiled for processors with FMA (`fused_tail`), GCC fused
+ * the rest behind its last four elements. */
 TARGET static float NAME(receive)(const struct tz_copy *c, int fused_tail) {
     tz_eight sums = {0};
     int64_t whole = c->numel - c->numel % TZ_GROUP, left = c->numel - whole;

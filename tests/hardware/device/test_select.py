@@ -42,7 +42,7 @@ def test_another_name_is_refused(name):
 
 def test_a_device_that_is_not_there_is_refused(finds):
     finds(None)
-    with pytest.raises(ConfigError, match=r"finds no device besides the CPU\. Set it to cpu, or install"):
+    with pytest.raises(ConfigError, match=r"finds only the CPU\. Set it to cpu, or install"):
         build_accelerator("cuda")
     with pytest.raises(ConfigError, match="delays test the CPU"):
         build_accelerator("cuda", delay_seed=1)

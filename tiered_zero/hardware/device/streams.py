@@ -50,7 +50,7 @@ class StreamAccelerator(Accelerator):
         if found is None or found.type != device.type:
             raise ConfigError(
                 f"tiered_zero.device asks for {device.type}; this torch ({torch.__version__}) finds "
-                f"{'no device besides the CPU' if found is None else found.type}. Set it to "
+                f"{'only the CPU' if found is None else found.type}. Set it to "
                 f"{'cpu' if found is None else found.type}, or install a build of torch for {device.type} and the "
                 "driver of the device."
             )
