@@ -1,7 +1,7 @@
 """Bind the C kernels, each a plain shared object, with ctypes.
 
-Promise: everything here is optional. Where no C compiler was at hand at install, `find_library` returns None and the
-caller takes its Python path and says so once, with what `why_missing` says.
+Promise: everything here is optional. If no C compiler worked during installation, `find_library` returns None; the
+caller then runs its Python code, and logs once the reason that `why_missing` gives.
 Owner: the file that binds a kernel owns its argument types; C code includes neither Python.h nor torch headers, so
 that one object serves every Python and every torch, and ctypes releases the GIL around each call.
 Never: a kernel keeps no global state, starts no thread that outlives its handle, and prints nothing.
@@ -38,7 +38,7 @@ def find_library(stem: str) -> Path | None:
 
 
 def why_missing(stem: str) -> tuple[str, str]:
-    """Say why `find_library(stem)` returns None, and what to do about it."""
+    """Return the reason why `find_library(stem)` returns None, and the remedy."""
     if directory := os.environ.get(LIBRARY_DIR_VARIABLE):
         return f"{LIBRARY_DIR_VARIABLE} is {directory}, which has no {stem}", f"unset {LIBRARY_DIR_VARIABLE}"
     for _, version in _installed_libraries(stem):

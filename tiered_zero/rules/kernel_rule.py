@@ -102,7 +102,7 @@ class NativeRule(UpdateRule):
     """Hyper values that, applied one after another to the defaults, exercise every operation of the rule."""
 
     def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        """`kernel`: None for torch alone. `options`: options of the class, used for what a run's hyper lacks. Raises
+        """`kernel`: None for torch alone. `options`: options of the class, for keys that a run's hyper lacks. Raises
         ModelError for a state dtype other than float32 and bfloat16.
         """
         if state_dtype not in (torch.float32, torch.bfloat16):
@@ -346,7 +346,7 @@ def open_kernel(level: str | None = None, num_threads: int | None = None) -> Upd
 
 
 def missing_kernel() -> str:
-    """Explain why there is no kernel, and what to do about it."""
+    """Return the reason why there is no kernel, and the remedy."""
     reason, fix = why_missing("_update")
     return f"The native library _update is missing: {reason}. To have it: {fix}."
 

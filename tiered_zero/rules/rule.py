@@ -124,7 +124,7 @@ class UpdateRule(ABC):
         return dict(scalars)
 
     def announce(self) -> None:
-        """Log what runs the update, if there is something to say."""
+        """Log which code runs the update, if the user can choose it."""
         return
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Store master weights and optimizer state in a sub-group's slot: in which format, and where.
+"""Define the formats and places of master weights and optimizer state in a sub-group's slot.
 
 tiered_zero.state_format:
 
@@ -296,7 +296,7 @@ class StateLayout:
         raw[self.master_nbytes :].zero_()
 
     def master_spans(self, segment: Segment) -> list[tuple[int, int, torch.dtype]]:
-        """Return where a segment's masters are: (first byte in the slot, bytes, dtype) for each of the format's
+        """Return the places of a segment's masters: (first byte in the slot, bytes, dtype) for each of the format's
         arrays."""
         spans, start = [], 0
         for dtype in self.masters.dtypes:
@@ -322,7 +322,7 @@ class StateLayout:
             raw[start:stop].zero_()
 
     def spans(self, part: SubGroup) -> list[tuple[int, int]]:
-        """Return where masters and state of some segments are: (first byte in the slot, last + 1), whole pages,
+        """Return the places of masters and state of some segments: (first byte in the slot, last + 1), whole pages,
         disjoint, in order."""
         spans: list[tuple[int, int]] = []
         for segment in part.segments:

@@ -1,4 +1,4 @@
-"""Use any torch.optim class as an update rule: the class itself takes the step, on views of what the tiers hold."""
+"""Use any torch.optim class as an update rule: the class itself takes the step, on views of the tiers' memory."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ class TorchRule(UpdateRule):
         ]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """Update what the class counts in each param group, found by a step on a small parameter; see
+        """Update the counts that the class keeps in each param group, found by a step on a small parameter; see
         `_check_group`."""
         self._expected = []
         if not self.keeps_group_state:

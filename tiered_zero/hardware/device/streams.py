@@ -225,7 +225,8 @@ class CudaAccelerator(StreamAccelerator):
             )
 
     def release_cached_memory(self) -> None:
-        """Release what units have freed, too: a pool is released with its owner. Units that have memory keep it."""
+        """Release the memory that units have freed, too: a pool is released with its owner. Units in memory keep
+        theirs."""
         self._unit_pool = None
         super().release_cached_memory()
 
@@ -298,7 +299,7 @@ class _Pending:
 
 @final
 class DeviceClock:
-    """Times what lanes launch, by device events: the host would only see the launch. Spans are pairs of events, and
+    """Times the work of lanes by device events: the host would only see the launch. Spans are pairs of events, and
     their times are counted from one event whose host time is known."""
 
     def __init__(self, device: torch.device) -> None:

@@ -95,7 +95,7 @@ class HeapTrim:
         self._least_nbytes = min(found, self._least_nbytes)
 
     def _unused_nbytes(self) -> int:
-        """Return the resident set minus what malloc has given out: holes, and memory that is not malloc's."""
+        """Return the resident set minus malloc's blocks in use: holes, and memory that is not malloc's."""
         info = self._info()  # type: ignore[misc]
         num_pages = int(Path("/proc/self/statm").read_bytes().split()[1])
         return num_pages * mmap.PAGESIZE - int(info.uordblks) - int(info.hblkhd)

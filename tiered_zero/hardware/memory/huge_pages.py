@@ -55,7 +55,7 @@ class HugePagePool:
             self._move(start, start + num_pages * HUGE_PAGE_NBYTES)
 
     def close(self) -> None:
-        """Free what is stored; from now on free what ranges are emptied of. Idempotent."""
+        """Free the stored pages, and from now on the pages of emptied ranges. Idempotent."""
         self._vacant.clear()
         self._stored.clear()
         self._store.close()

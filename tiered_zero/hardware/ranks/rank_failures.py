@@ -138,7 +138,7 @@ class RankFailures:
             raise self.found
 
     def explain(self, error: BaseException, what: str) -> BaseException:
-        """Return what ended a collective: the failure that another rank has posted, the timeout, or a lost
+        """Return the cause that ended a collective: the failure that another rank has posted, the timeout, or a lost
         connection."""
         if isinstance(error, TieredZeroError):
             return error
