@@ -25,7 +25,7 @@ from tests.fakes.io_faults import Fault
 from tests.support.configs import ADAMW, config_of, zero_section
 from tests.support.faulty_runs import faulty_disks
 from tests.support.inspection import lane, policy, weights_at_home
-from tests.support.inspection.insides import materialize, overflow
+from tests.support.inspection.insides import check, materialize
 from tests.support.models import rows as batch
 from tiered_zero.errors import (
     ConfigError,
@@ -227,7 +227,7 @@ def test_many_skips_in_a_row_end_the_run(
     swap_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a bounded number, with the first bad parameter's name; warnings on the way are few."""
-    monkeypatch.setattr(overflow, "MAX_SKIPPED_IN_A_ROW", 20)
+    monkeypatch.setattr(check, "MAX_SKIPPED_IN_A_ROW", 20)
     with build(swap_path, bf16={"enabled": True}) as engine:
         before = weights(engine)
         caplog.clear()

@@ -12,7 +12,7 @@ from tests.support.walks import Walk, host_config, over, record
 
 MOST = {"forward": (198, 29), "backward": (215, 36), "step": (294, 50)}
 """(calls, files)"""
-MOST_GRADIENT_RETURNS = 8
+MOST_GRADIENT_RETURNS = 6
 MOST_CALLS_PER_TENSOR = {"forward": 20, "backward": 28, "step": 6}
 
 NUM_WARM_UP_STEPS = 2

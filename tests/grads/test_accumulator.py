@@ -22,16 +22,15 @@ from tests.support.units import make_params, make_unit
 from tiered_zero.concurrency.transfer import Completion
 from tiered_zero.errors import ModelError
 from tiered_zero.grads import in_flight as in_flight_module
-from tiered_zero.grads.accumulator import GradientStore
+from tiered_zero.grads.check import GradNorm, OverflowGuard
+from tiered_zero.grads.gradient import UnitGradients
 from tiered_zero.grads.in_flight import NUM_KEPT, SUM_CHUNK_NUMEL, InFlightGradients
-from tiered_zero.grads.norms import GradNorm
-from tiered_zero.grads.overflow import OverflowGuard
-from tiered_zero.grads.unit_gradients import UnitGradients
+from tiered_zero.grads.store import GradientStore
 from tiered_zero.hardware.device.lanes import LaneTransfer
 from tiered_zero.hardware.memory.host_memory import HostArena
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.layout.flat import Unit
+from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.sizes import MIB
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,7 +85,13 @@ class World:
 
     def sums(self) -> dict[int, torch.Tensor]:
         self.store.wait_transfers()
-        return {spec.index: grad.clone() for spec, grad in self.store.present()}
+        return {spec.index: grad.clone() for spec, grad in present(self.store)}
+
+
+def present(store: GradientStore) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+    """The parameters with a gradient, and its [numel] view, in the order of the model."""
+    for gradients, entry in store._found():
+        yield entry.param, gradients.flat[entry.start : entry.stop]
 
 
 def randn(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -396,7 +401,7 @@ def test_reduced_gradients_reach_the_home_of_a_shard(on_device: bool, dtype: tor
     received = []
     for grad, after in zip(grads, reduced, strict=True):
         received.append(
-            world.store.receive(unit, range(start, start + len(grad)), grad, adds=bool(received), after=after)
+            world.store.receive(own, range(start, start + len(grad)), grad, adds=bool(received), after=after)
         )
         assert not received[-1].done()
         after.complete()
@@ -413,7 +418,7 @@ def test_gradients_that_wait_for_a_bucket_are_dropped_with_the_step(runtime: Run
     world.give(world.params[0][0], randn(8))
     world.store.discard()
     assert runtime.ledger.by_kind()["device"]["gradient_in_flight"][0] == 0
-    assert not world.homes[0].waiting and not world.store.homes.has_gradients
+    assert not world.homes[0].waiting and not world.store.has_gradients
 
 
 def test_a_gradient_waits_until_the_last_update_has_read_the_one_before(runtime: Runtime) -> None:

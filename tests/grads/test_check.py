@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tiered_zero.grads.check import GradCheck, check_gradients
-from tiered_zero.grads.norms import GradNorm
+from tiered_zero.grads.check import GradCheck, GradNorm, check_gradients
 from tiered_zero.layout.flat import ParamSpec
 
 Norms = list[tuple[ParamSpec, torch.Tensor]]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tiered_zero.config import load
 from tiered_zero.errors import ConfigError, NonFiniteError
-from tiered_zero.grads.loss_scaler import LossScaler
+from tiered_zero.grads.check import LossScaler
 
 
 @dataclass

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.units import make_unit
-from tiered_zero.grads.unit_gradients import UnitGradients
-from tiered_zero.grads.unit_uses import UnitUses
+from tiered_zero.grads.gradient import UnitGradients
+from tiered_zero.grads.uses import UnitUses
 
 
 class Layer(nn.Module):

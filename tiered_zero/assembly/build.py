@@ -32,12 +32,11 @@ from tiered_zero.engine.entry import EngineParts, Movers
 from tiered_zero.engine.full_values import FullValues
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import PlanError, add_note
-from tiered_zero.grads.accumulator import GradientStore
+from tiered_zero.grads.check import GradNorm, OverflowGuard
+from tiered_zero.grads.gradient import UnitGradients
 from tiered_zero.grads.in_flight import InFlightGradients
-from tiered_zero.grads.norms import GradNorm
-from tiered_zero.grads.overflow import OverflowGuard
-from tiered_zero.grads.reducer import GradientReducer, Reduction
-from tiered_zero.grads.unit_gradients import UnitGradients
+from tiered_zero.grads.reduce import GradientReducer, Reduction
+from tiered_zero.grads.store import GradientStore
 from tiered_zero.hardware.device.select import build_accelerator
 from tiered_zero.hardware.memory.host_memory import trim_malloc
 from tiered_zero.hardware.ranks.collectives import Collectives
@@ -319,7 +318,7 @@ def _make_step(
     resources.add("gradients", gradients.close)
     if reducer is not None:
         resources.add("gradients", reducer.close)
-    visible_gradients = VisibleGradients(gradients.param_grads, runtime.collectives.world_size)
+    visible_gradients = VisibleGradients(gradients, runtime.collectives.world_size)
     resources.add("param.grad", visible_gradients.close)
     params = UnitParameters(inventory, runtime, _flats(pager))
     stepper = UpdatePipeline(view, runtime, params, _paged_gradients(run_spec))

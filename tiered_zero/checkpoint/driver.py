@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tiered_zero.checkpoint.run_state import dtype_name, torch_dtype
 from tiered_zero.data import TrainingLoader
 from tiered_zero.errors import ModelError, StoreError
-from tiered_zero.grads.overflow import OverflowCounts, OverflowGuard
+from tiered_zero.grads.check import OverflowCounts, OverflowGuard
 from tiered_zero.hardware.random_states import check_random_states, random_states, restore_random_states
 from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
 from tiered_zero.record.json_file import Count, StrictModel, first_problem

@@ -23,10 +23,10 @@ from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.engine.counts import StepCounts
 from tiered_zero.errors import ModelError, TieredZeroError
-from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.arrivals import GradientArrivals
-from tiered_zero.grads.overflow import OverflowGuard
-from tiered_zero.grads.reducer import GradientReducer
+from tiered_zero.grads.check import OverflowGuard
+from tiered_zero.grads.reduce import GradientReducer
+from tiered_zero.grads.store import GradientStore
 from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.plan.planner import Plan
@@ -318,8 +318,8 @@ class Entrance:
         self._arrivals.reset()
         visible.hide()
         visible.set_hidden()
-        if are_taken and not gradients.homes.has_gradients:
-            gradients.param_grads.take_unstored()
+        if are_taken and not gradients.has_gradients:
+            gradients.take_unstored()
         else:
             gradients.discard()
 

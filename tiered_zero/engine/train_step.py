@@ -17,8 +17,7 @@ from tiered_zero.engine.counts import StepCounts
 from tiered_zero.engine.entry import Entrance, Movers
 from tiered_zero.errors import ModelError, NonFiniteError
 from tiered_zero.grads.arrivals import GradientArrivals
-from tiered_zero.grads.check import GradCheck, check_gradients
-from tiered_zero.grads.overflow import OverflowGuard
+from tiered_zero.grads.check import GradCheck, OverflowGuard, check_gradients
 from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.resolve import UpdateChoice
@@ -337,7 +336,7 @@ class TrainStep:
         counts = self.counts
         if counts.num_backwards or self.arrivals.num_own_backwards or counts.is_accumulating or optimizer.state:
             return False
-        found = self.gradients.param_grads.assigned()
+        found = self.gradients.assigned()
         if not creates_state(optimizer.param_groups, found.values()):
             return False
         with self.failures.surfacing():
@@ -407,10 +406,10 @@ class TrainStep:
     def _take_step(self, optimizer: TieredOptimizer, lr_scheduler: Any, by_optimizer: bool) -> None:
         if self._activations is not None:
             self._activations.end_step()
-        self.gradients.param_grads.collect_assigned()
+        self.gradients.collect_assigned()
         self.gradients.wait_transfers()
         check = self.counts.grad_check = self._check_gradients(by_optimizer)
-        if not self.gradients.homes.has_gradients and not self._warned_of_no_gradient:
+        if not self.gradients.has_gradients and not self._warned_of_no_gradient:
             self._warned_of_no_gradient = True
             logger.warning(
                 "step() without backward(): no parameter has a gradient, so this step changes no weight. It counts "

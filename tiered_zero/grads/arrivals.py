@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.accumulator import GradientStore
-from tiered_zero.grads.homes import GRAD_SLOT
-from tiered_zero.grads.reducer import GradientReducer
-from tiered_zero.grads.unit_uses import UseMark
+from tiered_zero.grads.reduce import GradientReducer
+from tiered_zero.grads.store import GRAD_SLOT, GradientStore
+from tiered_zero.grads.uses import UseMark
 from tiered_zero.layout.flat import Unit
 
 

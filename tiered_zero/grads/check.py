@@ -1,17 +1,170 @@
-"""Check a step's gradients: may they be applied, and with what factor?"""
+"""Check a step's gradients: norms bit for bit as torch takes them, the clip factor, the loss scale, skipped steps."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 import torch
 
-from tiered_zero.grads.norms import Norm
-from tiered_zero.layout.flat import ParamSpec
+from tiered_zero.config.schema import Config, Fp16Section
+from tiered_zero.errors import ConfigError, NonFiniteError
+from tiered_zero.grads.gradient import UnitGradients
+from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.native.update import CopyNorm, Dtype, UpdateKernel
+
+logger = logging.getLogger("tiered_zero")
 
 CPU = torch.device("cpu")
+MAX_SKIPPED_IN_A_ROW = 100
+_FACTOR = 2.0
+"""The factor by which the loss scale changes."""
+
+SQUARES_CHUNK_NUMEL = 1 << 18
+"""Elements whose squares are summed at once in fp64: 2 MiB of extra memory, and the same order of sums everywhere."""
+
+NONE_BAD = -1
+Norm = float | torch.Tensor
+"""An fp32 norm: a number if it was taken in host memory, else a 0-d tensor on the gradient's device."""
+
+_DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
+_fused_tails: dict[str, bool | None] = {}
+"""Level of the kernel -> how ATen's vector_norm was compiled, or None if the kernel does not reproduce its bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradCopy:
+    """A gradient `source` [n], of the parameter `index`, to be copied or added to `target` [n] in host memory, in the
+    target's dtype."""
+
+    index: int
+    target: torch.Tensor
+    source: torch.Tensor
+    adds: bool
+
+
+@final
+class GradNorm:
+    """Takes the fp32 norm that `clip_grad_norm_` takes of one gradient; not finite if an element is not. Any thread.
+
+    torch converts 16-bit gradients in one pass and adds in another; the kernel gives the same bits in one pass. Whether
+    it does on this machine is tried once; if not (ARM, another compiler), torch is used.
+    """
+
+    def __init__(self, kernel: UpdateKernel | None) -> None:
+        self._kernel = None
+        if kernel is not None:
+            if kernel.level not in _fused_tails:
+                _fused_tails[kernel.level] = _find_fused_tail(kernel)
+            if (fused_tail := _fused_tails[kernel.level]) is not None:
+                self._kernel, self._fused_tail = kernel, fused_tail
+
+    def of(self, grad: torch.Tensor) -> Norm:
+        """Return the norm of `grad`, [n] contiguous."""
+        return self.in_memory([grad])[0] if grad.is_cpu else self.on_device([grad])[0]
+
+    def in_memory(self, grads: Sequence[torch.Tensor]) -> list[float]:
+        """Return the norms of gradients [n] in host memory. The kernel, if it can take them, uses one thread for
+        each."""
+        if self._kernel is None or any(grad.dtype not in _DTYPES for grad in grads):
+            return [float(torch.linalg.vector_norm(grad, 2, dtype=torch.float32).item()) for grad in grads]
+        return self._kernel.copy_norms(list(map(_scan, grads)), fused_tail=self._fused_tail, threaded=True)
+
+    def on_device(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Launch the norms of gradients [n] on an accelerator, 0-d each, with the call that `clip_grad_norm_` makes:
+        the order of sums is the same wherever the gradients rest. Driver or autograd's thread."""
+        return torch._foreach_norm(list(grads), 2, dtype=torch.float32) if grads else []
+
+    def fuses(self, copies: Sequence[GradCopy]) -> bool:
+        """Return whether `copy` can take these copies."""
+        if self._kernel is None:
+            return False
+        for copy in copies:
+            for values in (copy.target, copy.source):
+                if not values.is_cpu or values.dtype not in _DTYPES:
+                    return False
+        return True
+
+    def copy(self, copies: Sequence[GradCopy]) -> list[float]:
+        """Make the copies in order, and return the norm of what each target then holds."""
+        assert self._kernel is not None, "`fuses` was asked"
+        return self._kernel.copy_norms(list(map(_row, copies)), fused_tail=self._fused_tail)
+
+    def copy_threaded(self, copies: Sequence[GradCopy]) -> None:
+        """Make the copies on the kernel's threads, without norms. No two have the same target."""
+        assert self._kernel is not None, "`fuses` was asked"
+        self._kernel.copy(list(map(_row, copies)))
+
+
+def _row(copy: GradCopy) -> CopyNorm:
+    target, source = copy.target, copy.source
+    assert target.numel() == source.numel(), "source and target have the same elements"
+    return source.data_ptr(), target.data_ptr(), source.numel(), _DTYPES[source.dtype], _DTYPES[target.dtype], copy.adds
+
+
+def _scan(grad: torch.Tensor) -> CopyNorm:
+    return grad.data_ptr(), None, grad.numel(), _DTYPES[grad.dtype], Dtype.FLOAT32, False
+
+
+def _find_fused_tail(kernel: UpdateKernel) -> bool | None:
+    generator = torch.Generator().manual_seed(0)
+    numels = [numel for numel in (*range(1, 40), 1001, 4099) for _ in range(25)]
+    grads = [torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu") for numel in numels]
+    expected = [torch.linalg.vector_norm(grad).item() for grad in grads]
+    for fused_tail in (True, False):
+        if kernel.copy_norms(list(map(_scan, grads)), fused_tail=fused_tail) == expected:
+            return fused_tail
+    return None
+
+
+def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, list[torch.Tensor]]:
+    """Sum the squares of averages in fp64, by parameter: lists of 0-d tensors. `values`: [n], elements `span` of the
+    unit's gradients. Launches on their device."""
+    squares: dict[int, list[torch.Tensor]] = {entry.param.index: [] for entry in unit.entries}
+    for entry in unit.entries:
+        stop = min(entry.stop, span.stop)
+        for start in range(max(entry.start, span.start), stop, SQUARES_CHUNK_NUMEL):
+            last = min(start + SQUARES_CHUNK_NUMEL, stop)
+            part = values[start - span.start : last - span.start].double()
+            squares[entry.param.index].append((part * part).sum())
+    return squares
+
+
+def sum_squares(units: Iterable[UnitGradients], spans: Mapping[int, Sequence[range]]) -> tuple[float, int]:
+    """Return the fp64 sum of squares of the averaged gradients in this rank's shards, and the index of the first
+    parameter whose gradient is not finite, or NONE_BAD. `spans`: unit -> the elements that this rank reduces, as its
+    buckets cut them. Gradients that were not measured on arrival are read at their home. The host waits once for the
+    device."""
+    found: list[tuple[int, list[torch.Tensor]]] = []
+    for each in units:
+        if not each.present:
+            continue
+        squares = each.squares
+        if not squares:
+            with each.opened() as flat:
+                for span in spans.get(each.unit.index, ()):
+                    values = flat[span.start - each.start : span.stop - each.start]
+                    for index, more in span_squares(values, span, each.unit).items():
+                        squares.setdefault(index, []).extend(more)
+        order = [entry.param.index for entry in each.unit.entries if entry.param.index in each.present]
+        found += [(index, squares[index]) for index in order if index in squares]
+    numbers = iter(_on_host([square for _, squares in found for square in squares]))
+    total, bad = 0.0, NONE_BAD
+    for index, parts in found:
+        total += (of_param := sum(next(numbers) for _ in parts))
+        if not of_param < float("inf"):
+            bad = index if bad == NONE_BAD else min(bad, index)
+    return total, bad
+
+
+def _on_host(numbers: Sequence[torch.Tensor]) -> list[float]:
+    """Return the values of 0-d tensors in their order. Those on the device are copied together."""
+    on_device = [number for number in numbers if not number.is_cpu]
+    came = iter(torch.stack(on_device).tolist() if on_device else ())
+    return [float(number) if number.is_cpu else next(came) for number in numbers]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +216,153 @@ def check_squares(squares: float, first_bad: str | None, loss_scale: float, max_
     total = torch.tensor(norm, dtype=torch.float64, device="cpu")
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0).item() if max_norm > 0 else 1.0
     return GradCheck(finite=finite, norm=norm, grad_scale=scale / loss_scale, first_bad=first_bad)
+
+
+class LossScaler:
+    """Holds `scale`, the factor of the loss. Call `update` once a step with whether the gradients overflowed.
+
+    `loss_scale` > 0 is static. 0 is dynamic, starting at 2**initial_scale_power. Each overflow uses up one of
+    `hysteresis` credits, except the last: from then on every overflow halves the scale, down to `min_loss_scale`. The
+    scale doubles when the steps since the last overflow, less one, are a positive multiple of `loss_scale_window`.
+    Credits are refilled when the scale doubles, or, with `consecutive_hysteresis`, by every good step.
+
+    Source: DeepSpeed 0.19, runtime/fp16/loss_scaler.py, DynamicLossScaler.update_scale.
+    """
+
+    def __init__(self, section: Fp16Section) -> None:
+        """Raises ConfigError if the floor is above the first scale; the section has checked the rest."""
+        power, floor = section.initial_scale_power, section.min_loss_scale
+        self.dynamic = section.loss_scale == 0
+        self.scale = 2.0**power if self.dynamic else float(section.loss_scale)
+        if self.dynamic and floor > self.scale:
+            raise ConfigError(
+                f"fp16.min_loss_scale must be above 0 and at most the first loss scale, 2**{power}; found {floor}. "
+                "Lower it, or raise fp16.initial_scale_power."
+            )
+        self._section = section
+        self._step = 0
+        self._last_overflow = -1
+        self._credits = section.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """Adapt `scale` at the end of a step. Raises NonFiniteError, without a change, on an overflow at the floor."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self._shrink()
+            self._last_overflow = self._step
+        else:
+            good_steps = self._step - self._last_overflow - 1
+            grows = good_steps > 0 and good_steps % self._section.loss_scale_window == 0
+            if grows:
+                self.scale *= _FACTOR
+            if grows or self._section.consecutive_hysteresis:
+                self._credits = self._section.hysteresis
+        self._step += 1
+
+    def _shrink(self) -> None:
+        if self._credits > 1:
+            self._credits -= 1
+            return
+        floor = float(self._section.min_loss_scale)
+        if self.scale == floor:
+            raise NonFiniteError(
+                f"A loss scale at which gradients are finite was expected; they overflowed at the floor, "
+                f"fp16.min_loss_scale = {floor:g}, in step {self._step + 1}. Look for a loss that is not "
+                f"finite, lower the learning rate, lower fp16.min_loss_scale, or train in bf16."
+            )
+        self.scale = max(self.scale / _FACTOR, floor)
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Return plain numbers. With the same settings, `load_state_dict` continues from them bit for bit."""
+        counts = {"step": self._step, "last_overflow": self._last_overflow, "credits": self._credits}
+        return {"scale": self.scale, **counts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state. A static scale keeps the config's value, which is the newer one."""
+        if not self.dynamic:
+            return
+        missing = self.state_dict().keys() - state.keys()
+        if missing or not (math.isfinite(state["scale"]) and state["scale"] > 0):
+            raise ConfigError(
+                f"A loss scaler state needs a finite scale, step, last_overflow and credits; found {dict(state)}. "
+                "Resume from another checkpoint."
+            )
+        self.scale = float(state["scale"])
+        self._step = int(state["step"])
+        self._last_overflow = int(state["last_overflow"])
+        self._credits = int(state["credits"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverflowCounts:
+    """Counts of steps. `nonfinite_in_a_row` includes steps that were applied because nothing checks for overflow."""
+
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    nonfinite_in_a_row: int = 0
+
+
+@final
+class OverflowGuard:
+    """Skips steps whose gradients are not finite, and adapts the loss scale. Driver thread. `checks`: False applies
+    such steps with a warning, as plain PyTorch does in fp32."""
+
+    def __init__(self, scaler: LossScaler | None, checks: bool) -> None:
+        self.scaler = scaler
+        self._checks = checks
+        self.counts = OverflowCounts()
+
+    @classmethod
+    def from_config(cls, config: Config) -> OverflowGuard:
+        scaler = LossScaler(config.fp16) if config.fp16.enabled else None
+        return cls(scaler, scaler is not None or (config.bf16.enabled and config.bf16.check_grad_overflow))
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    def state(self) -> tuple[OverflowCounts, Mapping[str, Any] | None]:
+        return self.counts, self.scaler.state_dict() if self.scaler is not None else None
+
+    def restore(self, state: tuple[OverflowCounts, Mapping[str, Any] | None]) -> None:
+        """Restore what `state()` returned before a step that is dropped."""
+        self.counts, scaler_state = state
+        if self.scaler is not None and scaler_state is not None:
+            self.scaler.load_state_dict(scaler_state)
+
+    def allows(self, check: GradCheck, step: int) -> bool:
+        """Count the gradient check of `step`, update the loss scale, and return whether to apply the step. Raises
+        NonFiniteError if training cannot go on; the step is counted then, too."""
+        counts = self.counts
+        in_a_row = 0 if check.finite else counts.nonfinite_in_a_row + 1
+        warns = in_a_row & (in_a_row - 1) == 0  # warn at 1, 2, 4, ... in a row
+        if check.finite or not self._checks:
+            if not check.finite and warns:
+                logger.warning("step %d: the gradient of %s is not finite", step, check.first_bad)
+            self.counts = replace(counts, nonfinite_in_a_row=in_a_row, skipped_in_a_row=0)
+            if self.scaler is not None:
+                self.scaler.update(False)
+            return True
+        skipped_in_a_row = counts.skipped_in_a_row + 1
+        self.counts = OverflowCounts(
+            skipped=counts.skipped + 1, skipped_in_a_row=skipped_in_a_row, nonfinite_in_a_row=in_a_row
+        )
+        scale = self.loss_scale
+        if self.scaler is not None:
+            try:
+                self.scaler.update(True)
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{error} First parameter with such a gradient: {check.first_bad}.") from error
+        if warns:
+            logger.warning(
+                "step %d skipped: gradient of %s is not finite (%d in a row; stops at %d)%s",
+                step, check.first_bad, skipped_in_a_row, MAX_SKIPPED_IN_A_ROW,
+                f"; loss scale {scale:g} -> {self.loss_scale:g}" if self.scaler is not None else "",
+            )  # fmt: skip
+        if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise NonFiniteError(
+                f"{skipped_in_a_row} steps in a row had gradients that are not finite, first in {check.first_bad}. "
+                "Weights are as they were before them. Lower the learning rate, look at the data, or use bf16 for fp16."
+            )
+        return False

@@ -18,8 +18,8 @@ from typing import final
 import torch
 
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_quietly
-from tiered_zero.grads.norms import GradCopy, GradNorm
-from tiered_zero.grads.unit_gradients import UnitGradients
+from tiered_zero.grads.check import GradCopy, GradNorm
+from tiered_zero.grads.gradient import UnitGradients
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.sizes import align_up

@@ -37,7 +37,7 @@ import numpy
 import torch
 
 import tiered_zero.native
-from tiered_zero.grads.norms import GradNorm
+from tiered_zero.grads.check import GradNorm
 from tiered_zero.native import find_library
 from tiered_zero.native.update import Dtype, Hyper, UpdateKernel
 from tiered_zero.rules.kernel_rule import find_torch_root

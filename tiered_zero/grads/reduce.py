@@ -10,25 +10,29 @@ Numbers: see [Note: Order of sums over ranks].
 from __future__ import annotations
 
 import json
+import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
+from zlib import crc32
 
 import torch
 
 from tiered_zero.concurrency.transfer import Transfer
-from tiered_zero.grads.accumulator import GradientStore
-from tiered_zero.grads.bucket_memory import BucketMemory
-from tiered_zero.grads.check import GradCheck, check_squares
-from tiered_zero.grads.norms import sum_squares
-from tiered_zero.grads.rank_calls import RankCalls
-from tiered_zero.grads.unit_gradients import UnitGradients
-from tiered_zero.grads.unit_uses import UnitUses, UseMark
-from tiered_zero.grads.use_order import UseOrder
+from tiered_zero.errors import RankError
+from tiered_zero.grads.check import NONE_BAD, GradCheck, check_squares, sum_squares
+from tiered_zero.grads.gradient import UnitGradients
+from tiered_zero.grads.store import GradientStore
+from tiered_zero.grads.uses import UnitUses, UseMark, UseOrder
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.buckets import Bucket
 from tiered_zero.layout.flat import Unit
+
+_CALL = struct.Struct("<cqqq")
+_SQUARES = struct.Struct("<dqI")
+_BACKWARD, _STEP = b"b", b"s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +174,7 @@ class GradientReducer:
         for index in sorted(self._receiving):
             each = self._units[index]
             if each.num_sums or index in self._wide:
-                self._store.homes.promote(each)
+                self._store.promote(each)
         self._is_last = is_last
         self._queue = deque(bucket for bucket in self._reduction.buckets if bucket.units & self._receiving)
         self._order.begin_backward(index for index in self._bucket_order if index in self._receiving)
@@ -267,15 +271,15 @@ class GradientReducer:
             absent = [e for e in each.unit.entries if e.param.index in present and e.param.index not in each.present]
             each.present.update(entry.param.index for entry in absent)
             if index in self._wide and (each.shard is None or index in reduced):
-                self._store.homes.promote(each)
+                self._store.promote(each)
             if not absent or each.num_sums:
                 continue
             if each.shard is None:
-                self._store.homes.wait_update(each.unit)
+                self._store.wait_update(each.unit)
                 for entry in absent:
                     each.flat[entry.start : entry.stop] = 0
             elif index not in reduced:  # zero_grad() on the other ranks set their gradients to 0
-                self._store.homes.wait_update(each.unit)
+                self._store.wait_update(each.unit)
                 with each.opened() as flat:
                     flat.zero_()
         return reduced
@@ -367,7 +371,7 @@ class GradientReducer:
             spans = list(zip(part.spans, part.starts, strict=True))
             for owner, (span, start) in enumerate(spans) if self._reduction.gathers else [(rank, spans[rank])]:
                 done = self._store.receive(
-                    part.unit,
+                    each,
                     span,
                     packed[start : start + len(span)],
                     adds=adds,
@@ -377,3 +381,125 @@ class GradientReducer:
                 )
             each.num_sums += part.is_first
         return done
+
+
+@final
+class BucketMemory:
+    """The memory of buckets, each free or with a reduction under way. Used on the reducer's thread. A bucket without
+    memory waits for the oldest, which bounds the gradients on the device."""
+
+    def __init__(self, memory: Sequence[torch.Tensor], runtime: Runtime) -> None:
+        """`memory`: for each bucket, [n] uint8."""
+        self._runtime = runtime
+        self.on_device = any(not each.is_cpu for each in memory)
+        self._free = deque(memory)
+        self._under_way: deque[tuple[torch.Tensor, Transfer]] = deque()
+        """The memory of each bucket under way and the transfer that frees it, oldest first."""
+
+    def close(self) -> None:
+        """Drop the memory."""
+        self._free.clear()
+        self._under_way.clear()
+
+    def take(self) -> torch.Tensor:
+        """Take the memory of one bucket; wait for the oldest if none is free."""
+        if not self._free:
+            self._finish_oldest()
+        return self._free.popleft()
+
+    def hold(self, memory: torch.Tensor, received: Transfer) -> None:
+        """Keep memory until `received`: its bucket's sums are at their homes."""
+        self._under_way.append((memory, received))
+
+    def finish_all(self) -> None:
+        """Wait until the sums of every bucket are at their homes."""
+        while self._under_way:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Wait until the oldest bucket's sums are at their homes. On a device make compute wait, which fills the memory
+        next."""
+        memory, received = self._under_way.popleft()
+        with self._runtime.recorder.span("compute", "wait_grad"):
+            if self.on_device:
+                self._runtime.accelerator.wait_on_compute(received)
+            else:
+                received.wait()
+        self._free.append(memory)
+
+
+@final
+class RankCalls:
+    """Exchanges flags between ranks when a backward that reduces begins and in step(); returns which are set on any
+    rank.
+
+    Raises RankError on every rank if one makes another call. Driver thread, or autograd's while the driver waits.
+    `num_sums`: reductions of this step whose sums this rank holds; the others must hold the same number.
+    """
+
+    def __init__(self, ranks: Collectives) -> None:
+        self._ranks = ranks
+        self._num_backwards = self._num_steps = 0
+
+    def begin_backward(self, flags: Sequence[bool], num_sums: int) -> list[bool]:
+        self._num_backwards += 1
+        what = f"backward {self._num_backwards} after step {self._num_steps}"
+        return self._agree((_BACKWARD, self._num_steps, self._num_backwards, num_sums), flags, what)
+
+    def begin_step(self, global_steps: int, micro_steps: int, flags: Sequence[bool], num_sums: int) -> list[bool]:
+        return self._agree((_STEP, global_steps, micro_steps, num_sums), flags, f"step {global_steps}")
+
+    def add_squares(self, squares: float, bad: int, group_values: bytes) -> tuple[float, int]:
+        """Return the sum of all ranks' `squares`, in rank order, and their first `bad` parameter, or NONE_BAD. Raises
+        RankError if ranks differ in `group_values`, the JSON of the values of param groups."""
+        message = _SQUARES.pack(squares, bad, crc32(group_values))
+        found = [_SQUARES.unpack(each) for each in self._ranks.exchange(message, "the gradient norm")]
+        if len({values for _, _, values in found}) > 1:
+            raise _other_values(self._ranks.exchange(group_values, "values of param groups"))
+        named = [index for _, index, _ in found if index != NONE_BAD]
+        return sum(each for each, _, _ in found), min(named, default=NONE_BAD)
+
+    def end_step(self) -> None:
+        self._num_backwards = 0
+        self._num_steps += 1
+
+    def _agree(self, call: tuple[bytes, int, int, int], flags: Sequence[bool], what: str) -> list[bool]:
+        bits = sum(flag << place for place, flag in enumerate(flags))
+        packed = bits.to_bytes((len(flags) + 7) // 8, "little")
+        found = self._ranks.exchange(_CALL.pack(*call) + packed, what, kind="step or backward")
+        calls = [_CALL.unpack_from(message) for message in found]
+        if len(set(calls)) > 1 or len({len(message) for message in found}) > 1:
+            counts = len({each[:3] for each in calls}) == 1  # else steps and backwards tell them apart
+            texts = ", ".join(f"rank {rank} {_text(each, counts)}" for rank, each in enumerate(calls))
+            raise RankError(
+                f"engine.backward() and engine.step() were expected in the same order on every rank; {texts}. Give "
+                "every rank the same number of batches (a distributed sampler does), and let none leave a step out."
+            )
+        either = 0
+        for message in found:
+            either |= int.from_bytes(message[_CALL.size :], "little")
+        return [bool(either >> place & 1) for place in range(len(flags))]
+
+
+def _text(call: tuple[bytes, int, int, int], counts: bool) -> str:
+    kind, number, part, num_sums = call
+    if kind == b"{":  # a JSON message of hardware/agreement.py
+        return "makes another call, such as save_checkpoint()"
+    where = f"is at step {number}, micro-batch {part}" if kind == _STEP else f"runs backward {part} after step {number}"
+    return f"{where}, with {num_sums} sums of gradients" if counts else where
+
+
+def _other_values(messages: Sequence[bytes]) -> RankError:
+    """Return the error that names the values that differ. `messages`: for each rank, the JSON of its param groups'
+    values."""
+    ranks = [json.loads(message) for message in messages]
+    for index, groups in enumerate(zip(*ranks, strict=True)):
+        for name in groups[0]:
+            if len({group.get(name) for group in groups}) > 1:
+                texts = ", ".join(f"{group.get(name)} on rank {rank}" for rank, group in enumerate(groups))
+                return RankError(
+                    f"Every rank was expected to have the same values in optimizer.param_groups, as each updates its "
+                    f"part of the weights; {name} of group {index} is {texts}. Set it alike: a scheduler that follows "
+                    "a loss, as ReduceLROnPlateau does, needs that of all ranks, which engine.exchange() gives."
+                )
+    return RankError("Every rank was expected to have the same values in optimizer.param_groups; found others.")

@@ -1,9 +1,12 @@
-"""Store gradients between backward and the update."""
+"""Store the gradients of a step, from autograd's hooks to the update: sums, `param.grad`, norms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,16 +15,30 @@ from torch.autograd.graph import get_gradient_edge
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.homes import GRAD_SLOT, GradientHomes
+from tiered_zero.grads.check import GradNorm, Norm, OverflowGuard, span_squares
+from tiered_zero.grads.gradient import UnitGradients
 from tiered_zero.grads.in_flight import Arrival, InFlightGradients
-from tiered_zero.grads.norms import GradNorm, Norm, span_squares
-from tiered_zero.grads.overflow import OverflowGuard
-from tiered_zero.grads.param_grads import ParamGrads
-from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
+from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
+
+logger = logging.getLogger("tiered_zero")
+
+GRAD_SLOT: Any = torch.Tensor.grad
+"""The descriptor of autograd's own attribute; it bypasses the `grad` property of guarded parameters."""
+
+_PRESENT: Callable[[UnitGradients], set[int]] = attrgetter("present")
+
+_SECOND_BACKWARD = (
+    "backward() called again before step(): gradients accumulate in fp32 (%s). If unintended, call engine.step() or "
+    "engine.zero_grad()."
+)
+_CHANGED_GRADIENT = (
+    "A gradient was changed between backward() and step(): fp16 may not hold it times the loss scale, so gradients "
+    "rest in fp32 from now on (%s)."
+)
 
 
 class GradientStore:
@@ -42,16 +59,22 @@ class GradientStore:
         overflow: OverflowGuard,
     ) -> None:
         """`overflow`: holds the loss scale, which multiplies gradients at their homes."""
-        self.homes = GradientHomes(params, units, inventory, runtime, in_flight)
-        self.param_grads = ParamGrads(self.homes, overflow)
-        self._units, self._places = self.homes.units, self.homes.places
-        self._norms = norms
-        self._accelerator = runtime.accelerator
-        self._recorder = runtime.recorder
+        self._units = {gradients.unit.index: gradients for gradients in units}
+        self._places = {param: (self._units[unit.index], entry) for param, (unit, entry) in params.items()}
+        """Parameter -> its unit's gradients and its entry. An empty parameter is in no unit and not here."""
+        self._storages = {storage for each in self._units.values() for storage in each.storages()}
+        """Identities of the memory of all homes."""
+        self._windows = {each.paged.windows for each in self._units.values() if each.paged is not None}
+        """Host memory windows of gradients that rest on NVMe."""
+        self._inventory, self._in_flight = inventory, in_flight
+        self._norms, self._overflow = norms, overflow
+        self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
         self._span = runtime.accelerator.timer(runtime.recorder)
-        self._ledger = runtime.ledger
-        self._in_flight = in_flight
         self._measures_norms = True
+        self._hidden: str | None = None
+        """The reason for which `param.grad` cannot be read or assigned."""
+        self._extra_nbytes: Counter[str] = Counter()
+        """Tier -> bytes beyond the plan, see `promote`."""
 
     # -- filling -----------------------------------------------------------------------------------------------------
 
@@ -92,12 +115,12 @@ class GradientStore:
         """Move a gradient [numel] to its home. The home holds whole units."""
         index = entry.param.index
         if not gradients.arrived:  # else an earlier gradient of this unit has waited
-            self.homes.wait_update(gradients.unit)
+            self.wait_update(gradients.unit)
         if gradients.shown:
-            self.param_grads.store_shown(gradients)
+            self.store_shown(gradients)
         adds = gradients.adds_to(index)
         if adds:
-            self.homes.promote(gradients)
+            self.promote(gradients)
         gradients.zeroed.discard(index)
         place = slice(entry.start, entry.stop)
         if not gradients.on_device:
@@ -128,7 +151,7 @@ class GradientStore:
 
     def receive(
         self,
-        unit: Unit,
+        gradients: UnitGradients,
         span: range,
         source: torch.Tensor,
         *,
@@ -145,11 +168,10 @@ class GradientStore:
         in place. `measures`: also sum the squares of the averages: on the device if nothing more is added there, in
         host memory at their home.
         """
-        gradients = self._units[unit.index]
-        self.homes.wait_update(unit)
+        unit, squares = gradients.unit, gradients.squares
+        self.wait_update(unit)
         if adds:
-            self.homes.promote(gradients)
-        squares = gradients.squares
+            self.promote(gradients)
 
         def bring() -> None:
             with (
@@ -176,10 +198,10 @@ class GradientStore:
             return
         gradients, entry = place
         gradients.check_new(entry, grad)
-        self.param_grads.store_shown(gradients)
+        self.store_shown(gradients)
         if gradients.shard is not None or gradients.num_sums or not gradients.adds_to(entry.param.index):
             return
-        self.homes.promote(gradients)
+        self.promote(gradients)
         gradients.wait_transfers()
         with gradients.opened() as flat:
             total = entry.param.view(flat[entry.start : entry.stop]).to(grad.device) + grad
@@ -200,14 +222,55 @@ class GradientStore:
         for gradients in self._units.values():
             gradients.arrived.clear()
 
+    def wait_update(self, unit: Unit) -> None:
+        """Block until the unit's last update has read its gradients. Raises the error of a failed update."""
+        update = self._inventory.last_update(unit)
+        if update is not None and not update.written.done():
+            with self._recorder.span("compute", "wait_update", unit.name):
+                update.computed.wait()
+
     def wait_transfers(self) -> None:
         """Block until every gradient so far is at its home, including empty ones."""
-        self.homes.wait_transfers()
+        self._in_flight.wait_all()
+        for gradients in self._units.values():
+            if gradients.shard is not None or gradients.num_sums:
+                gradients.wait_transfers()
+        for windows in self._windows:
+            windows.finish_writes()
+
+    def promote(self, gradients: UnitGradients, why: str = _SECOND_BACKWARD) -> None:
+        """Convert the unit's gradients to fp32, as a second gradient in one step needs: a 16-bit sum would round.
+        `why`: the warning to log, if a second backward is not the cause."""
+        if gradients.flat.dtype == torch.float32:
+            return
+        if gradients.paged is not None:
+            found = "another backward" if why is _SECOND_BACKWARD else "a gradient changed under a loss scale"
+            raise ModelError(
+                f"Gradients of {gradients.unit.name} rest on NVMe in 16 bit, as planned for one backward in a step; "
+                f"found {found}, which needs fp32. Set gradient_accumulation_steps to the number of backwards, which "
+                "also divides each loss by it, or managed_gradient_accumulation to false where that varies: either "
+                'plans fp32. Or keep gradients in host memory: "tiered_zero": {"gradients": "cpu"}.'
+            )
+        tier = gradients.tier_name
+        nbytes = _sum_nbytes(gradients)
+        if not self._extra_nbytes:
+            more = Counter[str]()
+            for each in self._units.values():
+                more[each.tier_name] += _sum_nbytes(each)
+            logger.warning(why, ", ".join(f"+{format_nbytes(extra)} on {where}" for where, extra in more.items()))
+        self._ledger.charge(tier, "gradient_sums", nbytes)
+        self._extra_nbytes[tier] += nbytes
+        self.wait_transfers()
+        gradients.expire_views()
+        gradients.flat = gradients.flat.to(torch.float32)
+        if gradients.spare is not None:
+            gradients.spare = gradients.spare.to(torch.float32)
+        self._storages |= gradients.storages()
 
     def freeze(self, unit: Unit, into: StepGradients) -> None:
         """Detach a unit's gradients for an update that begins in backward; later gradients of this step are refused."""
         gradients = self._units[unit.index]
-        self.param_grads.store_shown(gradients)
+        self.store_shown(gradients)
         gradients.expire_views()
         into.shares[unit.index] = gradients.share()
         gradients.frozen = True
@@ -244,7 +307,7 @@ class GradientStore:
                 if gradients.paged is not None:
                     gradients.paged.windows.drop(gradients.paged)
                 gradients.clear()
-            self.param_grads.take_unstored()
+            self.take_unstored()
 
     def abort(self) -> None:
         """Free what a failed `discard` left behind. The lanes are idle."""
@@ -254,7 +317,7 @@ class GradientStore:
         """Set gradients to 0 instead of None, including those of earlier steps since they were last set to None."""
         for gradients in self._units.values():
             if gradients.present or gradients.earlier or gradients.num_sums:
-                self.homes.wait_update(gradients.unit)
+                self.wait_update(gradients.unit)
                 self.free_taken(gradients.waiting)
                 gradients.set_zero()
 
@@ -268,16 +331,109 @@ class GradientStore:
         with torch._C.DisableTorchFunctionSubclass():
             return [get_gradient_edge(param).node for param in self._places if param.requires_grad]
 
-    # -- reading -----------------------------------------------------------------------------------------------------
+    # -- param.grad --------------------------------------------------------------------------------------------------
 
-    def present(self) -> Sequence[tuple[ParamSpec, torch.Tensor]]:
-        """Return the parameters with a gradient, and its [numel] view, in the order of `model.parameters()`."""
-        found: list[tuple[ParamSpec, torch.Tensor]] = []
-        for gradients, entry in self._found():
-            with gradients.opened() as flat:
-                part = flat[entry.start : entry.stop]
-                found.append((entry.param, part if gradients.paged is None else part.clone()))
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient in this step."""
+        return any(map(_PRESENT, self._units.values()))
+
+    def set_hidden(self, why: str | None) -> None:
+        """Refuse to read and assign `param.grad` from now on, with the reason `why`; None allows both again."""
+        self._hidden = why
+
+    def read(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return `param.grad` between backward and step(): a live view of the gradient's home that users may change in
+        place. Under a loss scale it is an fp32 copy without that factor, whose changes count too. Waits until the
+        gradient is there. Raises ModelError while hidden. Driver thread."""
+        if (place := self._places.get(param)) is None or place[1].param.index not in place[0].present:
+            return None
+        self._refuse_if_hidden(place[1])
+        return place[0].show(place[1], self._overflow.loss_scale)
+
+    def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
+        """Do `param.grad = value`; None drops the gradient. The tensor itself is the gradient until the next backward
+        or step() copies it to its home.
+
+        `value`: has the parameter's shape, and the dtype and device of the parameter or of the gradient's home; under a
+        loss scale also fp32, without that factor. Raises ModelError for others, and while hidden. Driver thread."""
+        if (place := self._places.get(param)) is None:
+            return
+        gradients, entry = place
+        index = entry.param.index
+        if value is None and index not in gradients.present:
+            return
+        if self._hidden is not None and any(
+            each.present - each.assigned or each.waiting for each in self._units.values()
+        ):
+            self._refuse_if_hidden(entry)
+        if value is None:
+            gradients.remove(entry)
+            return
+        if value is gradients.shown.get(index):  # `param.grad *= 2` assigns the same tensor
+            return
+        gradients.check_new(entry, value)
+        devices, dtypes = (param.device, gradients.flat.device), [gradients.unit.dtype, gradients.flat.dtype]
+        if self._overflow.loss_scale != 1.0:
+            dtypes.append(torch.float32)
+            value = value.detach()  # it may be the copy of another gradient, which expires before this one
+        if value.shape != entry.param.shape or value.dtype not in dtypes or value.device not in devices:
+            raise ModelError(
+                f"A gradient of shape {tuple(entry.param.shape)}, {gradients.unit.dtype}, on {param.device} was "
+                f"expected for {entry.param.name}; found shape {tuple(value.shape)}, {value.dtype}, on {value.device}."
+            )
+        if value.untyped_storage()._cdata in self._storages:
+            value = value.detach().clone()  # it views another gradient's home, which may change first
+        self.wait_update(gradients.unit)
+        gradients.assign(entry, value)
+
+    def collect_assigned(self) -> None:
+        """Copy the gradients that users assigned to their homes before a step, including those assigned during forward
+        or backward."""
+        for param, grad in self.take_unstored():
+            self.assign(param, grad)
+        for gradients in self._units.values():
+            if gradients.shown:
+                self.store_shown(gradients)
+
+    def assigned(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the gradients that users have assigned and that are not at their homes yet."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = {param: GRAD_SLOT.__get__(param) for param in self._places}
+        for param, (gradients, entry) in self._places.items():
+            if (index := entry.param.index) in gradients.assigned:
+                found[param] = gradients.shown[index]
+        return {param: grad for param, grad in found.items() if grad is not None}
+
+    def store_shown(self, gradients: UnitGradients) -> None:
+        """Copy to their homes the gradients of a unit that users assigned, and the copies that users changed."""
+        for entry in gradients.unit.entries if self._hidden is not None else ():
+            if entry.param.index in gradients.assigned:
+                self._refuse_if_hidden(entry)
+        scale = self._overflow.loss_scale
+        if scale == 1.0 and gradients.paged is None:
+            gradients.store_assigned()
+        elif changed := gradients.take_changed(scale):
+            if scale != 1.0:
+                self.promote(gradients, _CHANGED_GRADIENT)
+            for entry, value in changed:
+                gradients.replace(entry, value if scale == 1.0 else value.to(torch.float32) * scale)
+
+    def take_unstored(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Take the gradients out of autograd's own attribute that no hook has moved to their homes."""
+        found = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self._places:
+                if (grad := GRAD_SLOT.__get__(param)) is not None:
+                    GRAD_SLOT.__set__(param, None)
+                    found.append((param, grad))
         return found
+
+    def _refuse_if_hidden(self, entry: FlatEntry) -> None:
+        if self._hidden is not None:
+            raise ModelError(f"The gradient of {entry.param.name} cannot be read or changed now: {self._hidden}")
+
+    # -- norms -------------------------------------------------------------------------------------------------------
 
     def norms(self) -> Sequence[tuple[ParamSpec, Norm]]:
         """Return the parameters with a gradient, and its norm, in the order of `model.parameters()`. Computes the norms
@@ -320,4 +476,15 @@ class GradientStore:
     def close(self) -> None:
         """Drop all gradients. The lanes have ended."""
         self._in_flight.clear()
-        self.homes.close()
+        self._places.clear()
+        self._units.clear()
+        for tier, nbytes in self._extra_nbytes.items():
+            self._ledger.discharge(tier, "gradient_sums", nbytes)
+        self._extra_nbytes.clear()
+
+
+def _sum_nbytes(gradients: UnitGradients) -> int:
+    """Return the bytes of the unit's gradients as fp32 sums; 0 for an fp32 unit, whose gradients are fp32 anyway."""
+    if gradients.unit.dtype == torch.float32:
+        return 0
+    return 4 * gradients.flat.numel() * (1 if gradients.spare is None else 2)
