@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.inspection.insides import PlannedMachine, specify_run
-from tiered_zero.assembly.estimate import estimate_of
+from tiered_zero.assembly.choice import estimate_of
 from tiered_zero.cli.planned_run import specify_planned
 from tiered_zero.config import load
 from tiered_zero.demo.gpt import build_gpt

@@ -178,9 +178,9 @@ def _join(
     """Join the parts to an engine. Also returns the function that begins the run: it checks the checkpoint that was
     found, places the model, and resumes."""
     config, step, handle, source = run_spec.config, parts.step, parts.handle, parts.source
-    values = FullValues(step=step, view=parts.run_state.view, state=parts.state, groups=run_spec.source.param_groups)
-    resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
-    values.register()
+    step.full_values = FullValues(
+        step=step, view=parts.run_state.view, state=parts.state, groups=run_spec.source.param_groups
+    )
     driver = DriverState(
         counts=step.counts,
         overflow=step.overflow,

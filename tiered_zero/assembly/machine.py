@@ -47,7 +47,6 @@ SHUTDOWN = (
     "observers",  # the run's record is completed
     "monitors",
     "lanes",  # threads end before the memory that they use is freed
-    "full values",  # `full_values_of` does not find this run any more
     "prefetch",  # state that was read ahead is dropped
     "hooks",
     "param.grad",

@@ -147,8 +147,7 @@ def plan(
     own |= {"sequence_length": sequence_length} if sequence_length else {}
     settings |= {"tiered_zero": {**settings.get("tiered_zero", {}), **own}} if own else {}
     # Not imported for --help: torch takes seconds.
-    from tiered_zero.assembly.choice import make_predictor
-    from tiered_zero.assembly.estimate import estimate_of
+    from tiered_zero.assembly.choice import estimate_of, make_predictor
     from tiered_zero.cli.planned_run import build_planned, count_parameters, specify_planned
     from tiered_zero.hardware.device.select import find_device
     from tiered_zero.hardware.probe import available_device_nbytes

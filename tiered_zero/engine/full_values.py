@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,8 +15,6 @@ from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.unit.gather import access_of, gathered
 from tiered_zero.update.state_view import OptimizerState, ParamShards, StateView, check_name
-
-_of_params: weakref.WeakKeyDictionary[TrainStep, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,13 +35,6 @@ class FullValues:
     @property
     def shards(self) -> ParamShards:
         return self.state.shards
-
-    def register(self) -> None:
-        """Let `full_values_of` find this, as long as it is referenced."""
-        _of_params[self.step] = weakref.ref(self)
-
-    def unregister(self) -> None:
-        _of_params.pop(self.step, None)
 
     def read_master(self, param: nn.Parameter) -> torch.Tensor | None:
         unit, entry = self._place(param)
@@ -139,8 +129,7 @@ class FullValues:
 def full_values_of(param: nn.Parameter) -> FullValues | None:
     """Return the FullValues of the engine that trains the parameter, while that is open."""
     access = access_of(param)
-    found = _of_params.get(access) if isinstance(access, TrainStep) else None
-    return found() if found is not None else None
+    return access.full_values if isinstance(access, TrainStep) else None
 
 
 @hold_interrupts()
