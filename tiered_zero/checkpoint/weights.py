@@ -2,6 +2,8 @@
 
 A file is 8 bytes with the length of a JSON header, the header, and the tensors' bytes without gaps. The header is known
 before the first tensor is read, so each tensor goes straight to its file and memory holds one tensor at a time.
+
+The directory of a model of transformers can be the pattern of an export: its names, its config, its tokenizer.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, final
@@ -28,7 +31,7 @@ from tiered_zero.errors import InternalError, ModelError, StoreError
 from tiered_zero.record.files import sync_directory, write_new_file
 from tiered_zero.sizes import MIB, align_up, format_nbytes
 from tiered_zero.unit.hub_names import Conversion, to_files
-from tiered_zero.unit.weight_paths import open_safetensors
+from tiered_zero.unit.weight_paths import open_safetensors, weight_paths
 
 WEIGHTS_NAME = "model.safetensors"
 MAX_SHARD_NBYTES = 5 * 10**9
@@ -346,3 +349,73 @@ def _publish(directory: Path, temporary: Path, names: Sequence[str], stem: str) 
     sync_directory(directory)
     os.replace(temporary / names[-1], directory / names[-1])
     sync_directory(directory)
+
+
+# -- a model's directory as the pattern of an export -------------------------------------------------------------------
+
+
+_COPIED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+"""Suffixes of a model's files other than weights."""
+
+
+def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Container[str]) -> list[WeightTensor]:
+    """Name and cut tensors as the safetensors files in `directory` do, or as `save_pretrained` of its model would if
+    there are none. `tied`: names that other names have too, which may be left out. Raises ModelError.
+    """
+    names = _names(directory)
+    if not names or not names <= {tensor.name for tensor in tensors}:
+        tensors = as_saved(_on_meta(directory), tensors)
+    found = {tensor.name for tensor in tensors}
+    different = sorted(names - found) + sorted(name for name in found - names if name not in tied)
+    if names and different:
+        raise ModelError(
+            f"--like {directory}: expected the weights of the same model; {len(different)} names are on one side only, "
+            f"the first is {different[0]}. Name the directory of the model that was trained."
+        )
+    return [tensor for tensor in tensors if not names or tensor.name in names]
+
+
+def copy_config(directory: Path, out: Path, dtype: str) -> list[Path]:
+    """Copy files other than weights, such as the config and the tokenizer. The config gets the dtype of the export and
+    loses its entries about quantised weights. Raises StoreError."""
+    copied = []
+    try:
+        for path in sorted(directory.iterdir()):
+            if path.suffix in _COPIED and not path.name.endswith(".index.json") and path.is_file():
+                raw = path.read_bytes()
+                if path.name == "config.json":
+                    config = {**json.loads(raw), "dtype": dtype}
+                    own = {name: config[name] for name in config if name not in ("torch_dtype", "quantization_config")}
+                    raw = json.dumps(own, indent=2).encode() + b"\n"
+                part = out / f".{path.name}.part-{os.getpid()}-"
+                part.unlink(missing_ok=True)
+                write_new_file(part, [raw])
+                os.replace(part, out / path.name)
+                copied.append(out / path.name)
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"The files next to the weights in {directory} cannot be copied to {out}: {error}.") from error
+    return copied
+
+
+def _names(directory: Path) -> set[str]:
+    names: set[str] = set()
+    if any(directory.glob("*.safetensors")):
+        for path in weight_paths([str(directory)]):
+            with open_safetensors(path) as file:
+                names.update(file.keys())
+    return names
+
+
+def _on_meta(directory: Path) -> nn.Module:
+    """Build the model of a directory without values. Raises ModelError."""
+    try:
+        library: Any = import_module("transformers")
+        config = library.AutoConfig.from_pretrained(directory, local_files_only=True)
+        with torch.device("meta"):
+            model: nn.Module = getattr(library, config.architectures[0])(config)
+    except Exception as error:
+        raise ModelError(
+            f"--like {directory}: expected the names of the checkpoint there, or the config of a model that "
+            f"transformers can build; {type(error).__name__}: {error}. Install transformers 5, or leave --like out."
+        ) from error
+    return model

@@ -142,9 +142,8 @@ def export(
     """
     import torch
 
-    from tiered_zero.checkpoint.model_directory import copy_config, named_as_in
     from tiered_zero.checkpoint.tag import find_checkpoint, open_reader
-    from tiered_zero.checkpoint.weights import list_weights, write_weights
+    from tiered_zero.checkpoint.weights import copy_config, list_weights, named_as_in, write_weights
 
     found = find_checkpoint(directory, tag)
     for line in found.lines:
