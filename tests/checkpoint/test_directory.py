@@ -71,7 +71,10 @@ def test_what_a_tag_is_on_the_disk(tmp_path: Path) -> None:
     assert (path / "global_step1" / DATA).stat().st_size % 4096 == 0
 
 
-def test_a_tag_is_replaced_as_a_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_tag_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(tag_writer, "exchange", lambda *names: False)
     for step in (1, 2, 3):
         save(tmp_path, "best", step)
         assert step_of(tmp_path / "best") == step
@@ -492,12 +495,15 @@ def test_a_full_disk_in_the_middle_is_named_with_sizes(tmp_path: Path, monkeypat
     )
 
 
+@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
 @pytest.mark.parametrize("kind", ["full", "pointer"])
 def test_a_name_that_cannot_be_made_durable_leaves_the_replaced_tag(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, can_exchange: bool
 ) -> None:
     save(tmp_path, "a", 1)
     old = (tmp_path / "a").stat().st_ino
+    if not can_exchange:
+        monkeypatch.setattr(tag_writer, "exchange", lambda *names: False)
     with TagWriter.begin(tmp_path, "a", engine=SyncEngine()) as writer, monkeypatch.context() as patched:
         real, new = os.fsync, (tmp_path / writer.name).stat().st_ino
 

@@ -50,12 +50,14 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
     return {key: torch.randn(numel, generator=generator) for key, numel in (("a", 5), ("b", 3 * PAGE // 4 + 77))}
 
 
-def run(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Operation], list[Save]]:
+def run(path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> tuple[list[Operation], list[Save]]:
     """Saves under new names, over an old name twice, and a prune."""
     log: list[Operation] = []
     tree = RecordingTree(log)
     for module in (tag_writer, writer, files, tag_module, resources):
         monkeypatch.setattr(module, "os", tree)
+    exchange = tag_writer.exchange if can_exchange else lambda *names: False
+    monkeypatch.setattr(tag_writer, "exchange", lambda *names: tree.exchange(*names, exchange))
     engine = SyncEngine(operations=log)
     saves = []
     for step, tag in enumerate(["a", "b", "b", "c", "c"], start=1):
@@ -121,11 +123,15 @@ def ruins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(path)
 
 
-def test_every_crash_leaves_a_whole_checkpoint(tmp_path: Path, ruins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, saves = run(tmp_path / "ck", monkeypatch)
+@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
+def test_every_crash_leaves_a_whole_checkpoint(
+    tmp_path: Path, ruins: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, saves = run(tmp_path / "ck", monkeypatch, can_exchange)
     monkeypatch.undo()
     kinds = {kind for kind, *_ in log}
     assert kinds >= {"create", "write", "sync", "mkdir", "rename", "remove", "sync_directory"}
+    assert ("exchange" in kinds) == can_exchange
     assert check_every_crash(log, saves, tmp_path, ruins) > 500
 
 
@@ -146,7 +152,7 @@ def is_hidden(path: str) -> bool:
 def test_the_replay_notices_a_missing_sync(
     tmp_path: Path, ruins: Path, kind: str, where: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, saves = run(tmp_path / "ck", monkeypatch)
+    log, saves = run(tmp_path / "ck", monkeypatch, True)
     monkeypatch.undo()
     without = [("nothing", "") if item[0] == kind and where(item[1]) else item for item in log]  # type: ignore[operator]
     assert without != log

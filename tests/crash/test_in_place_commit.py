@@ -126,6 +126,8 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
     tree = RecordingTree(log)
     for module in (manifest, files, resources, tag_writer, tag_module):
         monkeypatch.setattr(module, "os", tree)
+    exchange = tag_writer.exchange
+    monkeypatch.setattr(tag_writer, "exchange", lambda *names: tree.exchange(*names, exchange))
     engine = SyncEngine(operations=log)
     monkeypatch.setattr(rack, "select_engine", lambda *paths, **options: SimpleNamespace(engine=engine, reasons=()))
     parents = [root / "swap", *([root / "params"] if settings is HALVES_ON_ANOTHER_DISK else [])]
@@ -259,7 +261,7 @@ def check_resumed(saves: Saves, root: Path, settings: dict[str, Any], step: int)
 def test_every_crash_leaves_a_whole_step(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     saves = record(root, monkeypatch, settings)
     assert len(set(saves.digests)) == len(TAGS)
-    assert {kind for kind, *_ in saves.log} >= {"create", "write", "sync", "mkdir", "rename", "remove"}
+    assert {kind for kind, *_ in saves.log} >= {"create", "write", "sync", "mkdir", "rename", "exchange", "remove"}
     assert check_every_crash(saves, root, settings, resume_every=50) > 600
     (left,) = list_runs(root / "swap")
     assert (left.step, left.resumable) == (len(TAGS), True)

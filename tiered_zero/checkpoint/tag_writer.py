@@ -3,16 +3,19 @@
 A tag is written into a temporary directory, which gets the tag's name once all of it is durable: until that rename the
 last checkpoint counts, afterwards the new one.
 
-[Note: replacing a tag] rename(2) does not replace a directory that has files. The old tag is first renamed to
-`.old-TAG-...`; a reader that finds no TAG takes that one, and the next writer renames it back.
+[Note: replacing a tag] rename(2) does not replace a directory that has files. If the system can exchange two names
+(Linux, on all local file systems), the new and the old directory exchange theirs, and the tag always exists. Otherwise
+the old one is first renamed to `.old-TAG-...`; a reader that finds no TAG takes that one, and the next writer renames
+it back.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
@@ -55,6 +58,8 @@ logger = logging.getLogger("tiered_zero")
 _SPARE_NBYTES = 4 * MIB
 """Space required beyond a tag's records, for its manifest and directory, whose sizes are known only when they are
 written. A manifest has some 45 bytes per MiB, and 200 per tensor."""
+
+_RENAME_EXCHANGE = 2
 
 
 # -- the save directory ------------------------------------------------------------------------------------------------
@@ -146,6 +151,8 @@ class SaveDirectory:
         except FileNotFoundError:
             os.rename(name, tag, src_dir_fd=self.fd, dst_dir_fd=self.fd)
             return None
+        if exchange(self.fd, name, tag):
+            return name
         replaced = hidden_name(OLD, tag)
         os.rename(tag, replaced, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
@@ -230,6 +237,19 @@ def _locked(path: Path, dir_fd: int) -> Descriptor:
     except OSError as error:
         lock.close()
         raise StoreError(f"{path} cannot be locked: {error_text(error)}. Name another directory.") from error
+
+
+def exchange(dir_fd: int, name: str, other: str) -> bool:
+    """Exchange two names at once. Return False if the system cannot. Raises OSError."""
+    renameat2: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(dir_fd, os.fsencode(name), dir_fd, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), name)
 
 
 # -- one tag -----------------------------------------------------------------------------------------------------------
