@@ -207,7 +207,7 @@ def test_activations_of_a_long_sequence_are_estimated(tmp_path: Path) -> None:
     assert found["boundary_nbytes"] == 2 * hidden * 32768
     fit = (6 << 30) // found["boundary_nbytes"] * found["boundary_nbytes"]
     shown = CliRunner().invoke(main, ["plan", *long]).stdout
-    assert f"Of the inputs {format_nbytes(fit)} fit the budget on nvme." in shown
+    assert f"{format_nbytes(fit)} of the inputs fit the budget on nvme." in shown
     assert re.search(r"In sum they need \S+ GiB of device memory; the plan leaves \S+ GiB of 80\.0 GiB\.", shown)
     small = CliRunner().invoke(main, ["plan", *long, "--device-memory", "24GiB"])
     assert small.exit_code == 1 and "Activations do not fit: they need" in small.stderr

@@ -126,7 +126,7 @@ def test_what_is_done_is_not_done_again_and_other_options_are_said(
         "ck/global_step3"
     )
     result = train(*task, "--steps", 4, "--seed", 5)
-    assert result.exit_code == 0 and "--seed was 0 where the checkpoint was saved, and is 5 now" in result.stderr
+    assert result.exit_code == 0 and "--seed was 0 when the checkpoint was saved, and is 5 now" in result.stderr
     assert "4 steps" not in result.stdout and "1 step in" in result.stdout
 
 
