@@ -128,6 +128,21 @@ def test_the_house_has_every_room() -> None:
     assert {room for room in rooms if not room.startswith("__")} - set(code_spans(house)) == set()
 
 
+def test_the_house_names_every_file() -> None:
+    """A row has a folder, what it holds, and the names of its files."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    house = page[page.index("## The house") : page.index("## One step")]
+    named = {}
+    for row in filter(None, map(cells, house.splitlines())):
+        if folder := re.fullmatch(r"`([\w/]+)/`", row[1]):
+            named[folder[1]] = sorted(row[3].split(", "))
+    assert len(named) > 20
+    for folder, names in named.items():
+        files = [path for path in (PACKAGE / folder).iterdir() if path.suffix in (".py", ".c", ".h")]
+        found = sorted(path.stem if path.suffix == ".py" else path.name for path in files if path.stem != "__init__")
+        assert names == found, folder
+
+
 def test_the_changes_of_state_are_those_of_the_table() -> None:
     """Of current weights; the glossary lists the states."""
     page = (ROOT / "docs" / "architecture.md").read_text()
