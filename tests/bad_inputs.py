@@ -121,7 +121,7 @@ CASES: dict[str, Case] = {
     ),
     "a value that was taken away": Case(
         ConfigError,
-        r"^tiered_zero\.io_engine: expected \"auto\"; found the engine threads, which is gone: aiofiles ",
+        r"^tiered_zero\.io_engine: expected \"auto\"; found threads, which was removed: aiofiles ",
         {"tiered_zero": {"io_engine": "threads"}},
     ),
     "wrong type": Case(

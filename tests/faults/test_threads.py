@@ -24,7 +24,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     monkeypatch.setattr(threading.Thread, "start", limited)
 
 
-@pytest.mark.parametrize("name", ["fetch", "reduce", "update", "retire", "tiered_zero-hash", "tiered_zero-store"])
+@pytest.mark.parametrize("name", ["fetch", "reduce", "update", "tiered_zero-hash", "tiered_zero-store"])
 def test_a_thread_that_cannot_be_started_fails_at_the_start(
     swap_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

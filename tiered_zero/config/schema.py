@@ -345,7 +345,7 @@ def _compute_device(value: str) -> str:
 
 def _io_engine(value: Any) -> Any:
     if value == "threads":
-        raise ValueError('expected "auto"; found the engine threads, which is gone: aiofiles reads at its rate')
+        raise ValueError('expected "auto"; found threads, which was removed: aiofiles runs without a compiler too')
     return value
 
 
