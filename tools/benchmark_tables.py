@@ -224,14 +224,14 @@ def auto_table(record: dict[str, Any]) -> str:
         predicted = record["results"][name]["predicted_s"]
         of_best = f"{seconds / min(by_hand):.2f}" if by_hand else ""
         body.append([name, f"{seconds:.3f}", f"{predicted:.3f}", f"{predicted / seconds - 1:+.0%}", of_best])
-    part = record["arguments"]["part"]
+    part, dtype = record["arguments"]["part"], record["arguments"].get("dtype", "bf16")
     title = (
         "Predicted steps, and what placement auto chooses"
         if part != "split"
         else "Predicted steps, nvme/nvme, 64 tokens"
     )
     return (
-        head(record, f"{title}; bf16, clipping 1")
+        head(record, f"{title}; {dtype}, clipping 1")
         + "\n"
         + rows(["case", "s", "predicted s", "error", "of the best by hand"], body)
     )

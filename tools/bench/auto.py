@@ -8,7 +8,7 @@ The rates of the machine are measured first (`tiered-zero doctor DIR --measure`)
   choice-1 to 3  in five settings (model, host memory, tokens) what auto chooses, next to a grid by hand: tiers of
                  parameters and state, how much state host memory holds, and the update policy
 Each part takes at most five minutes on two cores. Each case runs in a process of its own; after two steps to warm up
-the median of the others counts.
+the median of the others counts. `--dtype fp32` is for processors whose bf16 products are slow (no AVX-512, no AMX).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Setting:
     model: str
     tokens: int
     host_nbytes: int
+    dtype: str = "bf16"
 
     @property
     def name(self) -> str:
@@ -132,7 +133,7 @@ def config_of(
     return {
         "train_batch_size": 1,
         "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": setting.dtype == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         "zero_optimization": {**offload, **(zero or {})},
         "tiered_zero": {
@@ -151,12 +152,12 @@ def placed(params: str, state: str, directory: str) -> dict[str, Any]:
     }
 
 
-def split_configs(directory: str, models: tuple[str, ...]) -> Iterator[tuple[str, Setting, dict[str, Any]]]:
+def split_configs(directory: str, models: tuple[str, ...], dtype: str) -> Iterator[tuple[str, Setting, dict[str, Any]]]:
     for model in models:
         num_parameters = sum(param.numel() for param in build(model).parameters())
         for share in SHARES:
             limit = round(share * STATE_NBYTES * num_parameters)
-            setting = Setting(model=model, tokens=64, host_nbytes=8 * GIB)
+            setting = Setting(model=model, tokens=64, host_nbytes=8 * GIB, dtype=dtype)
             own = {"state_limits": {"host": limit}, "gradients": "cpu"}
             yield (
                 f"{model}, {share:.0%} of the state in host memory",
@@ -211,7 +212,7 @@ def measure_rates(directory: str, cache: str) -> dict[str, Any]:
 def measure_split(options: argparse.Namespace, directory: str, cache: str) -> dict[str, dict[str, Any]]:
     results = {}
     models = ("tiny",) if options.smoke else SPLIT_MODELS
-    for name, setting, config in split_configs(directory, models):
+    for name, setting, config in split_configs(directory, models, options.dtype):
         found = run("measure", {"setting": vars(setting), "config": config, "steps": options.steps}, cache)
         assert found is not None, name
         results[name] = found
@@ -250,6 +251,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="split,choice-1,choice-2,choice-3", help="parts, separated by commas")
     parser.add_argument("--steps", type=int, default=4, help="measured steps a case, after two to warm up")
     parser.add_argument("--dir", default=".", help="where the swap directories are made, and the disk measured")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the parameters that compute reads")
     parser.add_argument("--out", help="append a record for each part to this file of JSON lines")
     parser.add_argument("--smoke", action="store_true", help="seconds, on a tiny model: does it run?")
     parser.add_argument("--task", help=argparse.SUPPRESS)
@@ -272,11 +274,12 @@ def main(arguments: list[str] | None = None) -> None:
             if part == "split":
                 results = measure_split(options, str(swap), cache)
             else:
-                results = measure_choices(options, SETTINGS[part], str(swap), cache)
+                settings = tuple(replace(setting, dtype=options.dtype) for setting in SETTINGS[part])
+                results = measure_choices(options, settings, str(swap), cache)
         if options.out:
             samples = {name: found.pop("seconds") for name, found in results.items()}
             append_record(
-                options.out, "auto", {"part": part, "steps": options.steps}, samples, rates, unit="s", results=results
+                options.out, "auto", {"part": part, "steps": options.steps, "dtype": options.dtype}, samples, rates, unit="s", results=results
             )
 
 
