@@ -134,10 +134,10 @@ class ModuleHooks:
         for param in self._model.parameters():
             if param.requires_grad:
                 handle = param.register_post_accumulate_grad_hook(self._events.grad_ready)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)  # at once: Ctrl-C behind it leaves no hook on the parameter
                 hooks = param._post_accumulate_grad_hooks
                 assert hooks is not None, "one was just registered"
                 hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
-                self._handles.append(handle)
 
     def remove(self) -> None:
         for handle in self._handles:
