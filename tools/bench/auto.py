@@ -251,7 +251,9 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="split,choice-1,choice-2,choice-3", help="parts, separated by commas")
     parser.add_argument("--steps", type=int, default=4, help="measured steps a case, after two to warm up")
     parser.add_argument("--dir", default=".", help="where the swap directories are made, and the disk measured")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the parameters that compute reads")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp32"), default="bf16", help="of the parameters that compute reads"
+    )
     parser.add_argument("--out", help="append a record for each part to this file of JSON lines")
     parser.add_argument("--smoke", action="store_true", help="seconds, on a tiny model: does it run?")
     parser.add_argument("--task", help=argparse.SUPPRESS)
@@ -279,7 +281,13 @@ def main(arguments: list[str] | None = None) -> None:
         if options.out:
             samples = {name: found.pop("seconds") for name, found in results.items()}
             append_record(
-                options.out, "auto", {"part": part, "steps": options.steps, "dtype": options.dtype}, samples, rates, unit="s", results=results
+                options.out,
+                "auto",
+                {"part": part, "steps": options.steps, "dtype": options.dtype},
+                samples,
+                rates,
+                unit="s",
+                results=results,
             )
 
 
