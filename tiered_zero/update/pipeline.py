@@ -26,6 +26,9 @@ from tiered_zero.update.ready import ReadyQueue, UpdateJob, has_gradient
 from tiered_zero.update.state_view import PieceScalars, StateView
 from tiered_zero.update.subgroup_io import GradientSource, ParameterSink, SubGroupIO, SubGroupWork
 
+POLL_S = 0.002
+"""How long the loop waits for a sub-group to become ready before it looks for writes that have ended."""
+
 
 class UpdatePipeline:
     """Updates sub-groups. With state on NVMe as many are in flight as there are staging buffers. One step at a time, on
@@ -175,7 +178,7 @@ class UpdatePipeline:
     def _retire(self, step: _Step) -> None:
         """Release the buffers of written sub-groups, oldest first, and prefetch into buffers that no ready one needs.
 
-        Wait for a write only if nothing is ready, or if what is ready needs the buffer."""
+        Wait for a write only if nothing becomes ready any more, or if what is ready needs the buffer."""
         if not step.opened and step.queue.has_ended():  # count those skipped last: forward waits for them
             step.count_skipped(step.queue.take_skipped())
             step.job.computed.complete()
@@ -186,6 +189,9 @@ class UpdatePipeline:
         if must_wait and (ready := step.queue.peek()) is not None:
             has_room = self._io.num_free or ready.subgroup.index in self._prefetcher.subgroups
             must_wait = self._stages and not has_room
+        elif must_wait and not step.queue.has_ended():  # a slow write holds up nothing that becomes ready in backward
+            must_wait = False
+            step.queue.wait(POLL_S)
         while step.written and (must_wait or step.written[0].is_written()):
             self._io.finish(step.written[0])
             self._prefetcher.note_ended(step.written[0])

@@ -83,11 +83,10 @@ class ReadyQueue:
         with self._changed:
             return self._closed and not self._ready
 
-    def wait(self) -> bool:
-        """Block until a sub-group is ready (True), or none is left in a closed queue (False)."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until a sub-group is ready (True), none is left in a closed queue, or `timeout_s` is over (False)."""
         with self._changed:
-            while not (self._ready or self._closed):
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._ready or self._closed, timeout_s)
             return bool(self._ready)
 
 
