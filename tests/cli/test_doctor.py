@@ -26,7 +26,7 @@ from tiered_zero.system.finding import BAD, GOOD, POOR
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
-    "engine native", "engine threads", "engine aiofiles", "file system", "free space",
+    "engine native", "engine aiofiles", "file system", "free space",
     "host memory",
     "cgroup memory", "huge pages", "processors", "update kernel", "torch", "accelerator",
     "pinned memory", "rates",
@@ -47,7 +47,7 @@ def test_every_question_is_answered_and_nothing_is_left(swap_path: Path) -> None
     assert list(found) == NAMES and os.listdir(swap_path) == []
     assert {finding["state"] for finding in found.values()} <= {GOOD, POOR, BAD}
     assert all(finding["found"] and "\n" not in finding["found"] + finding["fix"] for finding in found.values())
-    assert found["torch"]["state"] == GOOD and found["engine threads"]["state"] in (GOOD, POOR)
+    assert found["torch"]["state"] == GOOD and found["engine aiofiles"]["state"] in (GOOD, POOR)
 
 
 def test_one_line_each_with_a_word_for_its_colour(swap_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_disk_without_o_direct_says_why(swap_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(DiskEngine, "write", refuse)
     found = examine(swap_path)
-    engine = found["engine threads"]
+    engine = found["engine aiofiles"]
     assert engine["state"] == POOR and "buffered" in engine["found"] and "EINVAL" in engine["found"] and engine["fix"]
 
 
@@ -86,7 +86,7 @@ def test_a_full_disk_says_so(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(DiskEngine, "write", refuse)
     found = examine(swap_path)
-    assert found["engine threads"]["state"] == BAD and "ENOSPC" in found["engine threads"]["found"]
+    assert found["engine aiofiles"]["state"] == BAD and "ENOSPC" in found["engine aiofiles"]["found"]
 
 
 @pytest.mark.parametrize("kind", ["missing", "file"])
@@ -96,7 +96,7 @@ def test_a_directory_that_cannot_be_used(swap_path: Path, kind: str) -> None:
         path.write_text("")
     found = examine(path, code=1)
     assert found["directory"]["state"] == BAD and str(path) in found["directory"]["found"]
-    assert found["engine threads"]["state"] in (GOOD, POOR), "tried elsewhere"
+    assert found["engine aiofiles"]["state"] in (GOOD, POOR), "tried elsewhere"
     assert "torch" in found and "free space" not in found
 
 
@@ -154,7 +154,7 @@ def test_without_torch_the_rest_is_reported(swap_path: Path, tmp_path: Path) -> 
     shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=300)
     found = {finding["name"]: finding for finding in json.loads(shown.stdout)["findings"]}
     assert found["torch"]["found"] == "cannot be imported: libcudart.so is missing" and found["torch"]["fix"]
-    assert found["engine threads"]["state"] in (GOOD, POOR)
+    assert found["engine aiofiles"]["state"] in (GOOD, POOR)
 
 
 @pytest.mark.skipif(bool(probe.accelerator_names()), reason="this machine has an accelerator")
