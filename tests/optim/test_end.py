@@ -59,7 +59,7 @@ def test_16_bit_parameters_get_masters_that_follow_them(swap_path: Path, caplog:
     rounded.data.copy_(weight.data)
     plain = torch.optim.NAdam([weight], lr=1e-2)
     optimizer = OffloadedOptimizer([rounded], torch.optim.NAdam, on_disk(swap_path), lr=1e-2)
-    assert [r.getMessage() for r in caplog.records if "16 bits" in r.getMessage()]
+    assert [r.getMessage() for r in caplog.records if "16-bit" in r.getMessage()]
     try:
         for step in range(6):
             if step == 2:

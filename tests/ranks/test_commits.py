@@ -153,7 +153,7 @@ def test_a_part_that_is_missing_is_named(ranks: RankPool, tmp_path: Path, swap_p
     assert declared is not None
     swap = declared.swap
     assert swap is not None
-    (other,) = (run.path for run in list_runs(swap_path) if str(run.path) not in swap["paths"])
+    (other,) = (run.path for run in list_runs(swap_path) if str(run.path) not in swap.paths)
     shutil.rmtree(other)
     (tag,) = (info for info in list_tags(tmp_path) if info.tag == "global_step2")
     assert not tag.complete and str(other) in tag.reason

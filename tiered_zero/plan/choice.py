@@ -98,7 +98,8 @@ class PlacementSearch:
     def run(self) -> list[Candidate]:
         """Return the candidates that fit, best first. If none fits, raise the error of the last one, which has least in
         memory."""
-        plans = [each for each in self._placements() if self._has_disk(each[1])]
+        placements = [*self._placements()]  # before the disk is asked, so that its error is the last
+        plans = [each for each in placements if self._has_disk(each[1])]
         least = min((self._short_nbytes(plan) for _, plan in plans), default=0)
         fitting = {frozenset(settings.items()): (settings, plan) for settings, plan in plans}
         found = [self._candidate(*each) for each in fitting.values() if self._short_nbytes(each[1]) <= least]
