@@ -19,7 +19,7 @@ from typing import Any
 
 from tiered_zero.errors import ConfigError
 
-VERSION = 8
+VERSION = 9
 """The version of the C sources, as in version.h. A library built from others may lay out its structures otherwise."""
 
 LIBRARY_DIR_VARIABLE = "TIERED_ZERO_NATIVE_DIR"
