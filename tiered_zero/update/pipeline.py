@@ -179,7 +179,8 @@ class UpdatePipeline:
         """Release the buffers of written sub-groups, oldest first, and prefetch into buffers that no ready one needs.
 
         Wait for a write only if nothing becomes ready any more, or if what is ready needs the buffer."""
-        if not step.opened and step.queue.has_ended():  # count those skipped last: forward waits for them
+        ended = not step.opened and step.queue.has_ended()
+        if ended:  # count those skipped last: forward waits for them
             step.count_skipped(step.queue.take_skipped())
             step.job.computed.complete()
         reads_ahead = self._stages and not step.job.on_device
@@ -189,7 +190,7 @@ class UpdatePipeline:
         if must_wait and (ready := step.queue.peek()) is not None:
             has_room = self._io.num_free or ready.subgroup.index in self._prefetcher.subgroups
             must_wait = self._stages and not has_room
-        elif must_wait and not step.queue.has_ended():  # a slow write holds up nothing that becomes ready in backward
+        elif must_wait and not ended:  # a slow write holds up nothing that becomes ready in backward
             must_wait = False
             step.queue.wait(POLL_S)
         while step.written and (must_wait or step.written[0].is_written()):

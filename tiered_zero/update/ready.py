@@ -86,7 +86,8 @@ class ReadyQueue:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a sub-group is ready (True), none is left in a closed queue, or `timeout_s` is over (False)."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._closed, timeout_s)
+            while not (self._ready or self._closed) and self._changed.wait(timeout_s):
+                pass
             return bool(self._ready)
 
 
