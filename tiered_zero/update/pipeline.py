@@ -186,13 +186,9 @@ class UpdatePipeline:
         reads_ahead = self._stages and not step.job.on_device
         if reads_ahead:
             self._prefetch(step)
-        must_wait = not step.opened
-        if must_wait and (ready := step.queue.peek()) is not None:
-            has_room = self._io.num_free or ready.subgroup.index in self._prefetcher.subgroups
-            must_wait = self._stages and not has_room
-        elif must_wait and not ended:  # a slow write holds up nothing that becomes ready in backward
-            must_wait = False
-            step.queue.wait(POLL_S)
+        must_wait = ended
+        if self._stages and not (ended or step.opened) and (ready := step.queue.peek()) is not None:
+            must_wait = not (self._io.num_free or ready.subgroup.index in self._prefetcher.subgroups)
         while step.written and (must_wait or step.written[0].is_written()):
             self._io.finish(step.written[0])
             self._prefetcher.note_ended(step.written[0])
@@ -200,6 +196,8 @@ class UpdatePipeline:
             must_wait = False
         if reads_ahead:
             self._prefetch(step)
+        if step.written and not (ended or step.opened):  # a slow write holds up nothing that becomes ready in backward
+            step.queue.wait(POLL_S)
 
     def _prefetch(self, step: _Step) -> None:
         if step.queue.peek() is None and not self._ending.is_set():

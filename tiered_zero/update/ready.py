@@ -64,7 +64,7 @@ class ReadyQueue:
             return next(iter(self._ready.values()), None)
 
     def take(self, layout: StateLayout) -> None:
-        """Remove `layout`; do nothing if it was removed meanwhile."""
+        """Remove `layout` if it is still in the queue."""
         with self._changed:
             self._ready.pop(layout.subgroup.index, None)
 
