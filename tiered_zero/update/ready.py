@@ -71,6 +71,8 @@ class ReadyQueue:
     def take_among(self, subgroups: Collection[int]) -> list[StateLayout]:
         """Remove and return the ready ones of `subgroups`, in their order."""
         with self._changed:
+            if not self._ready:  # `subgroups` are those that the next step begins with
+                return []
             return [self._ready.pop(index) for index in list(subgroups) if index in self._ready]
 
     def take_skipped(self) -> list[StateLayout]:
