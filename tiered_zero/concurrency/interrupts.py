@@ -3,10 +3,10 @@
 [Note: Interrupted calls]
 Python's own handler of SIGINT raises KeyboardInterrupt on the main thread, between any two lines, also of this package.
 The interrupted call drops its step: `Entrance.abort` ends what runs, and resets what the step has used. Some steps
-cannot be dropped: inside of `step()`, in a backward whose updates have begun, while a load replaces values, in an
-in-place commit, in `close()`. An interrupt there would end the engine's use, and lose the work since the last save. So
-it is raised after those. A second interrupt is raised at once, and so is an exception of the program's own handler: if
-it ends work that cannot be undone, the engine latches.
+cannot be dropped: inside of `step()`, in a backward whose updates have begun, while a load replaces values, while a
+change of `gathered(modify=True)` is written, in an in-place commit, in `close()`. An interrupt there would end the
+engine's use, and lose the work since the last save. So it is raised after those. A second interrupt is raised at once,
+and so is an exception of the program's own handler: if it ends work that cannot be undone, the engine latches.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.errors import ModelError, add_note
 from tiered_zero.unit.guarded_parameter import ClosedEngine
 from tiered_zero.unit.pager import Pager
@@ -124,14 +125,8 @@ def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool, modifier_
                 yield
             if modify:
                 access.before_weights_write()
-                try:
-                    pager.changes.write_back(paged, old, modifier_rank)
-                except BaseException as error:
-                    if isinstance(error, MemoryError) or not isinstance(error, Exception):
-                        access.latch(
-                            f"{type(error).__name__} ended a change by hand of the parameters of {paged.unit.name}"
-                        )
-                    raise
+                with hold_interrupts():  # a change that is written in part cannot be dropped
+                    _write_back(access, paged, old, modifier_rank)
         finally:
             changed = pager.changes.drop(paged)
             pager.end_gather(paged)
@@ -141,3 +136,12 @@ def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool, modifier_
             "lost with the next update or use. Write `with tiered_zero.gathered(param, modify=True):`, or change a "
             "clone."
         )
+
+
+def _write_back(access: WeightAccess, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int) -> None:
+    try:
+        access.pager.changes.write_back(paged, old, modifier_rank)
+    except BaseException as error:
+        if isinstance(error, MemoryError) or not isinstance(error, Exception):
+            access.latch(f"{type(error).__name__} ended a change by hand of the parameters of {paged.unit.name}")
+        raise
