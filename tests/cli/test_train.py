@@ -120,7 +120,7 @@ def write_config(path: Path, **settings: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["gpt_device.json", "gpt_cpu.json", "gpt_nvme.json"])
+@pytest.mark.parametrize("name", ["gpt_device.json", "gpt_cpu.json", "gpt_nvme.json", "gpt_nvme_fp32.json"])
 def test_it_trains_and_ends_with_a_table(run, name: str) -> None:  # type: ignore[no-untyped-def]
     result, engine = run(str(CONFIGS / name), *SMALL)
     assert result.exit_code == 0, result.output
@@ -246,7 +246,7 @@ def test_bad_input_is_refused_before_anything_is_made(run, arguments, code: int,
     assert sorted(os.listdir()) == before
 
 
-@pytest.mark.parametrize("name", ["gpt_device.json", "gpt_cpu.json", "gpt_nvme.json"])
+@pytest.mark.parametrize("name", ["gpt_device.json", "gpt_cpu.json", "gpt_nvme.json", "gpt_nvme_fp32.json"])
 def test_the_real_engine_trains_and_leaves_nothing_behind(monkeypatch, swap_path: Path, no_leaks, name: str) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(swap_path)
     result = CliRunner().invoke(main, ["train", str(CONFIGS / name), *SMALL, "--json"])
@@ -256,7 +256,7 @@ def test_the_real_engine_trains_and_leaves_nothing_behind(monkeypatch, swap_path
     assert sum(values["seconds"].values()) == pytest.approx(values["step_s"], rel=0.05)
     for tier, peak in values["peak_nbytes"].items():
         assert peak <= values["planned_nbytes"][tier]
-    assert ("disk write" in values["link_nbytes"]) is (name == "gpt_nvme.json")
+    assert ("disk write" in values["link_nbytes"]) is name.startswith("gpt_nvme")
     assert [path for path in swap_path.rglob("*") if path.is_file()] == []
 
 
@@ -282,7 +282,7 @@ def test_ctrl_c_in_a_real_run_leaves_nothing_behind(swap_path: Path) -> None:
     assert [path for path in swap_path.rglob("*") if path.is_file()] == []
 
 
-@pytest.mark.parametrize("name", ["gpt_device.json", "gpt_cpu.json", "gpt_nvme.json"])
+@pytest.mark.parametrize("name", ["gpt_device.json", "gpt_cpu.json", "gpt_nvme.json", "gpt_nvme_fp32.json"])
 def test_the_shipped_configs_load_without_a_notice(name: str) -> None:
     config = load(read_json(CONFIGS / name))
     assert config.notices == ()
