@@ -25,10 +25,10 @@ def test_one_interrupt_of_a_load_leaves_the_old_values_or_all_new_ones(
     place = {"check": (checkpoints, "match"), "read": (StateLoader, "load")}[at]
     original, num_signals = getattr(*place), 1
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **options: Any) -> Any:
         for _ in range(num_signals):
             os.kill(os.getpid(), signal.SIGINT)
-        return original(*args)
+        return original(*args, **options)
 
     with tiered(ParityGPT(num_blocks=1), swap_path) as engine:
         saved = everything(engine)
