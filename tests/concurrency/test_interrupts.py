@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -235,8 +236,10 @@ def throw_at(number: int, act: Callable[[], object]) -> int:
 
     def count(frame: FrameType, event: str, _argument: object) -> None:
         nonlocal num_calls
-        code = frame.f_code  # what is thrown into a generator that is dropped, or a finalizer, is lost
-        is_lost = code.co_flags & inspect.CO_GENERATOR or "__del__" in (code.co_name, frame.f_back.f_code.co_name)
+        code, caller = frame.f_code, frame.f_back.f_code
+        # Python drops what is thrown into a generator that is freed, or into a finalizer
+        is_lost = code.co_flags & inspect.CO_GENERATOR or "__del__" in (code.co_name, caller.co_name)
+        is_lost = is_lost or caller is weakref.finalize.__call__.__code__
         if event == "call" and code.co_filename.startswith(PACKAGE) and not is_lost:
             num_calls += 1
             if num_calls == number:

@@ -77,9 +77,12 @@ class Candidate:
         )
 
 
-def _order(candidate: Candidate) -> tuple[float, int]:
-    """Sort by seconds, to three digits; of two equal ones the one that writes less comes first."""
-    return float(f"{candidate.step.seconds:.3g}"), candidate.written_nbytes
+def _order(candidate: Candidate) -> tuple[float, bool, int, float]:
+    """Sort by seconds, to two digits: predictions are off by more than that. Of equal ones those with the default
+    sub_group_size come first (4 Mi elements, chosen for a predicted 0.5%, took 1.17 times as long), then those that
+    write less."""
+    seconds, sets_size = candidate.step.seconds, f"{_ZERO}sub_group_size" in candidate.settings
+    return float(f"{seconds:.2g}"), sets_size, candidate.written_nbytes, float(f"{seconds:.3g}")
 
 
 @dataclass(kw_only=True)
