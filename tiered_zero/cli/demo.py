@@ -54,7 +54,7 @@ def parse_layers(text: str) -> int:
 def demo(directory: Path, layers: int) -> None:
     """Train a model that does not fit: plain PyTorch runs out of memory, the same model here does not.
 
-    Three processes, about a minute on two idle cores: plain PyTorch with a limit on its memory; the same model in the
+    Three processes, one to two minutes on two idle cores, as the disk is fast: plain PyTorch with a limit on its memory; the same model in the
     same memory, with its swap files in DIRECTORY; plain PyTorch without the limit, if this machine has the memory for
     it. The losses must be equal in every bit. All files are removed at the end.
     """
