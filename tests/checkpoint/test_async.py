@@ -112,7 +112,7 @@ def test_an_update_waits_for_its_own_bytes_alone(
         engine.save_checkpoint(tmp_path)
         assert reached.wait(60)
         train(engine, 2, 3)
-        held = policy(engine)._stepper._held
+        held = policy(engine)._pipeline._held
         assert [held[index].done() for index in (0, 1, 2)] == [True, True, False]
         second, third = layouts(engine)[1:3]
         scalars = state_view(engine).scalars

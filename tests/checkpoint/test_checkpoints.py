@@ -14,7 +14,7 @@ from torch import nn
 
 import tiered_zero
 from tests.support.faulty_runs import Fault, faulty_disks
-from tests.support.inspection import differences, everything, ledger, stepper
+from tests.support.inspection import differences, everything, ledger, pipeline
 from tests.support.inspection.insides import RecordWriter
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
@@ -534,9 +534,9 @@ def test_state_read_ahead_does_not_keep_a_save_waiting(
     with make(swap_path, placement, runtime={"update": "overlapped"}) as engine:
         train(engine, 0, 3)
         engine.flush()
-        before = set(stepper(engine)._prefetcher.subgroups)
+        before = set(pipeline(engine)._prefetcher.subgroups)
         engine.save_checkpoint(tmp_path)
-        assert set(stepper(engine)._prefetcher.subgroups) == before
+        assert set(pipeline(engine)._prefetcher.subgroups) == before
         assert bool(before) is (placement[1] == "nvme")
 
 

@@ -22,12 +22,12 @@ def test_updates_that_backward_leaves_come_in_the_order_of_the_next_forward(devi
     some_are_ready, second_has_begun, all_are_ready = (threading.Event() for _ in range(3))
     update, add = UpdatePipeline._update, EagerUpdate.add
 
-    def held_update(stepper: UpdatePipeline, work: Any, job: Any) -> None:
+    def held_update(pipeline: UpdatePipeline, work: Any, job: Any) -> None:
         order.append(work.subgroup.index)
         if len(order) == 2:
             second_has_begun.set()
         assert (some_are_ready if len(order) == 1 else all_are_ready).wait(60)
-        update(stepper, work, job)
+        update(pipeline, work, job)
 
     def counted_add(eager: EagerUpdate, unit: Any, after: Any) -> None:
         add(eager, unit, after)

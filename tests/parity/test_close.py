@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.parity.test_optimizers import WHOLE
-from tests.support.inspection import delay_from_now_on, stepper, units_on_device
+from tests.support.inspection import delay_from_now_on, pipeline, units_on_device
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import Plain, adamw, same_bits, tiered, train
 from tiered_zero.errors import ModelError, ParameterOffloadedError
@@ -35,7 +35,7 @@ class HeldUpdates:
 
     def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.numel = 0
-        own = stepper(engine)
+        own = pipeline(engine)
         step, update = own.step, own._rule.update
 
         def held_step(job: Any) -> None:
@@ -87,7 +87,7 @@ def test_an_update_under_way_drops_what_it_has_read(swap_path: Path, monkeypatch
     engine = tiered(build(), swap_path, ("nvme", "nvme"), adamw, 1, 1.0, runtime={"update": "overlapped"})
     train(engine, partial(data, 0), 2)
     engine.flush()
-    own = stepper(engine)
+    own = pipeline(engine)
     begun, numel = threading.Event(), []
     update = own._rule.update
 

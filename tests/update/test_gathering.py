@@ -21,7 +21,7 @@ from tiered_zero.update.policy import GatheringPolicy
 UNITS = [make_unit(index) for index in range(4)]
 
 
-class Stepper:
+class Pipeline:
     """Writes units in the order `order`, each when `may_write` of it is set. Fails before the unit `failing`."""
 
     def __init__(self, order: Sequence[int], failing: int | None = None) -> None:
@@ -59,8 +59,8 @@ class Gather:
 
     units = UNITS
 
-    def __init__(self, stepper: Stepper) -> None:
-        self.stepper = stepper
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
         self.started: list[int] = []
         self.transfers: list[Completion] = []
 
@@ -70,7 +70,7 @@ class Gather:
             waiting.complete()
         self.transfers.append(Completion())
         if unit.index + 1 < len(UNITS):
-            self.stepper.may_write[unit.index + 1].set()
+            self.pipeline.may_write[unit.index + 1].set()
         else:
             self.transfers[-1].complete()
         return self.transfers[-1]
@@ -83,9 +83,9 @@ def runtime() -> Iterator[Runtime]:
     made.accelerator.close()
 
 
-def make_policy(runtime: Runtime, stepper: Any, log: list[str]) -> tuple[GatheringPolicy, Gather]:
-    gather = Gather(stepper)
-    return GatheringPolicy(stepper, [{"lr": 1.0}], Guard(log), runtime, gather), gather
+def make_policy(runtime: Runtime, pipeline: Any, log: list[str]) -> tuple[GatheringPolicy, Gather]:
+    gather = Gather(pipeline)
+    return GatheringPolicy(pipeline, [{"lr": 1.0}], Guard(log), runtime, gather), gather
 
 
 def gradients_of(units: Sequence[int]) -> StepGradients:
@@ -104,9 +104,9 @@ def gradients_of(units: Sequence[int]) -> StepGradients:
 def test_a_unit_is_gathered_while_those_behind_are_updated(runtime: Runtime) -> None:
     """The update of each unit begins only once the gather of the one before has."""
     log: list[str] = []
-    stepper = Stepper([0, 1, 2, 3])
-    policy, gather = make_policy(runtime, stepper, log)
-    stepper.may_write[0].set()
+    pipeline = Pipeline([0, 1, 2, 3])
+    policy, gather = make_policy(runtime, pipeline, log)
+    pipeline.may_write[0].set()
     policy.prepare()
     policy.apply(gradients_of(range(4)), 1.0)
     assert gather.started == [0, 1, 2, 3] and log == ["prepare", "end"]
@@ -116,18 +116,18 @@ def test_a_unit_is_gathered_while_those_behind_are_updated(runtime: Runtime) -> 
 
 @pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 0, 3, 1]])
 def test_the_order_of_gathers_is_static_whatever_is_written_first(runtime: Runtime, order: list[int]) -> None:
-    stepper = Stepper(order)
-    policy, gather = make_policy(runtime, stepper, [])
-    for event in stepper.may_write:
+    pipeline = Pipeline(order)
+    policy, gather = make_policy(runtime, pipeline, [])
+    for event in pipeline.may_write:
         event.set()
     policy.apply(gradients_of(range(4)), 1.0)
     assert gather.started == [0, 1, 2, 3]
 
 
 def test_units_that_no_rank_has_a_gradient_of_are_not_gathered(runtime: Runtime) -> None:
-    stepper = Stepper([0, 1, 2, 3])
-    policy, gather = make_policy(runtime, stepper, [])
-    for event in stepper.may_write:
+    pipeline = Pipeline([0, 1, 2, 3])
+    policy, gather = make_policy(runtime, pipeline, [])
+    for event in pipeline.may_write:
         event.set()
     policy.apply(gradients_of([1, 3]), 1.0)
     assert gather.started == [1, 3]
@@ -135,9 +135,9 @@ def test_units_that_no_rank_has_a_gradient_of_are_not_gathered(runtime: Runtime)
 
 def test_a_failed_update_is_raised_and_nothing_behind_it_is_gathered(runtime: Runtime) -> None:
     log: list[str] = []
-    stepper = Stepper([0, 1, 2, 3], failing=2)
-    policy, gather = make_policy(runtime, stepper, log)
-    for event in stepper.may_write:
+    pipeline = Pipeline([0, 1, 2, 3], failing=2)
+    policy, gather = make_policy(runtime, pipeline, log)
+    for event in pipeline.may_write:
         event.set()
     with pytest.raises(OSError, match="the disk is full"):
         policy.apply(gradients_of(range(4)), 1.0)

@@ -115,7 +115,7 @@ class Gradients:
 
 
 class World:
-    """Units with parameters in host memory or on a slow tier, sub-groups with state on the slow tier, a stepper."""
+    """Units with parameters in host memory or on a slow tier, sub-groups with state on the slow tier, a pipeline."""
 
     def __init__(
         self,
@@ -159,12 +159,12 @@ class World:
         self.staging = StagingPool(arena, buffer_nbytes, num_buffers, "staging", self.runtime.recorder, 5.0)
         params = UnitParameters(self.inventory, self.runtime, lambda unit: torch.empty(0))
         view = StateView(self.layouts, self.rule, self.inventory, self.staging)
-        self.stepper = UpdatePipeline(view, self.runtime, params)
+        self.pipeline = UpdatePipeline(view, self.runtime, params)
 
     def step(self, gradients: Gradients | None = None, grad_scale: float = 1.0, **job: Any) -> None:
         gradients = gradients or Gradients(self)
         job.setdefault("unit_updates", {})
-        self.stepper.step(
+        self.pipeline.step(
             UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=self.hyper, after=COMPLETED, **job)
         )
         for unit in self.units:
@@ -199,7 +199,7 @@ class World:
 
     def check_buffers(self) -> None:
         """All are there once nothing is read ahead."""
-        self.stepper.cancel_prefetch()
+        self.pipeline.cancel_prefetch()
         assert self.staging.num_free == self.staging.count
 
     def at(self, what: str, name: str) -> int:
@@ -228,7 +228,7 @@ def test_reads_run_ahead_and_writes_behind(num_buffers: int) -> None:
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 3, 5, 9])
 def test_a_buffer_that_comes_back_is_used_at_once(num_buffers: int) -> None:
-    """Transfers are done only when waited for: the stepper waits for one write, not for all, before it reads on."""
+    """Transfers are done only when waited for: the pipeline waits for one write, not for all, before it reads on."""
     world = six(num_buffers=num_buffers, latency=LATE)
     world.step()
     for i in range(6 - num_buffers):
@@ -273,7 +273,7 @@ def reads(world: World) -> list[str]:
 
 def test_what_the_next_step_begins_with_is_read_at_the_end_of_this_one() -> None:
     world = six(num_buffers=4, latency=LATE, offloads=True)
-    world.stepper.prefetch()
+    world.pipeline.prefetch()
     assert not reads(world), "nothing is known before the first step"
     world.step()
     assert reads(world) == [f"s{index}" for index in (*range(6), 0, 1, 2)]
@@ -282,7 +282,7 @@ def test_what_the_next_step_begins_with_is_read_at_the_end_of_this_one() -> None
         assert world.tier.log.index(("write done", f"s{index}")) < last(world, "read", f"s{index}")
     assert last(world, "read", "s0") < world.at("write done", "s5"), "while it still has writes of its own to do"
     world.tier.log.clear()
-    world.stepper.prefetch()
+    world.pipeline.prefetch()
     assert not reads(world), "all that there is room for is read"
     world.step()
     assert reads(world) == [f"s{index}" for index in (3, 4, 5, 0, 1, 2)], "none is read twice"
@@ -370,7 +370,7 @@ def test_state_that_changes_is_read_again() -> None:
     layout.master(world.tier.contents["s0"]).fill_(3.0)
     for segment in layout.subgroup.segments:
         world.masters[segment.unit.index][segment.unit_start : segment.unit_start + segment.numel] = 3.0
-    world.stepper.prefetch()
+    world.pipeline.prefetch()
     world.step()
     world.check()
 
@@ -379,11 +379,11 @@ def test_a_failed_read_ahead_fails_the_step_or_nobody() -> None:
     world = six(num_buffers=4, latency=LATE)
     world.step()
     before = {name: raw.clone() for name, raw in world.tier.contents.items()}
-    world.stepper.cancel_prefetch()
+    world.pipeline.cancel_prefetch()
     world.tier.failing.add(("read", "s1"))
-    world.stepper.prefetch()
-    world.stepper.cancel_prefetch()
-    world.stepper.prefetch()
+    world.pipeline.prefetch()
+    world.pipeline.cancel_prefetch()
+    world.pipeline.prefetch()
     with pytest.raises(TransferError, match="read of s1"):
         world.step()
     assert world.staging.num_free == world.staging.count
@@ -413,7 +413,7 @@ def test_parameters_that_masters_need_are_read_ahead_with_the_state(latency: int
 def test_a_parameter_that_cannot_be_read_raises_and_gives_every_buffer_back(how: str, latency: int) -> None:
     world = six(latency=latency, offloads=True, masters=Joined())
     world.step()
-    world.stepper.cancel_prefetch()
+    world.pipeline.cancel_prefetch()
     before = {name: raw.clone() for name, raw in world.tier.contents.items()}
     getattr(world.tier, how).add(("read", "u0"))
     with pytest.raises(TransferError, match="read of u0"):
@@ -530,7 +530,7 @@ def test_a_failing_transfer_raises_in_the_step_and_gives_every_buffer_back(
 ) -> None:
     world = six(latency=latency)
     world.step()
-    world.stepper.cancel_prefetch()
+    world.pipeline.cancel_prefetch()
     before = {name: raw.clone() for name, raw in world.tier.contents.items()}
     getattr(world.tier, how).add((what, f"s{which}"))
     unit_updates = {0: UnitUpdate()}

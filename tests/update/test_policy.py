@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tiered_zero
-from tests.support.inspection import policy, stepper
+from tests.support.inspection import pipeline, policy
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import adamw, tiered, train
 from tiered_zero.errors import EngineFailedError, ModelError
@@ -34,7 +34,7 @@ def build(swap_path: Path, name: str) -> tiered_zero.Engine:
 
 def logged_updates(engine: tiered_zero.Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     log: list[str] = []
-    own = stepper(engine)
+    own = pipeline(engine)
     step = own.step
 
     def log_step(job: Any) -> None:

@@ -241,7 +241,7 @@ def _make_parts(
     """Build the movers, and check the optimizer's state. The model stays as it is."""
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
     view = StateView(run_spec.layouts, run_spec.rule, inventory, tiers.state_staging)
-    step, pager, stepper, whole = _make_step(run_spec, machine, view, handle, resources)
+    step, pager, pipeline, whole = _make_step(run_spec, machine, view, handle, resources)
     run_state = RunState(
         module=run_spec.model,
         specs=list(run_spec.specs.values()),
@@ -249,7 +249,7 @@ def _make_parts(
         view=view,
         trained=run_spec.trained,
         is_sharded=run_spec.plan.request.ranks.shards_state,
-        stepper=stepper,
+        pipeline=pipeline,
         inventory=inventory,
         runtime=runtime,
         param_staging=tiers.param_staging,
@@ -321,14 +321,14 @@ def _make_step(
     visible_gradients = VisibleGradients(gradients, runtime.collectives.world_size)
     resources.add("param.grad", visible_gradients.close)
     params = UnitParameters(inventory, runtime, _flats(pager))
-    stepper = UpdatePipeline(view, runtime, params, _paged_gradients(run_spec))
+    pipeline = UpdatePipeline(view, runtime, params, _paged_gradients(run_spec))
     whole = _make_whole(run_spec, runtime, pager)
-    policy = _make_policy(run_spec, machine, stepper, whole, gradients)
-    resources.add("prefetch", stepper.cancel_prefetch)
+    policy = _make_policy(run_spec, machine, pipeline, whole, gradients)
+    resources.add("prefetch", pipeline.cancel_prefetch)
 
     def drain() -> None:
         runtime.accelerator.synchronize()
-        stepper.wait_held()  # an asynchronous save leases buffers
+        pipeline.wait_held()  # an asynchronous save leases buffers
         tiers.drain()
 
     step = TrainStep(
@@ -351,9 +351,9 @@ def _make_step(
         overflow=overflow,
     )
     resources.add("last update", once(step.finish_update))
-    resources.add("last update", stepper.end)  # before it
+    resources.add("last update", pipeline.end)  # before it
     resources.add("open update", step.end_eager_update)
-    return step, pager, stepper, whole
+    return step, pager, pipeline, whole
 
 
 def _flats(pager: Pager) -> Callable[[Unit], torch.Tensor]:
@@ -472,18 +472,18 @@ def _make_whole(run_spec: RunSpec, runtime: Runtime, pager: Pager) -> WholeWeigh
 
 
 def _make_policy(
-    run_spec: RunSpec, machine: Machine, stepper: UpdatePipeline, whole: WholeWeights, gradients: GradientStore
+    run_spec: RunSpec, machine: Machine, pipeline: UpdatePipeline, whole: WholeWeights, gradients: GradientStore
 ) -> UpdatePolicy:
     """Make the policy that the plan has chosen. See [Note: State on several tiers]."""
     groups, runtime, choice = run_spec.source.param_groups, machine.runtime, run_spec.plan.update_policy
     if choice.policy == "barrier":
         if whole.gather is None:
-            return BarrierPolicy(stepper, groups, whole.guard)
-        return GatheringPolicy(stepper, groups, whole.guard, runtime, whole.gather)
+            return BarrierPolicy(pipeline, groups, whole.guard)
+        return GatheringPolicy(pipeline, groups, whole.guard, runtime, whole.gather)
     units = list({s.unit.index: s.unit for layout in run_spec.layouts for s in layout.subgroup.segments}.values())
     eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze, gradients.keep)
     in_backward = eagerly if choice.optimizer_in_backward else None
-    overlapped = OverlappedPolicy(stepper, groups, machine.inventory, units, runtime, whole.guard, in_backward)
+    overlapped = OverlappedPolicy(pipeline, groups, machine.inventory, units, runtime, whole.guard, in_backward)
     if choice.policy == "overlapped":
         return overlapped
     return DelayedPolicy(overlapped, run_spec.config.tiered_zero.delay_start_step)

@@ -133,7 +133,7 @@ class Checkpoints:
         is_first = self._ranks.rank == 0
 
         def write() -> Share:
-            self._state.stepper.cancel_prefetch()  # to free staging buffers, which the save needs
+            self._state.pipeline.cancel_prefetch()  # to free staging buffers, which the save needs
             try:
                 with tag.writing():
                     share = capture.write(self._state, tag, ready, self._state.view.scalars)
@@ -141,7 +141,7 @@ class Checkpoints:
                         tag.writer.wait_durable()
                 return share
             finally:
-                self._state.stepper.prefetch()
+                self._state.pipeline.prefetch()
 
         shares = agree(self._ranks, f"{SAVE}: the files", write, encode=Share.encode, decode=Share.decode)
         agree(self._ranks, f"{SAVE}: the manifest", lambda: capture.publish(tag, shares) if is_first else None)

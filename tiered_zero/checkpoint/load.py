@@ -415,7 +415,7 @@ class StateLoader:
     ) -> None:
         self._state = state
         self._view = state.view
-        self._io = state.stepper.io
+        self._io = state.pipeline.io
         self._reader = reader
         self._matched = matched
         self._groups = groups

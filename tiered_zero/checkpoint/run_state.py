@@ -61,7 +61,7 @@ class RunState:
     view: StateView
     trained: frozenset[str]
     is_sharded: bool
-    stepper: UpdatePipeline
+    pipeline: UpdatePipeline
     inventory: Inventory
     runtime: Runtime
     param_staging: StagingPool | None

@@ -188,10 +188,10 @@ def _begin_beside(state: RunState, tag: TagWriter, capture: Capture, ready: Tran
     try:
         scalars = state.view.scalars.copy()
         tag.writer.yield_to_training()
-        state.stepper.hold(held, read)
+        state.pipeline.hold(held, read)
         state.runtime.accelerator.lane("save").submit(write)
     except BaseException as error:
-        state.stepper.hold({})
+        state.pipeline.hold({})
         tag.discard()
         end.fail(error)
         raise
@@ -235,7 +235,7 @@ class StateSaver:
 
     def __init__(self, state: RunState, scalars: Scalars, writer: RecordWriter, free: Callable[[int], None]) -> None:
         self._state = state
-        self._io = state.stepper.io
+        self._io = state.pipeline.io
         self._scalars = scalars
         self._places = copied_places(scalars)
         self._writer = writer

@@ -87,7 +87,7 @@ class OffloadedOptimizer(TierStateOptimizer):
                 "offload, lr=...)."
             )
         self._config = _read_offload(offload)
-        self._pipeline: _Pipeline | None = None
+        self._run: _Run | None = None
         params = list(params) if not isinstance(params, Tensor) else params
         Optimizer.__init__(self, params, {})
         self._source = _plain(optimizer_class, self.param_groups, defaults)
@@ -125,22 +125,22 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     @hold_interrupts()
     def _update(self, on_written: Callable[[Tensor], None] | None) -> None:
-        pipeline = self._current()
+        run = self._current()
         self._check_loaded()
-        pipeline.params.check_gradients()
-        with torch.no_grad(), pipeline.policy.failures.surfacing():
-            pipeline.policy.check()
-            with pipeline.runtime.recorder.span("compute", "step"):
+        run.params.check_gradients()
+        with torch.no_grad(), run.policy.failures.surfacing():
+            run.policy.check()
+            with run.runtime.recorder.span("compute", "step"):
                 if on_written is None:
-                    pipeline.policy.apply(pipeline.params, 1.0)
+                    run.policy.apply(run.params, 1.0)
                 else:
-                    _apply_in_order(pipeline, on_written)
-        pipeline.params.release_gradients()
-        torch.autograd.graph.increment_version(pipeline.params.stepped())
+                    _apply_in_order(run, on_written)
+        run.params.release_gradients()
+        torch.autograd.graph.increment_version(run.params.stepped())
         self.num_steps += 1
         end_s = time.perf_counter()
-        pipeline.runtime.accelerator.add_spans()
-        totals, ledger = pipeline.runtime.recorder.take_totals(), pipeline.runtime.ledger
+        run.runtime.accelerator.add_spans()
+        totals, ledger = run.runtime.recorder.take_totals(), run.runtime.ledger
         self.step_report = build_step_report(self.num_steps, totals, end_s - self._step_start_s, ledger)
         self._step_start_s = end_s
 
@@ -163,7 +163,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         """Add parameters, as torch does. State moves to tiers with room for theirs, parameter by parameter."""
         before = len(self.param_groups)
         super().add_param_group(param_group)
-        if self._pipeline is None:
+        if self._run is None:
             return
         try:
             self._source.add_param_group(dict(self.param_groups[-1]))
@@ -179,11 +179,11 @@ class OffloadedOptimizer(TierStateOptimizer):
     @hold_interrupts()
     def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Write `state_dict()` to safetensors files, one parameter at a time; return their paths. Raises StoreError."""
-        pipeline = self._current()
+        run = self._current()
         self._check_loaded()
-        pipeline.policy.check()
-        pipeline.stepper.cancel_prefetch()
-        return write_state(Path(directory), _MovedState(pipeline.state, self.param_groups), self.param_groups)
+        run.policy.check()
+        run.pipeline.cancel_prefetch()
+        return write_state(Path(directory), _MovedState(run.state, self.param_groups), self.param_groups)
 
     @hold_interrupts()
     def load_state(self, directory: str | os.PathLike[str]) -> None:
@@ -238,9 +238,9 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     def close(self) -> None:
         """Free the tiers: state is gone, swap files are removed; parameters keep their values. Idempotent."""
-        if self._pipeline is not None and self._process.is_current():
+        if self._run is not None and self._process.is_current():
             self._end.detach()
-            self._pipeline.resources.close()
+            self._run.resources.close()
 
     def __enter__(self) -> OffloadedOptimizer:
         return self
@@ -248,68 +248,68 @@ class OffloadedOptimizer(TierStateOptimizer):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- the pipeline --------------------------------------------------------------------------------------------------
+    # -- the run -------------------------------------------------------------------------------------------------------
 
-    def _running(self) -> _Pipeline:
-        if self._pipeline is None:
+    def _running(self) -> _Run:
+        if self._run is None:
             raise ModelError("The optimizer is not built: its constructor has raised. Build it anew.")
-        return self._pipeline
+        return self._run
 
-    def _current(self) -> _Pipeline:
-        """Return the pipeline, rebuilt if a parameter has moved. Raises ModelError once closed, or for groups changed
+    def _current(self) -> _Run:
+        """Return the run, rebuilt if a parameter has moved. Raises ModelError once closed, or for groups changed
         by hand."""
         self._process.check()
-        pipeline = self._running()
+        run = self._running()
         if not self._end.alive:
             raise ModelError("The optimizer is closed, and its state is gone. Save state_dict() before close().")
-        pipeline.watch.check()
-        if pipeline.params.has_moved():
+        run.watch.check()
+        if run.params.has_moved():
             self._open()
         return self._running()
 
     def _open(self) -> None:
-        """Build a pipeline for the present groups, move the state of the former one into it, and close that."""
-        former = self._pipeline
+        """Build a run for the present groups, move the state of the former one into it, and close that."""
+        former = self._run
         if former is not None:
             former.policy.check()
-            former.stepper.cancel_prefetch()
+            former.pipeline.cancel_prefetch()
             former.params.check_shapes(former.state.stepped())
-        pipeline = _open_pipeline(self._source, self, self._config)
+        run = _open_run(self._source, self, self._config)
         try:
             own = self._source.state if former is None else _MovedState(former.state, self.param_groups)
-            pipeline.state.write(own, self.param_groups)
+            run.state.write(own, self.param_groups)
         except BaseException:
-            pipeline.resources.close()
+            run.resources.close()
             raise
-        self._pipeline = pipeline
-        self.state = access = StateAccess(pipeline.state, pipeline.policy, self.param_groups)
-        pipeline.resources.add("optimizer", access.close)
+        self._run = run
+        self.state = access = StateAccess(run.state, run.policy, self.param_groups)
+        run.resources.add("optimizer", access.close)
         if former is not None:
             self._end.detach()
             former.resources.close()
-        self._end = weakref.finalize(self, end_unreferenced_run, self._process, pipeline.resources)  # at exit too
+        self._end = weakref.finalize(self, end_unreferenced_run, self._process, run.resources)  # at exit too
         for values in self._source.state.values():
             values.clear()  # the tier has it
 
 
-def _apply_in_order(pipeline: _Pipeline, on_written: Callable[[Tensor], None]) -> None:
+def _apply_in_order(run: _Run, on_written: Callable[[Tensor], None]) -> None:
     """Apply a step, and call `on_written` for every parameter. One without a gradient is reported before the next that
     has one."""
-    waiting = deque(pipeline.params.params)
+    waiting = deque(run.params.params)
 
     def written(unit: Unit) -> None:
         while waiting:
             on_written(param := waiting.popleft())
-            if param is pipeline.params.params[unit.index]:
+            if param is run.params.params[unit.index]:
                 return
 
-    pipeline.policy.apply_in_order(pipeline.params, 1.0, pipeline.units, written, pipeline.runtime)
+    run.policy.apply_in_order(run.params, 1.0, run.units, written, run.runtime)
     for param in waiting:
         on_written(param)
 
 
 class _MovedState(Mapping[nn.Parameter, ParamState]):
-    """The state of a pipeline that is being replaced, read one parameter at a time."""
+    """The state of a run that is being replaced, read one parameter at a time."""
 
     def __init__(self, state: OptimizerState, groups: list[dict[str, Any]]) -> None:
         self._state = state
@@ -394,8 +394,8 @@ class _NoGuard:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Pipeline:
-    """The parts of an offloaded optimizer, from `_open_pipeline`. `resources` closes them."""
+class _Run:
+    """The parts of an offloaded optimizer, from `_open_run`. `resources` closes them."""
 
     params: UserParameters
     units: Sequence[Unit]
@@ -403,13 +403,13 @@ class _Pipeline:
     plan: Plan
     runtime: Runtime
     policy: BarrierPolicy
-    stepper: UpdatePipeline
+    pipeline: UpdatePipeline
     state: OptimizerState
     watch: ParamGroupWatch
     resources: Teardown
 
 
-def _open_pipeline(source: Optimizer, owner: Optimizer, config: Config) -> _Pipeline:
+def _open_run(source: Optimizer, owner: Optimizer, config: Config) -> _Run:
     """Plan and allocate the tiers for the state of `owner.param_groups`.
 
     `source`: a plain optimizer, whose class gives the rule. Raises ConfigError, ModelError, PlanError, StoreError, with
@@ -433,19 +433,19 @@ def _open_pipeline(source: Optimizer, owner: Optimizer, config: Config) -> _Pipe
         name = type(source).__name__
         machine = open_machine(config, plan, runtime, slots, layouts, resources, model_name=name)
         view = StateView(layouts, rule, machine.inventory, machine.tiers.state_staging)
-        stepper = UpdatePipeline(view, runtime, params)
-        resources.add("prefetch", stepper.cancel_prefetch)
+        pipeline = UpdatePipeline(view, runtime, params)
+        resources.add("prefetch", pipeline.cancel_prefetch)
         by_index = {s.unit.index: s.unit for layout in layouts for s in layout.subgroup.segments}
         units = [unit for _, unit in sorted(by_index.items())]
         named = {spec.name: param for param, (spec, _) in zip(params.params, params.specs, strict=True)}
         shards = ParamShards(SingleRank(), units, frozenset(named), is_sharded=False)
-        return _Pipeline(
+        return _Run(
             params=params,
             units=units,
             plan=plan,
             runtime=runtime,
-            policy=BarrierPolicy(stepper, groups, _NoGuard()),
-            stepper=stepper,
+            policy=BarrierPolicy(pipeline, groups, _NoGuard()),
+            pipeline=pipeline,
             state=OptimizerState(named, view, shards),  # type: ignore[arg-type]
             watch=ParamGroupWatch([owner]),
             resources=resources,

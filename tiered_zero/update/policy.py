@@ -81,9 +81,9 @@ class UpdatePolicy(ABC):
     """Runs updates. The driver calls it between backward and forward. `failures`: keeps the error of a failed update.
     State is rewritten in place, so no later step runs."""
 
-    def __init__(self, stepper: UpdatePipeline, groups: Sequence[dict[str, Any]], guard: WeightGuard) -> None:
+    def __init__(self, pipeline: UpdatePipeline, groups: Sequence[dict[str, Any]], guard: WeightGuard) -> None:
         """`groups`: the live param groups."""
-        self._stepper = stepper
+        self._pipeline = pipeline
         self._guard = guard
         self.groups = groups
         self.failures = FailureLatch()
@@ -116,7 +116,7 @@ class UpdatePolicy(ABC):
         self._finish()
         if before_write:
             self._cancel_prefetch()
-            self._stepper.wait_held()
+            self._pipeline.wait_held()
 
     def drop(self, drain: Callable[[], None]) -> None:
         """Drop the step: begin no more of its updates and drop what was read ahead. `drain`: blocks until the lanes are
@@ -183,11 +183,11 @@ class UpdatePolicy(ABC):
     def _cancel_prefetch(self) -> None:
         """Drop the state that was read ahead, unless an update runs, which reads ahead itself."""
         if self._is_idle():
-            self._stepper.cancel_prefetch()
+            self._pipeline.cancel_prefetch()
 
     def _prefetch(self) -> None:
         if self._is_idle() and self.failures.error is None:
-            self._stepper.prefetch()
+            self._pipeline.prefetch()
 
     def _is_idle(self) -> bool:
         """Return whether no update is under way."""
@@ -205,15 +205,15 @@ class UpdatePolicy(ABC):
             cut.complete()
 
     def _job(self, gradients: GradientSource, grad_scale: float, **options: Any) -> UpdateJob:
-        groups = self._stepper.freeze_groups(self.groups)
-        after = self._stepper.record_compute()
+        groups = self._pipeline.freeze_groups(self.groups)
+        after = self._pipeline.record_compute()
         return UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=groups, after=after, **options)
 
     def _step(self, job: UpdateJob) -> None:
         try:
             if self.failures.error is not None:
                 self.failures.check()  # the job before may have failed after this one was started
-            self._stepper.step(job)
+            self._pipeline.step(job)
         except BaseException as error:
             self.failures.set(error)
             for unit_update in list(job.unit_updates.values()):
@@ -294,13 +294,13 @@ class GatheringPolicy(BarrierPolicy):
 
     def __init__(
         self,
-        stepper: UpdatePipeline,
+        pipeline: UpdatePipeline,
         groups: Sequence[dict[str, Any]],
         guard: WeightGuard,
         runtime: Runtime,
         gather: UnitGather,
     ) -> None:
-        super().__init__(stepper, groups, guard)
+        super().__init__(pipeline, groups, guard)
         self._runtime = runtime
         self._gather = gather
 
@@ -324,7 +324,7 @@ class OverlappedPolicy(UpdatePolicy):
 
     def __init__(
         self,
-        stepper: UpdatePipeline,
+        pipeline: UpdatePipeline,
         groups: Sequence[dict[str, Any]],
         inventory: Inventory,
         units: Sequence[Unit],
@@ -334,7 +334,7 @@ class OverlappedPolicy(UpdatePolicy):
     ) -> None:
         """`open_eagerly`: opens an update in backward, from frozen groups and a mark of what compute has launched; None
         if a gradient check comes first."""
-        super().__init__(stepper, groups, guard)
+        super().__init__(pipeline, groups, guard)
         self._inventory = inventory
         self._units = units
         self._runtime = runtime
@@ -351,14 +351,14 @@ class OverlappedPolicy(UpdatePolicy):
             return
         self._wait_computed()
         self._prefetch()
-        frozen = self._stepper.freeze_groups(self.groups)
-        self._open = self._open_eagerly(frozen, self._stepper.record_compute())
+        frozen = self._pipeline.freeze_groups(self.groups)
+        self._open = self._open_eagerly(frozen, self._pipeline.record_compute())
         self._start(self._open.job)
 
     def unit_ready(self, unit: Unit) -> None:
         if self._open is not None and self._open.updates(unit) and self.guard.block_unit_for_update(unit):
             self._add_unit_update(unit, self._open.job)
-            self._open.add(unit, self._stepper.record_compute())
+            self._open.add(unit, self._pipeline.record_compute())
 
     def prepare(self) -> None:
         if self._open is None:
@@ -370,11 +370,11 @@ class OverlappedPolicy(UpdatePolicy):
         if self._open is not None:
             for unit in self._open.incomplete(self._units):
                 self._add_unit_update(unit, self._open.job)
-            self._open.finish(gradients, self._stepper.record_compute())
+            self._open.finish(gradients, self._pipeline.record_compute())
             self._open = None
             return
         job = self._job(gradients, grad_scale)
-        if self._stepper.has_device_state:  # [Note: State on several tiers]
+        if self._pipeline.has_device_state:  # [Note: State on several tiers]
             self._step(replace(job, on_device=True, computed=Completion()))
             job = replace(job, on_device=False)
         for unit in self._units:
@@ -477,7 +477,7 @@ class DelayedPolicy(UpdatePolicy):
     steps; its lane runs all updates."""
 
     def __init__(self, exact: OverlappedPolicy, start_step: int) -> None:
-        super().__init__(exact._stepper, exact.groups, exact.guard)
+        super().__init__(exact._pipeline, exact.groups, exact.guard)
         self.failures = exact.failures
         self._exact = exact
         self._start_step = start_step

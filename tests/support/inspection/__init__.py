@@ -65,12 +65,12 @@ def driver_state(engine: tiered_zero.Engine, loader: TrainingLoader | None = Non
     )
 
 
-def stepper(engine: tiered_zero.Engine) -> UpdatePipeline:
-    return policy(engine)._stepper
+def pipeline(engine: tiered_zero.Engine) -> UpdatePipeline:
+    return policy(engine)._pipeline
 
 
 def state_view(engine: tiered_zero.Engine) -> StateView:
-    return stepper(engine)._view
+    return pipeline(engine)._view
 
 
 def inventory(engine: tiered_zero.Engine) -> Inventory:
@@ -130,7 +130,7 @@ def evict_all(engine: tiered_zero.Engine) -> None:
 
 def prefetched(engine: tiered_zero.Engine) -> dict[int, Any]:
     """Sub-group -> its state that is read ahead of the update."""
-    return dict(stepper(engine)._prefetcher._works)
+    return dict(pipeline(engine)._prefetcher._works)
 
 
 def prefetched_nbytes(engine: tiered_zero.Engine) -> int:
