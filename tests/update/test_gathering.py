@@ -24,12 +24,14 @@ UNITS = [make_unit(index) for index in range(4)]
 class Pipeline:
     """Writes units in the order `order`, each when `may_write` of it is set. Fails before the unit `failing`."""
 
-    def __init__(self, order: Sequence[int], failing: int | None = None) -> None:
-        self.order, self.failing = order, failing
+    view = None
+
+    def __init__(self, runtime: Runtime, order: Sequence[int], failing: int | None = None) -> None:
+        self.runtime, self.order, self.failing = runtime, order, failing
         self.may_write = [threading.Event() for _ in UNITS]
 
-    def freeze_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [dict(group) for group in groups]
+    def freeze_groups(self) -> list[dict[str, Any]]:
+        return [{"lr": 1.0}]
 
     def record_compute(self) -> Transfer:
         return COMPLETED
@@ -83,9 +85,10 @@ def runtime() -> Iterator[Runtime]:
     made.accelerator.close()
 
 
-def make_policy(runtime: Runtime, pipeline: Any, log: list[str]) -> tuple[GatheringPolicy, Gather]:
-    gather = Gather(pipeline)
-    return GatheringPolicy(pipeline, [{"lr": 1.0}], Guard(log), runtime, gather), gather
+def make_policy(pipeline: Any, log: list[str]) -> tuple[GatheringPolicy, Gather]:
+    gather: Any = Gather(pipeline)
+    guard: Any = Guard(log)
+    return GatheringPolicy(pipeline, guard, gather), gather
 
 
 def gradients_of(units: Sequence[int]) -> StepGradients:
@@ -104,8 +107,8 @@ def gradients_of(units: Sequence[int]) -> StepGradients:
 def test_a_unit_is_gathered_while_those_behind_are_updated(runtime: Runtime) -> None:
     """The update of each unit begins only once the gather of the one before has."""
     log: list[str] = []
-    pipeline = Pipeline([0, 1, 2, 3])
-    policy, gather = make_policy(runtime, pipeline, log)
+    pipeline = Pipeline(runtime, [0, 1, 2, 3])
+    policy, gather = make_policy(pipeline, log)
     pipeline.may_write[0].set()
     policy.prepare()
     policy.apply(gradients_of(range(4)), 1.0)
@@ -116,8 +119,8 @@ def test_a_unit_is_gathered_while_those_behind_are_updated(runtime: Runtime) -> 
 
 @pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 0, 3, 1]])
 def test_the_order_of_gathers_is_static_whatever_is_written_first(runtime: Runtime, order: list[int]) -> None:
-    pipeline = Pipeline(order)
-    policy, gather = make_policy(runtime, pipeline, [])
+    pipeline = Pipeline(runtime, order)
+    policy, gather = make_policy(pipeline, [])
     for event in pipeline.may_write:
         event.set()
     policy.apply(gradients_of(range(4)), 1.0)
@@ -125,8 +128,8 @@ def test_the_order_of_gathers_is_static_whatever_is_written_first(runtime: Runti
 
 
 def test_units_that_no_rank_has_a_gradient_of_are_not_gathered(runtime: Runtime) -> None:
-    pipeline = Pipeline([0, 1, 2, 3])
-    policy, gather = make_policy(runtime, pipeline, [])
+    pipeline = Pipeline(runtime, [0, 1, 2, 3])
+    policy, gather = make_policy(pipeline, [])
     for event in pipeline.may_write:
         event.set()
     policy.apply(gradients_of([1, 3]), 1.0)
@@ -135,8 +138,8 @@ def test_units_that_no_rank_has_a_gradient_of_are_not_gathered(runtime: Runtime)
 
 def test_a_failed_update_is_raised_and_nothing_behind_it_is_gathered(runtime: Runtime) -> None:
     log: list[str] = []
-    pipeline = Pipeline([0, 1, 2, 3], failing=2)
-    policy, gather = make_policy(runtime, pipeline, log)
+    pipeline = Pipeline(runtime, [0, 1, 2, 3], failing=2)
+    policy, gather = make_policy(pipeline, log)
     for event in pipeline.may_write:
         event.set()
     with pytest.raises(OSError, match="the disk is full"):

@@ -18,6 +18,7 @@ from tiered_zero.concurrency.transfer import COMPLETED
 from tiered_zero.errors import TransferError
 from tiered_zero.hardware.memory.host_memory import HostArena
 from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.ranks.collectives import SingleRank
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment, cut_subgroups
 from tiered_zero.rules.rule import Run, StateField, UpdateRule
@@ -25,7 +26,7 @@ from tiered_zero.rules.state_layout import MasterFormat, Parts, StateLayout
 from tiered_zero.sizes import MIB
 from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.ready import ReadyQueue, UpdateJob
-from tiered_zero.update.state_view import StateView
+from tiered_zero.update.state_view import ParamShards, StateView
 from tiered_zero.update.subgroup_io import UnitParameters
 
 LATE = 10**9
@@ -158,7 +159,8 @@ class World:
         buffer_nbytes = max(layout.nbytes for layout in self.layouts) + out_nbytes
         self.staging = StagingPool(arena, buffer_nbytes, num_buffers, "staging", self.runtime.recorder, 5.0)
         params = UnitParameters(self.inventory, self.runtime, lambda unit: torch.empty(0))
-        view = StateView(self.layouts, self.rule, self.inventory, self.staging)
+        shards = ParamShards(SingleRank(), self.units, frozenset(), is_sharded=False)
+        view = StateView(self.layouts, self.rule, self.inventory, self.staging, self.hyper, {}, shards)
         self.pipeline = UpdatePipeline(view, self.runtime, params)
 
     def step(self, gradients: Gradients | None = None, grad_scale: float = 1.0, **job: Any) -> None:

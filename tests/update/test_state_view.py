@@ -13,11 +13,12 @@ import torch
 from tests.support.inspection.insides import Home, Inventory
 from tests.support.tier_rig import TIERS, open_rig
 from tests.support.units import flat_of, make_params, make_unit
+from tiered_zero.hardware.ranks.collectives import SingleRank
 from tiered_zero.layout.flat import CUT_NUMEL, Unit
 from tiered_zero.layout.subgroups import cut_subgroups
 from tiered_zero.rules.native_rules import AdamRule
 from tiered_zero.rules.state_layout import FullMasters, RemainderMasters, StateLayout
-from tiered_zero.update.state_view import StateView
+from tiered_zero.update.state_view import ParamShards, StateView
 
 
 @dataclass
@@ -53,7 +54,8 @@ def world(request: pytest.FixtureRequest, swap_path: Path) -> Iterator[World]:
         for layout in layouts:
             slot = rig.tier.reserve(f"s{layout.subgroup.index}", layout.nbytes, "state")
             inventory.place(layout.subgroup, "state", Home(rig.tier, slot))
-        view = StateView(layouts, rule, inventory, rig.staging)
+        shards = ParamShards(SingleRank(), units, frozenset(), is_sharded=False)
+        view = StateView(layouts, rule, inventory, rig.staging, groups, {}, shards)
         values = [torch.randn(unit.numel) * (flat_of(unit, make_params(unit)) != 0) for unit in units]
         for unit, value in zip(units, values, strict=True):
             value.view(torch.int32)[::5].bitwise_and_(-0x10000).bitwise_or_(0x8000)  # ties

@@ -29,7 +29,6 @@ from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
 from tiered_zero.engine.engine import Engine
 from tiered_zero.engine.entry import EngineParts, Movers
-from tiered_zero.engine.full_values import FullValues
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import PlanError, add_note
 from tiered_zero.grads.check import GradNorm, OverflowGuard
@@ -68,7 +67,7 @@ from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer, make_sch
 from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, GatheringPolicy, OverlappedPolicy, UpdatePolicy
 from tiered_zero.update.ready import EagerUpdate
-from tiered_zero.update.state_view import OptimizerState, ParamShards, StateView
+from tiered_zero.update.state_view import ParamShards, StateView
 from tiered_zero.update.subgroup_io import UnitParameters
 
 logger = logging.getLogger("tiered_zero")
@@ -178,9 +177,6 @@ def _join(
     """Join the parts to an engine. Also returns the function that begins the run: it checks the checkpoint that was
     found, places the model, and resumes."""
     config, step, handle, source = run_spec.config, parts.step, parts.handle, parts.source
-    step.full_values = FullValues(
-        step=step, view=parts.run_state.view, state=parts.state, groups=run_spec.source.param_groups
-    )
     driver = DriverState(
         counts=step.counts,
         overflow=step.overflow,
@@ -211,7 +207,7 @@ def _join(
     )
     engine = Engine(run, step, resources)
     if handle is not None:
-        handle.connect(engine, parts.state, step.policy, partial(resources.add, "optimizer"))
+        handle.connect(engine, step.policy, partial(resources.add, "optimizer"))
     if source.adoption is not None and parts.adopted is not None:
         return engine, partial(checkpoints.adopt, source.adoption, parts.adopted)
     if source.found is not None:
@@ -230,7 +226,6 @@ class _Parts:
     step: TrainStep
     whole: WholeWeights
     run_state: RunState
-    state: OptimizerState
     copies: DurableCopies | None
     adopted: AdoptedValues | None
 
@@ -240,7 +235,10 @@ def _make_parts(
 ) -> _Parts:
     """Build the movers, and check the optimizer's state. The model stays as it is."""
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
-    view = StateView(run_spec.layouts, run_spec.rule, inventory, tiers.state_staging)
+    is_sharded, groups = run_spec.plan.request.ranks.shards_state, run_spec.source.param_groups
+    shards = ParamShards(runtime.collectives, run_spec.units, run_spec.trained, is_sharded=is_sharded)
+    params = {spec.name: param for param, spec in run_spec.specs.items()}
+    view = StateView(run_spec.layouts, run_spec.rule, inventory, tiers.state_staging, groups, params, shards)
     step, pager, pipeline, whole = _make_step(run_spec, machine, view, handle, resources)
     run_state = RunState(
         module=run_spec.model,
@@ -248,7 +246,7 @@ def _make_parts(
         units=run_spec.units,
         view=view,
         trained=run_spec.trained,
-        is_sharded=run_spec.plan.request.ranks.shards_state,
+        is_sharded=is_sharded,
         pipeline=pipeline,
         inventory=inventory,
         runtime=runtime,
@@ -259,17 +257,14 @@ def _make_parts(
     adopted = None
     if source.adoption is not None and copies is not None:
         adopted = AdoptedValues(state=run_state, copies=copies)
-    shards = ParamShards(runtime.collectives, run_spec.units, run_spec.trained, is_sharded=run_state.is_sharded)
-    state = OptimizerState({spec.name: param for param, spec in run_spec.specs.items()}, view, shards)
     if source.adoption is None:
-        state.check(run_spec.source.state, run_spec.source.param_groups)
+        view.check(run_spec.source.state, groups)
     return _Parts(
         source=source,
         handle=handle,
         step=step,
         whole=whole,
         run_state=run_state,
-        state=state,
         copies=copies,
         adopted=adopted,
     )
@@ -297,7 +292,7 @@ def _place_model(
     resources.add("hooks", hooks.remove)
     hooks.install()
     if parts.source.adoption is None:
-        parts.state.write(own_state, run_spec.source.param_groups)
+        parts.run_state.view.write(own_state)
     elif any(own_state.values()):
         logger.warning("the optimizer's own state is left out: the run goes on with what was committed")
 
@@ -323,7 +318,7 @@ def _make_step(
     params = UnitParameters(inventory, runtime, _flats(pager))
     pipeline = UpdatePipeline(view, runtime, params, _paged_gradients(run_spec))
     whole = _make_whole(run_spec, runtime, pager)
-    policy = _make_policy(run_spec, machine, pipeline, whole, gradients)
+    policy = _make_policy(run_spec, pipeline, whole, gradients)
     resources.add("prefetch", pipeline.cancel_prefetch)
 
     def drain() -> None:
@@ -472,18 +467,17 @@ def _make_whole(run_spec: RunSpec, runtime: Runtime, pager: Pager) -> WholeWeigh
 
 
 def _make_policy(
-    run_spec: RunSpec, machine: Machine, pipeline: UpdatePipeline, whole: WholeWeights, gradients: GradientStore
+    run_spec: RunSpec, pipeline: UpdatePipeline, whole: WholeWeights, gradients: GradientStore
 ) -> UpdatePolicy:
     """Make the policy that the plan has chosen. See [Note: State on several tiers]."""
-    groups, runtime, choice = run_spec.source.param_groups, machine.runtime, run_spec.plan.update_policy
+    choice = run_spec.plan.update_policy
     if choice.policy == "barrier":
         if whole.gather is None:
-            return BarrierPolicy(pipeline, groups, whole.guard)
-        return GatheringPolicy(pipeline, groups, whole.guard, runtime, whole.gather)
-    units = list({s.unit.index: s.unit for layout in run_spec.layouts for s in layout.subgroup.segments}.values())
+            return BarrierPolicy(pipeline, whole.guard)
+        return GatheringPolicy(pipeline, whole.guard, whole.gather)
     eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze, gradients.keep)
     in_backward = eagerly if choice.optimizer_in_backward else None
-    overlapped = OverlappedPolicy(pipeline, groups, machine.inventory, units, runtime, whole.guard, in_backward)
+    overlapped = OverlappedPolicy(pipeline, whole.guard, in_backward)
     if choice.policy == "overlapped":
         return overlapped
     return DelayedPolicy(overlapped, run_spec.config.tiered_zero.delay_start_step)

@@ -218,7 +218,7 @@ class Checkpoints:
     def _read(self, reader: TensorReader, matched: Matched, driver: dict[str, Any], parts: LoadParts) -> None:
         self._driver.restore_optimizer(driver, parts)
         with torch.no_grad():
-            StateLoader(self._state, reader, matched, self._policy.groups).load()
+            StateLoader(self._state, reader, matched).load()
         self._driver.restore(driver, parts)
 
     def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool = True) -> tuple[Matched, dict[str, Any]]:

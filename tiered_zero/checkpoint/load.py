@@ -407,18 +407,15 @@ class StateLoader:
     and nothing is read ahead.
 
     The next sub-groups are read while one is completed. Masters and state are read to their homes, or to a staging
-    buffer; parameters are their masters, rounded. `groups`: the live param groups.
+    buffer; parameters are their masters, rounded.
     """
 
-    def __init__(
-        self, state: RunState, reader: TensorReader, matched: Matched, groups: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, state: RunState, reader: TensorReader, matched: Matched) -> None:
         self._state = state
         self._view = state.view
         self._io = state.pipeline.io
         self._reader = reader
         self._matched = matched
-        self._groups = groups
         self._num_converted = 0
         """Sub-groups begun that take memory in addition to their state."""
         self._joined: list[torch.Tensor] = []
@@ -495,7 +492,7 @@ class StateLoader:
                 copy_values(out, own)
         if stepped:
             others = [piece for piece in layout.subgroup.pieces if piece.param.name not in self._matched.states]
-            self._view.initialize(layout, work.raw, others, self._groups)
+            self._view.initialize(layout, work.raw, others, self._view.groups)
             self._view.scalars.replace(layout, self._matched.scalars(layout))
         else:
             self._view.scalars.drop(layout)

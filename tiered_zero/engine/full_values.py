@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.unit.gather import access_of, gathered
-from tiered_zero.update.state_view import OptimizerState, ParamShards, StateView, check_name
+from tiered_zero.update.state_view import ParamShards, StateView, check_name
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,14 +27,14 @@ class FullValues:
     """
 
     step: TrainStep
-    view: StateView
-    state: OptimizerState
-    groups: Sequence[Mapping[str, Any]]
-    """The live param groups."""
+
+    @property
+    def view(self) -> StateView:
+        return self.step.policy.view
 
     @property
     def shards(self) -> ParamShards:
-        return self.state.shards
+        return self.view.shards
 
     def read_master(self, param: nn.Parameter) -> torch.Tensor | None:
         unit, entry = self._place(param)
@@ -73,7 +73,7 @@ class FullValues:
         if entry.param.name not in self.shards.trained:
             return None
         self.shards.read("optimizer state is read", self.step.before_weights_read)
-        values = self.state.read(self.groups, only=param).get(param)
+        values = self.view.read(param).get(param)
         if values is None:
             return None
         check_name(name, [own for own, value in values.items() if isinstance(value, torch.Tensor)])
@@ -90,13 +90,11 @@ class FullValues:
             self.step.before_weights_write()
 
         self.shards.change("optimizer state is set", check)
-        values = self.state.read(self.groups, only=param).get(param, {}) if self.state.is_stepped(param) else {}
+        values = self.view.read(param).get(param, {}) if self.view.is_stepped(param) else {}
         self.shards.change("optimizer state is set", lambda: _check_state(entry.param, values, name, value))
         values[name] = self.shards.same(value, values[name].dtype)
         try:
-            self.shards.change(
-                "optimizer state is set", lambda: self.state.write({param: values}, self.groups, only=param)
-            )
+            self.shards.change("optimizer state is set", lambda: self.view.write({param: values}, only=param))
         except BaseException as error:
             self.step.policy.failures.set(error)  # partly the old state, partly the new
             raise
@@ -129,7 +127,7 @@ class FullValues:
 def full_values_of(param: nn.Parameter) -> FullValues | None:
     """Return the FullValues of the engine that trains the parameter, while that is open."""
     access = access_of(param)
-    return access.full_values if isinstance(access, TrainStep) else None
+    return FullValues(step=access) if isinstance(access, TrainStep) else None
 
 
 @hold_interrupts()

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,9 +24,6 @@ from tiered_zero.plan.resolve import UpdateChoice
 from tiered_zero.telemetry.report import StepMeter
 from tiered_zero.unit.driver_thread import CallPhase, Phase
 from tiered_zero.update.handle import TieredOptimizer, creates_state
-
-if TYPE_CHECKING:
-    from tiered_zero.engine.full_values import FullValues
 
 logger = logging.getLogger("tiered_zero")
 
@@ -70,8 +67,6 @@ class TrainStep:
         self._is_clipping_asked = "gradient_clipping" in config.model_fields_set
         self._optimizer_in_backward = choice.optimizer_in_backward
         self._warned_of_no_gradient = False
-        self.full_values: FullValues | None = None
-        """Reads and sets masters and state by parameter, once the engine is joined."""
         self._hold = ExitStack()
         self.holds_interrupts = False
         """Whether a backward has begun updates, and its step has not ended."""

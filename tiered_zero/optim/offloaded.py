@@ -42,10 +42,10 @@ from tiered_zero.rules.state_layout import FollowingMasters, ParamMasters, State
 from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.report import StepReport, build_step_report
-from tiered_zero.update.handle import ParamGroupWatch, StateAccess, TierStateOptimizer, replace_values
+from tiered_zero.update.handle import ParamGroupWatch, StateAccess, TierStateOptimizer
 from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.policy import BarrierPolicy
-from tiered_zero.update.state_view import OptimizerState, ParamShards, ParamState, StateView
+from tiered_zero.update.state_view import ParamShards, ParamState, StateView
 
 logger = logging.getLogger("tiered_zero")
 
@@ -181,9 +181,8 @@ class OffloadedOptimizer(TierStateOptimizer):
         """Write `state_dict()` to safetensors files, one parameter at a time; return their paths. Raises StoreError."""
         run = self._current()
         self._check_loaded()
-        run.policy.check()
-        run.pipeline.cancel_prefetch()
-        return write_state(Path(directory), _MovedState(run.state, self.param_groups), self.param_groups)
+        run.policy.finish(before_write=True)
+        return write_state(Path(directory), _MovedState(run.policy.view), self.param_groups)
 
     @hold_interrupts()
     def load_state(self, directory: str | os.PathLike[str]) -> None:
@@ -196,8 +195,7 @@ class OffloadedOptimizer(TierStateOptimizer):
                     f"{directory} was expected to hold the files of the state_dict that was loaded, whose key is "
                     f"{self._awaited_key}; found {files.key}. Name the directory that was saved with it."
                 )
-            self.state.replace(files, files.groups)
-            replace_values(self.param_groups, files.groups)
+            self._replace_state(files, files.groups)
         self._awaited_key = None
 
     def save_state_dict(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -271,18 +269,17 @@ class OffloadedOptimizer(TierStateOptimizer):
         """Build a run for the present groups, move the state of the former one into it, and close that."""
         former = self._run
         if former is not None:
-            former.policy.check()
-            former.pipeline.cancel_prefetch()
-            former.params.check_shapes(former.state.stepped())
+            former.policy.finish(before_write=True)
+            former.params.check_shapes(former.policy.view.stepped())
         run = _open_run(self._source, self, self._config)
         try:
-            own = self._source.state if former is None else _MovedState(former.state, self.param_groups)
-            run.state.write(own, self.param_groups)
+            own = self._source.state if former is None else _MovedState(former.policy.view)
+            run.policy.view.write(own)
         except BaseException:
             run.resources.close()
             raise
         self._run = run
-        self.state = access = StateAccess(run.state, run.policy, self.param_groups)
+        self.state = access = StateAccess(run.policy)
         run.resources.add("optimizer", access.close)
         if former is not None:
             self._end.detach()
@@ -303,7 +300,7 @@ def _apply_in_order(run: _Run, on_written: Callable[[Tensor], None]) -> None:
             if param is run.params.params[unit.index]:
                 return
 
-    run.policy.apply_in_order(run.params, 1.0, run.units, written, run.runtime)
+    run.policy.apply_in_order(run.params, 1.0, run.units, written)
     for param in waiting:
         on_written(param)
 
@@ -311,22 +308,21 @@ def _apply_in_order(run: _Run, on_written: Callable[[Tensor], None]) -> None:
 class _MovedState(Mapping[nn.Parameter, ParamState]):
     """The state of a run that is being replaced, read one parameter at a time."""
 
-    def __init__(self, state: OptimizerState, groups: list[dict[str, Any]]) -> None:
-        self._state = state
-        self._groups = groups
+    def __init__(self, view: StateView) -> None:
+        self._view = view
         self._last: tuple[nn.Parameter | None, ParamState] = None, {}
         """The last result: a parameter in many sub-groups is read once for each."""
 
     def __getitem__(self, param: nn.Parameter) -> ParamState:
         if self._last[0] is not param:
-            self._last = param, self._state.read(self._groups, only=param).get(param, {})
+            self._last = param, self._view.read(param).get(param, {})
         return self._last[1]
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._state.stepped())
+        return iter(self._view.stepped())
 
     def __len__(self) -> int:
-        return len(self._state.stepped())
+        return len(self._view.stepped())
 
 
 def _plain(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> Optimizer:
@@ -383,16 +379,6 @@ def _read_offload(offload: Mapping[str, Any]) -> Config:
     return config
 
 
-class _NoGuard:
-    """Guard nothing: no pager caches these parameters."""
-
-    def invalidate(self) -> None:
-        """Do nothing: nothing is cached."""
-
-    def end_update(self) -> None:
-        """Do nothing: the update has written the parameters themselves."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Run:
     """The parts of an offloaded optimizer, from `_open_run`. `resources` closes them."""
@@ -403,8 +389,6 @@ class _Run:
     plan: Plan
     runtime: Runtime
     policy: BarrierPolicy
-    pipeline: UpdatePipeline
-    state: OptimizerState
     watch: ParamGroupWatch
     resources: Teardown
 
@@ -432,21 +416,20 @@ def _open_run(source: Optimizer, owner: Optimizer, config: Config) -> _Run:
         slots = list_slots([], in_buffers, plan.tiers, plan.request, delayed=False)
         name = type(source).__name__
         machine = open_machine(config, plan, runtime, slots, layouts, resources, model_name=name)
-        view = StateView(layouts, rule, machine.inventory, machine.tiers.state_staging)
-        pipeline = UpdatePipeline(view, runtime, params)
-        resources.add("prefetch", pipeline.cancel_prefetch)
         by_index = {s.unit.index: s.unit for layout in layouts for s in layout.subgroup.segments}
         units = [unit for _, unit in sorted(by_index.items())]
         named = {spec.name: param for param, (spec, _) in zip(params.params, params.specs, strict=True)}
         shards = ParamShards(SingleRank(), units, frozenset(named), is_sharded=False)
+        staging = machine.tiers.state_staging
+        view = StateView(layouts, rule, machine.inventory, staging, groups, named, shards)  # type: ignore[arg-type]
+        pipeline = UpdatePipeline(view, runtime, params)
+        resources.add("prefetch", pipeline.cancel_prefetch)
         return _Run(
             params=params,
             units=units,
             plan=plan,
             runtime=runtime,
-            policy=BarrierPolicy(pipeline, groups, _NoGuard()),
-            pipeline=pipeline,
-            state=OptimizerState(named, view, shards),  # type: ignore[arg-type]
+            policy=BarrierPolicy(pipeline, None),
             watch=ParamGroupWatch([owner]),
             resources=resources,
         )

@@ -28,7 +28,7 @@ from tiered_zero.rules.lr import build_scheduler
 from tiered_zero.rules.optimizer_copy import bare_copy
 from tiered_zero.tiers.tier import BufferView
 from tiered_zero.update.policy import UpdatePolicy
-from tiered_zero.update.state_view import OptimizerState, ParamState
+from tiered_zero.update.state_view import ParamState, StateView
 
 logger = logging.getLogger("tiered_zero")
 
@@ -57,7 +57,7 @@ class OffloadedState:
         self._access, self._param = access, param
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._access.read_one(self._param))
+        return iter(self._access.read(self._param).get(self._param, {}))
 
     __getitem__ = __setitem__ = __delitem__ = __len__ = __bool__ = __contains__ = refuse_state
     get = items = keys = values = pop = setdefault = update = clear = copy = refuse_state
@@ -69,24 +69,22 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
     Its items refuse to be used, because a change to them would be lost. Driver thread.
     """
 
-    def __init__(self, state: OptimizerState, policy: UpdatePolicy, groups: list[dict[str, Any]]) -> None:
-        """`groups`: the live param groups."""
-        self._state: OptimizerState | None = state
+    def __init__(self, policy: UpdatePolicy) -> None:
+        """`policy`: of the run whose state this is."""
         self._policy = policy
-        self._groups = groups
-        self._copies: dict[nn.Parameter, ParamState] | None = None
+        self._view: StateView | None = policy.view
 
     def __len__(self) -> int:
         return len(self._open().stepped())
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._copies if self._copies is not None else self._open().stepped())
+        return iter(self._open().stepped())
 
     def __contains__(self, param: object) -> bool:
         return any(param is stepped for stepped in self._open().stepped())
 
     def __getitem__(self, param: nn.Parameter) -> ParamState:
-        return OffloadedState(self, param) if self._copies is None else self._copies[param]  # type: ignore[return-value]
+        return OffloadedState(self, param)  # type: ignore[return-value]
 
     def __setitem__(self, param: nn.Parameter, value: object) -> None:
         """Accept an item that this mapping returned: code that moves state to a device assigns it back."""
@@ -98,38 +96,27 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         raise ModelError(NO_COPY)
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Make items readable inside the block: they are copies of the state at its start."""
-        if self._copies is not None:
-            yield
-            return
-        self._copies = self._flushed().read(self._groups)
-        try:
-            yield
-        finally:
-            self._copies = None
-
-    def read_one(self, param: nn.Parameter) -> ParamState:
-        return self._flushed().read(self._groups, only=param).get(param, {})
+    def read(self, only: nn.Parameter | None = None) -> dict[nn.Parameter, ParamState]:
+        """Copy the state of all parameters that have any, or of `only`, after the updates under way."""
+        return self._flushed().read(only)
 
     def check_groups(self, groups: list[dict[str, Any]]) -> None:
         """Raise ModelError if a step fails with these values of the param groups."""
-        self._flushed().check_groups(groups, self._groups)
+        self._flushed().check_groups(groups)
 
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
         """Replace the whole state. `groups`: the values that the param groups get next. Raises ModelError."""
-        state = self._open()
+        view = self._open()
 
         def check() -> None:
             self._policy.check_untouched("Optimizer state is loaded")
             self._policy.finish(before_write=True)
-            state.check_groups(groups, self._groups)
-            state.check(states, groups)
+            view.check_groups(groups)
+            view.check(states, groups)
 
-        state.shards.change("optimizer state is checked", check)
+        view.shards.change("optimizer state is checked", check)
         try:
-            state.shards.change("optimizer state is loaded", lambda: state.write(states, groups))
+            view.shards.change("optimizer state is loaded", lambda: view.write(states, groups))
         except Exception as error:
             self._policy.failures.set(error)  # state is partly old and partly new
             raise
@@ -141,22 +128,22 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
 
     @property
     def is_open(self) -> bool:
-        return self._state is not None
+        return self._view is not None
 
     def close(self) -> None:
         """Refuse every access from now on: the run ends and its tiers are closed."""
-        self._state = None
+        self._view = None
 
-    def _flushed(self) -> OptimizerState:
-        state = self._open()
+    def _flushed(self) -> StateView:
+        view = self._open()
         self._policy.check_untouched("Optimizer state is read")
         self._policy.finish()
-        return state
+        return view
 
-    def _open(self) -> OptimizerState:
-        if self._state is None:
+    def _open(self) -> StateView:
+        if self._view is None:
             raise ModelError("The run is closed, and the optimizer state is gone. Read it before close().")
-        return self._state
+        return self._view
 
 
 @final
@@ -195,11 +182,13 @@ class TierStateOptimizer(Optimizer):
 
     _source: Optimizer
     _access: StateAccess
+    _copies: dict[nn.Parameter, ParamState] | None = None
+    """The state while torch's own code makes a state_dict of it."""
 
     @property  # type: ignore[override]
-    def state(self) -> StateAccess:
+    def state(self) -> Mapping[nn.Parameter, ParamState]:
         """The parameters that have state. Assign an empty mapping to reset the state of all parameters."""
-        return self._access
+        return self._state_access() if self._copies is None else self._copies
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -209,6 +198,9 @@ class TierStateOptimizer(Optimizer):
             refuse_state()
         else:
             self._reset()
+
+    def _state_access(self) -> StateAccess:
+        return self._access
 
     @hold_interrupts()
     def _reset(self) -> None:
@@ -229,8 +221,11 @@ class TierStateOptimizer(Optimizer):
         into free host memory. If state is sharded (many ranks, stage 1 and up) every rank calls this and gets the whole
         state.
         """
-        with self.state.reading():
+        before, self._copies = self._copies, self._state_access().read()
+        try:
             return super().state_dict()
+        finally:
+            self._copies = before
 
     @hold_interrupts()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -244,15 +239,19 @@ class TierStateOptimizer(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             given = pre_hook(self, given) or given
         states, groups = self._matched(given)
-        self.state.replace(states, groups)
-        replace_values(self.param_groups, groups)
+        self._replace_state(states, groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     @hold_interrupts()
     def read_state(self, param: nn.Parameter) -> ParamState:
         """Return one parameter's state as in `state_dict()`, on every rank; empty before its first step."""
-        return self.state.read_one(param)
+        return self._state_access().read(param).get(param, {})
+
+    def _replace_state(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
+        """Replace the state and the values of the param groups. Raises ModelError, with nothing changed."""
+        self._state_access().replace(states, groups)
+        replace_values(self.param_groups, groups)
 
     def __getstate__(self) -> NoReturn:
         raise ModelError(NO_COPY)
@@ -345,14 +344,9 @@ class TieredOptimizer(TierStateOptimizer):
         for name in _HOOKS:
             setattr(self, name, getattr(source, name))
 
-    @property  # type: ignore[override]
-    def state(self) -> StateAccess:
+    def _state_access(self) -> StateAccess:
         self.take_reset()
         return self._access
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        TierStateOptimizer.state.fset(self, value)  # type: ignore[attr-defined]
 
     def take_reset(self) -> None:
         """Reset the state if the program has assigned an empty mapping to `state` of its own optimizer. Every use of
@@ -380,17 +374,11 @@ class TieredOptimizer(TierStateOptimizer):
 
     cur_scale = loss_scale
 
-    def connect(
-        self,
-        engine: EngineCalls,
-        state: OptimizerState,
-        policy: UpdatePolicy,
-        at_end: Callable[[Callable[[], None]], None],
-    ) -> None:
+    def connect(self, engine: EngineCalls, policy: UpdatePolicy, at_end: Callable[[Callable[[], None]], None]) -> None:
         """Connect the optimizer to the built run: calls go to `engine`, state is on its tiers, and calls of the user's
         own optimizer come here. `at_end(act)` registers an act that undoes a part of this when the run closes."""
         self._engine = engine
-        self.state = access = StateAccess(state, policy, self.param_groups)
+        self.state = access = StateAccess(policy)
         at_end(access.close)
         _redirect(self._source, self, at_end)
         self._source.state = access  # type: ignore[assignment]
@@ -453,7 +441,7 @@ class TieredOptimizer(TierStateOptimizer):
         """Validate and complete `options`, which are untrusted. Raises ModelError if the optimizer cannot step with
         them."""
         completed = self._completed_options(options)
-        self.state.check_groups(completed)
+        self._state_access().check_groups(completed)
         return completed
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:

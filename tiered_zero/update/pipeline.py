@@ -42,9 +42,9 @@ class UpdatePipeline:
         gradient_dtypes: Mapping[int, torch.dtype] | None = None,
     ) -> None:
         """`params`: the parameters to write. `gradient_dtypes`: unit index -> dtype of gradients that rest on NVMe."""
-        self._view = view
+        self.view = view
         self._rule = view.rule
-        self._runtime = runtime
+        self.runtime = runtime
         self._io = SubGroupIO(view.inventory, runtime, view.staging, params, gradient_dtypes or {})
         self.io = SubGroupIO(view.inventory, runtime, view.staging, params)
         """For saves and loads: its leases have no room for gradients."""
@@ -58,24 +58,24 @@ class UpdatePipeline:
     @cached_property
     def has_device_state(self) -> bool:
         """Whether any sub-group's state rests on the device. Homes of state never change."""
-        return any(self._io.updates_on_device(layout.subgroup) for layout in self._view.layouts)
+        return any(self._io.updates_on_device(layout.subgroup) for layout in self.view.layouts)
 
     @cached_property
     def _reads(self) -> bool:
         """Whether the update of any sub-group reads from a tier."""
-        return any(map(self._io.reads, self._view.layouts))
+        return any(map(self._io.reads, self.view.layouts))
 
-    def freeze_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def freeze_groups(self) -> list[dict[str, Any]]:
         """Copy the live param groups for this step, since schedulers change them while it runs. The live groups get the
         values that the step itself computes."""
-        frozen = list(map(copied_group, groups))
-        self._rule.advance_groups(groups, frozen)
+        frozen = list(map(copied_group, self.view.groups))
+        self._rule.advance_groups(self.view.groups, frozen)
         return frozen
 
     def record_compute(self) -> Transfer:
         """Return a mark of what compute has launched; it may still read parameters that an update writes. Driver
         thread."""
-        return self._runtime.accelerator.record_compute()
+        return self.runtime.accelerator.record_compute()
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class UpdatePipeline:
         """Update every sub-group that has a gradient once; return when everything is written. Raises TransferError or
         CorruptionError before a sub-group is changed from bytes that cannot be trusted; sub-groups stepped before that
         stay stepped. A failure fails every unit update that is not complete."""
-        step = _Step(job, job.queue or self._queue_all(job), self._view.layouts)
+        step = _Step(job, job.queue or self._queue_all(job), self.view.layouts)
         reads_ahead = self._stages and not job.on_device
         if reads_ahead:
             self._prefetcher.begin_step(job.param_kind)
@@ -207,7 +207,7 @@ class UpdatePipeline:
 
     def _drop_unseen(self, step: _Step) -> list[StateLayout]:
         """Remove and return the sub-groups, not updated yet, that have nothing on the device."""
-        seen = {x.subgroup.index for x in self._view.layouts if self._io.resident_part(x.subgroup).segments}
+        seen = {x.subgroup.index for x in self.view.layouts if self._io.resident_part(x.subgroup).segments}
         unseen = [work for work in step.opened if work.subgroup.index not in seen]
         self._io.cancel(unseen)
         for work in unseen:
@@ -217,7 +217,7 @@ class UpdatePipeline:
     def _queue_all(self, job: UpdateJob) -> ReadyQueue:
         ready: list[StateLayout] = []
         skipped: list[StateLayout] = []
-        for layout in self._view.layouts:
+        for layout in self.view.layouts:
             todo = job.every_subgroup or has_gradient(layout.subgroup, job.gradients)
             if job.on_device is not None:
                 todo &= self._io.updates_on_device(layout.subgroup) == job.on_device
@@ -228,11 +228,11 @@ class UpdatePipeline:
 
     def _open_nowait(self, layout: StateLayout, param_kind: str) -> SubGroupWork | None:
         part = self._io.resident_part(layout.subgroup) if self._ending.is_set() else None
-        return self._io.open_nowait(layout, param_kind, initialized=self._view.scalars.has_state(layout), part=part)
+        return self._io.open_nowait(layout, param_kind, initialized=self.view.scalars.has_state(layout), part=part)
 
     def _update(self, work: SubGroupWork, job: UpdateJob) -> None:
         with (
-            self._runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"),
+            self.runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"),
             self._gradients(work, job.gradients) as grads,
         ):
             self._step_runs(work, job, grads)
@@ -251,20 +251,20 @@ class UpdatePipeline:
             yield grads
             return
         nbytes = sum(grads[index].nbytes for index in elsewhere)
-        self._runtime.ledger.charge("device", "gradient_in_flight", nbytes)
+        self.runtime.ledger.charge("device", "gradient_in_flight", nbytes)
         try:
             for index in elsewhere:
                 grads[index] = grads[index].to(work.raw.device, copy=True)
             yield grads
         finally:
-            self._runtime.ledger.discharge("device", "gradient_in_flight", nbytes)
+            self.runtime.ledger.discharge("device", "gradient_in_flight", nbytes)
 
     def _step_runs(self, work: SubGroupWork, job: UpdateJob, grads: Sequence[torch.Tensor]) -> None:
         layout, gradients = work.layout, job.gradients
-        scalars = dict(self._view.scalars.of(layout))
-        if not self._view.scalars.has_state(layout):
+        scalars = dict(self.view.scalars.of(layout))
+        if not self.view.scalars.has_state(layout):
             layout.initialize(work.raw)
-            self._view.initialize(layout, work.raw, layout.subgroup.pieces, job.groups)
+            self.view.initialize(layout, work.raw, layout.subgroup.pieces, job.groups)
         runs: list[Run] = []
         stepped: list[list[ParamPiece]] = []
         masters = layout.master(work.raw)
@@ -305,7 +305,7 @@ class UpdatePipeline:
         for run, pieces in zip(runs, stepped, strict=True):
             for piece in pieces:
                 scalars[piece.index] = run.scalars
-        self._view.scalars.replace(layout, scalars)
+        self.view.scalars.replace(layout, scalars)
 
     def _spans(self, segment: Segment, gradients: GradientSource, scalars: PieceScalars) -> list[list[ParamPiece]]:
         """Return runs of neighbouring pieces that one `Run` can take: with gradients, in one group, sharing one object

@@ -34,58 +34,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from tiered_zero.concurrency.transfer import Completion, FailureLatch, Transfer, wait_all
 from tiered_zero.errors import EngineFailedError, ModelError
-from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
-from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.unit.update_guard import ShardGather, UpdateGuard
 from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.ready import EagerUpdate, UpdateJob
 from tiered_zero.update.subgroup_io import GradientSource
-
-
-class WeightGuard(Protocol):
-    """Stops compute from using weights from before an update."""
-
-    def invalidate(self) -> None:
-        """Drop the device copies of trainable units."""
-
-    def end_update(self) -> None:
-        """Mark the values of resident units as new."""
-
-
-class UnitGuard(WeightGuard, Protocol):
-    """Stops compute from using units whose update is under way."""
-
-    def block_for_update(self) -> None:
-        """Guard every trainable unit and drop its bytes on the device."""
-
-    def block_unit_for_update(self, unit: Unit) -> bool:
-        """Guard one unit in backward. Return False and do nothing if the unit is in use."""
-
-    def unblock(self) -> None:
-        """Unblock the units that were blocked in backward; no update has begun."""
-
-    def begin_back_update(self) -> None:
-        """Choose the back slots, which the delayed update that begins now writes."""
-
-    def swap_param_buffers(self) -> None:
-        """Swap the front and back slots of every unit. Idempotent: it is retried after a failure."""
 
 
 class UpdatePolicy(ABC):
     """Runs updates. The driver calls it between backward and forward. `failures`: keeps the error of a failed update.
     State is rewritten in place, so no later step runs."""
 
-    def __init__(self, pipeline: UpdatePipeline, groups: Sequence[dict[str, Any]], guard: WeightGuard) -> None:
-        """`groups`: the live param groups."""
+    def __init__(self, pipeline: UpdatePipeline, guard: UpdateGuard | None) -> None:
+        """`guard`: keeps compute from using weights of before an update; None without an engine."""
         self._pipeline = pipeline
         self._guard = guard
-        self.groups = groups
+        self.view = pipeline.view
         self.failures = FailureLatch()
         self.num_applied = 0
         """Steps applied so far, including those before a resume."""
@@ -145,7 +115,7 @@ class UpdatePolicy(ABC):
         needs no other rank."""
         self.finish(before_write=True)
         self._step(self._job(gradients, 1.0))
-        self._guard.end_update()
+        self._end_update()
 
     def begin_backward(self) -> None:
         """Prepare for the only backward of a step: read its state ahead and allow updates of complete units."""
@@ -205,7 +175,7 @@ class UpdatePolicy(ABC):
             cut.complete()
 
     def _job(self, gradients: GradientSource, grad_scale: float, **options: Any) -> UpdateJob:
-        groups = self._pipeline.freeze_groups(self.groups)
+        groups = self._pipeline.freeze_groups()
         after = self._pipeline.record_compute()
         return UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=groups, after=after, **options)
 
@@ -221,6 +191,11 @@ class UpdatePolicy(ABC):
             raise
         finally:
             self._end(job)
+
+    def _end_update(self) -> None:
+        """Mark the values of resident units as new."""
+        if self._guard is not None:
+            self._guard.end_update()
 
     @staticmethod
     def _end(job: UpdateJob) -> None:
@@ -246,12 +221,13 @@ class BarrierPolicy(UpdatePolicy):
     """Runs updates inside step()."""
 
     def prepare(self) -> None:
-        self._guard.invalidate()
+        if self._guard is not None:
+            self._guard.invalidate()
 
     def apply(self, gradients: GradientSource, grad_scale: float) -> None:
         self.num_applied += 1
         self._step(self._job(gradients, grad_scale))
-        self._guard.end_update()
+        self._end_update()
 
     def apply_in_order(
         self,
@@ -259,11 +235,11 @@ class BarrierPolicy(UpdatePolicy):
         grad_scale: float,
         units: Sequence[Unit],
         written: Callable[[Unit], None],
-        runtime: Runtime,
     ) -> None:
         """Apply on the update lane. For each of `units` that has a gradient, in order, call `written` on the driver
         once its parameters are written, while later units are updated."""
         self.num_applied += 1
+        runtime = self._pipeline.runtime
         changed = [u for u in units if any(gradients.has(u, entry.param) for entry in u.entries)]
         updates = {unit.index: UnitUpdate() for unit in changed}
         job = self._job(gradients, grad_scale, unit_updates=updates)
@@ -280,64 +256,40 @@ class BarrierPolicy(UpdatePolicy):
         self.check()  # no update is under way between steps
 
 
-class UnitGather(Protocol):
-    """Gathers whole units from the shards that ranks have updated. `units`: those that the optimizer steps, in static
-    order, the same on every rank. Driver thread."""
-
-    units: Sequence[Unit]
-
-    def start(self, unit: Unit) -> Transfer: ...
-
-
 class GatheringPolicy(BarrierPolicy):
     """Updates this rank's shards inside step() and gathers those of all ranks. See [Note: Update of shards]."""
 
-    def __init__(
-        self,
-        pipeline: UpdatePipeline,
-        groups: Sequence[dict[str, Any]],
-        guard: WeightGuard,
-        runtime: Runtime,
-        gather: UnitGather,
-    ) -> None:
-        super().__init__(pipeline, groups, guard)
-        self._runtime = runtime
+    def __init__(self, pipeline: UpdatePipeline, guard: UpdateGuard, gather: ShardGather) -> None:
+        super().__init__(pipeline, guard)
         self._gather = gather
 
     def apply(self, gradients: GradientSource, grad_scale: float) -> None:
         gathers: list[Transfer] = []
         self.apply_in_order(  # ranks have agreed which units have gradients
-            gradients,
-            grad_scale,
-            self._gather.units,
-            lambda unit: gathers.append(self._gather.start(unit)),
-            self._runtime,
+            gradients, grad_scale, self._gather.units, lambda unit: gathers.append(self._gather.start(unit))
         )
-        with self._runtime.recorder.span("compute", "wait_param"):
+        with self._pipeline.runtime.recorder.span("compute", "wait_param"):
             wait_all(gathers)
-        self._guard.end_update()
+        self._end_update()
 
 
 class OverlappedPolicy(UpdatePolicy):
-    """Runs updates on the update lane, under compute. `guard` blocks a unit until its last update, in `inventory`, is
-    done."""
+    """Runs updates on the update lane, under compute. A unit is blocked until its last update, which the inventory
+    has, is done."""
 
     def __init__(
         self,
         pipeline: UpdatePipeline,
-        groups: Sequence[dict[str, Any]],
-        inventory: Inventory,
-        units: Sequence[Unit],
-        runtime: Runtime,
-        guard: UnitGuard,
+        guard: UpdateGuard,
         open_eagerly: Callable[[Sequence[Mapping[str, Any]], Transfer], EagerUpdate] | None = None,
     ) -> None:
         """`open_eagerly`: opens an update in backward, from frozen groups and a mark of what compute has launched; None
         if a gradient check comes first."""
-        super().__init__(pipeline, groups, guard)
-        self._inventory = inventory
-        self._units = units
-        self._runtime = runtime
+        super().__init__(pipeline, guard)
+        self._inventory = self.view.inventory
+        segments = [segment for layout in self.view.layouts for segment in layout.subgroup.segments]
+        self._units = list({segment.unit.index: segment.unit for segment in segments}.values())
+        self._runtime = pipeline.runtime
         self.guard = guard
         self._open_eagerly = open_eagerly
         self._open: EagerUpdate | None = None
@@ -351,7 +303,7 @@ class OverlappedPolicy(UpdatePolicy):
             return
         self._wait_computed()
         self._prefetch()
-        frozen = self._pipeline.freeze_groups(self.groups)
+        frozen = self._pipeline.freeze_groups()
         self._open = self._open_eagerly(frozen, self._pipeline.record_compute())
         self._start(self._open.job)
 
@@ -477,7 +429,7 @@ class DelayedPolicy(UpdatePolicy):
     steps; its lane runs all updates."""
 
     def __init__(self, exact: OverlappedPolicy, start_step: int) -> None:
-        super().__init__(exact._pipeline, exact.groups, exact.guard)
+        super().__init__(exact._pipeline, exact.guard)
         self.failures = exact.failures
         self._exact = exact
         self._start_step = start_step

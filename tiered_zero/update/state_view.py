@@ -1,7 +1,4 @@
-"""Read and write a rank's optimizer state: masters and arrays in the slots of sub-groups, scalars in memory.
-
-`StateView` knows how state is stored. `OptimizerState` converts it to and from torch's format, across ranks.
-"""
+"""Read and write a rank's optimizer state: masters and arrays in the slots of sub-groups, scalars in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import torch
@@ -72,11 +68,11 @@ class Scalars:
         return [piece for piece in layout.subgroup.pieces if own.get(piece.index)]
 
     def replace(self, layout: StateLayout, scalars: PieceScalars) -> None:
-        """Replace a sub-group's scalars; its slot now holds state."""
+        """Replace the sub-group's scalars: its slot now holds state."""
         self._of[layout.subgroup.index] = scalars
 
     def drop(self, layout: StateLayout) -> None:
-        """Drop a sub-group's scalars: its slot now holds masters alone, and its next step initializes state."""
+        """Drop the sub-group's scalars: its slot now holds masters alone, and its next step initializes state."""
         self._of.pop(layout.subgroup.index, None)
 
     def copy(self) -> Scalars:
@@ -100,21 +96,96 @@ class Scalars:
 
 
 @final
+class ParamShards:
+    """Keeps the ranks in step while they read and change masters and state. `trained`: names of the parameters in
+    `units` that have any, on any rank.
+
+    If state is sharded, every rank makes each call in the same order and waits for the others. Otherwise a rank may
+    read alone, and changes are still made on all ranks together. Driver thread.
+    """
+
+    def __init__(
+        self, ranks: Collectives, units: Sequence[Unit], trained: Collection[str], *, is_sharded: bool
+    ) -> None:
+        self.trained = trained
+        self.is_sharded = is_sharded
+        self.ranks = ranks
+        self._places = {entry.param.name: (unit, entry) for unit in units for entry in unit.entries}
+
+    @property
+    def readers(self) -> Collectives:
+        """The ranks that take part in a read: all if state is sharded, else this one."""
+        return self.ranks if self.is_sharded else SingleRank()
+
+    def read(self, call: str, act: Callable[[], Result]) -> Result:
+        """Run `act` on the readers and return this rank's result; an error on one rank is raised on all."""
+        return _run(self.readers, call, act)
+
+    def change(self, call: str, act: Callable[[], Result]) -> Result:
+        """Run `act` on every rank and return this rank's result; an error on one rank is raised on all."""
+        return _run(self.ranks, call, act)
+
+    def spec(self, name: str) -> ParamSpec:
+        """Return the spec of the parameter called `name`."""
+        return self._places[name][1].param
+
+    def gather(self, param: ParamSpec, flat: torch.Tensor) -> torch.Tensor:
+        """Fill `flat` with the other ranks' parts of the parameter, and return it. It holds this rank's part: [numel]
+        on the CPU, in the parameter's memory order."""
+        if not self.is_sharded:
+            return flat
+        unit, entry = self._places[param.name]
+        for rank in range(self.ranks.world_size):
+            shard = unit.shard(rank)
+            start, stop = max(entry.start, shard.start), min(entry.stop, shard.stop)
+            if start < stop:
+                self.ranks.broadcast(flat[start - entry.start : stop - entry.start], rank, param.name)
+        return flat
+
+    def same(self, value: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return rank 0's `value`, as `dtype` on the CPU. Its shape is the same on all ranks."""
+        whole = value.detach().to("cpu", dtype, copy=True)
+        self.ranks.broadcast(whole, 0, "a value that is set")
+        return whole
+
+
+def _run(ranks: Collectives, call: str, act: Callable[[], Result]) -> Result:
+    own: list[Result] = []
+    agree(ranks, call, lambda: own.append(act()), encode=lambda _: None)
+    return own[0]
+
+
+@final
 class StateView:
     """The masters, state arrays and scalars of this rank's sub-groups, on whatever tier their slots are.
 
     The only class that knows how they are stored: all reads and writes between two updates go through it. It keeps one
     invariant: a parameter's value is its master rounded to the parameter's dtype. Used by the driver between steps and
     by the stepping thread within them; access to a slot blocks.
+
+    In torch's format state leaves out fp32 masters, which follow the parameters. Moving it to a plain torch optimizer
+    and back, any number of times, keeps its bits if the state format is lossless.
     """
 
     def __init__(
-        self, layouts: Sequence[StateLayout], rule: UpdateRule, inventory: Inventory, staging: StagingPool | None
+        self,
+        layouts: Sequence[StateLayout],
+        rule: UpdateRule,
+        inventory: Inventory,
+        staging: StagingPool | None,
+        groups: list[dict[str, Any]],
+        params: Mapping[str, nn.Parameter],
+        shards: ParamShards,
     ) -> None:
+        """`groups`: the live param groups. `params`: parameters by name. `shards`: the ranks' parts of the state; if it
+        is sharded, all ranks must call `read` together."""
         self.layouts = layouts
         self.rule = rule
         self.inventory = inventory
         self.staging = staging
+        self.groups = groups
+        self.shards = shards
+        self._params = params
         self.scalars = Scalars(layouts)
         self._segments_of: dict[int, list[tuple[StateLayout, Segment]]] = {}
         """Unit -> its parts, in order."""
@@ -181,7 +252,7 @@ class StateView:
 
     # -- arrays and scalars, sub-group by sub-group --------------------------------------------------------------------
 
-    def leased(
+    def _leased(
         self, layout: StateLayout, read: slice, write: slice | None = None
     ) -> AbstractContextManager[torch.Tensor]:
         """Lease the bytes of a sub-group's slot; see `leased_slot`."""
@@ -199,7 +270,7 @@ class StateView:
         for piece in pieces:
             self.rule.init_state(layout.state(raw, piece, piece.start, piece.stop, views), groups[piece.group])
 
-    def export(self, layout: StateLayout, raw: torch.Tensor, piece: ParamPiece, into: ParamState) -> None:
+    def _export(self, layout: StateLayout, raw: torch.Tensor, piece: ParamPiece, into: ParamState) -> None:
         """Copy the state of a stepped piece, in torch's format, into `into`, the state of its whole parameter. `raw`:
         the slot's bytes."""
         state = layout.state(raw, piece, piece.start, piece.stop)
@@ -231,7 +302,7 @@ class StateView:
         *,
         anew: bool,
     ) -> int:
-        """Set the pieces of `given` (by index) from the state of their whole parameters: the inverse of `export`.
+        """Set the pieces of `given` (by index) from the state of their whole parameters: the inverse of `_export`.
         `anew`: also initialize all other pieces. Returns the number of arrays that were rounded."""
         marks = layout.marks(raw)
         signs = None if marks is None else marks.clone()
@@ -274,108 +345,16 @@ class StateView:
         kept = self.rule.export_state(state, scalars) if narrow else {}
         return sum(not torch.equal(kept[name].cpu(), values[name].detach().cpu()) for name in narrow)
 
-
-def _on_cpu(value: Any) -> Any:
-    return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-
-
-def _cut(piece: ParamPiece, value: torch.Tensor) -> torch.Tensor:
-    """Return the piece's elements, [numel], of an array over its whole parameter."""
-    return piece.param.flatten(value.detach())[piece.param_start : piece.param_start + piece.numel]
-
-
-# -- in torch's format, across ranks -----------------------------------------------------------------------------------
-
-
-@final
-class ParamShards:
-    """The ranks' shards of masters and state, for the parameters in `units` whose names are in `trained`.
-
-    If state is sharded, every rank makes each call in the same order and waits for the others. Otherwise a rank may
-    read alone, and changes are still made on all ranks together. Driver thread.
-    """
-
-    def __init__(
-        self, ranks: Collectives, units: Sequence[Unit], trained: Collection[str], *, is_sharded: bool
-    ) -> None:
-        self.trained = trained
-        self.is_sharded = is_sharded
-        self._ranks = ranks
-        self._places = {entry.param.name: (unit, entry) for unit in units for entry in unit.entries}
-
-    @property
-    def readers(self) -> Collectives:
-        """The ranks that take part in a read: all if state is sharded, else this one."""
-        return self._ranks if self.is_sharded else SingleRank()
-
-    def read(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on the readers and return this rank's result; an error on one rank is raised on all."""
-        return _run(self.readers, call, act)
-
-    def change(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on every rank and return this rank's result; an error on one rank is raised on all."""
-        return _run(self._ranks, call, act)
-
-    def spec(self, name: str) -> ParamSpec:
-        """Return the spec of the parameter called `name`."""
-        return self._places[name][1].param
-
-    def gather(self, param: ParamSpec, flat: torch.Tensor) -> torch.Tensor:
-        """Fill `flat` with the other ranks' parts of the parameter, and return it. It holds this rank's part: [numel]
-        on the CPU, in the parameter's memory order."""
-        if not self.is_sharded:
-            return flat
-        unit, entry = self._places[param.name]
-        for rank in range(self._ranks.world_size):
-            shard = unit.shard(rank)
-            start, stop = max(entry.start, shard.start), min(entry.stop, shard.stop)
-            if start < stop:
-                self._ranks.broadcast(flat[start - entry.start : stop - entry.start], rank, param.name)
-        return flat
-
-    def same(self, value: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return rank 0's `value`, as `dtype` on the CPU. Its shape is the same on all ranks."""
-        whole = value.detach().to("cpu", dtype, copy=True)
-        self._ranks.broadcast(whole, 0, "a value that is set")
-        return whole
-
-    def each(self, call: str, act: Callable[[], Result]) -> list[Result]:
-        """Run `act` on every rank and return all results, which are JSON, in rank order; an error on one is raised on
-        all."""
-        return agree(self._ranks, call, act)
-
-
-def _run(ranks: Collectives, call: str, act: Callable[[], Result]) -> Result:
-    own: list[Result] = []
-    agree(ranks, call, lambda: own.append(act()), encode=lambda _: None)
-    return own[0]
-
-
-@dataclass(eq=False, repr=False)
-class OptimizerState:
-    """Reads and writes the optimizer state in torch's format. Driver thread, while no update runs; blocks.
-
-    It leaves out fp32 masters, which follow the parameters. Moving state to a plain torch optimizer and back, any
-    number of times, keeps its bits if the state format is lossless. `_params`: by name. `shards`: the ranks' parts of
-    the state; if it is sharded, all ranks must call `read` together.
-    """
-
-    _params: Mapping[str, nn.Parameter]
-    _view: StateView
-    shards: ParamShards
-
-    @property
-    def _rule(self) -> UpdateRule:
-        return self._view.rule
+    # -- in torch's format, across ranks -------------------------------------------------------------------------------
 
     def stepped(self) -> list[nn.Parameter]:
         """Return the parameters that have state."""
-        found = {self._params[piece.param.name]: None for x in self._view.layouts for piece in self._stepped(x)}
+        found = {self._params[piece.param.name]: None for x in self.layouts for piece in self._stepped(x)}
         return list(found)
 
     def _stepped(self, layout: StateLayout, only: nn.Parameter | None = None) -> list[ParamPiece]:
         """Return the pieces that have state, of all parameters or of `only`."""
-        stepped = self._view.scalars.stepped(layout)
+        stepped = self.scalars.stepped(layout)
         return stepped if only is None else [piece for piece in stepped if self._params[piece.param.name] is only]
 
     def names_of(self, params: Collection[nn.Parameter]) -> frozenset[str]:
@@ -384,50 +363,42 @@ class OptimizerState:
 
     def is_stepped(self, param: nn.Parameter) -> bool:
         """Return whether a parameter has state on any rank. Every rank calls it."""
-        return any(self.shards.each("optimizer state is set", lambda: any(own is param for own in self.stepped())))
+        is_own = agree(self.shards.ranks, "optimizer state is set", lambda: any(own is param for own in self.stepped()))
+        return any(is_own)
 
-    # -- out -----------------------------------------------------------------------------------------------------------
-
-    def read(
-        self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None = None
-    ) -> dict[nn.Parameter, ParamState]:
+    def read(self, only: nn.Parameter | None = None) -> dict[nn.Parameter, ParamState]:
         """Copy the state of all parameters that have any, or of `only`, to the CPU; formats below fp32 become fp32.
-        `groups`: the live param groups. Raises BudgetError if the copies do not fit into free host memory."""
+        Raises BudgetError if the copies do not fit into free host memory."""
         if self.shards.is_sharded:
-            found = self._read_sharded(groups, only)
+            found = self._read_sharded(only)
         else:
             self._check_room(self._needed_nbytes(only))
-            found = self._read_own(groups, only)
+            found = self._read_own(only)
         return {
             param: found[param]
-            for group in groups
+            for group in self.groups
             for param in group["params"]
             if found.get(param)  # some optimizer classes keep no state for a parameter
         }
 
-    def _read_own(
-        self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None
-    ) -> dict[nn.Parameter, ParamState]:
+    def _read_own(self, only: nn.Parameter | None) -> dict[nn.Parameter, ParamState]:
         """Copy this rank's state. In an array that is split over ranks the other ranks' elements are undefined."""
         found: dict[nn.Parameter, ParamState] = {}
-        view = self._view
-        for layout in view.layouts:
-            stepped, scalars = self._stepped(layout, only), view.scalars.of(layout)
+        for layout in self.layouts:
+            stepped, scalars = self._stepped(layout, only), self.scalars.of(layout)
             for piece in layout.subgroup.pieces:
                 param = self._params[piece.param.name]
                 if scalars.get(piece.index) or (only is not None and only is not param):
                     continue
-                if first := self._rule.first_state(piece.param.shape, groups[piece.group]):
+                if first := self.rule.first_state(piece.param.shape, self.groups[piece.group]):
                     found[param] = first
             if stepped:
-                with view.leased(layout, slice(0, layout.nbytes)) as raw:
+                with self._leased(layout, slice(0, layout.nbytes)) as raw:
                     for piece in stepped:
-                        view.export(layout, raw, piece, found.setdefault(self._params[piece.param.name], {}))
+                        self._export(layout, raw, piece, found.setdefault(self._params[piece.param.name], {}))
         return found
 
-    def _read_sharded(
-        self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None
-    ) -> dict[nn.Parameter, ParamState]:
+    def _read_sharded(self, only: nn.Parameter | None) -> dict[nn.Parameter, ParamState]:
         """Return the state joined from all ranks, on every rank."""
         shards, ranks, own = self.shards, self.shards.readers, dict[nn.Parameter, ParamState]()
         sizes = agree(ranks, "optimizer state is read", lambda: self._needed_nbytes(only))
@@ -435,7 +406,7 @@ class OptimizerState:
 
         def read() -> dict[str, Any]:
             self._check_room(sum(sizes) * local_world_size())
-            own.update({param: flattened(values) for param, values in self._read_own(groups, only).items()})
+            own.update({param: flattened(values) for param, values in self._read_own(only).items()})
             return {names[param]: _described(values) for param, values in own.items()}
 
         described: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -465,7 +436,7 @@ class OptimizerState:
             array = torch.empty(math.prod(shape), dtype=dtype)
             array = param.view(array) if in_param_order else array.view(shape)
         memory = param.flatten(array) if in_param_order else array.view(-1)
-        if self._rule.elementwise:
+        if self.rule.elementwise:
             self.shards.gather(param, memory)
         else:
             self.shards.readers.broadcast(memory, rank, param.name)
@@ -474,9 +445,7 @@ class OptimizerState:
     def _needed_nbytes(self, only: nn.Parameter | None) -> int:
         """Return the bytes that copies of this rank's state take."""
         return sum(
-            self._exported_nbytes(layout, piece)
-            for layout in self._view.layouts
-            for piece in self._stepped(layout, only)
+            self._exported_nbytes(layout, piece) for layout in self.layouts for piece in self._stepped(layout, only)
         )
 
     def _check_room(self, needed: int) -> None:
@@ -490,38 +459,37 @@ class OptimizerState:
 
     def _exported_nbytes(self, layout: StateLayout, piece: ParamPiece) -> int:
         fields, masters = layout.fields(piece), 4 * piece.numel * layout.has_own_masters
-        if self._rule.elementwise:
+        if self.rule.elementwise:
             return 4 * piece.numel * sum(field.block_numel == 1 for field in fields) + masters
         return sum(field.nbytes for field in fields) + masters
 
-    # -- in ------------------------------------------------------------------------------------------------------------
-
     def check(self, states: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ModelError if `write` cannot go on from `states` with the values of `groups`."""
-        for layout in self._view.layouts:
+        for layout in self.layouts:
             for piece in layout.subgroup.pieces:
                 param, hyper = self._params[piece.param.name], groups[piece.group]
                 self._check_planned(layout, piece, hyper)
                 if piece.param_start == 0 and (values := states.get(param)):
                     try:
                         values = {name: value for name, value in values.items() if name != MASTER}
-                        self._rule.check_state(values, piece.param.shape, hyper)
+                        self.rule.check_state(values, piece.param.shape, hyper)
                     except ModelError as error:
                         raise ModelError(f"Optimizer state of {piece.param.name}: {error}") from error
         trained = {param for name, param in self._params.items() if name in self.shards.trained}
         if idle := sum(bool(values) and param not in trained for param, values in states.items()):
             logger.warning("optimizer state of %d parameters that are not trained is left out", idle)
 
-    def check_groups(self, groups: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ModelError if a step fails with the values of `groups` but not with this run's `own`."""
+    def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ModelError if a step fails with the values of `groups` but not with those of now."""
+        own = self.groups
         changed = [index for index, new in enumerate(groups) if new["params"] and changes(own[index], new)]
         for index in changed:
             if (error := self._try_group(groups[index])) is not None and self._try_group(own[index]) is None:
                 raise ModelError(
-                    f"{self._rule.name} cannot step with the values of param group {index} that are loaded; it raised "
+                    f"{self.rule.name} cannot step with the values of param group {index} that are loaded; it raised "
                     f"{type(error).__name__}: {error}. Load the state of an optimizer of this class."
                 ) from error
-        for layout in self._view.layouts:
+        for layout in self.layouts:
             for piece in layout.subgroup.pieces:
                 if piece.group in changed:
                     self._check_planned(layout, piece, groups[piece.group])
@@ -529,25 +497,25 @@ class OptimizerState:
     def _try_group(self, group: Mapping[str, Any]) -> Exception | None:
         """Take a few steps on a small parameter; return the exception that they raise, or None."""
         shape = tuple(min(length, 3) for length in group["params"][0].shape)
-        shape = (max(1, math.prod(shape)),) if self._rule.elementwise else shape
+        shape = (max(1, math.prod(shape)),) if self.rule.elementwise else shape
         try:
-            fields = self._rule.state_fields(shape, group)
+            fields = self.rule.state_fields(shape, group)
             state = {field.name: torch.zeros(field.shape, dtype=field.dtype) for field in fields}
-            self._rule.init_state(state, group)
+            self.rule.init_state(state, group)
             run = Run(master=torch.ones(shape), grad=torch.ones(shape), state=state, scalars={}, hyper=group)
             for _ in range(PROBE_STEPS):
                 run.grad = torch.ones(shape)
-                self._rule.update([run])
+                self.rule.update([run])
         except Exception as error:
             return error
         return None
 
     def _check_planned(self, layout: StateLayout, piece: ParamPiece, hyper: Mapping[str, Any]) -> None:
-        needed = {field.name for field in self._rule.state_fields(piece.param.shape, hyper)}
+        needed = {field.name for field in self.rule.state_fields(piece.param.shape, hyper)}
         planned = {field.name for field in layout.fields(piece)}
         if missing := sorted(needed - planned):
             raise ModelError(
-                f"{self._rule.name} was planned with the state arrays {sorted(planned)}; the param group that is "
+                f"{self.rule.name} was planned with the state arrays {sorted(planned)}; the param group that is "
                 f"loaded needs {missing} besides. Set the option that needs them (momentum, amsgrad ...) in the "
                 "optimizer that is passed to tiered_zero.initialize()."
             )
@@ -555,30 +523,39 @@ class OptimizerState:
     def write(
         self,
         states: Mapping[Any, Mapping[str, Any]],
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Mapping[str, Any]] | None = None,
         only: nn.Parameter | None = None,
     ) -> None:
         """Replace the state of all parameters, or of `only`, by `states`, which `check` has accepted. Parameters that
-        `states` lacks start without state."""
-        num_rounded, view = 0, self._view
-        for layout in view.layouts:
+        `states` lacks start without state. `groups`: the values that the param groups get next, if these change."""
+        num_rounded = 0
+        for layout in self.layouts:
             pieces = layout.subgroup.pieces if only is None else self._stepped(layout, only)
             found = {piece.index: states.get(self._params[piece.param.name]) for piece in pieces}
             given = {index: values for index, values in found.items() if values}
-            has_state = view.scalars.has_state(layout)
+            has_state = self.scalars.has_state(layout)
             if not given and (only is not None or not has_state):
                 continue
             # bytes that were written together are read and written together, so that checksums verify them
             first = 0 if has_state or not layout.initial_nbytes else layout.state_start
             last = layout.nbytes if has_state else layout.initial_nbytes
-            with view.leased(layout, slice(first, last), slice(first, layout.nbytes)) as raw:
+            with self._leased(layout, slice(first, last), slice(first, layout.nbytes)) as raw:
                 if not has_state and layout.masters.follows_params:
                     layout.initialize(raw)
-                num_rounded += view.fill(layout, raw, given, groups, anew=only is None)
+                num_rounded += self.fill(layout, raw, given, groups or self.groups, anew=only is None)
         if num_rounded and only is None:
             logger.warning(
                 "optimizer state was rounded to tiered_zero.state_format as it was loaded (%d arrays)", num_rounded
             )
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _cut(piece: ParamPiece, value: torch.Tensor) -> torch.Tensor:
+    """Return the piece's elements, [numel], of an array over its whole parameter."""
+    return piece.param.flatten(value.detach())[piece.param_start : piece.param_start + piece.numel]
 
 
 def check_name(name: str, known: Collection[str]) -> None:

@@ -70,7 +70,7 @@ def pipeline(engine: tiered_zero.Engine) -> UpdatePipeline:
 
 
 def state_view(engine: tiered_zero.Engine) -> StateView:
-    return pipeline(engine)._view
+    return policy(engine).view
 
 
 def inventory(engine: tiered_zero.Engine) -> Inventory:
