@@ -84,7 +84,7 @@ def free_nbytes(engine: tiered_zero.Engine) -> int:
     """Bytes of the budget that no record has."""
     mover = activations(engine)
     mover._free_dropped()
-    return mover._extents._map.free_nbytes
+    return mover._extents.free_nbytes
 
 
 # -- what moves --------------------------------------------------------------------------------------------------------

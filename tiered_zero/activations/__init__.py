@@ -4,9 +4,9 @@ Promise: backward gets the bytes that forward saved, or torch's error if they we
 their own lane; forward waits only if more is in flight than planned, and what does not fit into the budget stays on the
 device. So resident bytes do not grow with the model's depth.
 
-Owner: `ActivationMover` owns the record of each moved storage, from the hook that saves it to the end of the step;
-`Extents` the budget; a `Place` the bytes there. Never: views of units (unit/saved_views.py saves these by name), what
-a checkpoint recomputes in backward, collectives.
+Owner: `ActivationMover` owns the budget's extents and the record of each moved storage, from the hook that saves it to
+the end of the step; a `Place` owns the bytes there. Never: views of units (unit/saved_views.py saves these by name),
+what a checkpoint recomputes in backward, collectives.
 
 [Note: Saved storages] Whole storages move. Nodes that save views of one storage share one record, found by live
 storage, version and version counter. Autograd keeps a `SavedActivation`: the record, and the view's geometry and

@@ -14,10 +14,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tiered_zero.activations.extents import LANE, Extents, Place
+from tiered_zero.activations.places import LANE, Place
 from tiered_zero.concurrency.transfer import Transfer, wait_quietly
 from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.layout.extents import ExtentMap
 
 MAX_SHARE_OF_STORAGE = 4
 """A view of less than this fraction of its storage stays on the device, with the storage."""
@@ -114,7 +115,7 @@ class ActivationMover:
 
     def __init__(self, place: Place, nbytes: int, settings: MoverSettings, runtime: Runtime) -> None:
         """`nbytes`: the budget of `place`."""
-        self._place, self._extents, self._settings = place, Extents(nbytes), settings
+        self._place, self._extents, self._settings = place, ExtentMap(nbytes), settings
         self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
         self._device = runtime.accelerator.device
         self._records: dict[int, _Record] = {}
@@ -327,14 +328,14 @@ class ActivationMover:
         return counts
 
     def _clear(self) -> None:
-        """Forget all records of the step. No job is queued, and every transfer is complete."""
+        """Drop all records of the step. No job is queued, and every transfer is complete."""
         self._step += 1
         self._next_index = 0
         self._records.clear()
         self._by_key.clear()
         self._writing.clear()
         self._dropped.clear()
-        self._extents.free_all()
+        self._extents = ExtentMap(self._extents.capacity_nbytes)
         self._in_flight_nbytes = 0
         self._ledger.correct("device", "activation_in_flight", 0)
 

@@ -37,7 +37,7 @@ class Home:
         addressed."""
         if (raw := self.tier.view(self.slot)) is None:
             return None
-        start = (segment.unit_start - self.start) * segment.unit.itemsize
+        start = self.offset_of(segment)
         return raw[start : start + segment.nbytes].view(segment.unit.dtype)
 
 

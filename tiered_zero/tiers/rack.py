@@ -22,7 +22,6 @@ from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.staging import StagingSize
 from tiered_zero.record.directory import SwapDir
 from tiered_zero.record.store import SwapStore
-from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.tier import DeviceTier, HostTier, Tier
 
@@ -59,27 +58,25 @@ class TierRack:
     ) -> None:
         """`model_name`: written to the owner files. `adopted`: swap paths -> the state to resume from. Raises
         ConfigError, StoreError and BudgetError."""
-        zero = config.zero_optimization
-        stores: dict[tuple[str, ...], SwapStore] = {}
-        engines: list[IOEngine] = []
-        open_store = _StoreOpener(config=config, model_name=model_name, recorder=runtime.recorder, resources=resources)
-        for paths, nbytes in nvme_needs(config, plan).items():
-            stores[paths], engine = open_store(paths, nbytes, (adopted or {}).get(paths))
-            engines.append(engine)
-        scratch: dict[str, SwapStore] = {}
-        for kind, (paths, nbytes) in scratch_needs(config, plan).items():
-            scratch[kind], engine = open_store(paths, nbytes, None)
-            engines.append(engine)
+        zero, accelerator = config.zero_optimization, runtime.accelerator
+        self._config, self._runtime, self._resources, self._model_name = config, runtime, resources, model_name
+        self._pools: list[StagingPool] = []
+        stores = {
+            paths: self._open_store(paths, nbytes, (adopted or {}).get(paths))
+            for paths, nbytes in nvme_needs(config, plan).items()
+        }
+        scratch = {
+            kind: self._open_store(paths, nbytes, None) for kind, (paths, nbytes) in scratch_needs(config, plan).items()
+        }
         pin = zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
-        accelerator = runtime.accelerator
         self.arena = HostArena(plan.nbytes("host"), accelerator, pin and accelerator.pins, runtime.ledger)
         resources.callback(self.arena.close)
-        self.param_staging = self._pool(plan.staging.params, "staging_param", runtime, resources)
-        self.state_staging = self._pool(plan.staging.state, "staging_state", runtime, resources)
-        self.gradient_staging = self._pool(plan.staging.gradients, "staging_gradient", runtime, resources)
-        self.gradient_windows = self._pool(plan.staging.gradient_windows, "gradient_window", runtime, resources)
+        self.param_staging = self._open_pool(plan.staging.params, "staging_param")
+        self.state_staging = self._open_pool(plan.staging.state, "staging_state")
+        self.gradient_staging = self._open_pool(plan.staging.gradients, "staging_gradient")
+        self.gradient_windows = self._open_pool(plan.staging.gradient_windows, "gradient_window")
         size = plan.activations.staging if plan.activations is not None else StagingSize()
-        self.activation_staging = self._pool(size, "staging_activation", runtime, resources)
+        self.activation_staging = self._open_pool(size, "staging_activation")
         self.host = HostTier(self.arena, runtime)
         self.device = DeviceTier(accelerator, runtime.ledger)
         resources.callback(self.device.close)
@@ -94,8 +91,6 @@ class TierRack:
         }
         for tier in self._all_nvme:
             resources.callback(tier.close)
-        self._param_paths = zero.offload_param.nvme_paths
-        self._state_paths = zero.offload_optimizer.nvme_paths
 
     def drain(self) -> None:
         """Wait for all requests to the disks. The lanes are idle."""
@@ -104,15 +99,8 @@ class TierRack:
 
     def reclaim(self) -> None:
         """Release every staging buffer: lanes and disks are idle, and no step is open."""
-        for pool in (
-            self.param_staging,
-            self.state_staging,
-            self.gradient_staging,
-            self.gradient_windows,
-            self.activation_staging,
-        ):
-            if pool is not None:
-                pool.reclaim()
+        for pool in self._pools:
+            pool.reclaim()
 
     @property
     def _all_nvme(self) -> list[NvmeTier]:
@@ -124,22 +112,63 @@ class TierRack:
 
     def for_gradients(self, name: str) -> Tier:
         """Return the tier called `name`, for gradients."""
-        return {"device": self.device, "host": self.host}.get(name) or self._scratch["gradient"]
+        return self._in_memory(name) or self._scratch["gradient"]
 
     def for_params(self, name: str) -> Tier:
         """Return the tier called `name`, for paged parameters."""
-        return {"device": self.device, "host": self.host}.get(name) or self._nvme[self._param_paths]
+        return self._in_memory(name) or self._nvme[self._config.zero_optimization.offload_param.nvme_paths]
 
     def for_state(self, name: str) -> Tier:
         """Return the tier called `name`, for optimizer state."""
-        return {"device": self.device, "host": self.host}.get(name) or self._nvme[self._state_paths]
+        return self._in_memory(name) or self._nvme[self._config.zero_optimization.offload_optimizer.nvme_paths]
 
-    def _pool(self, size: StagingSize, kind: str, runtime: Runtime, resources: Teardown) -> StagingPool | None:
+    def _in_memory(self, name: str) -> Tier | None:
+        return {"device": self.device, "host": self.host}.get(name)
+
+    def _open_pool(self, size: StagingSize, kind: str) -> StagingPool | None:
         if not size.nbytes:
             return None
-        pool = StagingPool(self.arena, size.nbytes, size.count, kind, runtime.recorder)
-        resources.callback(pool.close)
+        pool = StagingPool(self.arena, size.nbytes, size.count, kind, self._runtime.recorder)
+        self._resources.callback(pool.close)
+        self._pools.append(pool)
         return pool
+
+    def _open_store(self, paths: tuple[str, ...], nbytes: int, adopted: AdoptedStore | None) -> SwapStore:
+        checksums, recorder = self._config.tiered_zero.checksums, self._runtime.recorder
+        if adopted is None:
+            directory = SwapDir.create([*map(Path, paths)], model=self._model_name, owner_note=launch_name())
+        else:
+            directory = SwapDir.open(adopted.directory)
+        self._resources.callback(directory.release)
+        engine = self._open_engine(directory)
+        if adopted is None:
+            weights = _weigh(directory.paths, engine, nbytes)
+            store = SwapStore(
+                directory, engine, capacity_nbytes=nbytes, checksums=checksums, weights=weights, recorder=recorder
+            )
+        else:
+            step, metadata = adopted.step, adopted.metadata
+            store = SwapStore.recover(
+                directory, engine, step=step, metadata=metadata, checksums=checksums, recorder=recorder
+            )
+        self._resources.callback(lambda: store.close(remove=False))
+        return store
+
+    def _open_engine(self, directory: SwapDir) -> IOEngine:
+        aio, settings = self._config.aio, self._config.tiered_zero
+        selection = select_engine(
+            *directory.paths,
+            prefer=settings.io_engine,
+            settings=IOSettings(
+                block_size=aio.block_size, queue_depth=aio.queue_depth, intra_op_parallelism=aio.intra_op_parallelism
+            ),
+            io_timeout_s=settings.io_timeout_s,
+        )
+        self._resources.callback(selection.engine.close)
+        watch(selection.engine)
+        for reason in selection.reasons:
+            logger.info("%s", reason)
+        return selection.engine
 
 
 def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...], int]]:
@@ -162,61 +191,6 @@ def nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
         if nbytes := plan.nbytes("nvme", kind):
             needs[paths] = needs.get(paths, 0) + nbytes
     return needs
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StoreOpener:
-    """Opens the stores of a run; `resources` closes them."""
-
-    config: Config
-    model_name: str
-    recorder: Recorder
-    resources: Teardown
-
-    def __call__(self, paths: tuple[str, ...], nbytes: int, adopted: AdoptedStore | None) -> tuple[SwapStore, IOEngine]:
-        settings, resources = self.config.tiered_zero, self.resources
-        if adopted is None:
-            directory = SwapDir.create([*map(Path, paths)], model=self.model_name, owner_note=launch_name())
-        else:
-            directory = SwapDir.open(adopted.directory)
-        resources.callback(directory.release)
-        engine = self._engine(directory)
-        if adopted is None:
-            store = SwapStore(
-                directory,
-                engine,
-                capacity_nbytes=nbytes,
-                checksums=settings.checksums,
-                weights=_weigh(directory.paths, engine, nbytes),
-                recorder=self.recorder,
-            )
-        else:
-            store = SwapStore.recover(
-                directory,
-                engine,
-                step=adopted.step,
-                metadata=adopted.metadata,
-                checksums=settings.checksums,
-                recorder=self.recorder,
-            )
-        resources.callback(lambda: store.close(remove=False))
-        return store, engine
-
-    def _engine(self, directory: SwapDir) -> IOEngine:
-        aio, settings = self.config.aio, self.config.tiered_zero
-        selection = select_engine(
-            *directory.paths,
-            prefer=settings.io_engine,
-            settings=IOSettings(
-                block_size=aio.block_size, queue_depth=aio.queue_depth, intra_op_parallelism=aio.intra_op_parallelism
-            ),
-            io_timeout_s=settings.io_timeout_s,
-        )
-        self.resources.callback(selection.engine.close)
-        watch(selection.engine)
-        for reason in selection.reasons:
-            logger.info("%s", reason)
-        return selection.engine
 
 
 def on_one_drive(paths: Sequence[Path]) -> bool:

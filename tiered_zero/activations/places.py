@@ -1,4 +1,4 @@
-"""Allocate places for saved activations in one budget, and transfer them there and back."""
+"""Transfer saved activations to their place, one budget of host memory or NVMe, and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.memory.blocks import BlockPool, HeapTrim
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.layout.extents import ExtentMap
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.tier import BufferView, HostTier
@@ -40,25 +39,6 @@ class Place(Protocol):
 
     def finish(self) -> None:
         """Wait for every write. Raises the first error."""
-
-
-@final
-class Extents:
-    """Allocates disjoint parts of the budget; freed ones join their neighbours. Driver thread."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._map = ExtentMap(nbytes)
-
-    def allocate(self, nbytes: int) -> int | None:
-        """Return the offset of a new extent; None if no free one is large enough."""
-        return self._map.allocate(nbytes)
-
-    def free(self, at: int, nbytes: int) -> None:
-        self._map.free(at, nbytes)
-
-    def free_all(self) -> None:
-        self._map = ExtentMap(self.nbytes)
 
 
 @final
