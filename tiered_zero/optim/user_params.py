@@ -13,6 +13,7 @@ from tiered_zero.errors import ModelError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment
+from tiered_zero.tiers.step_gradients import GradientSource
 from tiered_zero.tiers.tier import BufferView
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.unit.model_spec import kept_stride
@@ -26,11 +27,12 @@ def is_in_place(param: Tensor) -> bool:
     return param.device.type == "cpu" and bool(torch.ops.aten.is_non_overlapping_and_dense(param))
 
 
-class UserParameters:
+class UserParameters(GradientSource):
     """Parameters in the user's memory: the sink of the pipeline, and, with their `grad`, its source.
 
     `params`: the tensors of `specs`, in their order. fp32 parameters that the CPU can reach are stepped in place. Used
-    by the thread that steps; copies to a device run on the lane "write_back".
+    by the thread that steps, on compute's own stream, so that gradients have arrived; copies to a device run on the
+    lane "write_back".
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -126,15 +128,6 @@ class UserParameters:
     def has(self, unit: Unit, param: ParamSpec) -> bool:
         return self.params[param.index].grad is not None
 
-    def has_arrived(self, unit: Unit) -> bool:
-        return True
-
-    def wait_transfers(self, unit: Unit) -> None:
-        """Do nothing: `step()` follows backward on compute's own stream."""
-
-    def on_device(self, unit: Unit) -> bool:
-        return False
-
     def part(self, segment: Segment) -> Tensor:
         spec, param = segment.unit.entries[0].param, self.params[segment.unit.index]
         grad = param.grad
@@ -143,15 +136,6 @@ class UserParameters:
         if self._flat_grad is None or grad is not self._flat_grad[0]:
             self._flat_grad = grad, spec.flatten(grad.detach())
         return segment.part_of(self._flat_grad[1]).to("cpu")
-
-    def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
-        """Return None: gradients are in memory."""
-
-    def release(self, unit: Unit) -> None:
-        """Do nothing: gradients are the user's."""
-
-    def release_all(self) -> None:
-        """Do nothing, as `release`."""
 
     def release_gradients(self) -> None:
         """Drop the gradient that `part` keeps: the step has ended."""

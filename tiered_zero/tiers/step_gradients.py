@@ -17,6 +17,7 @@ gradients.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -49,14 +50,51 @@ class UnitShare:
     paged: PagedFlat | None = None
 
 
+class GradientSource(ABC):
+    """The gradients that one update reads, segment by segment. Unless a method is overridden they are all in host
+    memory. One thread at a time."""
+
+    @abstractmethod
+    def has(self, unit: Unit, param: ParamSpec) -> bool:
+        """Return whether the parameter has a gradient in this step."""
+
+    @abstractmethod
+    def part(self, segment: Segment) -> torch.Tensor:
+        """Return a view of the gradients of a segment, [numel], which must rest in memory; elements of parameters
+        without a gradient are undefined."""
+
+    def on_device(self, unit: Unit) -> bool:
+        """Return whether `part` returns memory on the device."""
+        return False
+
+    def has_arrived(self, unit: Unit) -> bool:
+        """Return whether `wait_transfers` would return at once."""
+        return True
+
+    def wait_transfers(self, unit: Unit) -> None:
+        """Block until the unit's gradients are readable by `part`."""
+        return
+
+    def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
+        """Start to read the gradients of a segment from NVMe into all of `out`. Return None if they are not there."""
+        return None
+
+    def release(self, unit: Unit) -> None:
+        """Release the unit's gradients: its update is computed."""
+        return
+
+    def release_all(self) -> None:
+        """Release all gradients: the update has ended or failed."""
+        return
+
+
 @dataclass(frozen=True, kw_only=True)
-class StepGradients:
-    """The gradients of one step, by unit index. The driver adds each unit before the update reaches it."""
+class StepGradients(GradientSource):
+    """The gradients of one step of an engine, by unit index. The driver adds each unit before the update reaches it."""
 
     shares: dict[int, UnitShare] = field(default_factory=dict)
 
     def part(self, segment: Segment) -> torch.Tensor:
-        """Return a view of the gradients of a segment, [numel], which must rest in memory."""
         share = self.shares[segment.unit.index]
         return share.flat[segment.unit_start - share.start :][: segment.numel]
 
@@ -64,17 +102,14 @@ class StepGradients:
         return self.shares[unit.index].on_device
 
     def has(self, unit: Unit, param: ParamSpec) -> bool:
-        """Return whether the parameter has a gradient in this step."""
         share = self.shares.get(unit.index)
         return share is not None and param.index in share.present
 
     def has_arrived(self, unit: Unit) -> bool:
-        """Return whether `wait_transfers` would return at once."""
         last = self.shares[unit.index].last
         return last is None or last.done()
 
     def wait_transfers(self, unit: Unit) -> None:
-        """Block until the unit's gradients are readable by `part`."""
         last = self.shares[unit.index].last
         if last is None:
             return
@@ -85,7 +120,6 @@ class StepGradients:
             last.wait()
 
     def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
-        """Start to read the gradients of a segment from NVMe into all of `out`. Return None if they are not there."""
         share = self.shares.get(segment.unit.index)
         if share is None or share.paged is None:
             return None
@@ -93,13 +127,11 @@ class StepGradients:
         return share.paged.windows.read(share.paged, offset, out)
 
     def release(self, unit: Unit) -> None:
-        """Free the memory of the unit's gradients from NVMe: its update is computed."""
         share = self.shares.get(unit.index)
         if share is not None and share.paged is not None:
             share.paged.windows.drop(share.paged)
 
     def release_all(self) -> None:
-        """Free the memory of all gradients from NVMe: the update has ended or failed."""
         for share in list(self.shares.values()):
             if share.paged is not None:
                 share.paged.windows.drop(share.paged)

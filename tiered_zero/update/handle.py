@@ -26,7 +26,7 @@ from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment
 from tiered_zero.rules.lr import build_scheduler
 from tiered_zero.rules.optimizer_copy import bare_copy
-from tiered_zero.tiers.tier import BufferView
+from tiered_zero.tiers.step_gradients import GradientSource
 from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.update.state_view import ParamState, StateView
 
@@ -147,31 +147,17 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
 
 
 @final
-class ZeroGradients:
-    """A `GradientSource` of zeros for the parameters in `names`."""
+class ZeroGradients(GradientSource):
+    """Zeros for the parameters in `names`."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
 
-    def has(self, _unit: Unit, param: ParamSpec) -> bool:
+    def has(self, unit: Unit, param: ParamSpec) -> bool:
         return param.name in self._names
-
-    def has_arrived(self, _unit: Unit) -> bool:
-        return True
-
-    def on_device(self, _unit: Unit) -> bool:
-        return False
 
     def part(self, segment: Segment) -> torch.Tensor:
         return torch.zeros(segment.numel)
-
-    def read_part(self, _segment: Segment, out: BufferView) -> None:
-        out.tensor.zero_()
-
-    def wait_transfers(self, *_: Unit) -> None:
-        """Return at once: no transfer is under way."""
-
-    release = release_all = wait_transfers
 
 
 # -- calls on state ----------------------------------------------------------------------------------------------------

@@ -22,9 +22,10 @@ from tiered_zero.layout.subgroups import ParamPiece, Segment, SubGroup
 from tiered_zero.rules.optimizer_copy import copied_group
 from tiered_zero.rules.rule import Run
 from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.tiers.step_gradients import GradientSource
 from tiered_zero.update.ready import ReadyQueue, UpdateJob, has_gradient
 from tiered_zero.update.state_view import PieceScalars, StateView
-from tiered_zero.update.subgroup_io import GradientSource, ParameterSink, SubGroupIO, SubGroupWork
+from tiered_zero.update.subgroup_io import ParameterSink, SubGroupIO, SubGroupWork
 
 POLL_S = 0.002
 """How long the loop waits for a sub-group to become ready before it looks for writes that have ended."""

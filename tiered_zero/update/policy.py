@@ -39,12 +39,11 @@ from typing import Any
 from tiered_zero.concurrency.transfer import Completion, FailureLatch, Transfer, wait_all
 from tiered_zero.errors import EngineFailedError, ModelError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.tiers.step_gradients import StepGradients
+from tiered_zero.tiers.step_gradients import GradientSource, StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.unit.update_guard import ShardGather, UpdateGuard
 from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.ready import EagerUpdate, UpdateJob
-from tiered_zero.update.subgroup_io import GradientSource
 
 
 class UpdatePolicy(ABC):

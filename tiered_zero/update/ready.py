@@ -11,9 +11,8 @@ from tiered_zero.concurrency.transfer import Completion, Transfer
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import SubGroup
 from tiered_zero.rules.state_layout import StateLayout
-from tiered_zero.tiers.step_gradients import StepGradients
+from tiered_zero.tiers.step_gradients import GradientSource, StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.update.subgroup_io import GradientSource
 
 
 class ReadyQueue:

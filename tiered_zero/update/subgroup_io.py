@@ -13,41 +13,13 @@ from tiered_zero.concurrency.transfer import Transfer, wait_quietly
 from tiered_zero.hardware.device.lanes import runs_on_lane
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import Segment, SubGroup
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.tiers.step_gradients import GradientSource
 from tiered_zero.tiers.tier import BufferView, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
-
-
-class GradientSource(Protocol):
-    """The gradients of one step; `StepGradients` holds those of an engine. One thread at a time."""
-
-    def has(self, unit: Unit, param: ParamSpec) -> bool:
-        """Return whether the parameter has a gradient in this step."""
-
-    def has_arrived(self, unit: Unit) -> bool:
-        """Return whether `wait_transfers` would return at once."""
-
-    def wait_transfers(self, unit: Unit) -> None:
-        """Block until the unit's gradients are readable by `part`."""
-
-    def on_device(self, unit: Unit) -> bool:
-        """Return whether `part` returns memory on the device."""
-
-    def part(self, segment: Segment) -> torch.Tensor:
-        """Return a view of the gradients of a segment, [numel]; elements of parameters without a gradient are
-        undefined."""
-
-    def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
-        """Start to read the gradients of a segment from NVMe into all of `out`. Return None if they are not there."""
-
-    def release(self, unit: Unit) -> None:
-        """Release the unit's gradients: its update is computed."""
-
-    def release_all(self) -> None:
-        """Release all gradients: the update has ended or failed."""
 
 
 class ParameterSink(Protocol):
