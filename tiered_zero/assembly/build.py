@@ -346,7 +346,6 @@ def _make_step(
         overflow=overflow,
     )
     resources.add("last update", once(step.finish_update))
-    resources.add("last update", pipeline.end)  # before it
     resources.add("open update", step.end_eager_update)
     return step, pager, pipeline, whole
 

@@ -143,9 +143,6 @@ class UserParameters(GradientSource):
 
     # -- the sink of parameters ----------------------------------------------------------------------------------------
 
-    def is_resident(self, segment: Segment) -> bool:
-        return True
-
     def view(self, segment: Segment, kind: str, *, on_device: bool) -> Tensor | None:
         index = segment.unit.index
         if not self._in_place[index]:

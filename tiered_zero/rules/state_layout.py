@@ -321,24 +321,6 @@ class StateLayout:
         for start, stop in gaps(sorted(filled), self.state_start, self.nbytes):
             raw[start:stop].zero_()
 
-    def spans(self, part: SubGroup) -> list[tuple[int, int]]:
-        """Return the places of masters and state of some segments: (first byte in the slot, last + 1), whole pages,
-        disjoint, in order."""
-        spans: list[tuple[int, int]] = []
-        for segment in part.segments:
-            spans += [(start, start + nbytes) for start, nbytes, _ in self.master_spans(segment)]
-            for array in self._arrays_of[None]:
-                elements = _part(array.field, segment.start, segment.stop)
-                itemsize = array.field.dtype.itemsize
-                spans.append((array.offset + elements.start * itemsize, array.offset + elements.stop * itemsize))
-            for piece in segment.pieces:
-                spans += [(array.offset, array.offset + array.field.nbytes) for array in self._arrays_of[piece.index]]
-        merged: list[tuple[int, int]] = []
-        for start, stop in sorted((start - start % PAGE_NBYTES, align_up(stop, PAGE_NBYTES)) for start, stop in spans):
-            first, last = merged.pop() if merged and start <= merged[-1][1] else (start, stop)
-            merged.append((first, max(last, stop)))
-        return merged
-
     def marks(self, raw: torch.Tensor) -> torch.Tensor | None:
         """Return a view of the state array whose signs belong to the masters, [numel]; None if there is none."""
         return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None

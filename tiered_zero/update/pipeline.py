@@ -6,7 +6,6 @@ are written. A `ReadyQueue` feeds it, in step() or in backward; `Prefetcher` rea
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -51,7 +50,6 @@ class UpdatePipeline:
         """For saves and loads: its leases have no room for gradients."""
         self._prefetcher = Prefetcher(self._io, self._open_nowait)
         self._stages = view.staging is not None
-        self._ending = threading.Event()
         self._held: Mapping[int, Transfer] = {}
         """Sub-group -> the transfer that ends when a save has read its state."""
         self._reading: Transfer = COMPLETED
@@ -89,11 +87,6 @@ class UpdatePipeline:
         """Drop what was read ahead, because state changes or the next step needs other sub-groups."""
         self._prefetcher.cancel()
 
-    def end(self) -> None:
-        """Skip updates from now on whose state and parameters are all off the device: the engine closes and nothing
-        would read them. Any thread."""
-        self._ending.set()
-
     def hold(self, until: Mapping[int, Transfer], reading: Transfer = COMPLETED) -> None:
         """Delay the update of each sub-group until its transfer in `until` is done: a save reads it in place. `reading`
         ends when the save has read everything, parameters too; it never fails. Called on the thread that steps."""
@@ -125,16 +118,12 @@ class UpdatePipeline:
             self._io.cancel([*step.opened, *step.written])
             self._prefetcher.cancel()
             raise
-        if self._ending.is_set():
-            self._prefetcher.cancel()
-        elif reads_ahead:
+        if reads_ahead:
             self._prefetcher.end_step()
 
     def _begin(self, step: _Step) -> None:
         """Begin to read ready sub-groups: first all that were prefetched, then others in order while buffers are free.
         If nothing needs to be read, open one at a time, since a shallower one may become ready in backward."""
-        if self._ending.is_set():
-            step.count_skipped(self._drop_unseen(step))
         step.count_skipped(step.queue.take_skipped())
         if self._reads:
             for prefetched in map(self._prefetcher.take, step.queue.take_among(self._prefetcher.subgroups)):
@@ -201,19 +190,10 @@ class UpdatePipeline:
             step.queue.wait(POLL_S)
 
     def _prefetch(self, step: _Step) -> None:
-        if step.queue.peek() is None and not self._ending.is_set():
+        if step.queue.peek() is None:
             if step.queue.has_ended():
                 self._prefetcher.expect_next_step()
             self._prefetcher.read()
-
-    def _drop_unseen(self, step: _Step) -> list[StateLayout]:
-        """Remove and return the sub-groups, not updated yet, that have nothing on the device."""
-        seen = {x.subgroup.index for x in self.view.layouts if self._io.resident_part(x.subgroup).segments}
-        unseen = [work for work in step.opened if work.subgroup.index not in seen]
-        self._io.cancel(unseen)
-        for work in unseen:
-            step.opened.remove(work)
-        return [*(work.layout for work in unseen), *step.queue.clear(keep=seen)]
 
     def _queue_all(self, job: UpdateJob) -> ReadyQueue:
         ready: list[StateLayout] = []
@@ -228,8 +208,7 @@ class UpdatePipeline:
         return queue
 
     def _open_nowait(self, layout: StateLayout, param_kind: str) -> SubGroupWork | None:
-        part = self._io.resident_part(layout.subgroup) if self._ending.is_set() else None
-        return self._io.open_nowait(layout, param_kind, initialized=self.view.scalars.has_state(layout), part=part)
+        return self._io.open_nowait(layout, param_kind, initialized=self.view.scalars.has_state(layout))
 
     def _update(self, work: SubGroupWork, job: UpdateJob) -> None:
         with (

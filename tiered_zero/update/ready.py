@@ -42,10 +42,10 @@ class ReadyQueue:
             self._closed = True
             self._changed.notify()
 
-    def clear(self, keep: Collection[int] = ()) -> list[StateLayout]:
-        """Remove all waiting sub-groups except those in `keep`, and return what was removed."""
+    def clear(self) -> None:
+        """Remove all waiting sub-groups."""
         with self._changed:
-            return [self._ready.pop(index) for index in self._ready.keys() - keep]
+            self._ready.clear()
 
     def peek(self) -> StateLayout | None:
         """Return the shallowest ready sub-group; None if there is none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -25,9 +25,6 @@ from tiered_zero.tiers.unit_update import UnitUpdate
 class ParameterSink(Protocol):
     """The parameters that an update writes, segment by segment. Used by the thread that steps. `kind`: "param", or
     "param_back" for a delayed update."""
-
-    def is_resident(self, segment: Segment) -> bool:
-        """Return whether the parameters rest on the device and outlive the run there."""
 
     def view(self, segment: Segment, kind: str, *, on_device: bool) -> torch.Tensor | None:
         """Return a view, [numel] of the unit's dtype, that the update can write in place; None if new values go through
@@ -53,9 +50,6 @@ class UnitParameters:
     _inventory: Inventory
     _runtime: Runtime
     _device_flat: Callable[[Unit], torch.Tensor]
-
-    def is_resident(self, segment: Segment) -> bool:
-        return self._inventory.find(segment.unit, "param") is None
 
     def view(self, segment: Segment, kind: str, *, on_device: bool) -> torch.Tensor | None:
         home = self._inventory.find(segment.unit, kind)
@@ -106,10 +100,8 @@ class SubGroupWork:
     parameters: [numel] of the unit's dtype. `windows`: for each segment, the staging memory of its parameters; None if
     they are written in place. `grads`: for each segment, its gradients as read, [numel]; None if they rest in memory.
     `pending`: the staged parameters, by their first byte in the unit, that can be forwarded until they are written.
-    `is_last`: the state is not read again.
     """
 
-    subgroup: SubGroup
     layout: StateLayout
     param_kind: str
     raw: torch.Tensor
@@ -123,7 +115,10 @@ class SubGroupWork:
     windows: list[BufferView | None] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)
     pending: list[tuple[UnitUpdate, int]] = field(default_factory=list)
-    is_last: bool = False
+
+    @property
+    def subgroup(self) -> SubGroup:
+        return self.layout.subgroup
 
     def is_written(self) -> bool:
         return all(write.done() for write in self.writes)
@@ -159,23 +154,12 @@ class SubGroupIO:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def resident_part(self, subgroup: SubGroup) -> SubGroup:
-        """Return the part of a sub-group whose parameters rest on the device and outlive the engine."""
-        return replace(subgroup, segments=tuple(s for s in subgroup.segments if self._params.is_resident(s)))
-
     def open_nowait(
-        self,
-        layout: StateLayout,
-        param_kind: str,
-        *,
-        initialized: bool,
-        part: SubGroup | None = None,
-        reads: bool = True,
+        self, layout: StateLayout, param_kind: str, *, initialized: bool, reads: bool = True
     ) -> SubGroupWork | None:
         """Start the reads of a sub-group. Return None while no staging buffer is free.
 
-        `initialized`: it has state in addition to its masters. `part`: update only these segments, for the last time:
-        read no more than they need and do not write their state. `reads`: False if everything is about to be
+        `initialized`: it has state in addition to its masters. `reads`: False if everything is about to be
         replaced."""
         home = self._inventory.home(layout.subgroup, "state")
         raw = home.tier.view(home.slot)
@@ -196,7 +180,6 @@ class SubGroupIO:
             assert lease is not None
             raw = lease.tensor[: layout.nbytes]
         work = SubGroupWork(
-            subgroup=part or layout.subgroup,
             layout=layout,
             param_kind=param_kind,
             raw=raw,
@@ -204,18 +187,13 @@ class SubGroupIO:
             home=home,
             is_staged=staged,
             on_device=on_device,
-            is_last=part is not None,
         )
         try:
             if not reads:
                 return work
-            if staged and lease is not None:
-                stored = layout.nbytes if initialized else layout.initial_nbytes
-                spans = [(0, stored)] if part is None else layout.spans(part)
-                for start, last in spans:
-                    if start < (stop := min(last, stored)):
-                        window = BufferView(raw[start:stop], lease.memory[start:stop])
-                        work.reads.append(home.tier.read(home.slot, window, start))
+            stored = layout.nbytes if initialized else layout.initial_nbytes
+            if staged and lease is not None and stored:
+                work.reads.append(home.tier.read(home.slot, BufferView(raw[:stored], lease.memory[:stored])))
             if layout.masters.needs_params:
                 self._read_params(work)
         except Exception:
@@ -298,7 +276,7 @@ class SubGroupIO:
         until they are written. `after`: what compute had launched; it may still read the parameters on the device.
         `masters_alone`: there is no state but the masters."""
         home, on_device = work.home, work.on_device
-        if work.is_staged and not work.is_last:
+        if work.is_staged:
             assert work.lease is not None
             nbytes = work.layout.master_nbytes if masters_alone else work.layout.nbytes
             work.writes.append(home.tier.write(home.slot, BufferView(work.raw[:nbytes], work.lease.memory[:nbytes])))
