@@ -267,7 +267,6 @@ class StateSaver:
         home = self._state.inventory.home(layout.subgroup, "state")
         if (raw := home.tier.view(home.slot)) is not None and not layout.masters.needs_params:
             work: SubGroupWork | None = SubGroupWork(
-                subgroup=layout.subgroup,
                 layout=layout,
                 param_kind="param",
                 raw=raw,
