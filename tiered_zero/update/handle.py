@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from itertools import accumulate, chain
 from types import MethodType
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -299,17 +299,6 @@ def replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -
 # -- the optimizer of an engine ----------------------------------------------------------------------------------------
 
 
-class EngineCalls(Protocol):
-    """The engine methods that `TieredOptimizer` calls."""
-
-    @property
-    def loss_scale(self) -> float: ...
-
-    def step(self, *, by_optimizer: bool = False) -> None: ...
-
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-
 class TieredOptimizer(TierStateOptimizer):
     """The optimizer that `initialize()` returns. Its `param_groups` are live; its state rests on the tiers.
 
@@ -325,7 +314,8 @@ class TieredOptimizer(TierStateOptimizer):
         super().__init__([{"params": list(group["params"])} for group in source.param_groups], dict(source.defaults))
         self.param_groups = source.param_groups
         self._source = source
-        self._engine: EngineCalls | None = None
+        self._engine: Any = None
+        """The engine, a higher floor of the house: it steps, drops gradients and knows the loss scale."""
         self._refused: Any = None
         for name in _HOOKS:
             setattr(self, name, getattr(source, name))
@@ -356,11 +346,11 @@ class TieredOptimizer(TierStateOptimizer):
     @property
     def loss_scale(self) -> float:
         """Return the factor by which `backward` multiplies the loss: 1 unless the model trains in fp16."""
-        return self._calls().loss_scale
+        return float(self._calls().loss_scale)
 
     cur_scale = loss_scale
 
-    def connect(self, engine: EngineCalls, policy: UpdatePolicy, at_end: Callable[[Callable[[], None]], None]) -> None:
+    def connect(self, engine: Any, policy: UpdatePolicy, at_end: Callable[[Callable[[], None]], None]) -> None:
         """Connect the optimizer to the built run: calls go to `engine`, state is on its tiers, and calls of the user's
         own optimizer come here. `at_end(act)` registers an act that undoes a part of this when the run closes."""
         self._engine = engine
@@ -471,7 +461,7 @@ class TieredOptimizer(TierStateOptimizer):
             )
         super().add_param_group(param_group)
 
-    def _calls(self) -> EngineCalls:
+    def _calls(self) -> Any:
         if self._engine is None:
             raise ModelError("The optimizer steps once tiered_zero.initialize() has returned; it was called before.")
         return self._engine
