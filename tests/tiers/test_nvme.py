@@ -19,8 +19,7 @@ from tiered_zero.errors import EngineFailedError, TransferError
 from tiered_zero.io.aiofile import AiofilesEngine
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.sizes import PAGE_NBYTES
-from tiered_zero.tiers.inventory import Home
-from tiered_zero.tiers.slots import write_slot
+from tiered_zero.tiers.inventory import Home, write_slot
 from tiered_zero.tiers.unit_update import UnitUpdate
 
 

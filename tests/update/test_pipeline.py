@@ -24,8 +24,7 @@ from tiered_zero.layout.subgroups import Segment, cut_subgroups
 from tiered_zero.rules.rule import Run, StateField, UpdateRule
 from tiered_zero.rules.state_layout import MasterFormat, Parts, StateLayout
 from tiered_zero.sizes import MIB
-from tiered_zero.update.pipeline import UpdatePipeline
-from tiered_zero.update.ready import ReadyQueue, UpdateJob
+from tiered_zero.update.pipeline import ReadyQueue, UpdateJob, UpdatePipeline
 from tiered_zero.update.state_view import ParamShards, StateView
 from tiered_zero.update.subgroup_io import UnitParameters
 

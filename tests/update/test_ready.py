@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from tiered_zero.update.ready import ReadyQueue
+from tiered_zero.update.pipeline import ReadyQueue
 
 
 def layout(index: int) -> Any:

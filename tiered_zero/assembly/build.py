@@ -65,8 +65,14 @@ from tiered_zero.unit.update_guard import ShardGather, WholeWeights
 from tiered_zero.unit.visible_gradients import VisibleGradients
 from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer, make_scheduler, restored_on_error
 from tiered_zero.update.pipeline import UpdatePipeline
-from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, GatheringPolicy, OverlappedPolicy, UpdatePolicy
-from tiered_zero.update.ready import EagerUpdate
+from tiered_zero.update.policy import (
+    BarrierPolicy,
+    DelayedPolicy,
+    EagerUpdate,
+    GatheringPolicy,
+    OverlappedPolicy,
+    UpdatePolicy,
+)
 from tiered_zero.update.state_view import ParamShards, StateView
 from tiered_zero.update.subgroup_io import UnitParameters
 

@@ -12,8 +12,7 @@ from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
 from tiered_zero.layout.flat import Unit
-from tiered_zero.tiers.inventory import Inventory
-from tiered_zero.tiers.slots import read_slot, write_slot
+from tiered_zero.tiers.inventory import Inventory, read_slot, write_slot
 
 
 @dataclass(eq=False, repr=False)

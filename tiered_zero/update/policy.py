@@ -39,11 +39,11 @@ from typing import Any
 from tiered_zero.concurrency.transfer import Completion, FailureLatch, Transfer, wait_all
 from tiered_zero.errors import EngineFailedError, ModelError
 from tiered_zero.layout.flat import Unit
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import GradientSource, StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.unit.update_guard import ShardGather, UpdateGuard
-from tiered_zero.update.pipeline import UpdatePipeline
-from tiered_zero.update.ready import EagerUpdate, UpdateJob
+from tiered_zero.update.pipeline import ReadyQueue, UpdateJob, UpdatePipeline, has_gradient
 
 
 class UpdatePolicy(ABC):
@@ -270,6 +270,80 @@ class GatheringPolicy(BarrierPolicy):
         with self._pipeline.runtime.recorder.span("compute", "wait_param"):
             wait_all(gathers)
         self._end_update()
+
+
+class EagerUpdate:
+    """Queues a sub-group of a running job as soon as the gradients of all its units are complete. Driver thread.
+
+    `freeze(unit, into)` moves a unit's gradients from the gradient store to the job. `keep(unit)` is called once every
+    sub-group of the unit is queued: its gradients may then stay in place until they are used.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[StateLayout],
+        freeze: Callable[[Unit, StepGradients], None],
+        keep: Callable[[Unit], None],
+        groups: Sequence[Mapping[str, Any]],
+        after: Transfer,
+    ) -> None:
+        self._layouts = layouts
+        self._layouts_of: dict[int, list[StateLayout]] = {}
+        """Unit -> the sub-groups that hold a part of it."""
+        self._freeze, self._keep = freeze, keep
+        self._queue = ReadyQueue()
+        self._waits_for = {
+            layout.subgroup.index: {segment.unit.index for segment in layout.subgroup.segments} for layout in layouts
+        }
+        for layout in layouts:
+            for index in self._waits_for[layout.subgroup.index]:
+                self._layouts_of.setdefault(index, []).append(layout)
+        self._queued: set[int] = set()
+        self._gradients = StepGradients()
+        self.job = UpdateJob(gradients=self._gradients, grad_scale=1.0, groups=groups, after=after, queue=self._queue)
+
+    def updates(self, unit: Unit) -> bool:
+        """Return whether a sub-group holds a part of the unit."""
+        return unit.index in self._layouts_of
+
+    def incomplete(self, units: Sequence[Unit]) -> list[Unit]:
+        """Return the units whose gradients were not complete in backward."""
+        return [unit for unit in units if unit.index not in self.job.unit_updates]
+
+    def add(self, unit: Unit, after: Transfer) -> None:
+        """Begin the unit's update: its gradients are complete, and compute reads its parameters only until `after`."""
+        self._freeze(unit, self._gradients)
+        for layout in self._layouts_of[unit.index]:
+            waits_for = self._waits_for[layout.subgroup.index]
+            waits_for.discard(unit.index)
+            if not waits_for and layout.subgroup.index not in self._queued:
+                self._queued.add(layout.subgroup.index)
+                self.job.after_of[layout.subgroup.index] = after
+                self._queue.add(layout)
+                for segment in layout.subgroup.segments:
+                    if all(own.subgroup.index in self._queued for own in self._layouts_of[segment.unit.index]):
+                        self._keep(segment.unit)
+
+    def finish(self, gradients: StepGradients, after: Transfer) -> None:
+        """Queue the remaining sub-groups that have a gradient, skip the others, and close the queue. `step()` calls
+        this. `after`: what compute has launched."""
+        self._gradients.fill(gradients)
+        skipped: list[StateLayout] = []
+        for layout in self._layouts:
+            if layout.subgroup.index in self._queued:
+                continue
+            if has_gradient(layout.subgroup, self._gradients):
+                self.job.after_of[layout.subgroup.index] = after
+                self._queue.add(layout)
+            else:
+                skipped.append(layout)
+        self._queue.close(skipped)
+
+    def cancel(self) -> bool:
+        """End the job without the sub-groups that it has not begun. Return whether it may have begun any."""
+        self._queue.clear()
+        self._queue.close()
+        return bool(self._queued)
 
 
 class OverlappedPolicy(UpdatePolicy):

@@ -69,6 +69,5 @@ from tiered_zero.unit.unit_state import LEGAL_CHANGES, UnitState, WeightState
 from tiered_zero.unit.update_guard import UpdateGuard
 from tiered_zero.update import state_view
 from tiered_zero.update.pipeline import UpdatePipeline
-from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy
-from tiered_zero.update.ready import EagerUpdate
+from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, EagerUpdate, OverlappedPolicy
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork, UnitParameters
