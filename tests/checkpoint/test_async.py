@@ -92,11 +92,11 @@ def test_an_update_waits_for_its_own_bytes_alone(
     send = StateSaver._send_subgroup
 
     def stop_and_send(self: StateSaver, work: SubGroupWork) -> None:
-        if work.subgroup.index == 2:
+        if work.layout.subgroup.index == 2:
             reached.set()
             assert gate.wait(60)
         send(self, work)
-        if work.subgroup.index < 2:
+        if work.layout.subgroup.index < 2:
             wait_all(work.writes)
 
     run = RUNS[0]

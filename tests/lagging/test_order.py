@@ -23,7 +23,7 @@ def test_updates_that_backward_leaves_come_in_the_order_of_the_next_forward(devi
     update, add = UpdatePipeline._update, EagerUpdate.add
 
     def held_update(pipeline: UpdatePipeline, work: Any, job: Any) -> None:
-        order.append(work.subgroup.index)
+        order.append(work.layout.subgroup.index)
         if len(order) == 2:
             second_has_begun.set()
         assert (some_are_ready if len(order) == 1 else all_are_ready).wait(60)

@@ -251,7 +251,7 @@ class StateSaver:
         the device; others are read. Raises the first error, once nothing uses the run's memory."""
         try:
             layouts = self._state.own_layouts
-            run_ahead(self._io, layouts, self._begin, lambda work: self._free(work.subgroup.index))
+            run_ahead(self._io, layouts, self._begin, lambda work: self._free(work.layout.subgroup.index))
             for unit in self._state.saved_units(with_frozen):
                 self._send_unit(unit, params.get(unit.index))
             self._send_buffers(buffers)

@@ -267,12 +267,12 @@ class UpdatePipeline:
         if not step.opened:
             return
         work, job = step.opened[0], step.job
-        for segment in work.subgroup.segments:
+        for segment in work.layout.subgroup.segments:
             job.gradients.wait_transfers(segment.unit)
         self._io.read_gradients(work, job.gradients)
         for read in work.reads:
             self._io.wait(read, work)
-        if (held := self._held.get(work.subgroup.index)) is not None and not held.done():
+        if (held := self._held.get(work.layout.subgroup.index)) is not None and not held.done():
             self._io.wait(held, work)
         self._update(work, job)
         self._io.write(work, job.unit_updates, job.after_of.get(work.layout.subgroup.index, job.after))
@@ -326,7 +326,7 @@ class UpdatePipeline:
 
     def _update(self, work: SubGroupWork, job: UpdateJob) -> None:
         with (
-            self.runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"),
+            self.runtime.recorder.span("update", "update", f"sub-group {work.layout.subgroup.index}"),
             self._gradients(work, job.gradients) as grads,
         ):
             self._step_runs(work, job, grads)
@@ -336,7 +336,7 @@ class UpdatePipeline:
         """Return each segment's gradients on the device of its state. If a unit's state is split over tiers its
         gradients rest in host memory. The part for state on the device is copied back into the room of gradients in
         flight, which is empty by now."""
-        segments = work.subgroup.segments
+        segments = work.layout.subgroup.segments
         read = work.grads or [None] * len(segments)
         grads = [gradients.part(s) if part is None else part for s, part in zip(segments, read, strict=True)]
         if not work.on_device or not (
@@ -365,7 +365,7 @@ class UpdatePipeline:
         unstepped: list[tuple[torch.Tensor, torch.Tensor]] = []
         views = layout.views(work.raw)
         self._io.bind_outputs(work)
-        for segment, out, grad in zip(work.subgroup.segments, work.outs, grads, strict=True):
+        for segment, out, grad in zip(work.layout.subgroup.segments, work.outs, grads, strict=True):
             master = layout.masters.bind(masters[segment.start : segment.stop], out)
             position = 0  # relative to the segment, like `first` and `last`
             for pieces in self._spans(segment, gradients, scalars):
@@ -555,7 +555,7 @@ class Prefetcher:
 
     def note_begun(self, work: SubGroupWork) -> None:
         """Note that a sub-group which was not prefetched is begun."""
-        self._begun.add(work.subgroup.index)
+        self._begun.add(work.layout.subgroup.index)
 
     def note_ended(self, work: SubGroupWork) -> None:
         """Note that a sub-group is written. They end in the order in which they were begun."""

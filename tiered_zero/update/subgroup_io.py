@@ -116,10 +116,6 @@ class SubGroupWork:
     writes: list[Transfer] = field(default_factory=list)
     pending: list[tuple[UnitUpdate, int]] = field(default_factory=list)
 
-    @property
-    def subgroup(self) -> SubGroup:
-        return self.layout.subgroup
-
     def is_written(self) -> bool:
         return all(write.done() for write in self.writes)
 
@@ -229,7 +225,7 @@ class SubGroupIO:
         delayed update has swapped homes."""
         places: list[tuple[Segment, torch.Tensor | None, BufferView | None]] = []
         start = work.layout.nbytes if work.is_staged else 0
-        for segment in work.subgroup.segments:
+        for segment in work.layout.subgroup.segments:
             view, window = self._params.view(segment, work.param_kind, on_device=work.on_device), None
             if view is None:
                 assert work.lease is not None
@@ -251,7 +247,7 @@ class SubGroupIO:
         work.grads = []
         start = work.layout.nbytes if work.is_staged else 0
         start += sum(window.tensor.numel() for _, _, window in self._places(work) if window is not None)
-        for segment in work.subgroup.segments:
+        for segment in work.layout.subgroup.segments:
             if not (nbytes := self._gradient_nbytes(segment)):
                 work.grads.append(None)
                 continue
@@ -285,7 +281,7 @@ class SubGroupIO:
                 if window is not None:
                     self._runtime.accelerator.copy(window.tensor, as_bytes(out))
             self._runtime.accelerator.record().wait()
-        for segment, window in zip(work.subgroup.segments, work.windows, strict=True):
+        for segment, window in zip(work.layout.subgroup.segments, work.windows, strict=True):
             if window is not None:
                 unit_update = unit_updates.get(segment.unit.index)
                 written, offset = self._params.write(segment, work.param_kind, window, after, unit_update)
@@ -318,4 +314,4 @@ class SubGroupIO:
             event.wait()
 
     def _span(self, work: SubGroupWork) -> AbstractContextManager[None]:
-        return self._runtime.recorder.span("update", "wait_state", f"sub-group {work.subgroup.index}")
+        return self._runtime.recorder.span("update", "wait_state", f"sub-group {work.layout.subgroup.index}")
