@@ -392,18 +392,15 @@ class TieredOptimizer(TierStateOptimizer):
     def update(self, act: Callable[[], None]) -> None:
         """Run one optimizer step, `act`, between the step hooks. The engine calls this at accumulation boundaries. A
         skipped step runs no hooks, as with torch's GradScaler."""
-        self._act = act
-        try:
-            self._update_between_hooks()
-        finally:
-            del self._act
+
+        @Optimizer.profile_hook_step
+        def run(_: TieredOptimizer) -> None:
+            act()
+
+        run(self)
         self.overflow = False
         for optimizer in (self, self._source):
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it for the order of calls
-
-    @Optimizer.profile_hook_step
-    def _update_between_hooks(self) -> None:
-        self._act()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Call `engine.zero_grad()`."""
