@@ -28,8 +28,9 @@ def test_three_hundred_kills(tmp_path: Path, swap_path: Path, seed: int) -> None
     assert kill_script(tmp_path, swap_path, CASES[seed % len(CASES)], 30, seed).num_kills == 30
 
 
-def test_three_kills_of_ranks(tmp_path: Path, swap_path: Path) -> None:
-    assert kill_ranks(tmp_path, swap_path, RankCase(2, 3, "fp32", 2), 3, 1).num_kills == 3
+@pytest.mark.slow
+def test_a_kill_of_ranks(tmp_path: Path, swap_path: Path) -> None:
+    assert kill_ranks(tmp_path, swap_path, RankCase(2, 3, "fp32", 2), 1, 1).num_kills == 1
 
 
 @pytest.mark.thorough

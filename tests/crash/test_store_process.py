@@ -16,11 +16,17 @@ from tiered_zero.errors import StoreError
 
 ROOT = Path(__file__).parents[2]
 
+IMPORTS = f"""
+from {SwapDir.__module__} import SwapDir
+from {SwapStore.__module__} import SwapStore
+"""
+"""Without torch, which takes ten times as long."""
+
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 from tests.fakes.sync_io import SyncEngine
-from tests.support.inspection.insides import SwapDir, SwapStore
+{imports}
 
 directory = SwapDir.create([Path(path) for path in sys.argv[1].split(",")], model="gpt")
 store = SwapStore(directory, SyncEngine(), capacity_nbytes=1 << 20)
@@ -41,7 +47,7 @@ def start(swap_path: Path) -> Iterator[Start]:
 
     def begin(act: str = "", end: str = "time.sleep(500)", path: str = "") -> subprocess.Popen[str]:
         child = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(act=act, end=end), path or str(swap_path)],
+            [sys.executable, "-c", PROGRAM.format(imports=IMPORTS, act=act, end=end), path or str(swap_path)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
@@ -92,11 +98,10 @@ def test_a_killed_run_resumes_from_its_commit_and_gc_keeps_that(swap_path: Path,
     assert gone.removed and gone.run.state == "dead", "its last owner, this process, has left it to be resumed"
 
 
-COMMITTER = """
+COMMITTER = f"""{IMPORTS}
 import mmap, sys
 from pathlib import Path
 from tiered_zero.io.select import select_engine
-from tests.support.inspection.insides import SwapDir, SwapStore
 
 path = Path(sys.argv[1])
 store = SwapStore(SwapDir.create([path]), select_engine(path).engine, capacity_nbytes=8 << 20)
@@ -106,7 +111,7 @@ for step in range(1, 100_000):
     memory[:] = step.to_bytes(4, "little") * (1 << 18)
     for transfer in [store.write(record, memory) for record in records[: 1 + step % 3]]:
         transfer.wait()
-    store.commit(step, {})
+    store.commit(step, {{}})
     print(step, flush=True)
 """
 
