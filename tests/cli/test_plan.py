@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from tiered_zero.cli import plan_lines
 from tiered_zero.cli.console import DEMO_MODEL
 from tiered_zero.cli.main import main
 from tiered_zero.native.update import available_cpus
@@ -62,7 +62,7 @@ def test_state_is_counted_on_each_of_its_tiers(tmp_path: Path) -> None:
 @pytest.fixture
 def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every directory has 1 TiB free."""
-    monkeypatch.setattr(plan_lines, "_look", lambda path: (os.stat("."), True, 1 << 40))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
 
 
 @pytest.mark.usefixtures("large_disk")
@@ -117,7 +117,7 @@ def test_the_disk_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     needed = sum(row["nbytes"] for row in values["rows"] if row["tier"] == "nvme")
     assert directory["path"] == "swap" and directory["nbytes"] == drive["nbytes"] == needed
     for free_nbytes, code in ((needed, 0), (needed - 1, 1)):
-        monkeypatch.setattr(plan_lines, "_look", lambda path: (os.stat("."), False, free_nbytes))  # noqa: B023
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free_nbytes))  # noqa: B023
         shown = CliRunner().invoke(main, ["plan", CONFIG])
         assert shown.exit_code == code and "nvme_path swap: 144.8 MiB of" in shown.stdout
         assert "(it does not exist yet)" in shown.stdout

@@ -22,7 +22,6 @@ from tests.support.tier_rig import make_runtime
 from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.planner import PagerLimits
-from tiered_zero.plan.request import LookAhead
 
 N = 2048
 FREE = 1 << 30
@@ -49,8 +48,7 @@ class World:
             self.inventory, None, lambda unit, flat, old: self.changed.append(unit.index)
         )
         live_nbytes = live * N * 4 if live < FREE else FREE
-        look_ahead = LookAhead(prefetch_numel=prefetch * N, reuse_numel=reuse * N)
-        limits = PagerLimits(live_nbytes=live_nbytes, look_ahead=look_ahead)
+        limits = PagerLimits(live_nbytes=live_nbytes, prefetch_numel=prefetch * N, reuse_numel=reuse * N)
         self.pager = Pager(self.runtime, self.inventory, offloaded_params, limits, CallPhase())
         self.calls: list[str] = []
         self.units: list[Unit] = []

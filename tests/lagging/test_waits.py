@@ -76,7 +76,7 @@ def check(device: LaggingDevice, step: Step, open_engine: Callable[[nn.Module], 
             torch.manual_seed(0)
             with open_engine(nn.Sequential(*(Block() for _ in range(num_blocks)))) as engine:
                 waits = count_waits(device, engine, step.accumulation)
-                assert engine.plan.gradients.in_flight_nbytes < 3 * NUM_MATRICES * SIDE * SIDE * 4, "a block is a unit"
+                assert engine.plan.in_flight_nbytes < 3 * NUM_MATRICES * SIDE * SIDE * 4, "a block is a unit"
             most = step.accumulation * num_blocks + CONSTANT
             assert waits <= most, f"{waits} waits of {num_blocks} units"
 

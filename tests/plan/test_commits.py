@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support.configs import SMALL_DEVICE
 from tests.support.inspection.insides import specify_run
-from tiered_zero.cli.plan_lines import directory_needs, written_per_commit, written_per_step
+from tiered_zero.cli.plan_lines import directory_needs, written_per_commit
 from tiered_zero.config import load
 from tiered_zero.errors import PlanError
 from tiered_zero.plan.planner import Plan
@@ -87,7 +87,9 @@ def test_directories_hold_both_slots_and_one_is_written_of_what_is_trained(state
     params, states = directory_needs(run)
     assert params["nbytes"] == rows["param"] + rows.get("commit_param", 0)
     assert states["nbytes"] == rows["state"] + rows["commit"] + rows["commit_copy"]
-    assert written_per_step(run) == (UNIT, rows["state"]) and written_per_commit(run) == PAGE_NBYTES
+    written = run.plan.written_nbytes(1, 0)
+    assert written == {"param": UNIT, "state": rows["state"], "gradient": 0, "activation": 0}
+    assert written_per_commit(run) == PAGE_NBYTES
     written = params["written_nbytes_per_step"], states["written_nbytes_per_step"]
     assert written == (UNIT, rows["state"] + PAGE_NBYTES)
 

@@ -17,7 +17,7 @@ from tiered_zero.layout.subgroups import MAX_SUB_GROUP_NUMEL, cut_subgroups
 from tiered_zero.layout.units import find_units
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.planner import Plan, make_plan
-from tiered_zero.plan.request import SubGroupSize, plan_request, unit_rules
+from tiered_zero.plan.request import PlanRequest, SubGroupSize, unit_rules
 from tiered_zero.sizes import GIB
 
 NVME = {"device": "nvme", "nvme_path": "swap"}
@@ -52,7 +52,7 @@ def laid_out() -> tuple[list[Unit], list[SubGroupSize]]:
 def planned(host_nbytes: int, **options: Any) -> Plan:
     limits = {"host": (host_nbytes, "--host-memory"), "device": (80 * GIB, "--device-memory")}
     units, sizes = laid_out()
-    return make_plan(units, sizes, plan_request(config_of(**options), limits=limits, shares_cores=False))
+    return make_plan(units, sizes, PlanRequest(config=config_of(**options), limits=limits))
 
 
 def test_a_model_of_70_billion_fits_64_gib_of_host_memory() -> None:
@@ -78,4 +78,4 @@ def test_nvme_is_refused_where_gradients_cannot_rest_there() -> None:
     with pytest.raises(ConfigError, match="device nvme with nvme"):
         load({"train_micro_batch_size_per_gpu": 1, "tiered_zero": {"gradients": "nvme"}})
     with pytest.raises(ConfigError, match="stage 0 with several ranks"):
-        plan_request(config_of(stage=0, world_size=2, gradients="nvme"), limits={}, shares_cores=False, world_size=2)
+        PlanRequest(config=config_of(stage=0, world_size=2, gradients="nvme"), world_size=2)

@@ -13,25 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.peaks import PeakBytes
+from tests.support.plan_requests import plan_request as request
 from tests.support.units import make_unit
 from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.placement import place_params
 from tiered_zero.plan.planner import Plan, make_plan
-from tiered_zero.plan.request import (
-    ActivationRequest,
-    Limits,
-    ParamRequest,
-    PlanRequest,
-    StateRequest,
-    SubGroupSize,
-    UpdateRequest,
-)
+from tiered_zero.plan.request import NUM_STATE_STAGING, PlanRequest, SubGroupSize
 from tiered_zero.plan.staging import (
     AUTO_STATE_STAGING_NBYTES,
     MAX_AUTO_STAGING_NBYTES,
     NUM_PARAM_STAGING,
-    NUM_STATE_STAGING,
     StagingSize,
 )
 from tiered_zero.rules.rule import Run
@@ -51,31 +43,6 @@ def some_units(dtype: torch.dtype = torch.bfloat16) -> list[Unit]:
         make_unit(3, [2 * K], dtype, persistent=True),
         make_unit(4, [3 * K], dtype, trainable=False),
     ]
-
-
-PARAM_FIELDS = ("max_host_numel", "max_live_numel", "buffer_numel")
-
-
-def request(
-    param_tier: str = "host",
-    optimizer_tier: str = "host",
-    *,
-    update: str = "auto",
-    limits: Limits | None = None,
-    sums_gradients: bool = False,
-    num_buffers: int | None = None,
-    **fields: Any,
-) -> PlanRequest:
-    """`fields`: of ParamRequest and of StateRequest, "state_limits" for its limits; `num_buffers` of both."""
-    of_params = {name: fields.pop(name) for name in PARAM_FIELDS if name in fields}
-    state_limits = fields.pop("state_limits", {})
-    return PlanRequest(
-        params=ParamRequest(tier=param_tier, num_buffers=num_buffers, **of_params),
-        state=StateRequest(tier=optimizer_tier, num_buffers=num_buffers, limits=state_limits, **fields),
-        update=UpdateRequest(policy=update),
-        limits=limits or {},
-        sums_gradients=sums_gradients,
-    )
 
 
 def subgroup(state_nbytes: int, parts: Mapping[int, int], embedding: bool = False) -> SubGroupSize:
@@ -167,7 +134,7 @@ def test_the_delayed_update_keeps_gradients_and_trainable_parameters_twice(param
 def test_updates_in_place_need_no_staging() -> None:
     sizes = [subgroup(PAGE_NBYTES, {0: K})]
     assert "staging_state" not in {row.kind for row in make_plan(some_units(), sizes, request()).rows}
-    plan = make_plan(some_units(), sizes, request(optimizer_tier="nvme"))
+    plan = make_plan(some_units(), sizes, request(state_tier="nvme"))
     assert plan.staging.state == StagingSize(nbytes=PAGE_NBYTES, count=1), "one sub-group never needs two buffers"
 
 
@@ -190,12 +157,12 @@ def test_a_buffer_smaller_than_a_parameter_is_refused_with_the_least_size() -> N
     with pytest.raises(
         ConfigError, match=rf"buffer_size: {7 * K - 1} elements.*u1\.p0 has {7 * K}\. .*at least {7 * K}"
     ):
-        make_plan(some_units(), [], request("nvme", buffer_numel=7 * K - 1))
-    nbytes = make_plan(some_units(), [], request("nvme", buffer_numel=7 * K)).staging.params.nbytes
+        make_plan(some_units(), [], request("nvme", param={"buffer_size": 7 * K - 1}))
+    nbytes = make_plan(some_units(), [], request("nvme", param={"buffer_size": 7 * K})).staging.params.nbytes
     assert nbytes == 2 * 7 * K, "as the user said, though the unit is larger"
-    nbytes = make_plan(some_units(), [], request("nvme", buffer_numel=100 * K)).staging.params.nbytes
+    nbytes = make_plan(some_units(), [], request("nvme", param={"buffer_size": 100 * K})).staging.params.nbytes
     assert nbytes == 2 * 10 * K, "never more than the largest unit"
-    make_plan(some_units(), [], request("host", buffer_numel=1))  # without effect where nothing is staged
+    make_plan(some_units(), [], request("host", param={"buffer_size": 1}))  # without effect where nothing is staged
 
 
 # -- state on several tiers --------------------------------------------------------------------------------------------
@@ -233,7 +200,7 @@ def test_gradients_that_go_back_to_the_device_are_planned(sums: bool) -> None:
     sizes = [subgroup(84 * K, {0: 7 * K}), subgroup(12 * K, {0: K})]
     plan = make_plan([big], sizes, request("host", "host", sums_gradients=sums, state_limits={"device": 84 * K}))
     assert plan.tiers.gradients == {0: "host"}, "a unit that is split"
-    assert plan.gradients.in_flight_nbytes == max(16 * K, 7 * K * (4 if sums else 2))
+    assert plan.in_flight_nbytes == max(16 * K, 7 * K * (4 if sums else 2))
 
 
 SIZED = st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=30)
@@ -242,7 +209,7 @@ SIZED = st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_s
 @given(sized=SIZED, ratio=st.floats(0, 1), last=st.sampled_from(["host", "nvme"]))
 def test_the_ratio_is_kept_to_within_one_sub_group(sized: list[tuple[int, bool]], ratio: float, last: str) -> None:
     sizes = [subgroup(PAGE_NBYTES * pages, {}, embedding) for pages, embedding in sized]
-    plan = make_plan([], sizes, request("host", last, ratio=ratio))
+    plan = make_plan([], sizes, request("host", last, state={"ratio": ratio}))
     total = sum(size.state_nbytes for size in sizes)
     kept = (1 - ratio) * total
     below = [size.state_nbytes for size, tier in zip(sizes, plan.tiers.state, strict=True) if tier != "device"]
@@ -252,7 +219,7 @@ def test_the_ratio_is_kept_to_within_one_sub_group(sized: list[tuple[int, bool]]
         assert set(plan.tiers.state) == {"device"}
 
 
-@given(sized=SIZED, device=st.integers(0, 800), host=st.integers(0, 800), last=st.sampled_from(["host", "nvme"]))
+@given(sized=SIZED, device=st.integers(1, 800), host=st.integers(1, 800), last=st.sampled_from(["host", "nvme"]))
 def test_limits_are_never_passed_and_embeddings_are_the_last_to_leave(
     sized: list[tuple[int, bool]], device: int, host: int, last: str
 ) -> None:
@@ -309,9 +276,13 @@ def test_the_window_shrinks_to_the_device_limit_but_not_below_the_unit_in_use() 
 
 
 def test_max_live_parameters_caps_the_window() -> None:
-    assert window(make_plan(some_units(), [], request(max_live_numel=12 * K))) == 2 * 12 * K
-    assert window(make_plan(some_units(), [], request(max_live_numel=0))) == 2 * 10 * K, "0: the unit in use only"
-    assert window(make_plan(some_units(), [], request(max_live_numel=10 * K - 1))) == 2 * 10 * K, "the unit in use fits"
+    assert window(make_plan(some_units(), [], request(zero={"stage3_max_live_parameters": 12 * K}))) == 2 * 12 * K
+    assert window(make_plan(some_units(), [], request(zero={"stage3_max_live_parameters": 0}))) == 2 * 10 * K, (
+        "0: the unit in use only"
+    )
+    assert (
+        window(make_plan(some_units(), [], request(zero={"stage3_max_live_parameters": 10 * K - 1}))) == 2 * 10 * K
+    ), "the unit in use fits"
 
 
 def test_a_module_inside_a_module_is_in_use_with_it() -> None:
@@ -321,8 +292,8 @@ def test_a_module_inside_a_module_is_in_use_with_it() -> None:
         make_unit(2, [3 * K], module="a.b"),
         make_unit(3, [4 * K], module="ab"),  # no relative of "a"
     ]
-    assert window(make_plan(units, [], request(max_live_numel=6 * K - 1))) == 4 * 6 * K
-    assert window(make_plan(units, [], request(max_live_numel=6 * K))) == 4 * 6 * K
+    assert window(make_plan(units, [], request(zero={"stage3_max_live_parameters": 6 * K - 1}))) == 4 * 6 * K
+    assert window(make_plan(units, [], request(zero={"stage3_max_live_parameters": 6 * K}))) == 4 * 6 * K
     assert window(make_plan(units, [], request())) == 4 * 10 * K
 
 
@@ -335,17 +306,17 @@ def test_a_module_inside_a_module_is_in_use_with_it() -> None:
 )
 def test_max_in_cpu_is_kept_to_within_one_unit(numels: list[int], room: int) -> None:
     units = [make_unit(index, [numel], torch.bfloat16) for index, numel in enumerate(numels)]
-    tiers = place_params(units, request("nvme", max_host_numel=room).params)
+    tiers = place_params(units, request("nvme", param={"max_in_cpu": room}))
     on_host = sum(numel for index, numel in enumerate(numels) if tiers[index] == "host")
     assert on_host <= room
     left = [numel for index, numel in enumerate(numels) if tiers[index] == "nvme"]
     assert not left or on_host + min(left) > room, "no unit is left on nvme that still had room"
-    assert place_params(units, request("host", max_host_numel=room).params) == dict.fromkeys(range(len(units)), "host")
+    assert place_params(units, request("host", param={"max_in_cpu": room})) == dict.fromkeys(range(len(units)), "host")
 
 
 def test_the_first_units_stay_in_host_memory() -> None:
     units = [make_unit(index, [K]) for index in range(4)]
-    assert place_params(units, request("nvme", max_host_numel=2 * K).params) == {
+    assert place_params(units, request("nvme", param={"max_in_cpu": 2 * K})) == {
         0: "host",
         1: "host",
         2: "nvme",
@@ -377,12 +348,12 @@ def test_a_tier_too_small_by_one_byte_is_refused_with_the_table(tier: str) -> No
 
 def test_gradients_of_two_units_are_in_flight_where_an_accelerator_has_room() -> None:
     def in_flight(**fields: Any) -> int:
-        return make_plan(some_units(), SIZES, replace(request("host", "host"), **fields)).gradients.in_flight_nbytes
+        return make_plan(some_units(), SIZES, request("host", "host", **fields)).in_flight_nbytes
 
     device = make_plan(some_units(), SIZES, request("host", "host")).nbytes("device")
     assert in_flight() == in_flight(limits={"device": (device, "")}) == 2 * (10 + 6) * K
     assert in_flight(limits={"device": (device - 1, "")}) == 2 * 10 * K
-    assert in_flight(update=UpdateRequest(shares_cores=True)) == 2 * 10 * K
+    assert in_flight(shares_cores=True) == 2 * 10 * K
 
 
 def test_the_table_sums_up() -> None:
@@ -430,7 +401,7 @@ def test_every_byte_of_the_model_rests_on_one_tier(run: tuple[list[Unit], PlanRe
     plan = make_plan(units, sizes_of(units), wished)
     assert sum(plan.nbytes(tier, "param") for tier in TIERS) == sum(unit.nbytes for unit in units)
     assert sum(plan.nbytes(tier, "state") for tier in TIERS) == sum(size.state_nbytes for size in sizes_of(units))
-    once = make_plan(units, sizes_of(units), replace(wished, sums_gradients=False))
+    once = make_plan(units, sizes_of(units), request(wished.param_tier, wished.state_tier))
     assert sum(once.nbytes(tier, "gradient") for tier in TIERS) == sum(unit.nbytes for unit in units if unit.trainable)
     assert all(row.nbytes > 0 for row in plan.rows)
 
@@ -448,8 +419,10 @@ def test_a_larger_device_gets_no_smaller_window(run: tuple[list[Unit], PlanReque
 @given(run=runs())
 def test_offloading_further_takes_nothing_more_of_the_device(run: tuple[list[Unit], PlanRequest]) -> None:
     units, wished = run
-    on_host = make_plan(units, sizes_of(units), replace(wished, params=replace(wished.params, tier="host")))
-    on_nvme = make_plan(units, sizes_of(units), replace(wished, params=replace(wished.params, tier="nvme")))
+    on_host, on_nvme = (
+        make_plan(units, sizes_of(units), request(tier, wished.state_tier, sums_gradients=wished.sums_gradients))
+        for tier in ("host", "nvme")
+    )
     assert on_host.nbytes("device") == on_nvme.nbytes("device")
     assert on_nvme.nbytes("host", "param") == 0
 
@@ -459,7 +432,7 @@ def test_offloading_further_takes_nothing_more_of_the_device(run: tuple[list[Uni
     [(MIB, MIB, MIB), (64 * MIB, 64 * MIB, 16 * MIB), (4 << 30, 4 << 30, 256 * MIB), (1 << 40, 1 << 40, 1 << 30)],
 )
 def test_activations_have_a_budget_and_what_is_on_its_way(limit: int, budget: int, in_flight: int) -> None:
-    asked = replace(request("device", "host"), activations=ActivationRequest(tier="nvme", nbytes=limit))
+    asked = request("device", "host", activations={"device": "nvme", "nvme_path": "swap", "limit": limit})
     plan = make_plan(some_units(), [], asked)
     assert (plan.nbytes("nvme", "activation"), plan.nbytes("device", "activation_in_flight")) == (budget, in_flight)
     assert plan.nbytes("host", "staging_activation") == 4 * min(in_flight, MAX_AUTO_STAGING_NBYTES)
@@ -468,11 +441,11 @@ def test_activations_have_a_budget_and_what_is_on_its_way(limit: int, budget: in
 def test_without_a_limit_activations_take_a_quarter_of_the_host_memory_that_is_left() -> None:
     limits = {"host": (400 * MIB, "here")}
     without = make_plan(some_units(), [], request("host", "host", limits=limits))
-    asked = replace(request("host", "host", limits=limits), activations=ActivationRequest(tier="host"))
+    asked = request("host", "host", limits=limits, activations={"device": "cpu"})
     left = 400 * MIB - without.nbytes("host")
     found = make_plan(some_units(), [], asked).nbytes("host", "activation")
     assert found == left // 4 // PAGE_NBYTES * PAGE_NBYTES
-    asked = replace(asked, activations=ActivationRequest(tier="host", nbytes=MIB * 500))
+    asked = request("host", "host", limits=limits, activations={"device": "cpu", "limit": MIB * 500})
     with pytest.raises(PlanError, match=r"Lower tiered_zero\.activations\.limit"):
         make_plan(some_units(), [], asked).check()
 
@@ -482,12 +455,12 @@ def test_the_window_is_planned_in_the_segments_of_the_devices_allocator() -> Non
     for sizes_mib, expected_mib in (([7, 7, 7], 40), ([11, 11, 11], 36), ([12, 7, 0.5], 32.5), ([5, 5, 5, 5], 20)):
         units = [make_unit(index, [int(size * MIB / 2)], torch.bfloat16) for index, size in enumerate(sizes_mib)]
         for segments, window in ((True, expected_mib), (False, sum(sorted(sizes_mib)[-3:]))):
-            plan = make_plan(units, [], replace(request(), segments=segments))
+            plan = make_plan(units, [], request(segments=segments))
             assert plan.nbytes("device", "param_window") == window * MIB
             assert plan.pager_limits.live_nbytes == sum(sorted(sizes_mib)[-3:]) * MIB
     limits = {"device": (30 * MIB, "a limit")}
     units = [make_unit(index, [7 * MIB // 2], torch.bfloat16, trainable=False) for index in range(3)]
-    plan = make_plan(units, [], replace(request(limits=limits), segments=True))
+    plan = make_plan(units, [], request(limits=limits, segments=True))
     assert plan.missing_nbytes("device") <= 0 and plan.pager_limits.live_nbytes < 21 * MIB
 
 
@@ -526,8 +499,7 @@ def test_the_temporaries_of_an_update_on_a_device_are_planned(
         rule.update([run])
         rule.update([run])
     size = subgroup(4 * numel * (1 + len(fields)), {0: numel})
-    asked = request(optimizer_tier="device")
-    asked = replace(asked, update=replace(asked.update, temporaries=rule.temporaries))
+    asked = request(state_tier="device", temporaries=rule.temporaries)
     plan = make_plan([make_unit(0, [numel], torch.bfloat16)], [size], asked)
     planned = plan.nbytes("device", "update_temporary")
     assert peak.nbytes <= planned + 64 * K and planned <= 2 * peak.nbytes

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plan.test_planner import SIZES, K, request, rows, some_units, subgroup
+from tests.plan.test_planner import SIZES, K, rows, some_units, subgroup
+from tests.support.plan_requests import plan_request as request
 from tests.support.units import make_unit
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.remedies import how_to_fit
@@ -34,7 +35,11 @@ LARGE_PARAMS = [subgroup(K, {})]
     [
         (planned("device", "host", "device"), "device", "Offload parameters (zero_optimization.offload_param"),
         (planned("host", "device", "device"), "device", "Offload the optimizer (zero_optimization.offload_optimizer)"),
-        (planned("host", "host", "device", ratio=0.5), "device", "Raise zero_optimization.offload_optimizer.ratio"),
+        (
+            planned("host", "host", "device", state={"ratio": 0.5}),
+            "device",
+            "Raise zero_optimization.offload_optimizer.ratio",
+        ),
         (
             planned("host", "nvme", "device", state_limits={"device": MIB}),
             "device",
@@ -43,7 +48,9 @@ LARGE_PARAMS = [subgroup(K, {})]
         (planned("host", "host", "host", sizes=LARGE_STATE), "host", "Set zero_optimization.offload_optimizer.device"),
         (planned("host", "device", "host"), "host", "Set zero_optimization.offload_param.device to nvme"),
         (
-            planned("nvme", "device", "host", sizes=[], max_host_numel=11 * K, num_buffers=1, buffer_numel=9 * K),
+            planned(
+                "nvme", "device", "host", sizes=[], num_buffers=1, param={"max_in_cpu": 11 * K, "buffer_size": 9 * K}
+            ),
             "host",
             "Lower zero_optimization.offload_param.max_in_cpu",
         ),

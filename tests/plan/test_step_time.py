@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.plan_requests import plan_request
 from tests.support.units import make_unit
 from tiered_zero.plan.machine import Disk, Machine
 from tiered_zero.plan.planner import Plan, make_plan
-from tiered_zero.plan.request import ParamRequest, PlanRequest, StateRequest, SubGroupSize, UpdateRequest
+from tiered_zero.plan.request import SubGroupSize
 from tiered_zero.plan.step_time import (
     NUM_MICRO_BATCHES,
     OTHER_SHARE,
@@ -54,11 +55,13 @@ def plan_of(
         for unit in units
         for _ in range(parts)
     ]
-    update = UpdateRequest(policy=policy, checks_gradients=clips)
-    request = PlanRequest(
-        params=ParamRequest(tier="device"), state=StateRequest(tier=state, limits=limits), update=update
+    return make_plan(
+        units,
+        sizes,
+        plan_request(
+            "device", state, update=policy, clips=clips, state_limits={tier: n for tier, n in limits.items() if n}
+        ),
     )
-    return make_plan(units, sizes, request)
 
 
 def work(plan: Plan, **fields: Any) -> Work:

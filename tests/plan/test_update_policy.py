@@ -8,8 +8,8 @@ import pytest
 from tests.support.inspection import policy
 from tests.support.inspection.insides import BarrierPolicy, DelayedPolicy, OverlappedPolicy
 from tests.support.models import ParityGPT, batch
+from tests.support.plan_requests import plan_request
 from tests.support.trainers import PLACEMENTS, tiered
-from tiered_zero.plan.request import UpdateRequest
 from tiered_zero.plan.resolve import choose_update_policy
 
 CLASSES = {"barrier": BarrierPolicy, "overlapped": OverlappedPolicy, "delayed": DelayedPolicy}
@@ -20,7 +20,7 @@ ALL_TIERS = [{"device"}, {"host"}, {"nvme"}, {"device", "host"}, {"device", "nvm
 @pytest.mark.parametrize("tiers", ALL_TIERS, ids=lambda tiers: "+".join(sorted(tiers)))
 def test_a_request_is_honoured_wherever_the_policy_has_work_of_its_own(tiers, shares_cores):
     for requested, checks in itertools.product(["barrier", "overlapped", "delayed"], [False, True]):
-        request = UpdateRequest(policy=requested, shares_cores=shares_cores, checks_gradients=checks)
+        request = plan_request(update=requested, shares_cores=shares_cores, clips=checks)
         choice = choose_update_policy(request, tiers)
         on_device = requested == "overlapped" and tiers == {"device"}
         assert choice.policy == ("barrier" if on_device else requested)
@@ -31,7 +31,7 @@ def test_a_request_is_honoured_wherever_the_policy_has_work_of_its_own(tiers, sh
 
 def test_auto_takes_barrier_where_nothing_would_be_gained():
     def auto(*tiers, shares_cores):
-        request = UpdateRequest(shares_cores=shares_cores, checks_gradients=True)
+        request = plan_request(shares_cores=shares_cores, clips=True)
         return choose_update_policy(request, tiers).policy
 
     assert auto("host", shares_cores=True) == auto("device", shares_cores=False) == "barrier"

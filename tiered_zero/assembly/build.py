@@ -45,7 +45,7 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.native.update import num_kernel_threads
 from tiered_zero.plan.placement import BUFFERS
 from tiered_zero.plan.planner import Plan
-from tiered_zero.plan.request import RankRequest
+from tiered_zero.plan.request import PlanRequest
 from tiered_zero.rules.kernel_rule import open_kernel
 from tiered_zero.system.process import processor_name
 from tiered_zero.telemetry.monitors import Monitors, Open, csv_in, tensorboard_in, wandb_of
@@ -241,7 +241,7 @@ def _make_parts(
 ) -> _Parts:
     """Build the movers, and check the optimizer's state. The model stays as it is."""
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
-    is_sharded, groups = run_spec.plan.request.ranks.shards_state, run_spec.source.param_groups
+    is_sharded, groups = run_spec.plan.request.shards_state, run_spec.source.param_groups
     shards = ParamShards(runtime.collectives, run_spec.units, run_spec.trained, is_sharded=is_sharded)
     params = {spec.name: param for param, spec in run_spec.specs.items()}
     view = StateView(run_spec.layouts, run_spec.rule, inventory, tiers.state_staging, groups, params, shards)
@@ -387,6 +387,7 @@ def _make_gradients(
 ) -> tuple[GradientStore, GradientReducer | None]:
     """Give every gradient its home; with many ranks also make the reducer of their averages."""
     plan, tiers, runtime = run_spec.plan, machine.tiers, machine.runtime
+    request = plan.request
     trainable = [unit for unit in run_spec.units if unit.trainable]
     on_device = {index for index, tier in plan.tiers.gradients.items() if tier == "device"}
     windows = None
@@ -401,10 +402,10 @@ def _make_gradients(
         UnitGradients.reserve(
             unit,
             tiers.for_gradients(plan.tiers.gradients[unit.index]),
-            nbytes=plan.gradients.nbytes(unit),
-            dtype=torch.float32 if plan.gradients.sums else unit.dtype,
+            nbytes=request.gradient_nbytes(unit),
+            dtype=torch.float32 if request.sums_gradients else unit.dtype,
             has_spare=plan.delayed,
-            shard=None if plan.gradients.rank is None else unit.shard(plan.gradients.rank),
+            shard=unit.shard(request.rank) if request.shards_gradients else None,
             windows=windows,
             cuts=cuts.get(unit.index, ()),
         )
@@ -415,18 +416,18 @@ def _make_gradients(
         for unit in trainable
         for param, entry in zip(run_spec.params_of(unit), unit.entries, strict=True)
     }
-    threads = num_kernel_threads(shares_cores=plan.request.update.shares_cores)
+    threads = num_kernel_threads(shares_cores=request.shares_cores)
     norms = GradNorm(run_spec.rule.kernel or open_kernel(num_threads=threads))
-    in_flight = InFlightGradients(runtime, plan.gradients.in_flight_nbytes, tiers.gradient_staging, norms)
+    in_flight = InFlightGradients(runtime, plan.in_flight_nbytes, tiers.gradient_staging, norms)
     store = GradientStore(entries, units, machine.inventory, runtime, in_flight, norms, overflow)
     if runtime.collectives.world_size == 1:
         return store, None
-    size, ranks = plan.staging.buckets, plan.request.ranks
+    size = plan.staging.buckets
     tier = tiers.device if plan.staging.bucket_tier == "device" else tiers.host
     slots = [tier.reserve(f"bucket/{index}", size.nbytes, "bucket") for index in range(size.count)]
     memory = [tier.view(slot)[: size.nbytes] for slot in slots]
-    buckets = cut_buckets(trainable, ranks.world_size, ranks.bucket_numel)
-    reduction = _make_reduction(run_spec.config, ranks, buckets, on_device=len(on_device) == len(trainable))
+    buckets = cut_buckets(trainable, request.world_size, request.bucket_numel)
+    reduction = _make_reduction(run_spec.config, request, buckets, on_device=len(on_device) == len(trainable))
     return store, GradientReducer(store, units, runtime, memory, reduction)
 
 
@@ -434,39 +435,39 @@ def _paged_gradients(run_spec: RunSpec) -> dict[int, torch.dtype]:
     """Map each unit whose gradients rest on NVMe to their dtype."""
     plan = run_spec.plan
     return {
-        unit.index: torch.float32 if plan.gradients.sums else unit.dtype
+        unit.index: torch.float32 if plan.request.sums_gradients else unit.dtype
         for unit in run_spec.units
         if plan.tiers.gradients.get(unit.index) == "nvme"
     }
 
 
-def _make_reduction(config: Config, ranks: RankRequest, buckets: Sequence[Bucket], *, on_device: bool) -> Reduction:
+def _make_reduction(config: Config, request: PlanRequest, buckets: Sequence[Bucket], *, on_device: bool) -> Reduction:
     """Read from `config` how gradients are scaled and summed, as DeepSpeed does: by default they are divided by the
     number of ranks, then summed; if the sum is divided, gradients are divided by a factor before. `on_device`: all of
     them rest there."""
     factor, first = config.gradient_predivide_factor, config.prescale_gradients
     if first is None:
         first = factor == 1.0
-    divisor = ranks.world_size if config.gradient_allreduce_op == "mean" else 1
+    divisor = request.world_size if config.gradient_allreduce_op == "mean" else 1
     before, after = (divisor, 1.0) if first else (factor, divisor / factor)
     name = config.communication_data_type
     dtype = None if name is None else {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
     return Reduction(
         buckets=buckets,
-        gathers=not ranks.shards_state,
+        gathers=not request.shards_state,
         before=before,
         after=after,
         dtype=dtype,
-        overlaps=ranks.shards_params or config.zero_optimization.overlap_comm is not False,
-        shards_params=ranks.shards_params,
-        in_backward=config.zero_optimization.overlap_comm is True and on_device and not ranks.shards_gradients,
+        overlaps=request.shards_params or config.zero_optimization.overlap_comm is not False,
+        shards_params=request.shards_params,
+        in_backward=config.zero_optimization.overlap_comm is True and on_device and not request.shards_gradients,
     )
 
 
 def _make_whole(run_spec: RunSpec, runtime: Runtime, pager: Pager) -> WholeWeights:
     units = [unit for unit in run_spec.units if any(entry.param.name in run_spec.trained for entry in unit.entries)]
-    ranks = run_spec.plan.request.ranks
-    is_sharded = ranks.shards_state and not ranks.shards_params
+    request = run_spec.plan.request
+    is_sharded = request.shards_state and not request.shards_params
     gather = ShardGather(runtime, units, _flats(pager)) if is_sharded else None
     return WholeWeights(guard=pager.updates, gather=gather)
 
@@ -540,7 +541,7 @@ def _chosen_monitors(config: Config) -> dict[str, Open]:
 
 def _make_copies(run_spec: RunSpec, homes: dict[int, Home], state: RunState) -> DurableCopies | None:
     """Copy to `homes` what no committed slot holds; None without in-place commits."""
-    if run_spec.plan.request.commits is None:
+    if not run_spec.plan.request.commits:
         return None
 
     def flat(unit: Unit) -> torch.Tensor:

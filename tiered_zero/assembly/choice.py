@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tiered_zero.assembly.rates import TO_MEASURE, load_measured
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError
+from tiered_zero.io.preflight import nearest_directory
 from tiered_zero.plan.activations import ActivationEstimate, BlockShape, estimate_activations
 from tiered_zero.plan.choice import NUM_SHOWN, Candidate, PlacementSearch
 from tiered_zero.plan.machine import Disk, Machine
@@ -116,7 +117,7 @@ def make_predictor(
 def predicted_seconds(config: Config, model: nn.Module, plan: Plan) -> dict[str, float]:
     """Return tokens and seconds of a step, and seconds by lane, for the run's report; nothing if the rates of this
     machine are not known, and with several ranks."""
-    if plan.request.ranks.world_size > 1 or config.optimizer is None:
+    if plan.request.world_size > 1 or config.optimizer is None:
         return {}
     try:
         step = make_predictor(config, model)(plan)
@@ -141,7 +142,7 @@ def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
     if rates is not None and rates.disks:
         sizes = [disk.nbytes for disk in rates.disks]
         return None if None in sizes else sum(filter(None, sizes))
-    return min((shutil.disk_usage(_existing(path)).free for path in paths), default=None)
+    return min((shutil.disk_usage(nearest_directory(path)).free for path in paths), default=None)
 
 
 def save_choice(run_spec: RunSpec) -> list[str]:
@@ -170,17 +171,9 @@ def _rates_here(paths: Sequence[str]) -> Machine:
 
 def _disk_of(path: str, disks: Sequence[Disk]) -> Disk | None:
     """Return the disk that was measured in the file system of the path."""
-    device = os.stat(_existing(path)).st_dev
+    device = os.stat(nearest_directory(path)).st_dev
     same = [disk for disk in disks if os.path.isdir(disk.path) and os.stat(disk.path).st_dev == device]
     return same[-1] if same else None
-
-
-def _existing(path: str) -> str:
-    """Return the directory, or the nearest one above it that exists."""
-    path = os.path.abspath(os.path.expanduser(path))
-    while not os.path.isdir(path):
-        path = os.path.dirname(path)
-    return path
 
 
 def estimate_of(model: nn.Module, config: Config, length: int | None = None) -> ActivationEstimate | None:

@@ -166,7 +166,7 @@ def open_machine(
     tiers = TierRack(config, plan, runtime, acts, model_name=model_name, adopted=adopted)
     inventory = Inventory()
     copy_homes: dict[int, Home] = {}
-    starts = {index: units[index].shard(plan.request.ranks.rank).start for index in plan.tiers.sharded}
+    starts = {index: units[index].shard(plan.request.rank).start for index in plan.tiers.sharded}
     for slot in slots:
         of_param = slot.kind in ("param", "param_back")
         tier = tiers.for_params(slot.tier) if of_param else tiers.for_state(slot.tier)

@@ -29,10 +29,8 @@ from tiered_zero.plan.rank_facts import compare_facts
 from tiered_zero.plan.request import (
     Limits,
     PlanRequest,
-    RankRequest,
     SubGroupSize,
     limit_of,
-    plan_request,
     splits_masters_off_device,
     unit_rules,
 )
@@ -86,7 +84,7 @@ class RunSpec:
     @cached_property
     def layouts(self) -> list[StateLayout]:
         """The slot of each sub-group."""
-        groups, masters = self.source.param_groups, master_format(self.plan.request.state.format)
+        groups, masters = self.source.param_groups, master_format(self.plan.request.state_format)
         return [StateLayout(subgroup, self.rule, groups, masters) for subgroup in self.subgroups]
 
     @cached_property
@@ -186,26 +184,26 @@ class _Cut:
 def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Collectives) -> RunSpec:
     """Specify the run of a model whose parameters and optimizer have been looked at."""
     effective, request = _request(config, cut.model, machine, ranks)
-    state, rule = request.state, cut.make_rule(request.state.format, request.ranks, request.update.shares_cores)
+    rule = cut.make_rule(request.state_format, request.world_size, request.shards_params, request.shares_cores)
     if machine.device_nbytes is not None or find_device(config.tiered_zero.device).type != "cpu":
-        request = replace(request, update=replace(request.update, temporaries=rule.temporaries))
+        request = replace(request, temporaries=rule.temporaries)
     rules = unit_rules(effective, ranks.world_size, whole_params=not rule.elementwise)
     units = cut.find_units(rules)
-    rank = ranks.rank if request.ranks.shards_state else None
+    rank = ranks.rank if request.shards_state else None
 
     def cut_into(numel: int) -> tuple[list[SubGroup], list[SubGroupSize]]:
-        found = cut.cut(rules, rule, state.format, state.is_split, rank, numel)
-        _check_group_state(rule, config, request.ranks)  # the rule knows of such state from its first layout on
+        found = cut.cut(rules, rule, request.state_format, request.splits_state, rank, numel)
+        _check_group_state(rule, request)  # the rule knows of such state from its first layout on
         return found
 
     size = sub_group_numel(
         config.zero_optimization.sub_group_size,
         units,
-        in_memory=state.tier != "nvme" and not state.is_split,
-        shares_cores=request.update.shares_cores,
+        in_memory=request.state_tier != "nvme" and not request.splits_state,
+        shares_cores=request.shares_cores,
     )
     subgroups, plan, size = _plan_to_fit(cut_into, units, rule, size, request)
-    check_params(master_format(state.format), subgroups, plan.tiers.params, plan.tiers.state)
+    check_params(master_format(request.state_format), subgroups, plan.tiers.params, plan.tiers.state)
     return RunSpec(
         config=config,
         effective_config=effective,
@@ -239,8 +237,8 @@ def _request(
     limits, settings = _limits(config, model, machine, ranks), config.tiered_zero
     on_cpu = machine.device_nbytes is None and shares_cores(settings.device, settings.debug_delay_seed)
     effective = resolve_host_tiers(config, limits, shares_cores=on_cpu, world_size=ranks.world_size)
-    request = plan_request(
-        effective,
+    request = PlanRequest(
+        config=effective,
         limits=limits,
         shares_cores=on_cpu,
         device_is_host=on_cpu,
@@ -252,25 +250,28 @@ def _request(
     return effective, request
 
 
-def _make_rule(source: Optimizer, state_format: str, ranks: RankRequest, shares_cores: bool) -> UpdateRule:
+def _make_rule(
+    source: Optimizer, state_format: str, world_size: int, steps_parts: bool, shares_cores: bool
+) -> UpdateRule:
     """Make the rule that steps the state in its format. Raises ModelError for one that cannot step parts."""
     threads = num_kernel_threads(shares_cores=shares_cores)
-    rule = make_rule(source, state_format, steps_parts=ranks.shards_params, num_threads=threads)
-    if ranks.shards_params and not rule.elementwise:
+    rule = make_rule(source, state_format, steps_parts=steps_parts, num_threads=threads)
+    if steps_parts and not rule.elementwise:
         raise ModelError(
-            f"{rule.name} steps whole parameters, and at stage 3 each of {ranks.world_size} ranks has a part of them. "
+            f"{rule.name} steps whole parameters, and at stage 3 each of {world_size} ranks has a part of them. "
             "Set zero_optimization.stage to 2, where each rank steps parameters of its own, or take Adam, AdamW, SGD, "
             "Adagrad or Lion."
         )
     return rule
 
 
-def _check_group_state(rule: UpdateRule, config: Config, ranks: RankRequest) -> None:
+def _check_group_state(rule: UpdateRule, request: PlanRequest) -> None:
     """Raise ModelError if ranks step parts of a param group whose state belongs to the whole group."""
-    if rule.keeps_group_state and ranks.shards_state:
+    if rule.keeps_group_state and request.shards_state:
+        stage = request.config.zero_optimization.stage
         raise ModelError(
-            f"{rule.name} keeps state of whole param groups, and at stage {config.zero_optimization.stage} each of "
-            f"{ranks.world_size} ranks steps a part of them. Set zero_optimization.stage to 0."
+            f"{rule.name} keeps state of whole param groups, and at stage {stage} each of {request.world_size} "
+            "ranks steps a part of them. Set zero_optimization.stage to 0."
         )
 
 
@@ -310,7 +311,7 @@ def _facts(run_spec: RunSpec) -> dict[str, Any]:
         "param groups": run_spec.group_of,
         "update policy": plan.update_policy.policy,
         "tiered_zero.delay_start_step": settings.delay_start_step if plan.delayed else None,
-        "tiered_zero.state_format": plan.request.state.format,
+        "tiered_zero.state_format": plan.request.state_format,
         "tiered_zero.checkpoint.in_place": settings.checkpoint.in_place,
         "tiered_zero.checkpoint.resume, a directory that all hosts share, or null": (
             None if settings.checkpoint.resume is None else "a directory"
@@ -321,7 +322,7 @@ def _facts(run_spec: RunSpec) -> dict[str, Any]:
 
 def _with_common_window(plan: Plan, ranks: Collectives) -> Plan:
     """Take the smallest room for paged parameters of all ranks: the order of gathers depends on it."""
-    if not plan.request.ranks.shards_params:
+    if not plan.request.shards_params:
         return plan
     own = plan.pager_limits
     found = ranks.exchange(f"{own.live_nbytes} {own.most_live_nbytes}".encode(), "room for parameters")
@@ -388,8 +389,8 @@ def _plan_to_fit(
     least = sub_group_numel(1, units)
     while True:
         subgroups, sizes = cut_into(numel)
-        if rule.keeps_group_state:  # such state changes when a step is taken, and not before
-            request = replace(request, update=replace(request.update, in_backward=False))
+        # such state changes when a step is taken, and not before
+        request = replace(request, keeps_group_state=rule.keeps_group_state)
         plan = make_plan(units, sizes, request)
         half = max(align_up(numel // 2, CUT_NUMEL), least)
         if half >= numel or plan.missing_nbytes("host") <= 0 or not plan.staging.state.count:
@@ -453,17 +454,17 @@ def _params_notices(run_spec: RunSpec) -> Iterator[str]:
 
 def _update_notices(run_spec: RunSpec) -> Iterator[str]:
     config, plan, rule = run_spec.config, run_spec.plan, run_spec.rule
-    ranks = plan.request.ranks
+    request = plan.request
     if rule.elementwise and any(group.get("fused") for group in run_spec.source.param_groups):
-        kept = f"state is kept as {plan.request.state.format}"
-        cause = "each rank has parts of parameters" if ranks.shards_params else kept
+        kept = f"state is kept as {request.state_format}"
+        cause = "each rank has parts of parameters" if request.shards_params else kept
         yield f"{rule.name} with fused=True is stepped as with fused=False, which rounds otherwise, for {cause}"
     keys = ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor", "communication_data_type")
     defaults = type(config).model_fields
     idle = [key for key in keys if getattr(config, key) not in (defaults[key].default, False)]
-    if idle and ranks.world_size == 1:
+    if idle and request.world_size == 1:
         yield f"one rank has no gradients to sum with others': without effect are {', '.join(idle)}"
-    if plan.request.update.policy == "overlapped" and ranks.shards_state and not ranks.shards_params:
+    if config.tiered_zero.update == "overlapped" and request.shards_state and not request.shards_params:
         yield f"tiered_zero.update: overlapped was asked for; {plan.update_policy.text}"
 
 
@@ -474,9 +475,9 @@ def _memory_notices(run_spec: RunSpec) -> Iterator[str]:
             "activation_checkpointing.cpu_checkpointing, tiered_zero.activations.device cpu: without effect where the "
             "CPU computes, for activations rest in host memory there; tiered_zero.activations.device nvme frees it"
         )
-    if plan.request.gradients == "auto" and (nbytes := plan.nbytes("nvme", "gradient")):
+    if plan.request.gradient_tier == "auto" and (nbytes := plan.nbytes("nvme", "gradient")):
         in_memory = plan.nbytes("host", "gradient") + plan.nbytes("device", "gradient")
-        kept = plan.nbytes("host", "param") if plan.request.params.tier == "nvme" else 0
+        kept = plan.nbytes("host", "param") if plan.request.param_tier == "nvme" else 0
         also = f", where offload_param.max_in_cpu keeps {format_nbytes(kept)} of parameters" if kept else ""
         yield (
             f"tiered_zero.gradients: {format_nbytes(nbytes)} rest on nvme and {format_nbytes(in_memory)} in memory, "
@@ -491,7 +492,7 @@ def _memory_notices(run_spec: RunSpec) -> Iterator[str]:
 
 def _size_notices(run_spec: RunSpec) -> Iterator[str]:
     zero, plan, numel = run_spec.config.zero_optimization, run_spec.plan, run_spec.sub_group_numel
-    given, ranks = zero.sub_group_size, plan.request.ranks
+    given, request = zero.sub_group_size, plan.request
     if numel < given < 1_000_000_000:  # DeepSpeed's default asks for nothing, here and below
         yield (
             f"zero_optimization.sub_group_size: {given} is a limit; sub-groups are cut at {numel} elements, the "
@@ -502,10 +503,10 @@ def _size_notices(run_spec: RunSpec) -> Iterator[str]:
             f"zero_optimization.sub_group_size: {given} would cut this model into more than {MAX_SUB_GROUPS} pieces; "
             f"sub-groups are cut at {numel} elements"
         )
-    if ranks.world_size > 1 and ranks.bucket_numel < zero.reduce_bucket_size != 500_000_000:
+    if request.world_size > 1 and request.bucket_numel < zero.reduce_bucket_size != 500_000_000:
         yield (
             f"zero_optimization.reduce_bucket_size: {zero.reduce_bucket_size} is a limit; buckets have "
-            f"{ranks.bucket_numel} elements"
+            f"{request.bucket_numel} elements"
         )
     paged = [unit for unit in run_spec.units if not plan.tiers.is_resident(unit)]
     if not paged and run_spec.effective_config.zero_optimization.offload_param.device != "none":
@@ -525,7 +526,7 @@ def _size_notices(run_spec: RunSpec) -> Iterator[str]:
 
 def _state_notices(run_spec: RunSpec) -> Iterator[str]:
     plan = run_spec.plan
-    asked = {f"tiered_zero.state_limits.{tier}": tier for tier in plan.request.state.limits}
+    asked = {f"tiered_zero.state_limits.{tier}": tier for tier in plan.request.state_limits}
     if run_spec.config.zero_optimization.offload_optimizer.ratio < 1:
         asked["zero_optimization.offload_optimizer.ratio"] = "device"
     slowest = max(map(TIERS.index, plan.tiers.state), default=0)

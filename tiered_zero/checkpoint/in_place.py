@@ -365,7 +365,7 @@ def adopt(
 
     def look() -> str:
         """Open this rank's part, and return why it cannot be adopted, or ""."""
-        if plan.request.commits is None:
+        if not plan.request.commits:
             return "tiered_zero.checkpoint.in_place is off"
         if len(commit.ranks) != ranks.world_size:
             return f"{len(commit.ranks)} ranks have committed it, and this run has {ranks.world_size}"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -26,9 +25,6 @@ from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.machine import Disk, parse_disk
 from tiered_zero.sizes import parse_hardware_nbytes
-
-if TYPE_CHECKING:
-    from tiered_zero.plan.planner import Plan
 
 _EVALUATES = (
     "No optimizer is named: this is the plan of an evaluation. To plan training add --optimizer AdamW, or name one in "
@@ -178,7 +174,11 @@ def plan(
         drives = fill_drives(needs, disks) if needs else []
     device_nbytes = device_memory or available_device_nbytes(find_device(loaded.tiered_zero.device))
     lines, short = estimate_lines(estimate, run.plan, device_nbytes, is_given=sequence_length is not None)
-    problems = [*_problems(run.plan, drives), *([short] if short else [])]
+    problems = [*drive_problems(drives), *([short] if short else [])]
+    try:
+        run.plan.check()
+    except PlanError as error:
+        problems.insert(0, str(error))
     if as_json:
         facts = {
             "model": str(chosen),
@@ -219,12 +219,3 @@ def plan(
         if device_memory is None and run.plan.missing_nbytes("device") > 0:
             click.echo("To plan for another device, add for example --device-memory 24GiB.", err=True)
         ctx.exit(1)
-
-
-def _problems(plan: Plan, drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a sentence for each tier and drive that is too small."""
-    try:
-        plan.check()
-    except PlanError as error:
-        yield str(error)
-    yield from drive_problems(drives)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from tiered_zero.io.preflight import nearest_directory
 from tiered_zero.layout.extents import file_nbytes
 from tiered_zero.plan.machine import Disk
-from tiered_zero.plan.placement import written_on_nvme
 from tiered_zero.sizes import PAGE_NBYTES, TIERS, align_up, format_nbytes
 from tiered_zero.telemetry.advice import remedy_of
 
@@ -27,14 +27,6 @@ _WRITTEN = "written_nbytes_per_step"
 _NO_ESTIMATE = (
     "Activations are not estimated: the model does not say its hidden size, layers and length (--sequence-length)."
 )
-
-
-def written_per_step(run: RunSpec) -> tuple[int, int]:
-    """Return the bytes that a step writes: of trained parameters, and of masters and state with the gradients that find
-    no window. Of two homes, or two slots for commits, a step writes one."""
-    in_backward, accumulation = run.plan.update_policy.optimizer_in_backward, run.config.gradient_accumulation_steps
-    written = written_on_nvme(run.plan.units, accumulation, in_backward=in_backward)
-    return written["param"], written["state"] + written["gradient"]
 
 
 def written_per_commit(run: RunSpec) -> int:
@@ -53,13 +45,10 @@ def directory_needs(run: RunSpec, ranks: int = 1, activation_nbytes: int = 0) ->
     stores = (zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths)
     scratch = scratch_needs(run.config, run.plan)
     written = Counter[tuple[str, ...]]()
-    for paths, nbytes in zip(stores, written_per_step(run), strict=True):
-        written[paths] += nbytes
-    written[stores[1]] += align_up(written_per_commit(run), PAGE_NBYTES)
-    if run.plan.activations is not None and run.plan.activations.tier == "nvme":
-        written[run.config.tiered_zero.activations.nvme_paths] += (
-            activation_nbytes * run.config.gradient_accumulation_steps
-        )
+    in_step = run.plan.written_nbytes(run.config.gradient_accumulation_steps, activation_nbytes)
+    written[stores[0]] += in_step["param"]
+    written[stores[1]] += in_step["state"] + in_step["gradient"] + align_up(written_per_commit(run), PAGE_NBYTES)
+    written[run.config.tiered_zero.activations.nvme_paths] += in_step["activation"]
     rows: dict[str, dict[str, Any]] = {}
     for paths, nbytes in (*nvme_needs(run.config, run.plan).items(), *scratch.values()):
         for name, total in {"nbytes": nbytes, _WRITTEN: written.pop(paths, 0)}.items():
@@ -75,9 +64,10 @@ def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]
     directories = []
     drives: dict[int, tuple[int, list[dict[str, Any]]]] = {}
     for need in needs:
-        status, exists, free_nbytes = _look(need["path"])
+        place = nearest_directory(need["path"])
+        exists = place == os.path.abspath(os.path.expanduser(need["path"]))
         directories.append({**need, "exists": exists})
-        drives.setdefault(status.st_dev, (free_nbytes, []))[1].append(need)
+        drives.setdefault(os.stat(place).st_dev, (shutil.disk_usage(place).free, []))[1].append(need)
     return directories, [_drive_row(own, free_nbytes) for free_nbytes, own in drives.values()]
 
 
@@ -105,15 +95,6 @@ def _drive_row(needs: Sequence[dict[str, Any]], free_nbytes: int, shares: int = 
         "fits": nbytes <= free_nbytes,
         _WRITTEN: -(-sum(need[_WRITTEN] for need in needs) // shares),
     }
-
-
-def _look(path: str) -> tuple[os.stat_result, bool, int]:
-    """Return the status and free bytes of a directory, or of the nearest one above it that exists; and whether the
-    directory itself exists."""
-    wanted = place = os.path.abspath(os.path.expanduser(path))
-    while not os.path.isdir(place):
-        place = os.path.dirname(place)
-    return os.stat(place), place == wanted, shutil.disk_usage(place).free
 
 
 def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -152,7 +152,7 @@ class CheckpointCalls:
         Earlier weights of this name are replaced at the end. Rank 0 writes; at stage 3 every rank calls this.
         """
         directory = _directory("save_16bit_model", save_dir)
-        ranks, is_sharded = self._step.runtime.collectives, self._run.plan.request.ranks.shards_params
+        ranks, is_sharded = self._step.runtime.collectives, self._run.plan.request.shards_params
         if ranks.rank > 0 and not is_sharded:
             return True  # rank 0 has the same weights
         name = save_filename

@@ -66,6 +66,14 @@ def preflight_directory(path: str | os.PathLike[str], key: str = "nvme_path") ->
     return filesystem_warnings(directory, filesystem_type(directory))
 
 
+def nearest_directory(path: str) -> str:
+    """Return the directory, or the nearest one above it that exists."""
+    path = os.path.abspath(os.path.expanduser(path))
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
+
+
 def filesystem_warnings(directory: str, fstype: str | None) -> list[str]:
     """Return warnings about the file system of a directory. `fstype`: None if unknown, which gives none."""
     text = _WARNINGS.get(fstype or "")

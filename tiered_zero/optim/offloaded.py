@@ -35,7 +35,7 @@ from tiered_zero.optim.state_files import STAND_IN, StateFiles, write_state
 from tiered_zero.optim.user_params import UserParameters
 from tiered_zero.plan.placement import list_slots
 from tiered_zero.plan.planner import Plan, make_plan
-from tiered_zero.plan.request import SubGroupSize, limit_of, plan_request
+from tiered_zero.plan.request import PlanRequest, SubGroupSize, limit_of
 from tiered_zero.rules.from_config import make_rule
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import FollowingMasters, ParamMasters, StateLayout
@@ -446,7 +446,7 @@ def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config
     free = available_host_nbytes() // local_world_size()
     source = "this process's share of the free memory of the machine and its cgroup"
     limits = limit_of("host", free, source, config.tiered_zero.host_memory_limit, prefix="")
-    request = plan_request(config, limits=limits, shares_cores=params.device.type == "cpu")
+    request = PlanRequest(config=config, limits=limits, shares_cores=params.device.type == "cpu")
     units = {segment.unit.index: segment.unit for segments in staged for segment in segments}
     plan = make_plan(list(units.values()), in_buffers, request)
     plan.check()

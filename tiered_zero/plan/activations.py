@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiered_zero.plan.request import ActivationRequest
+from tiered_zero.plan.request import PlanRequest
 from tiered_zero.plan.staging import MAX_AUTO_STAGING_NBYTES, StagingSize
 from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 
@@ -33,22 +33,26 @@ class ActivationPlan:
     staging: StagingSize = NO_STAGING
 
 
-def plan_activations(request: ActivationRequest, host_room_nbytes: int) -> ActivationPlan:
-    """Size the budget of one rank. `host_room_nbytes`: what all else leaves of host memory."""
-    wanted = request.nbytes
+def plan_activations(request: PlanRequest, host_room_nbytes: int) -> ActivationPlan | None:
+    """Size the budget of one rank; None if activations stay on the device. `host_room_nbytes`: what all else leaves of
+    host memory."""
+    tier, section = request.activation_tier, request.config.tiered_zero.activations
+    if tier == "device":
+        return None
+    wanted = section.limit
     if wanted is None:
         share = max(0, host_room_nbytes) // DEFAULT_HOST_SHARE // PAGE_NBYTES * PAGE_NBYTES
-        wanted = DEFAULT_NVME_NBYTES if request.tier == "nvme" else share
+        wanted = DEFAULT_NVME_NBYTES if tier == "nvme" else share
     nbytes = align_up(wanted, PAGE_NBYTES)
     in_flight = min(nbytes, max(MIN_IN_FLIGHT_NBYTES, min(nbytes // IN_FLIGHT_SHARE, MAX_IN_FLIGHT_NBYTES)))
     staging = NO_STAGING
-    if request.tier == "nvme":
+    if tier == "nvme":
         staging = StagingSize(nbytes=min(in_flight, MAX_AUTO_STAGING_NBYTES), count=NUM_STAGING)
     return ActivationPlan(
-        tier=request.tier,
+        tier=tier,
         nbytes=nbytes,
         in_flight_nbytes=in_flight,
-        min_nbytes=request.min_nbytes,
+        min_nbytes=section.min_nbytes or 1,
         staging=staging,
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tiered_zero.layout.flat import Unit
-from tiered_zero.plan.request import ParamRequest, PlanRequest, StateRequest, SubGroupSize
+from tiered_zero.plan.request import PlanRequest, SubGroupSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +43,21 @@ class Placement:
 
 def place(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Placement:
     """Choose the tier of each. Limits are checked when the plan is complete."""
-    state = place_state(subgroups, request.state)
+    state = place_state(subgroups, request)
     return Placement(
-        params=place_params(units, request.params),
+        params=place_params(units, request),
         state=state,
-        gradients=_place_gradients(units, subgroups, state, request.state.tier),
-        sharded=frozenset(unit.index for unit in units) if request.ranks.shards_params else frozenset(),
+        gradients=_place_gradients(units, subgroups, state, request.state_tier),
+        sharded=frozenset(unit.index for unit in units) if request.shards_params else frozenset(),
     )
 
 
-def place_params(units: Sequence[Unit], request: ParamRequest) -> dict[int, str]:
-    """Return unit index -> tier. With nvme the first units stay in host memory, up to `max_host_numel` elements."""
+def place_params(units: Sequence[Unit], request: PlanRequest) -> dict[int, str]:
+    """Return unit index -> tier. With nvme the first units stay in host memory, up to `max_in_cpu` elements."""
     tiers: dict[int, str] = {}
-    room = request.max_host_numel
+    slowest, room = request.param_tier, request.config.zero_optimization.offload_param.max_in_cpu
     for unit in units:
-        tier = "device" if unit.persistent else request.tier
+        tier = "device" if unit.persistent else slowest
         if tier == "nvme" and unit.params_numel <= room:
             tier = "host"
             room -= unit.params_numel
@@ -65,17 +65,18 @@ def place_params(units: Sequence[Unit], request: ParamRequest) -> dict[int, str]
     return tiers
 
 
-def place_state(subgroups: Sequence[SubGroupSize], request: StateRequest) -> list[str]:
-    """Return the tier of each sub-group: each tier faster than `request.tier` holds as much as it may, and the rest
-    goes to `request.tier`.
+def place_state(subgroups: Sequence[SubGroupSize], request: PlanRequest) -> list[str]:
+    """Return the tier of each sub-group: each tier faster than `state_tier` holds as much as it may, and the rest goes
+    to `state_tier`.
 
     Embeddings come first: their gradients are the last of a backward, and a forward needs them first. Then come the
     units in the order of the next forward. State of no bytes rests on the host: on the device it would bring the update
     of parameters that need not lie there.
     """
     total = sum(subgroup.state_nbytes for subgroup in subgroups)
-    room = {"device": round((1 - request.ratio) * total), **request.limits}
-    tiers = [request.tier] * len(subgroups)
+    ratio = request.config.zero_optimization.offload_optimizer.ratio
+    room = {"device": round((1 - ratio) * total), **request.state_limits}
+    tiers = [request.state_tier] * len(subgroups)
     left = sorted(range(len(subgroups)), key=lambda index: (not subgroups[index].embedding, index))
     for tier in request.faster_tiers:
         free, passed = room.get(tier, 0), []
@@ -183,7 +184,7 @@ def list_slots(
     A commit makes state durable, and everything that cannot be made from it: parameters of no sub-group, buffers, and
     all parameters if they are half of their masters. Those that rest in memory have a copy next to the state.
     """
-    commits, is_half = request.commits, request.state.format == "bf16_remainder"
+    commits, is_half = request.commits, request.state_format == "bf16_remainder"
     held = {index for subgroup in subgroups for index in subgroup.parts}
     slots: list[PlannedSlot] = []
 
@@ -193,7 +194,7 @@ def list_slots(
 
     for unit in units:
         index, nbytes, tier = unit.index, tiers.home_nbytes(unit), tiers.params[unit.index]
-        num_durable = 0 if commits is None or (index in held and not is_half) else 1 + (index in held)
+        num_durable = 0 if not commits or (index in held and not is_half) else 1 + (index in held)
         if not tiers.is_resident(unit):
             add("param", index, nbytes, tier, num_durable)
         if delayed and index in held:
@@ -201,9 +202,9 @@ def list_slots(
         if num_durable and tier != "nvme":
             add("commit_copy", index, nbytes, "nvme", num_durable)
     for index, (subgroup, tier) in enumerate(zip(subgroups, tiers.state, strict=True)):
-        add("state", index, subgroup.state_nbytes, tier, 0 if commits is None else 2)
-    if commits is not None and commits.buffers_nbytes:
-        add("commit_copy", BUFFERS, commits.buffers_nbytes, "nvme", 2)
+        add("state", index, subgroup.state_nbytes, tier, 2 if commits else 0)
+    if commits and request.buffers_nbytes:
+        add("commit_copy", BUFFERS, request.buffers_nbytes, "nvme", 2)
     return slots
 
 
@@ -226,9 +227,9 @@ def list_traffic(
     units: Sequence[Unit],
     subgroups: Sequence[SubGroupSize],
     tiers: Placement,
-    gradient_nbytes: Callable[[Unit], int],
+    request: PlanRequest,
 ) -> tuple[UnitTraffic, ...]:
-    """List the units in the order of a forward. `gradient_nbytes`: returns a unit's bytes at its home."""
+    """List the units in the order of a forward."""
     state: dict[int, Counter[str]] = {unit.index: Counter() for unit in units}
     for subgroup, tier in zip(subgroups, tiers.state, strict=True):
         left_nbytes, left_numel = subgroup.state_nbytes, sum(subgroup.parts.values())
@@ -239,7 +240,7 @@ def list_traffic(
     found = []
     for unit in units:
         embeddings = [entry.param for entry in unit.entries if entry.param.embedding]
-        gradients = (tiers.gradients[unit.index], gradient_nbytes(unit)) if unit.trainable else ("", 0)
+        gradients = (tiers.gradients[unit.index], request.gradient_nbytes(unit)) if unit.trainable else ("", 0)
         found.append(
             UnitTraffic(
                 numel=unit.params_numel,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from tiered_zero.errors import PlanError
 from tiered_zero.layout.buckets import cut_buckets
@@ -18,11 +18,12 @@ from tiered_zero.plan.placement import (
     list_slots,
     list_traffic,
     place,
+    written_on_nvme,
 )
 from tiered_zero.plan.remedies import how_to_fit
-from tiered_zero.plan.request import NO_LIMIT, Limits, LookAhead, PlanRequest, RankRequest, SubGroupSize
+from tiered_zero.plan.request import NO_LIMIT, Limits, PlanRequest, SubGroupSize
 from tiered_zero.plan.resolve import UpdateChoice, choose_update_policy
-from tiered_zero.plan.staging import NUM_STATE_STAGING, Staging, size_staging
+from tiered_zero.plan.staging import Staging, size_staging
 from tiered_zero.sizes import MIB, TIERS, align_up, format_nbytes
 
 WINDOW_UNITS = 3
@@ -63,7 +64,8 @@ class PagerLimits:
     nested modules does (a checkpointed region of many blocks, `gathered`). `one_module`: the largest unit holds the
     parameters of one module, which no size cap cuts. `limited_by`: the settings that keep fewer units on the device, or
     fetch fewer ahead, than could be in use. `tier`: the tier whose limit counts, host if the device's memory is the
-    host's.
+    host's. `prefetch_numel`: most elements fetched ahead of use. `reuse_numel`: a unit expected again within this many
+    elements is kept, room permitting.
     """
 
     live_nbytes: int
@@ -72,42 +74,22 @@ class PagerLimits:
     one_module: bool = False
     limited_by: tuple[str, ...] = ()
     tier: str = "device"
-    look_ahead: LookAhead = field(default_factory=LookAhead)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientPlan:
-    """How gradients are kept. `sums`: as fp32 sums over micro-batches, else as values in the parameter's dtype.
-    `copies`: 2 for the delayed update. `in_flight_nbytes`: the most bytes on their way to the host, or to other ranks.
-    `rank`: the rank whose shards are kept; None: whole units. `itemsize`: bytes of a parameter's element.
-    """
-
-    sums: bool
-    copies: int
-    in_flight_nbytes: int
-    rank: int | None = None
-    itemsize: int = 4
-
-    def nbytes(self, unit: Unit) -> int:
-        """Bytes of a unit's gradients at their home."""
-        return self.numel(unit) * (4 if self.sums else unit.itemsize)
-
-    def total_nbytes(self, unit: Unit) -> int:
-        """Bytes of all copies of a unit's gradients."""
-        return self.copies * self.nbytes(unit)
-
-    def numel(self, unit: Unit) -> int:
-        """Elements of a unit's flat whose gradients are kept."""
-        return unit.numel if self.rank is None else len(unit.shard(self.rank))
+    prefetch_numel: int = NO_LIMIT
+    reuse_numel: int = NO_LIMIT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every size, placement and policy of a run. `request`: the request from which it was made."""
+    """Every size, placement and policy of a run. `request`: the request from which it was made.
+
+    `in_flight_nbytes`: the most bytes of gradients on their way to the host, or to other ranks. `grad_itemsize`: bytes
+    of a gradient's element as autograd makes it.
+    """
 
     tiers: Placement
     pager_limits: PagerLimits
-    gradients: GradientPlan
+    in_flight_nbytes: int
+    grad_itemsize: int
     staging: Staging
     update_policy: UpdateChoice
     rows: tuple[PlanRow, ...]
@@ -156,6 +138,14 @@ class Plan:
     def __str__(self) -> str:
         return f"{self.text}\n  {self.update_policy.text}"
 
+    def written_nbytes(self, accumulation: int, activation_nbytes: int) -> dict[str, int]:
+        """Return by kind the bytes that a step of `accumulation` micro-batches writes to nvme. Of two homes, or two
+        slots for commits, it writes one. `activation_nbytes`: what a micro-batch saves on a tier."""
+        in_backward = self.update_policy.optimizer_in_backward
+        on_nvme = self.activations is not None and self.activations.tier == "nvme"
+        written = written_on_nvme(self.units, accumulation, in_backward=in_backward)
+        return {**written, "activation": accumulation * activation_nbytes * on_nvme}
+
     def missing_nbytes(self, tier: str) -> int:
         """Bytes that the tier's limit is short of the plan; 0 or less where it fits."""
         return self.needed_nbytes(tier) - self.request.limit_nbytes(tier)
@@ -172,7 +162,7 @@ class Plan:
                 f"The plan needs {format_nbytes(needed)} of {tier} memory{f', with {within}' if both else ''}; "
                 f"{format_nbytes(limit)} is allowed ({source}). {how_to_fit(self, tier)}\n{self.text}"
             )
-        for tier, most in self.request.state.limits.items():
+        for tier, most in self.request.state_limits.items():
             needed = self.nbytes(tier, "state") + self.nbytes(tier, "commit")
             if needed > most:
                 way = "let more rest on a faster tier" if tier == "nvme" else "name a slower tier in offload_optimizer"
@@ -191,20 +181,20 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
     more than a limit is therefore the smallest of these units and sub-groups.
     """
     plan = _plan_gradients(units, subgroups, request)
-    if plan.missing_nbytes("host") <= 0 or request.state.num_buffers is not None:
+    if plan.missing_nbytes("host") <= 0 or request.num_state_buffers is not None:
         return plan
-    few = replace(request, state=replace(request.state, num_buffers=NUM_STATE_STAGING))
-    return replace(_plan_gradients(units, subgroups, few), request=request)
+    few = _plan_gradients(units, subgroups, replace(request, fewest_buffers=True))
+    return replace(few, request=request)
 
 
 def _plan_gradients(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
     """Place gradients last: with "auto" host memory holds as many as it has room for next to everything else.
     Parameters that `max_in_cpu` keeps there come first: in a step of n micro-batches a byte of memory spares the disk
     2n + 1 bytes of a parameter, which both passes read and the update writes, and at most 2n bytes of a gradient."""
-    if request.gradients == "nvme":
+    if request.gradient_tier == "nvme":
         return _plan(units, subgroups, request, 0)
     plan = _plan(units, subgroups, request, NO_LIMIT)
-    if request.gradients == "host" or plan.missing_nbytes("host") <= 0:
+    if request.gradient_tier == "host" or plan.missing_nbytes("host") <= 0:
         return plan
     least = _plan(units, subgroups, request, 0)
     if least.needed_nbytes("host") >= plan.needed_nbytes("host"):
@@ -217,27 +207,28 @@ def _plan(
 ) -> Plan:
     """Plan with at most `host_gradients_nbytes` of gradients in host memory; the others rest on nvme."""
     tiers = place(units, subgroups, request)
-    update_policy = choose_update_policy(request.update, tiers.state, request.ranks)
+    update_policy = choose_update_policy(request, tiers.state)
     delayed = update_policy.policy == "delayed"
     trainable = [unit for unit in units if unit.trainable]
     to_host = [unit for unit in trainable if tiers.gradients[unit.index] != "device"]
     returned = _returned_nbytes(to_host, subgroups, tiers.state, request.sums_gradients)
-    gradients = GradientPlan(
-        sums=request.sums_gradients,
-        copies=2 if delayed else 1,
-        in_flight_nbytes=max([returned, *(unit.nbytes for unit in to_host), _waiting_nbytes(trainable, request.ranks)]),
-        rank=request.ranks.rank if request.ranks.shards_gradients else None,
-        itemsize=max((unit.itemsize for unit in trainable), default=4),
-    )
-    tiers = gradients_to_nvme(tiers, units, subgroups, gradients.total_nbytes, host_gradients_nbytes)
-    staging = size_staging(units, subgroups, tiers, request, gradients.nbytes)
+    in_flight_nbytes = max([returned, *(unit.nbytes for unit in to_host), _waiting_nbytes(trainable, request)])
+    grad_itemsize = max((unit.itemsize for unit in trainable), default=4)
+
+    def gradient_nbytes(unit: Unit) -> int:
+        return (2 if delayed else 1) * request.gradient_nbytes(unit)
+
+    tiers = gradients_to_nvme(tiers, units, subgroups, gradient_nbytes, host_gradients_nbytes)
+    staging = size_staging(units, subgroups, tiers, request)
     slots = list_slots(units, subgroups, tiers, request, delayed=delayed)
-    rows = _rows(units, tiers, slots, gradients, staging, request.state.format)
-    temporary_nbytes = _update_nbytes(subgroups, tiers.state, request, gradients)
+    gradients = Counter[str]()
+    for unit in trainable:
+        gradients[tiers.gradients[unit.index]] += gradient_nbytes(unit)
+    rows = _rows(units, tiers, slots, gradients, staging, request, delayed=delayed)
+    temporary_nbytes = _update_nbytes(subgroups, tiers.state, request, grad_itemsize)
     rows.append(("device", "update_temporary", temporary_nbytes, "temporaries of an update on the device"))
-    activations = None
-    if request.activations is not None:
-        activations = plan_activations(request.activations, _room_nbytes("host", rows, request))
+    activations = plan_activations(request, _room_nbytes("host", rows, request))
+    if activations is not None:
         rows += [
             ("device", "activation_in_flight", activations.in_flight_nbytes, "activations on their way"),
             (activations.tier, "activation", activations.nbytes, "activations saved for backward"),
@@ -245,25 +236,25 @@ def _plan(
         ]
     rooms = {each: _room_nbytes(each, rows, request) for each in ("device", "host")}
     tier = "host" if request.device_is_host and rooms["host"] < rooms["device"] else "device"
-    room = rooms[tier] - gradients.in_flight_nbytes
+    room = rooms[tier] - in_flight_nbytes
     paged = [unit for unit in units if not tiers.is_resident(unit)]
     pager_limits = _pager_limits(paged, request, room, tier)
-    second = _second_in_flight_nbytes(to_host, request, room - pager_limits.reserved_nbytes)
-    gradients = replace(gradients, in_flight_nbytes=gradients.in_flight_nbytes + second)
-    to = "host memory" if gradients.rank is None else "the ranks that keep them"
+    in_flight_nbytes += _second_in_flight_nbytes(to_host, request, room - pager_limits.reserved_nbytes)
+    to = "the ranks that keep them" if request.shards_gradients else "host memory"
     rows[1:1] = [
         ("device", "param_window", pager_limits.reserved_nbytes, "paged parameters in use, fetched ahead or kept"),
-        ("device", "gradient_in_flight", gradients.in_flight_nbytes, f"gradients on their way to {to}"),
+        ("device", "gradient_in_flight", in_flight_nbytes, f"gradients on their way to {to}"),
     ]
     return Plan(
         tiers=tiers,
         pager_limits=pager_limits,
-        gradients=gradients,
+        in_flight_nbytes=in_flight_nbytes,
+        grad_itemsize=grad_itemsize,
         staging=staging,
         update_policy=update_policy,
         rows=tuple(PlanRow(tier=tier, kind=kind, nbytes=n, what=what) for tier, kind, n, what in rows if n),
         request=request,
-        units=list_traffic(units, subgroups, tiers, gradients.nbytes),
+        units=list_traffic(units, subgroups, tiers, request),
         activations=activations,
     )
 
@@ -278,19 +269,17 @@ def _rows(
     units: Sequence[Unit],
     tiers: Placement,
     slots: Sequence[PlannedSlot],
-    gradients: GradientPlan,
+    gradients: Mapping[str, int],
     staging: Staging,
-    state_format: str,
+    request: PlanRequest,
+    *,
+    delayed: bool,
 ) -> list[_Row]:
-    """Return the rows of the bytes that rest on each tier, and of staging."""
+    """Return the rows of the bytes that rest on each tier, and of staging. `gradients`: tier -> their bytes."""
     on_device = sum(tiers.home_nbytes(unit) for unit in units if tiers.params[unit.index] == "device")
     part = "parameters, this rank's part"
-    shards = "" if gradients.rank is None else f" of rank {gradients.rank}'s shards"
-    of_step = f"gradients{shards}{' (fp32 sums)' if gradients.sums else ''}{', twice' if gradients.copies > 1 else ''}"
-    gradient_nbytes = Counter[str]()
-    for unit in units:
-        if unit.trainable:
-            gradient_nbytes[tiers.gradients[unit.index]] += gradients.total_nbytes(unit)
+    shards = f" of rank {request.rank}'s shards" if request.shards_gradients else ""
+    of_step = f"gradients{shards}{' (fp32 sums)' if request.sums_gradients else ''}{', twice' if delayed else ''}"
     charged = Counter[tuple[str, str]]()
     for slot in slots:
         for kind, nbytes in slot.charges:
@@ -303,8 +292,8 @@ def _rows(
         ("device", "param", on_device, part if tiers.sharded else "parameters that stay on the device"),
         *rows_of("param", part if tiers.sharded else "parameters", ("host", "nvme")),
         *rows_of("param_back", "parameters of the delayed update"),
-        *((tier, "gradient", gradient_nbytes[tier], of_step) for tier in TIERS),
-        *rows_of("state", f"master weights and optimizer state ({state_format})"),
+        *((tier, "gradient", gradients.get(tier, 0), of_step) for tier in TIERS),
+        *rows_of("state", f"master weights and optimizer state ({request.state_format})"),
         *rows_of("commit_param", "parameters, second slot for commits", ("nvme",)),
         *rows_of("commit", "master weights and optimizer state, second slot for commits", ("nvme",)),
         *rows_of("commit_copy", "parameters in memory, and buffers, copies for commits", ("nvme",)),
@@ -321,32 +310,32 @@ def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room
     count from the launch of their computation: with one unit only, backward would not be launched ahead of the
     device."""
     second = sorted((unit.nbytes for unit in to_host), reverse=True)[1:2]
-    return 0 if request.update.shares_cores or sum(second) > room_nbytes else sum(second)
+    return 0 if request.shares_cores or sum(second) > room_nbytes else sum(second)
 
 
 def _update_nbytes(
-    subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], request: PlanRequest, gradients: GradientPlan
+    subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], request: PlanRequest, grad_itemsize: int
 ) -> int:
     """Return the temporaries of the largest update on an accelerator: the rule's own, gradients in fp32, and the state
     that torch creates in the first step, before it is copied to its place."""
-    count = request.update.temporaries
+    count = request.temporaries
     on_device = [group for group, tier in zip(subgroups, state_tiers, strict=True) if tier == "device"]
     if count is None or not on_device:
         return 0
     largest = max(on_device, key=lambda group: sum(group.parts.values()))
     numel = sum(largest.parts.values())
-    if request.state.format != "fp32":
+    if request.state_format != "fp32":
         return 4 * NUM_UPDATE_COPIES * min(numel, COPIES_CHUNK_NUMEL)
-    casts = gradients.itemsize < 4 and not gradients.sums
+    casts = grad_itemsize < 4 and not request.sums_gradients
     nbytes = 4 * numel * (count + casts) + largest.state_nbytes - 4 * numel
     return nbytes * min(numel, UPDATE_CHUNK_NUMEL) // max(1, numel)
 
 
-def _waiting_nbytes(trainable: Sequence[Unit], ranks: RankRequest) -> int:
+def _waiting_nbytes(trainable: Sequence[Unit], request: PlanRequest) -> int:
     """Return the gradients of shards that wait on the device until all units of their bucket are complete."""
-    if not ranks.shards_gradients:
+    if not request.shards_gradients:
         return 0
-    buckets = cut_buckets(trainable, ranks.world_size, ranks.bucket_numel)
+    buckets = cut_buckets(trainable, request.world_size, request.bucket_numel)
     return max((sum(part.unit.nbytes for part in bucket.parts) for bucket in buckets), default=0)
 
 
@@ -365,15 +354,15 @@ def _returned_nbytes(
     )
 
 
-def _pager_limits(paged: Sequence[Unit], plan_request: PlanRequest, room_nbytes: int, tier: str) -> PagerLimits:
+def _pager_limits(paged: Sequence[Unit], request: PlanRequest, room_nbytes: int, tier: str) -> PagerLimits:
     """Size the window: the largest chain of units in use together (a module inside a module), and the next largest
     units to fetch.
 
     `room_nbytes`: the room that the limit of `tier` leaves. The window shrinks to it, but not below the chain.
     """
-    request = plan_request.params
     if not paged:
-        return PagerLimits(live_nbytes=0, look_ahead=request.look_ahead)
+        return PagerLimits(live_nbytes=0)
+    zero = request.config.zero_optimization
     by_module: dict[str, list[Unit]] = {}
     for unit in paged:
         by_module.setdefault(unit.module, []).append(unit)
@@ -381,13 +370,13 @@ def _pager_limits(paged: Sequence[Unit], plan_request: PlanRequest, room_nbytes:
     others = sorted((unit.nbytes for unit in paged if unit not in chain), reverse=True)
     sizes = [*(unit.nbytes for unit in chain), *others[: WINDOW_UNITS - 1]]
     window = sum(sizes)
-    reserved = _reserved_nbytes(sizes) if plan_request.segments else window
+    reserved = _reserved_nbytes(sizes) if request.segments else window
     room_nbytes = room_nbytes * window // max(1, reserved)
-    allowed = request.max_live_numel * max(unit.itemsize for unit in paged)
+    allowed = zero.stage3_max_live_parameters * max(unit.itemsize for unit in paged)
     live = max(_total(chain), min(window, allowed, room_nbytes))
     most_live = max(live, min(_total(paged), room_nbytes, allowed))
     modules = {entry.param.name.rpartition(".")[0] for entry in max(chain, key=lambda unit: unit.nbytes).entries}
-    ahead_nbytes = request.look_ahead.prefetch_numel * min(unit.itemsize for unit in paged)
+    ahead_nbytes = zero.stage3_prefetch_bucket_size * min(unit.itemsize for unit in paged)
     limits = {"stage3_max_live_parameters": allowed, "stage3_prefetch_bucket_size": _total(chain) + ahead_nbytes}
     return PagerLimits(
         live_nbytes=live,
@@ -396,7 +385,8 @@ def _pager_limits(paged: Sequence[Unit], plan_request: PlanRequest, room_nbytes:
         limited_by=tuple(name for name, most in {**limits, tier: room_nbytes}.items() if most < window),
         one_module=len(modules) == 1,
         tier=tier,
-        look_ahead=request.look_ahead,
+        prefetch_numel=zero.stage3_prefetch_bucket_size,
+        reuse_numel=zero.stage3_max_reuse_distance,
     )
 
 

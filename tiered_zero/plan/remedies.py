@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tiered_zero.plan.placement import NUM_GRADIENT_WINDOWS
-from tiered_zero.plan.request import RESERVED, RESERVED_SHARE
-from tiered_zero.plan.staging import NUM_STATE_STAGING
+from tiered_zero.plan.request import NUM_STATE_STAGING, RESERVED, RESERVED_SHARE
 from tiered_zero.sizes import ceil_nbytes, format_nbytes
 
 if TYPE_CHECKING:
@@ -62,26 +61,26 @@ def _sentence(text: str) -> str:
 
 def _changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]:
     """Yield the changes that free bytes of a row on `tier`, each with the share of them that it frees."""
-    params, state, ranks = plan.request.params, plan.request.state, plan.request.ranks
+    request = plan.request
     kind, on_host = row.kind, tier == "host"
-    if kind == "param" and row.tier == "device" and params.tier == "device" and not on_host:
+    if kind == "param" and row.tier == "device" and request.param_tier == "device" and not on_host:
         yield "offload parameters (zero_optimization.offload_param, at stage 3)", 1.0
-    elif kind == "param" and row.tier == "device" and params.tier != "device" and ranks.world_size == 1:
+    elif kind == "param" and row.tier == "device" and request.param_tier != "device" and request.world_size == 1:
         yield "lower zero_optimization.stage3_param_persistence_threshold", 1.0
     elif kind == "param" and on_host:
         lower = "lower zero_optimization.offload_param.max_in_cpu"
-        yield lower if params.tier == "nvme" else "set zero_optimization.offload_param.device to nvme", 1.0
-    elif kind == "gradient_in_flight" and ranks.shards_gradients:
+        yield lower if request.param_tier == "nvme" else "set zero_optimization.offload_param.device to nvme", 1.0
+    elif kind == "gradient_in_flight" and request.shards_gradients:
         yield "lower zero_optimization.reduce_bucket_size", 1.0
     elif kind in ("param_window", "gradient_in_flight", "gradient_window") and not plan.pager_limits.one_module:
         yield "lower tiered_zero.unit_size_cap", 1.0
-    elif kind in ("state", "gradient") and row.tier == "device" and state.tier == "device" and not on_host:
+    elif kind in ("state", "gradient") and row.tier == "device" and request.state_tier == "device" and not on_host:
         yield "offload the optimizer (zero_optimization.offload_optimizer)", 1.0
-    elif kind in ("state", "gradient") and row.tier == "device" and state.tier != "device":
+    elif kind in ("state", "gradient") and row.tier == "device" and request.state_tier != "device":
         lower = "lower tiered_zero.state_limits.device"
-        yield lower if "device" in state.limits else "raise zero_optimization.offload_optimizer.ratio", 1.0
+        yield lower if "device" in request.state_limits else "raise zero_optimization.offload_optimizer.ratio", 1.0
     elif kind == "state" and on_host:
-        yield "lower tiered_zero.state_limits.host" if state.tier == "nvme" else _STATE_TO_NVME, 1.0
+        yield "lower tiered_zero.state_limits.host" if request.state_tier == "nvme" else _STATE_TO_NVME, 1.0
     elif kind == "gradient":
         yield from _gradient_changes(plan, row, tier)
     elif kind in ("activation", "activation_in_flight", "staging_activation"):
@@ -104,15 +103,15 @@ def _gradient_changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str
     """Yield the changes for gradients in host memory. They follow state to nvme, except for the windows through which
     they pass: of a small model these take as much."""
     request = plan.request
-    if tier == "host" and request.gradients == "host" and request.state.tier == "nvme":
+    if tier == "host" and request.gradient_tier == "host" and request.state_tier == "nvme":
         yield "set tiered_zero.gradients to auto", 1.0
         return
     if plan.delayed:
         yield "set tiered_zero.update to overlapped, which holds gradients once", 0.5
-    if plan.gradients.sums and plan.gradients.itemsize < 4:
+    if request.sums_gradients and plan.grad_itemsize < 4:
         yield "set gradient_accumulation_steps to 1, which needs no fp32 sums", 0.5
     window_nbytes = max((unit.gradients[1] for unit in plan.units), default=0)
     share = 1 - NUM_GRADIENT_WINDOWS * window_nbytes / max(1, row.nbytes)
-    stays = request.ranks.world_size > 1 and not request.ranks.shards_gradients
-    if tier == "host" and request.state.tier != "nvme" and share > 0 and not stays:
+    stays = request.world_size > 1 and not request.shards_gradients
+    if tier == "host" and request.state_tier != "nvme" and share > 0 and not stays:
         yield _STATE_TO_NVME, share

@@ -1,12 +1,13 @@
-"""Request a plan: what the config and the machine say, in bytes, elements and tiers."""
+"""Request a plan: a config and the facts of a machine, and what they say of bytes, elements and tiers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tiered_zero.config.schema import Config
+from tiered_zero.config.schema import Config, OffloadOptimizerSection, OffloadParamSection
 from tiered_zero.errors import ConfigError
+from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.units import UnitRules
 from tiered_zero.sizes import TIERS
 
@@ -38,129 +39,149 @@ def limit_of(
     return {tier: (free_nbytes - free_nbytes // RESERVED_SHARE, f"{source}{RESERVED}{rest}")}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LookAhead:
-    """The pager's use of spare room. `prefetch_numel`: most elements fetched ahead of use. `reuse_numel`: a unit
-    expected again within this many elements is kept, room permitting.
-    """
+NUM_STATE_STAGING = 3
+"""The fewest buffers of state: one sub-group is read, one updated, one written."""
 
-    prefetch_numel: int = NO_LIMIT
-    reuse_numel: int = NO_LIMIT
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParamRequest:
-    """The tier of the compute parameters. `max_host_numel`: with tier nvme, elements that rest in host memory instead.
-
-    `buffer_numel`, `num_buffers`: staging buffers; None: the planner chooses.
-    """
-
-    tier: str
-    max_host_numel: int = 0
-    max_live_numel: int = NO_LIMIT
-    buffer_numel: int | None = None
-    num_buffers: int | None = None
-    look_ahead: LookAhead = field(default_factory=LookAhead)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateRequest:
-    """The tiers of master weights and optimizer state. `tier`: the slowest one used.
-
-    `ratio`: the share of all bytes that leaves the device. `limits`: tier -> the most bytes on it; the rest goes to
-    `tier`. `num_buffers`: staging buffers; None: the planner chooses.
-    """
-
-    tier: str
-    format: str = "fp32"
-    ratio: float = 1.0
-    limits: Mapping[str, int] = field(default_factory=dict)
-    num_buffers: int | None = None
-
-    @property
-    def is_split(self) -> bool:
-        """Return whether the state may rest on more than one tier."""
-        return self.tier != "device" and (self.ratio < 1 or any(t in self.limits for t in self.faster_tiers))
-
-    @property
-    def faster_tiers(self) -> tuple[str, ...]:
-        """Fastest first."""
-        return TIERS[: TIERS.index(self.tier)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateRequest:
-    """`policy`: "auto", "barrier", "overlapped" or "delayed". `shares_cores`: compute runs on the CPU, like the update.
-
-    `checks_gradients`: a global norm or a check for overflow comes before any update. `in_backward`: updates may start
-    in backward, so that gradients cannot be read before `step()`. `temporaries`: fp32 arrays that an update on an
-    accelerator makes in addition to copies of state and gradients; None: no accelerator.
-    """
-
-    policy: str = "auto"
-    shares_cores: bool = False
-    checks_gradients: bool = False
-    in_backward: bool = True
-    temporaries: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommitRequest:
-    """In-place commits: durable data has two places on nvme, or one if it is written once.
-
-    `buffers_nbytes`: bytes of the model's buffers.
-    """
-
-    buffers_nbytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankRequest:
-    """The ranks of a run. `rank`: this one. `shards_state`: each rank has masters and state of its own shards only.
-    `shards_params`: parameters too, and units are gathered for each use; else after an update. `shards_gradients`: each
-    rank keeps gradients of its own shards only, and every backward reduces. `bucket_numel`: most elements in one
-    collective.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    shards_state: bool = False
-    shards_params: bool = False
-    shards_gradients: bool = False
-    bucket_numel: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationRequest:
-    """Saved activations rest on `tier`, host or nvme. `nbytes` there; None: the planner chooses. `min_nbytes`: the
-    least moved."""
-
-    tier: str
-    nbytes: int | None = None
-    min_nbytes: int = 1
+MAX_BUCKET_NUMEL = 1 << 22
+"""Elements of gradients in one collective, however large reduce_bucket_size is: 16 MiB of fp32, with two under way,
+stream at full rate, and borders of buckets do not depend on memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """Everything that the config and the machine say to the planner. `sums_gradients`: over micro-batches, in fp32.
+    """The config of a run, with devices as they run, and the facts of its machine, its ranks and its model.
 
-    `gradients`: the tier of gradients that leave the device: "host", "nvme", or "auto": host memory as far as there is
-    room. `commits`: None without in-place commits. `activations`: None if they stay on the device.
-    `device_is_host`: what the device holds counts against host memory. See [Note: The CPU as the device].
-    `segments`: the device's allocator takes memory in segments, as CUDA's does.
+    `shares_cores`: compute runs on the CPU, like the update. `device_is_host`: what the device holds counts against
+    host memory. See [Note: The CPU as the device]. `segments`: the device's allocator takes memory in segments, as
+    CUDA's does. `buffers_nbytes`: of the model's buffers, which commits copy. `temporaries`: fp32 arrays that an update
+    on an accelerator makes in addition to copies of state and gradients; None: no accelerator. `keeps_group_state`: the
+    update rule has state of whole param groups. `fewest_buffers`: plan no more state in flight than the pipeline needs.
+    Raises ConfigError for gradients or an update that cannot be as the config asks.
     """
 
-    params: ParamRequest
-    state: StateRequest
-    update: UpdateRequest = field(default_factory=UpdateRequest)
+    config: Config
     limits: Limits = field(default_factory=dict)
-    sums_gradients: bool = False
-    gradients: str = "host"
-    commits: CommitRequest | None = None
-    ranks: RankRequest = field(default_factory=RankRequest)
-    activations: ActivationRequest | None = None
+    shares_cores: bool = False
     device_is_host: bool = False
     segments: bool = False
+    buffers_nbytes: int = 0
+    rank: int = 0
+    world_size: int = 1
+    temporaries: int | None = None
+    keeps_group_state: bool = False
+    fewest_buffers: bool = False
+
+    def __post_init__(self) -> None:
+        _check_delayed(self.config)
+        if self._keeps_whole_gradients and self.config.tiered_zero.gradients == "nvme":
+            raise ConfigError(
+                "tiered_zero.gradients: expected auto or cpu at zero_optimization.stage 0 with several ranks, each of "
+                "which keeps whole gradients in memory; found 'nvme'. Set zero_optimization.stage to 1, 2 or 3."
+            )
+
+    @property
+    def param_tier(self) -> str:
+        """The slowest tier of the compute parameters."""
+        return _TIER_OF_DEVICE[self.config.zero_optimization.offload_param.device]
+
+    @property
+    def state_tier(self) -> str:
+        """The slowest tier of master weights and optimizer state."""
+        return _TIER_OF_DEVICE[self.config.zero_optimization.offload_optimizer.device]
+
+    @property
+    def state_format(self) -> str:
+        return self.config.tiered_zero.state_format
+
+    @property
+    def state_limits(self) -> Mapping[str, int]:
+        """Tier -> the most bytes of masters and state on it; the rest goes to `state_tier`."""
+        return self.config.tiered_zero.state_limits.by_tier
+
+    @property
+    def faster_tiers(self) -> tuple[str, ...]:
+        """The tiers faster than `state_tier`, fastest first."""
+        return TIERS[: TIERS.index(self.state_tier)]
+
+    @property
+    def splits_state(self) -> bool:
+        """Whether the state may rest on more than one tier."""
+        ratio, limits = self.config.zero_optimization.offload_optimizer.ratio, self.state_limits
+        return self.state_tier != "device" and (ratio < 1 or any(tier in limits for tier in self.faster_tiers))
+
+    @property
+    def num_state_buffers(self) -> int | None:
+        """The number of staging buffers of state; None: the planner chooses."""
+        section = self.config.zero_optimization.offload_optimizer
+        return NUM_STATE_STAGING if self.fewest_buffers else given(section, "buffer_count")
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether the config and the rule let updates start in backward."""
+        allowed = self.config.tiered_zero.optimizer_in_backward and self.config.managed_gradient_accumulation
+        return allowed and not self.keeps_group_state
+
+    @property
+    def checks_gradients(self) -> bool:
+        """Whether a global norm or a check for overflow comes before any update."""
+        config = self.config
+        checks_bf16 = config.bf16.enabled and config.bf16.check_grad_overflow
+        return config.gradient_clipping > 0 or config.fp16.enabled or checks_bf16
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients are summed over micro-batches, in fp32."""
+        return self.config.gradient_accumulation_steps > 1 or not self.config.managed_gradient_accumulation
+
+    @property
+    def gradient_tier(self) -> str:
+        """The tier of gradients that leave the device: "host", "nvme", or "auto": host memory as far as there is
+        room."""
+        asked, on_nvme = self.config.tiered_zero.gradients, self.state_tier == "nvme"
+        return asked if on_nvme and not self._keeps_whole_gradients and asked != "cpu" else "host"
+
+    def gradient_nbytes(self, unit: Unit) -> int:
+        """Return the bytes of a unit's gradients that this rank keeps: fp32 sums, or values in the unit's dtype."""
+        numel = len(unit.shard(self.rank)) if self.shards_gradients else unit.numel
+        return numel * (4 if self.sums_gradients else unit.itemsize)
+
+    @property
+    def activation_tier(self) -> str:
+        """The tier of saved activations, which is their device's memory, too, where the CPU computes."""
+        tier = _TIER_OF_DEVICE[self.config.activations_device]
+        return "device" if tier == "host" and self.shares_cores else tier
+
+    @property
+    def commits(self) -> bool:
+        """Whether saves commit in place: durable data has two places on nvme, or one if it is written once."""
+        return self.config.tiered_zero.checkpoint.in_place
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether each rank has masters and state of its own shards only."""
+        return self.world_size > 1 and self.config.zero_optimization.stage > 0
+
+    @property
+    def shards_params(self) -> bool:
+        """Whether each rank has parameters of its own shards only; units are gathered for each use, else after an
+        update."""
+        return self.world_size > 1 and self.config.zero_optimization.stage == 3
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether each rank keeps gradients of its own shards only, and every backward reduces."""
+        stage = self.config.zero_optimization.stage
+        return self.shards_state and (stage > 1 or self.state_tier != "device")
+
+    @property
+    def _keeps_whole_gradients(self) -> bool:
+        """Whether each of several ranks keeps whole gradients, which step() reduces in memory."""
+        return self.world_size > 1 and not self.shards_gradients
+
+    @property
+    def bucket_numel(self) -> int:
+        """The most elements in one collective of gradients."""
+        return min(self.config.zero_optimization.reduce_bucket_size, MAX_BUCKET_NUMEL)
 
     @property
     def computing_tier(self) -> str:
@@ -176,6 +197,12 @@ class PlanRequest:
         return ("host", "device") if tier == "host" and self.device_is_host else (tier,)
 
 
+def given(section: OffloadOptimizerSection | OffloadParamSection, name: str) -> int | None:
+    """Return the value of a key that the file has; None if it has not."""
+    value: int = getattr(section, name)
+    return value if name in section.model_fields_set else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SubGroupSize:
     """The sizes of a sub-group. `state_nbytes`: its slot. `parts`: unit index -> the unit's elements in it.
@@ -184,11 +211,6 @@ class SubGroupSize:
     state_nbytes: int
     parts: Mapping[int, int]
     embedding: bool = False
-
-
-MAX_BUCKET_NUMEL = 1 << 22
-"""Elements of gradients in one collective, however large reduce_bucket_size is: 16 MiB of fp32, with two under way,
-stream at full rate, and borders of buckets do not depend on memory."""
 
 
 def splits_masters_off_device(config: Config) -> bool:
@@ -212,95 +234,6 @@ def unit_rules(config: Config, world_size: int = 1, *, whole_params: bool = Fals
         world_size=world_size,
         whole_params=whole_params and world_size > 1,
     )
-
-
-def plan_request(
-    config: Config,
-    *,
-    limits: Limits,
-    shares_cores: bool,
-    device_is_host: bool = False,
-    segments: bool = False,
-    buffers_nbytes: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-) -> PlanRequest:
-    """Read from `config` what the planner must know. Raises ConfigError for a delayed update of state on the device.
-
-    `limits`: tier -> the most bytes, and why. `buffers_nbytes`: of the model's buffers, if they are saved.
-    `device_is_host`, `segments`: see PlanRequest.
-    """
-    _check_delayed(config)
-    shards_gradients = _shards_gradients(config, world_size)
-    zero, settings = config.zero_optimization, config.tiered_zero
-    param, state = zero.offload_param, zero.offload_optimizer
-    checks_bf16 = config.bf16.enabled and config.bf16.check_grad_overflow
-    return PlanRequest(
-        params=ParamRequest(
-            tier=_TIER_OF_DEVICE[param.device],
-            max_host_numel=param.max_in_cpu,
-            max_live_numel=zero.stage3_max_live_parameters,
-            buffer_numel=param.buffer_size if "buffer_size" in param.model_fields_set else None,
-            num_buffers=param.buffer_count if "buffer_count" in param.model_fields_set else None,
-            look_ahead=LookAhead(
-                prefetch_numel=zero.stage3_prefetch_bucket_size, reuse_numel=zero.stage3_max_reuse_distance
-            ),
-        ),
-        state=StateRequest(
-            tier=_TIER_OF_DEVICE[state.device],
-            format=settings.state_format,
-            ratio=state.ratio,
-            limits=settings.state_limits.by_tier,
-            num_buffers=state.buffer_count if "buffer_count" in state.model_fields_set else None,
-        ),
-        update=UpdateRequest(
-            policy=settings.update,
-            shares_cores=shares_cores,
-            checks_gradients=config.gradient_clipping > 0 or config.fp16.enabled or checks_bf16,
-            in_backward=settings.optimizer_in_backward and config.managed_gradient_accumulation,
-        ),
-        limits=limits,
-        device_is_host=device_is_host,
-        segments=segments,
-        sums_gradients=config.gradient_accumulation_steps > 1 or not config.managed_gradient_accumulation,
-        gradients=_gradient_tier(config, are_whole=world_size > 1 and not shards_gradients),
-        commits=CommitRequest(buffers_nbytes=buffers_nbytes) if settings.checkpoint.in_place else None,
-        ranks=RankRequest(
-            rank=rank,
-            world_size=world_size,
-            shards_state=world_size > 1 and zero.stage > 0,
-            shards_params=world_size > 1 and zero.stage == 3,
-            shards_gradients=shards_gradients,
-            bucket_numel=min(zero.reduce_bucket_size, MAX_BUCKET_NUMEL),
-        ),
-        activations=_activation_request(config, shares_cores),
-    )
-
-
-def _shards_gradients(config: Config, world_size: int) -> bool:
-    stage, state = config.zero_optimization.stage, config.zero_optimization.offload_optimizer
-    return world_size > 1 and (stage > 1 or (stage == 1 and state.device != "none"))
-
-
-def _gradient_tier(config: Config, *, are_whole: bool) -> str:
-    """Return the tier of gradients. `are_whole`: each of several ranks keeps whole ones, which step() reduces in
-    memory."""
-    asked = config.tiered_zero.gradients
-    if are_whole and asked == "nvme":
-        raise ConfigError(
-            "tiered_zero.gradients: expected auto or cpu at zero_optimization.stage 0 with several ranks, each of "
-            "which keeps whole gradients in memory; found 'nvme'. Set zero_optimization.stage to 1, 2 or 3."
-        )
-    on_nvme = config.zero_optimization.offload_optimizer.device == "nvme" and not are_whole
-    return asked if on_nvme and asked != "cpu" else "host"
-
-
-def _activation_request(config: Config, shares_cores: bool) -> ActivationRequest | None:
-    """Read the request; None if activations stay on the device, or in host memory while the CPU computes."""
-    tier, own = _TIER_OF_DEVICE[config.activations_device], config.tiered_zero.activations
-    if tier == "device" or (tier == "host" and shares_cores):
-        return None
-    return ActivationRequest(tier=tier, nbytes=own.limit, min_nbytes=own.min_nbytes or 1)
 
 
 def _check_delayed(config: Config) -> None:

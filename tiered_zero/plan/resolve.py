@@ -24,7 +24,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tiered_zero.config.schema import Config
-from tiered_zero.plan.request import Limits, RankRequest, UpdateRequest
+from tiered_zero.plan.request import Limits, PlanRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,26 +45,23 @@ class UpdateChoice:
         return f"update policy: {self.policy}{start} ({self.reason})"
 
 
-def choose_update_policy(
-    request: UpdateRequest, state_tiers: Collection[str], ranks: RankRequest | None = None
-) -> UpdateChoice:
+def choose_update_policy(request: PlanRequest, state_tiers: Collection[str]) -> UpdateChoice:
     """Resolve `tiered_zero.update`. `state_tiers`: the tiers that hold optimizer state.
 
     If ranks have shards of the state and whole parameters, `barrier` runs: step() ends with the gather of the new
     parameters. An update of state on the device takes compute's own time: `barrier` runs whatever is requested. The
     same holds if the CPU is the device and no state comes from NVMe, unless `overlapped` is requested.
     """
-    automatic = request.policy == "auto"
-    asked = f"tiered_zero.update is {request.policy}"
-    ranks = ranks or RankRequest()
-    if ranks.shards_state and not ranks.shards_params:
+    policy = request.config.tiered_zero.update
+    automatic, asked = policy == "auto", f"tiered_zero.update is {policy}"
+    if request.shards_state and not request.shards_params:
         reason = (
-            f"{ranks.world_size} ranks gather the new parameters of each other's shards inside step(), each unit's "
+            f"{request.world_size} ranks gather the new parameters of each other's shards inside step(), each unit's "
             "while others are updated"
         )
         return UpdateChoice(policy="barrier", reason=reason)
-    if request.policy in ("barrier", "delayed"):
-        return UpdateChoice(policy=request.policy, reason=asked)
+    if policy in ("barrier", "delayed"):
+        return UpdateChoice(policy=policy, reason=asked)
     if set(state_tiers) == {"device"}:
         return UpdateChoice(policy="barrier", reason="all optimizer state is on the device, whose own time it takes")
     if automatic and request.shares_cores and "nvme" not in state_tiers:
@@ -73,8 +70,8 @@ def choose_update_policy(
         policy="overlapped",
         reason="exact, and overlaps compute or disk" if automatic else asked,
         optimizer_in_backward=(
-            request.in_backward
-            and ranks.world_size == 1
+            request.updates_in_backward
+            and request.world_size == 1
             and not request.checks_gradients
             and "device" not in state_tiers
         ),

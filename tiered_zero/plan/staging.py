@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiered_zero.errors import ConfigError
 from tiered_zero.layout.buckets import cut_buckets
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.placement import NUM_GRADIENT_WINDOWS, Placement
-from tiered_zero.plan.request import ParamRequest, PlanRequest, SubGroupSize
+from tiered_zero.plan.request import NUM_STATE_STAGING, PlanRequest, SubGroupSize, given
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 
 MAX_AUTO_STAGING_NBYTES = 16 * MIB
 """A parameter staging buffer if the config gives no size: enough for full disk rate; units move in chunks of it."""
 
 NUM_PARAM_STAGING = 4
-NUM_STATE_STAGING = 3
-"""The fewest buffers of state: one sub-group is read, one updated, one written."""
-
 AUTO_STATE_STAGING_NBYTES = 168 * MIB
 """State in flight if the config counts no buffers: it keeps the disk busy while an update or a wait takes long."""
 
@@ -64,16 +61,15 @@ def size_staging(
     subgroups: Sequence[SubGroupSize],
     tiers: Placement,
     request: PlanRequest,
-    gradient_nbytes: Callable[[Unit], int],
 ) -> Staging:
-    """Size every pool. `gradient_nbytes`: returns a unit's bytes at its home. Raises ConfigError for a buffer that is
-    smaller than a parameter."""
+    """Size every pool. Raises ConfigError for a buffer that is smaller than a parameter."""
     to_host = [unit for unit in units if unit.trainable and tiers.gradients[unit.index] != "device"]
-    window = max((gradient_nbytes(unit) for unit in to_host if tiers.gradients[unit.index] == "nvme"), default=0)
-    if request.ranks.shards_gradients and request.update.shares_cores:
+    on_nvme = [unit for unit in to_host if tiers.gradients[unit.index] == "nvme"]
+    window = max(map(request.gradient_nbytes, on_nvme), default=0)
+    if request.shards_gradients and request.shares_cores:
         to_host = []  # their sums come from buckets, in memory that the CPU adds from
     return Staging(
-        params=_param_staging([unit for unit in units if tiers.params[unit.index] == "nvme"], tiers, request.params),
+        params=_param_staging([unit for unit in units if tiers.params[unit.index] == "nvme"], tiers, request),
         state=_state_staging(units, subgroups, tiers, request),
         gradients=_gradient_staging(to_host, request),
         gradient_windows=StagingSize(nbytes=window, count=NUM_GRADIENT_WINDOWS if window else 0),
@@ -87,7 +83,7 @@ def _gradient_staging(to_host: Sequence[Unit], request: PlanRequest) -> StagingS
     much of a unit's gradients as fits, because every buffer is waited for. The CPU adds gradients in their place."""
     if not to_host:
         return StagingSize()
-    if request.update.shares_cores:
+    if request.shares_cores:
         largest, count = max(entry.param.numel * unit.itemsize for unit in to_host for entry in unit.entries), 1
     else:
         largest, count = max(unit.nbytes for unit in to_host), NUM_GRADIENT_STAGING
@@ -96,36 +92,37 @@ def _gradient_staging(to_host: Sequence[Unit], request: PlanRequest) -> StagingS
 
 def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:
     """Size the buckets, always in fp32: gradients of several backwards before one step() are summed in them."""
-    ranks = request.ranks
-    if ranks.world_size == 1 or not trainable:
+    if request.world_size == 1 or not trainable:
         return StagingSize()
-    buckets = cut_buckets(trainable, ranks.world_size, ranks.bucket_numel)
+    buckets = cut_buckets(trainable, request.world_size, request.bucket_numel)
     return StagingSize(nbytes=max(bucket.nbytes(4) for bucket in buckets), count=NUM_BUCKETS)
 
 
 def _bucket_tier(units: Sequence[Unit], tiers: Placement, request: PlanRequest) -> str:
     """Return the tier of gradients that are reduced: shards wait for their bucket, whole ones lie at their home."""
     homes = {tiers.gradients[unit.index] for unit in units if unit.trainable}
-    on_device = request.ranks.shards_gradients or homes == {"device"}
-    return "device" if on_device and not request.update.shares_cores else "host"
+    on_device = request.shards_gradients or homes == {"device"}
+    return "device" if on_device and not request.shares_cores else "host"
 
 
-def _param_staging(on_nvme: Sequence[Unit], tiers: Placement, request: ParamRequest) -> StagingSize:
+def _param_staging(on_nvme: Sequence[Unit], tiers: Placement, request: PlanRequest) -> StagingSize:
     if not on_nvme:
         return StagingSize()
     largest = max(tiers.home_nbytes(unit) for unit in on_nvme)
-    given = request.buffer_numel
-    if given is None:
+    section = request.config.zero_optimization.offload_param
+    buffer_numel = given(section, "buffer_size")
+    if buffer_numel is None:
         size = min(align_up(largest, MIB), MAX_AUTO_STAGING_NBYTES)
     else:
         for param in (entry.param for unit in on_nvme for entry in unit.entries):
-            if param.numel > given:
+            if param.numel > buffer_numel:
                 raise ConfigError(
-                    f"zero_optimization.offload_param.buffer_size: {given} elements, but parameter {param.name} has "
-                    f"{param.numel}. Set it to at least {param.numel}, or leave it out to have it sized from the model."
+                    f"zero_optimization.offload_param.buffer_size: {buffer_numel} elements, but parameter {param.name} "
+                    f"has {param.numel}. Set it to at least {param.numel}, or leave it out to have it sized from the "
+                    "model."
                 )
-        size = min(largest, align_up(given * max(unit.itemsize for unit in on_nvme), PAGE_NBYTES))
-    return StagingSize(nbytes=align_up(size, PAGE_NBYTES), count=request.num_buffers or NUM_PARAM_STAGING)
+        size = min(largest, align_up(buffer_numel * max(unit.itemsize for unit in on_nvme), PAGE_NBYTES))
+    return StagingSize(nbytes=align_up(size, PAGE_NBYTES), count=given(section, "buffer_count") or NUM_PARAM_STAGING)
 
 
 def _state_staging(
@@ -159,4 +156,4 @@ def _state_staging(
     whole = max(of_unit.values(), default=0) + NUM_STATE_STAGING * max(staged)
     wanted = min(whole, MAX_AUTO_STATE_STAGING_NBYTES, room)
     auto = max(NUM_STATE_STAGING, max(AUTO_STATE_STAGING_NBYTES, wanted) // max(staged))
-    return StagingSize(nbytes=max(staged), count=min(count, request.state.num_buffers or auto))
+    return StagingSize(nbytes=max(staged), count=min(count, request.num_state_buffers or auto))

@@ -19,9 +19,9 @@ from typing import Final
 
 from tiered_zero.plan.lanes import Clock, Event, Job, Process, Room, all_of
 from tiered_zero.plan.machine import Machine
-from tiered_zero.plan.placement import UnitTraffic, written_on_nvme
+from tiered_zero.plan.placement import UnitTraffic
 from tiered_zero.plan.planner import WINDOW_UNITS, Plan
-from tiered_zero.plan.staging import NUM_STATE_STAGING
+from tiered_zero.plan.request import NUM_STATE_STAGING
 from tiered_zero.sizes import TIERS
 
 # Calibrated on 2026-11-25 on two cores of an AMD EPYC, GPT-2 of 30 to 350 million parameters at 128 tokens in bf16.
@@ -130,10 +130,6 @@ def forward_flops(units: Iterable[UnitTraffic], tokens: int, *, length: int = 0,
     return 2.0 * tokens * (sum(unit.numel - unit.lookups for unit in units) + length * width)
 
 
-def model_share(machine: Machine) -> float:
-    return MODEL_SHARE.get(machine.device, OTHER_SHARE)
-
-
 def missing_rates(plan: Plan, work: Work, machine: Machine) -> list[str]:
     """List the rates that a prediction needs and the machine does not have."""
     needed = {
@@ -141,7 +137,7 @@ def missing_rates(plan: Plan, work: Work, machine: Machine) -> list[str]:
         "copy_bytes_per_s": machine.copy_bytes_per_s,
         "update_bytes_per_s": machine.update_bytes_per_s,
     }
-    if not plan.request.update.shares_cores:
+    if not plan.request.shares_cores:
         needed["to_device_bytes_per_s"] = machine.to_device_bytes_per_s
         needed["from_device_bytes_per_s"] = machine.from_device_bytes_per_s
     if _is_used(plan, "nvme"):
@@ -158,7 +154,7 @@ def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool
         seconds=seconds,
         by_resource=by_resource,
         tokens=work.tokens * work.accumulation,
-        written_nbytes=_written(plan, work),
+        written_nbytes=plan.written_nbytes(work.accumulation, work.activation_nbytes),
         num_events=num_events,
     )
     if not finds_hidden:
@@ -168,17 +164,9 @@ def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool
     return replace(step, hidden_from_tokens=hidden, searched_tokens={tier: found[tier][0] for tier in found})
 
 
-def _written(plan: Plan, work: Work) -> dict[str, int]:
-    """Return by kind the bytes that a step writes to nvme."""
-    in_backward = plan.update_policy.optimizer_in_backward
-    written = written_on_nvme(plan.units, work.accumulation, in_backward=in_backward)
-    on_nvme = plan.activations is not None and plan.activations.tier == "nvme"
-    return {**written, "activation": work.accumulation * work.activation_nbytes * on_nvme}
-
-
 def _is_used(plan: Plan, tier: str) -> bool:
     """Return whether parameters, state or gradients cross from the tier. The CPU computes in host memory."""
-    if tier == "host" and plan.request.update.shares_cores:
+    if tier == "host" and plan.request.shares_cores:
         return False
     return any(tier in (unit.params[0], unit.gradients[0], *unit.state) for unit in plan.units)
 
@@ -237,7 +225,7 @@ class _Rates:
     """Turns bytes into jobs. `only`: the one tier whose bytes take time; "": all tiers."""
 
     def __init__(self, plan: Plan, machine: Machine, only: str = "") -> None:
-        self.shares_cores = plan.request.update.shares_cores
+        self.shares_cores = plan.request.shares_cores
         self.machine, self._only = machine, only
         disks = [disk for disk in machine.disks if disk.read_bytes_per_s and disk.write_bytes_per_s]
         self._read = sum(disk.read_bytes_per_s or 0.0 for disk in disks)
@@ -344,7 +332,8 @@ def _cost(units: Sequence[UnitTraffic], plan: Plan, work: Work, rates: _Rates) -
     machine, accumulates = rates.machine, work.accumulation > 1
     products = sum(unit.numel - unit.lookups for unit in plan.units)
     share = sum(unit.numel - unit.lookups for unit in units) / max(1, products)
-    forward_s = share * work.forward_flops / machine.flops_per_s[work.dtype] / model_share(machine)
+    reached = machine.flops_per_s[work.dtype] * MODEL_SHARE.get(machine.device, OTHER_SHARE)
+    forward_s = share * work.forward_flops / reached
     numel = max(1, sum(unit.numel for unit in units))  # frozen weights have no gradient to compute
     of_forward = 1 + sum(unit.numel for unit in units if unit.gradients[0]) / numel + work.recomputes
     backward_s = of_forward * forward_s

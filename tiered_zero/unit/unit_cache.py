@@ -129,7 +129,7 @@ class UnitCache:
         one unit where there is a bucket: a unit may be larger than it. Evicts only what is used later. Nothing is
         gathered or fetched ahead across a step that will change it. See [Note: Expected uses].
         """
-        bucket_numel, schedule = self._limits.look_ahead.prefetch_numel, self.schedule
+        bucket_numel, schedule = self._limits.prefetch_numel, self.schedule
         if not bucket_numel:
             return
         is_last_backward = phase.step_follows and phase.now is Phase.BACKWARD
@@ -190,7 +190,7 @@ class UnitCache:
         self.guard(paged)
         if self._missing_nbytes(paged) <= 0:
             distance = self.schedule.distance(paged.unit.index)
-            if distance is not None and distance <= self._limits.look_ahead.reuse_numel:
+            if distance is not None and distance <= self._limits.reuse_numel:
                 return
         self.evict(paged)
 
