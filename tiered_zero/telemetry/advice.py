@@ -27,65 +27,65 @@ _DISK = (
 _REDUCE = "a larger micro-batch in place of gradient_accumulation_steps, or a smaller offload_optimizer.ratio"
 _RANKS = f"{_TOKENS}, a faster network, or equal work on all ranks"
 
-_LANES: dict[str, tuple[str, str]] = {
+NAMES: dict[str, tuple[str, str]] = {
     "compute": ("the model's own compute", "a faster device"),
-    "fetch": ("fetching parameters", f"{_TOKENS}, or parameters on the device (offload_param.device none)"),
-    "reduce": ("carrying gradients to host memory", _REDUCE),
+    "forward": ("the model's forward, without the waits inside it", ""),
+    "backward": ("the model's backward, without the waits inside it", ""),
+    "pack": ("forward hands activations over to the lane that moves them (activation_checkpointing.profile)", ""),
+    "unpack": ("backward gets them back, without the waits inside it (activation_checkpointing.profile)", ""),
+    "step": ("the gradient check and what step() does itself", ""),
     "update": ("the optimizer's update", f"more cores, {_TOKENS}, or a smaller offload_optimizer.ratio"),
-    "disk read": ("reading from the disk", _DISK),
-    "disk write": ("writing to the disk", _DISK),
-    "all_gather": ("gathering parameters from the other ranks", _RANKS),
-    "reduce_scatter": ("summing gradients over the ranks", _RANKS),
+    "fetch": (
+        "fetching parameters to the device",
+        f"{_TOKENS}, or parameters on the device (offload_param.device none)",
+    ),
+    "reduce": ("carrying gradients to their home", _REDUCE),
+    "disk read": ("reading from the swap directory", _DISK),
+    "disk write": ("writing to the swap directory", _DISK),
+    "all_gather": ("gathering parameters from the other ranks, and waiting for them", _RANKS),
+    "reduce_scatter": ("summing gradients over the ranks, and waiting for them", _RANKS),
     "activations": (
-        "moving activations",
+        "moving activations between the device and their tier",
         "a larger tiered_zero.activations.min_nbytes, or recomputing them (torch.utils.checkpoint)",
     ),
-    "save": ("saving checkpoints", "fewer saves, or commits in place (tiered_zero.checkpoint.in_place)"),
+    "save": (
+        "saving or loading checkpoints",
+        "fewer saves, or commits in place (tiered_zero.checkpoint.in_place)",
+    ),
+    "wait_param": (
+        "compute waits for parameters to arrive",
+        f"a larger stage3_prefetch_bucket_size or stage3_max_live_parameters, or {_TOKENS}",
+    ),
+    "wait_update": (
+        "compute waits for an update that is not finished",
+        f"{_TOKENS}, more cores, or tiered_zero.update delayed, with other numbers",
+    ),
+    "wait_grad": ("backward waits until older gradients have arrived", _REDUCE),
+    "wait_state": (
+        "the update waits for optimizer state to be read or written",
+        f"a larger offload_optimizer.buffer_count, which reads more state ahead, or {_TOKENS}",
+    ),
+    "wait_lease": (
+        "a transfer waits for a free staging buffer",
+        "a larger offload_param.buffer_count or offload_optimizer.buffer_count",
+    ),
+    "wait_ranks": (
+        "a collective is under way: other ranks are slower, or bytes are on their way between ranks",
+        _RANKS,
+    ),
+    "wait_activation": (
+        "forward or backward waits for activations on their way",
+        "a larger tiered_zero.activations.limit, or recomputing activations (torch.utils.checkpoint)",
+    ),
+    OTHER: ("the loop around the engine: data loading, logging", ""),
+    "overlap": ("100%: a step takes no longer than its busiest resource; 0%: resources work one after another", ""),
 }
-"""Lane -> its work, and what shortens a step if it sets the pace."""
-
-_WAITS = {
-    "wait_param": f"a larger stage3_prefetch_bucket_size or stage3_max_live_parameters, or {_TOKENS}",
-    "wait_update": f"{_TOKENS}, more cores, or tiered_zero.update delayed, with other numbers",
-    "wait_grad": _REDUCE,
-    "wait_state": f"a larger offload_optimizer.buffer_count, which reads more state ahead, or {_TOKENS}",
-    "wait_lease": "a larger offload_param.buffer_count or offload_optimizer.buffer_count",
-    "wait_ranks": _RANKS,
-    "wait_activation": "a larger tiered_zero.activations.limit, or recomputing activations (torch.utils.checkpoint)",
-}
-"""Wait -> what shortens a step in which it takes longest."""
-
-MEANINGS = {
-    "forward": "the model's forward, without the waits inside it",
-    "backward": "the model's backward, without the waits inside it",
-    "pack": "forward hands activations over to the lane that moves them (activation_checkpointing.profile)",
-    "unpack": "backward gets them back, without the waits inside it (activation_checkpointing.profile)",
-    "step": "the gradient check and what step() does itself",
-    "update": "the optimizer's update",
-    "fetch": "parameters on their way to the device",
-    "reduce": "gradients on their way to their home",
-    "disk read": "reads from the swap directory",
-    "disk write": "writes to the swap directory",
-    "all_gather": "parameters from the other ranks, waits for them included",
-    "reduce_scatter": "gradients summed over the ranks, waits for them included",
-    "activations": "activations on their way between the device and their tier",
-    "wait_activation": "forward or backward waits for activations on their way",
-    "save": "calls that save or load a checkpoint",
-    "wait_param": "compute waits for parameters to arrive",
-    "wait_update": "compute waits for an update that is not finished",
-    "wait_grad": "backward waits until older gradients have arrived",
-    "wait_state": "the update waits for optimizer state to be read or written",
-    "wait_lease": "a transfer waits for a free staging buffer",
-    "wait_ranks": "a collective is under way: other ranks are slower, or bytes are on their way between ranks",
-    OTHER: "the loop around the engine: data loading, logging",
-    "overlap": "100%: a step takes no longer than its busiest resource; 0%: resources work one after another",
-}
-"""Name in a report -> its meaning."""
+"""Name in a report -> its meaning, and what shortens a step in which it takes longest."""
 
 
 def remedy_of(lane: str) -> str:
     """Return what shortens a step if the lane sets its pace."""
-    return _LANES.get(lane, ("", ""))[1]
+    return NAMES.get(lane, ("", ""))[1]
 
 
 def explain_prediction(report: RunReport) -> str:
@@ -108,7 +108,7 @@ def explain_pace(report: RunReport) -> str:
     lane = max(report.busy_s, key=lambda name: report.busy_s[name])
     shares = {cause: seconds / report.step_s for cause, seconds in report.seconds.items()}
     busy = min(1.0, report.busy_s[lane] / report.step_s)
-    doing, remedy = _LANES.get(lane, (lane, ""))
+    doing, remedy = NAMES.get(lane, (lane, ""))
     if lane in ("compute", "update") and report.cpu_share is not None and report.cpu_share < CPU_SHARE:
         return (
             f"In a typical step ({report.step_s:.3g} s) this process got {report.cpu_share:.0%} of the CPU seconds "
@@ -130,10 +130,11 @@ def explain_pace(report: RunReport) -> str:
     if waits:
         cause = max(waits, key=lambda name: waits[name])
         if not (lane.startswith("disk") and cause != "wait_grad"):
-            remedy = _WAITS.get(cause, "")
+            remedy = remedy_of(cause)
         return (
-            f"{waits[cause]:.0%} of a typical step ({report.step_s:.3g} s) passes while {MEANINGS.get(cause, cause)}"
-            f" ({cause}). The busiest resource is {doing}, with {busy:.0%}.{_advise(remedy)}"
+            f"{waits[cause]:.0%} of a typical step ({report.step_s:.3g} s) passes while "
+            f"{NAMES.get(cause, (cause, ''))[0]} ({cause}). The busiest resource is {doing}, with {busy:.0%}."
+            f"{_advise(remedy)}"
         )
     return (
         f"A typical step takes {report.step_s:.3g} s. No resource and no wait takes most of it; its busiest resource "

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise, zip_longest
+from itertools import groupby, pairwise, zip_longest
 from statistics import fmean
 
 WIDTH, WIDE, HEIGHT = 720, 1320, 280
@@ -104,7 +104,8 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
     plot.y_axis(y_label)
     plot.x_axis(x_label, whole=True)
     for line in thinned:
-        for run in _finite_runs(line.points):
+        runs = groupby(line.points, key=lambda point: math.isfinite(point[1]))
+        for run in ([*points] for is_finite, points in runs if is_finite):
             path = "L".join(f"{plot.x(x):.1f} {plot.y(y):.1f}" for x, y in run)
             plot.draw(f'<path class="line {line.style}" d="M{path}"><title>{escape(line.name)}</title></path>')
             if len(run) == 1:
@@ -198,17 +199,6 @@ def thin(points: Points) -> Points:
     length = -(-len(points) // MAX_POINTS)
     parts = [points[start : start + length] for start in range(0, len(points), length)]
     return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts if len(part) == length]
-
-
-def _finite_runs(points: Points) -> list[list[tuple[float, float]]]:
-    """Split points into runs of finite ones."""
-    runs: list[list[tuple[float, float]]] = [[]]
-    for point in points:
-        if math.isfinite(point[1]):
-            runs[-1].append(point)
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
 
 
 def _widened(low_high: tuple[float, float]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from html import escape
 from statistics import median
 
 from tiered_zero.sizes import GIB, KIB, MIB, TIERS, format_nbytes
-from tiered_zero.telemetry.advice import MEANINGS, explain_pace, explain_prediction
+from tiered_zero.telemetry.advice import NAMES, explain_pace, explain_prediction
 from tiered_zero.telemetry.charts import NOT_RECORDED, Bar, Series, legend, line_chart, stacked_chart, timeline_chart
 from tiered_zero.telemetry.report import CAUSES, RunReport, StepReport, known_first
 from tiered_zero.telemetry.runlog import RowLayout, RunRecord, Timeline, by_start
@@ -162,7 +162,7 @@ def render_page(run: RunRecord, title: str) -> str:
             _timeline(run.timeline),
             _plan(run),
             _words("Config: keys that do not have their defaults", run.header.config),
-            _words("What the names mean", MEANINGS),
+            _words("What the names mean", {name: meaning for name, (meaning, _) in NAMES.items()}),
         )
     )
     return PAGE.format(title=escape(title), style=STYLE, body=body)
@@ -258,7 +258,9 @@ def _causes(steps: Sequence[StepReport]) -> str:
 def _memory(steps: Sequence[StepReport]) -> str:
     tiers = known_first(TIERS, (tier for step in steps for tier in step.tier_nbytes))
     totals = {tier: [(step.step, step.tier_nbytes.get(tier, 0)) for step in steps] for tier in tiers}
-    scale, unit = _bytes_unit(max((nbytes for points in totals.values() for _, nbytes in points), default=0))
+    largest = max((nbytes for points in totals.values() for _, nbytes in points), default=0)
+    units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+    scale, unit = next((each for each in units if largest >= each[0]), (1, "B"))
     series = [
         Series(name=tier, style=style_of(tier), points=[(step, nbytes / scale) for step, nbytes in totals[tier]])
         for tier in tiers
@@ -362,12 +364,6 @@ def _words(title: str, texts: Mapping[str, str]) -> str:
 
 def _seconds_unit(largest_s: float) -> tuple[float, str]:
     return (1.0, "seconds") if largest_s >= 1 else (1e3, "ms")
-
-
-def _bytes_unit(largest: float) -> tuple[int, str]:
-    return next(
-        ((size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if largest >= size), (1, "B")
-    )
 
 
 def _figure(title: str, chart: str, words: str = "", note: str = "") -> str:

@@ -44,7 +44,8 @@ class JsonRecord:
 
     def to_json(self) -> dict[str, Any]:
         values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
-        return {name: str(value) if _is_odd(value) else value for name, value in values.items()}
+        odd = {name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+        return {name: str(value) if name in odd else value for name, value in values.items()}
 
     @classmethod
     def from_json(cls: type[Record], values: Mapping[str, Any]) -> Record:
@@ -334,10 +335,6 @@ def _mean(reports: Sequence[StepReport], values: Callable[[StepReport], Mapping[
     for report in reports:
         _accumulate(sums, values(report))
     return {name: total / len(reports) for name, total in sums.items()}
-
-
-def _is_odd(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _accumulate(sums: dict[str, Number], values: Mapping[str, Number]) -> None:
