@@ -125,8 +125,14 @@ def test_configure_reads_a_config_and_arguments_go_before_it(tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({"partition_activation": True}, "partition_activation: unknown key. Did you mean partition_activations"),
-        ({"cpu_checkpointing": "perhaps"}, "cpu_checkpointing: expected true or false; found 'perhaps'"),
+        (
+            {"partition_activation": True},
+            "partition_activation: unknown key. Did you mean activation_checkpointing.partition_activations",
+        ),
+        (
+            {"cpu_checkpointing": "perhaps"},
+            "cpu_checkpointing: expected a valid boolean, unable to interpret input; found 'perhaps'",
+        ),
         (True, ": expected an object; found True"),
     ],
 )

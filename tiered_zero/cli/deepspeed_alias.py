@@ -5,9 +5,6 @@ Nothing else writes it, and nothing here imports it.
 
 from __future__ import annotations
 
-import base64
-import csv
-import hashlib
 import os
 import sys
 import sysconfig
@@ -103,16 +100,14 @@ def install(place: Place) -> None:
     texts = (_METADATA, _WHEEL, "tiered-zero\n", _ENTRY_POINTS)  # metadata first: a partial install is known as ours
     files = {info / name: text for name, text in zip(_INFO_FILES, texts, strict=False)}
     files |= {place.package: _PACKAGE, place.command: script}
+    record = [os.path.relpath(path, place.packages) for path in (*files, info / "RECORD")]
+    files[info / "RECORD"] = "".join(f"{name},,\n" for name in record)
     try:
         _remove(place)
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         place.command.chmod(0o755)
-        with open(info / "RECORD", "w", newline="") as file:
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerows(_row(path, text, place) for path, text in files.items())
-            rows.writerow((f"{_INFO}/RECORD", "", ""))
     except OSError as error:
         raise ConfigError(
             f"deepspeed-alias install: expected to write to {place.packages} and {place.scripts}; found {error}. Name "
@@ -175,9 +170,3 @@ def _is_ours(path: Path) -> bool:
 def _named(info: Path) -> str:
     """Return the distribution's name and version."""
     return " ".join(info.name.removesuffix(".dist-info").split("-", 1))
-
-
-def _row(path: Path, text: str, place: Place) -> tuple[str, str, str]:
-    """Return the file's line of RECORD."""
-    digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-    return os.path.relpath(path, place.packages), f"sha256={digest}", str(len(text.encode()))

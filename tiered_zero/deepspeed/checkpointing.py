@@ -6,7 +6,6 @@ The engine around a checkpoint offloads what it saves (`tiered_zero.activations`
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import time
@@ -19,8 +18,10 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 from tiered_zero.activations.checkpointing import RandomStates, run_checkpointed, seed_generators
+from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
-from tiered_zero.config.section import Section, shown, switch
+from tiered_zero.config.schema import ActivationCheckpointingSection, Config
+from tiered_zero.config.section import switch
 from tiered_zero.deepspeed.accelerator import get_accelerator
 from tiered_zero.errors import ConfigError
 from tiered_zero.unit.saved_views import moves_saved_tensors
@@ -59,17 +60,6 @@ class _Namespace:
     states = RandomStates()
 
 
-_KEYS = {
-    "partition_activations": "partition_activations",
-    "contiguous_memory_optimization": "contiguous_checkpointing",
-    "number_checkpoints": "num_checkpoints",
-    "cpu_checkpointing": "checkpoint_in_cpu",
-    "synchronize_checkpoint_boundary": "synchronize",
-    "profile": "profile",
-}
-"""Key of the section `activation_checkpointing` -> the argument of `configure` that overrides it."""
-
-
 def configure(
     mpu_: Any = None,
     deepspeed_config: Any = None,
@@ -87,51 +77,33 @@ def configure(
     `model_parallel_cuda_manual_seed`. The other arguments have no effect: an engine's budget is one piece of memory,
     and inputs are not split over ranks, which a notice says. Raises ConfigError.
     """
-    given = {
-        "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "num_checkpoints": num_checkpoints,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
-        "synchronize": synchronize,
-        "profile": profile,
-    }
-    found = _read(deepspeed_config) | {name: value for name, value in given.items() if value is not None}
-    partition_activations_in_checkpoint(found.pop("partition_activations", False))
+    section, is_partitioned = _read(deepspeed_config)
+    partition_activations_in_checkpoint(is_partitioned if partition_activations is None else partition_activations)
     before = _Namespace.settings.mpu if _Namespace.settings is not None else None
-    effective = {name: value for name, value in found.items() if name in _Settings.__dataclass_fields__}
-    _Namespace.settings = _Settings(mpu=before if mpu_ is None else mpu_, **effective)
+    _Namespace.settings = _Settings(
+        mpu=before if mpu_ is None else mpu_,
+        checkpoint_in_cpu=section.cpu_checkpointing if checkpoint_in_cpu is None else checkpoint_in_cpu,
+        synchronize=section.synchronize_checkpoint_boundary if synchronize is None else synchronize,
+        profile=section.profile if profile is None else profile,
+    )
 
 
-def _read(config: Any) -> dict[str, Any]:
-    """Return the arguments that a config has."""
+def _read(config: Any) -> tuple[ActivationCheckpointingSection, bool]:
+    """Return the section of a config, and whether it has partition_activations, which the schema leaves out."""
     if config is None:
-        return {}
+        return ActivationCheckpointingSection(), False
+    if isinstance(config, Config):
+        return config.activation_checkpointing, False
     if isinstance(config, (str, os.PathLike)):
         config = read_json(config)
-    if not isinstance(config, (Mapping, Section)):
+    if not isinstance(config, Mapping):
         raise ConfigError(
             "deepspeed_config: expected a path, an object or the config of an engine; found "
             f"{type(config).__name__}. Leave it out, and pass arguments."
         )
-    section = config.get("activation_checkpointing") or {}
-    if not isinstance(section, (Mapping, Section)):
-        raise ConfigError(
-            f"activation_checkpointing: expected an object; found {shown(section)}. Write its keys inside {{}}."
-        )
-    for key in section if isinstance(section, Mapping) else ():
-        if key not in _KEYS and not key.startswith("_"):
-            close = difflib.get_close_matches(key, _KEYS, n=1)
-            remedy = f"Did you mean {close[0]}?" if close else f"It takes {', '.join(sorted(_KEYS))}."
-            raise ConfigError(f"activation_checkpointing.{key}: unknown key. {remedy}")
-    found = {}
-    for key, argument in _KEYS.items():
-        value = switch(section.get(key))
-        if value in (None, "auto"):
-            continue
-        if value not in (False, True) and key != "number_checkpoints":
-            raise ConfigError(f"activation_checkpointing.{key}: expected true or false; found {shown(value)}.")
-        found[argument] = value
-    return found
+    section = config.get("activation_checkpointing")
+    read = load({"train_micro_batch_size_per_gpu": 1, "activation_checkpointing": section}).activation_checkpointing
+    return read, switch((section or {}).get("partition_activations")) is True
 
 
 def is_configured() -> bool:
