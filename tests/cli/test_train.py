@@ -60,7 +60,7 @@ class PlainEngine:
             loss.backward()
 
     def step(self) -> None:
-        if self.num_forwards % self.config.batch.accumulation:
+        if self.num_forwards % self.config.gradient_accumulation_steps:
             return
         self._at_step(self._step)
         self._optimizer.step()

@@ -229,7 +229,7 @@ def test_another_model_or_optimizer_is_refused_in_words_of_the_command(
     assert "load_module_strict" not in result.stderr
     other = write_config(Path("other.json"), optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}})
     result = train(other, *SMALL[:2], *task)
-    assert result.exit_code == 1 and "take the config of the run in ck, or give another directory" in result.stderr
+    assert result.exit_code == 1 and "Take the config of the run in ck, or give another directory" in result.stderr
 
 
 def test_options_without_a_directory_are_refused(tmp_path: Path) -> None:

@@ -26,6 +26,10 @@ def refused(**sections: Any) -> str:
     return str(caught.value)
 
 
+def sizes(config: Config) -> tuple[int, int, int]:
+    return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+
+
 def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "config.json"
     path.write_text(text)
@@ -43,7 +47,7 @@ class TestSource:
         assert load(path) == load(str(path)) == load(None, Namespace(deepspeed_config=str(path))) == expected
 
     def test_args_without_a_config_are_no_source(self) -> None:
-        assert load({"train_batch_size": 8}, Namespace(deepspeed_config=None)).batch.train == 8
+        assert load({"train_batch_size": 8}, Namespace(deepspeed_config=None)).train_batch_size == 8
 
     def test_both_and_neither_are_refused(self, tmp_path: Path) -> None:
         path = write(tmp_path, '{"train_batch_size": 8}')
@@ -87,9 +91,9 @@ class TestBatch:
     )
     def test_subsets(self, names: tuple[str, ...], expected: tuple[int, int, int], convert: Any) -> None:
         config = load({name: convert(self.FULL[name]) for name in names}, world_size=2)
-        assert config.batch == expected
+        assert sizes(config) == expected
         auto = load({name: convert(self.FULL[name]) if name in names else "auto" for name in self.FULL}, world_size=2)
-        assert auto.batch == expected
+        assert sizes(auto) == expected
         sources = {row.path: row.source for row in config.explain()}
         assert {sources[name] for name in self.FULL if name not in names} <= {"derived"}
         assert {sources[name] for name in names} == {"file"}
@@ -128,7 +132,7 @@ class TestBatch:
     def test_any_two_give_the_third(self, micro: int, steps: int, ranks: int) -> None:
         full = dict(zip(self.FULL, (micro * steps * ranks, micro, steps), strict=True))
         for pair in itertools.combinations(full, 2):
-            assert load({name: full[name] for name in pair}, world_size=ranks).batch == tuple(full.values())
+            assert sizes(load({name: full[name] for name in pair}, world_size=ranks)) == tuple(full.values())
 
 
 class TestSpelling:
@@ -248,7 +252,7 @@ class TestAuto:
         )
         assert config.optimizer is not None
         assert config.optimizer.params == {"eps": 1e-7}
-        assert config.batch.micro == 8
+        assert config.train_micro_batch_size_per_gpu == 8
         (line,) = (line for line in config.notices if '"auto" resolved' in line)
         for resolved in (
             "train_micro_batch_size_per_gpu = 8",
@@ -501,7 +505,7 @@ def test_the_notebooks_configs() -> None:
     by_name = {path.stem: load(path) for path in CONFIGS if path.stem.startswith("notebook_")}
     assert set(by_name) == {"notebook_zero1", "notebook_zero1_inline", "notebook_zero_r", "notebook_offload"}
     for config in by_name.values():
-        assert config.batch == (16, 16, 1)
+        assert sizes(config) == (16, 16, 1)
         assert config.fp16.enabled and config.fp16.initial_scale_power == 32
         assert config.scheduler is not None and config.scheduler.type == "WarmupDecayLR"
     offload = by_name["notebook_offload"].zero_optimization

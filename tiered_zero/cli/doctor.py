@@ -53,7 +53,12 @@ def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, 
     """
     logging.getLogger("tiered_zero").setLevel(logging.ERROR)
     findings = []
-    checks = _examine_device(pin) if on_device else examine(directory)
+    if on_device:
+        from tiered_zero.cli.device_check import examine_device
+
+        checks = examine_device(pin)
+    else:
+        checks = examine(directory)
     for finding in chain(checks, _rates(directory, measures) if measures or not on_device else ()):
         findings.append(finding)
         if not as_json:
@@ -64,12 +69,6 @@ def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, 
     asked = [finding for finding in findings if finding.name == "directory" or (on_device and finding.state == BAD)]
     if asked:  # the one question that the user has asked by name
         ctx.exit(1)
-
-
-def _examine_device(pinned_nbytes: int) -> Iterator[Finding]:
-    from tiered_zero.cli.device_check import examine_device
-
-    return examine_device(pinned_nbytes)
 
 
 def examine(directory: Path) -> Iterator[Finding]:

@@ -133,40 +133,31 @@ class Saver:
 class Resumption:
     """Resumes from the newest complete checkpoint in a directory, if it has one. Main thread."""
 
-    def __init__(self, directory: Path | None, options: Mapping[str, Any], *, in_place: bool) -> None:
-        """Look for a checkpoint in `directory`; None: resume from none. `options`: see `Saver`. `in_place`: the run
-        commits in place, and adopts a swap directory when it starts."""
-        self._directory, self._options = directory, options
-        self._adopts = in_place
+    def __init__(self, directory: Path | None, options: Mapping[str, Any]) -> None:
+        """Look for a checkpoint in `directory`; None: resume from none. `options`: see `Saver`."""
+        self.directory, self._options = directory, options
         self.path: str | None = None
         """The checkpoint that was loaded."""
         self.loss: float | None = None
         """The loss of the last step that is not made again."""
-        if directory is not None and not _has_checkpoint(directory):
-            self._directory = None
+        if directory is not None and (why := nothing_to_load(directory)):
+            logger.info("no checkpoint in %s yet (%s): starting at step 0", directory, why)
+            self.directory = None
 
     def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the config for the engine. Raises StoreError, and ConfigError for another model."""
-        if self._directory is not None:
-            self._compare(self._directory)
-        result = dict(settings)
-        if self._directory is not None and self._adopts:
-            own = dict(result.get("tiered_zero") or {})
-            checkpoint = {**(own.get("checkpoint") or {}), "resume": str(self._directory)}
-            result["tiered_zero"] = {**own, "checkpoint": checkpoint}
-        return result
+        if self.directory is None:
+            return dict(settings)
+        self._compare(self.directory)
+        own = dict(settings.get("tiered_zero") or {})
+        checkpoint = {**(own.get("checkpoint") or {}), "resume": str(self.directory)}
+        return {**settings, "tiered_zero": {**own, "checkpoint": checkpoint}}
 
-    def load(self, engine: Engine) -> None:
-        """Load into an engine that was built from `settings`, and log from where. Raises StoreError, ModelError."""
-        if self._directory is None:
+    def look_at(self, engine: Engine) -> None:
+        """Log from where an engine that was built from `settings` goes on."""
+        if self.directory is None or engine.resumed is None:
             return
-        try:
-            path, client_state = engine.resumed or engine.load_checkpoint(self._directory)
-        except ModelError as error:  # which names arguments of load_checkpoint
-            raise ModelError(
-                f"--resume: {error} `tiered-zero train` has no such arguments: take the config of the run in "
-                f"{self._directory}, or give another directory to --save."
-            ) from error
+        path, client_state = engine.resumed
         self.path = str(path)
         saved = client_state.get(_STATE_KEY)
         self.loss = saved.get(_LOSS) if isinstance(saved, dict) else None
@@ -199,13 +190,6 @@ def warn_of_others(directory: Path) -> None:
             directory,
             tags[-1].tag,
         )
-
-
-def _has_checkpoint(directory: Path) -> bool:
-    """Return whether `directory` holds something to load or to refuse; log why not. Raises StoreError."""
-    if why := nothing_to_load(directory):
-        logger.info("no checkpoint in %s yet (%s): starting at step 0", directory, why)
-    return not why
 
 
 DIVERGED = 1
@@ -268,25 +252,30 @@ class Training:
         logger.info("%s parameters, %s; text: %s", f"{num_parameters(model):,}", model, corpus.source)
         if corpus.is_binary:
             logger.warning("%s holds NUL bytes, as binary files do. It is trained on byte by byte.", corpus.source)
-        self._step_tokens = resolved.batch.train * model.context
+        self._step_tokens = resolved.train_batch_size * model.context
         self._saved = {
             MODEL: str(model),
             "--seed": options.seed,
             "--data": corpus.source,
-            "batch": resolved.batch.train,
+            "batch": resolved.train_batch_size,
         }
         """Saved with a checkpoint, because the numbers depend on it."""
-        save, in_place = options.save, resolved.tiered_zero.checkpoint.in_place
-        self._resumption = Resumption(save if options.resume else None, self._saved, in_place=in_place)
+        self._resumption = Resumption(options.save if options.resume else None, self._saved)
         self._settings = self._resumption.settings(settings)
-        if save is not None and not options.resume:
-            warn_of_others(save)
+        if options.save is not None and not options.resume:
+            warn_of_others(options.save)
         self._progress = TrainingProgress(options.steps, is_shown=self._rank == 0)
 
     def run(self) -> int:
         """Train, print the tables, and return the exit code. Raises NonFiniteError for a loss that is not finite."""
         with stop_on_signals(at_boundary=False) as stop:
-            engine = open_engine(self._settings, self._model, self._options.seed)
+            try:
+                engine = open_engine(self._settings, self._model, self._options.seed)
+            except ModelError as error:
+                if (directory := self._resumption.directory) is None:
+                    raise
+                way = f"Take the config of the run in {directory}, or give another directory to --save."
+                raise ModelError(f"--resume: {error} {way}") from error
             predicted = predicted_seconds(engine.config, engine.module, engine.plan)
             totals = RunTotals({tier: engine.plan.nbytes(tier) for tier in TIERS}, predicted)
             try:
@@ -302,7 +291,7 @@ class Training:
     def _train(self, engine: Engine, stop: StopRequest, totals: RunTotals) -> int:
         """Make the missing steps; return the exit code."""
         options, progress = self._options, self._progress
-        self._resumption.load(engine)
+        self._resumption.look_at(engine)
         progress.begin_at(engine.global_steps)
         saver = Saver(engine, options.save, options.save_every, self._saved) if options.save is not None else None
         stop.at_boundary = saver is not None or self._world_size > 1  # ranks end after the same step
@@ -365,10 +354,11 @@ class Training:
 def train_step(engine: Engine, corpus: Corpus, step: int, context: int, seed: int) -> float:
     """Run forward and backward for each micro-batch; the last `step()` updates. Return the mean loss of this rank,
     whose micro-batches lie between those of the others."""
-    sizes, losses = engine.config.batch, []
-    for micro in range(step * sizes.accumulation, (step + 1) * sizes.accumulation):
+    accumulation, size = engine.config.gradient_accumulation_steps, engine.config.train_micro_batch_size_per_gpu
+    losses = []
+    for micro in range(step * accumulation, (step + 1) * accumulation):
         index = micro * engine.world_size + engine.global_rank
-        tokens, targets = (part.to(engine.device) for part in corpus.batch(index, sizes.micro, context, seed))
+        tokens, targets = (part.to(engine.device) for part in corpus.batch(index, size, context, seed))
         loss = engine(tokens, targets)
         engine.backward(loss)
         engine.step()

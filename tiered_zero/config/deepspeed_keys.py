@@ -270,17 +270,10 @@ def table(schema: type[BaseModel]) -> Mapping[str, Key]:
     return types.MappingProxyType(result)
 
 
-def section_type(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class in a field's annotation (`Section` or `Section | None`); None for a plain value."""
-    for candidate in (annotation, *typing.get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
 def _honoured(schema: type[BaseModel], prefix: str) -> Iterator[Key]:
     for name, field in schema.model_fields.items():
-        section = section_type(field.annotation)
+        kinds = (field.annotation, *typing.get_args(field.annotation))  # Section, or Section | None
+        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
         if section is not None:
             yield from _honoured(section, f"{prefix}{name}.")
         else:

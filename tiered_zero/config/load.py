@@ -57,7 +57,10 @@ def load(
     if not isinstance(given, Mapping):
         raise ConfigError(f"config: expected a dict or the path of a JSON file; found {type(given).__name__}.")
     reading = Reading()
-    values = _sort(_named_tree(given, _KEYS.keys() | _SECTIONS, reading), "", reading)
+    tree: dict[str, Any] = _plain(given, "", reading)
+    _drop_dotted(tree, _KEYS.keys() | _SECTIONS, reading)
+    _rename(tree, reading)
+    values = _sort(tree, "", reading)
     _drop_offload_param(values, reading)
     values.update(_batch(values, world_size, reading, to_train))
     _check_optimizer(values.get("optimizer"))
@@ -71,15 +74,6 @@ def load(
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
-
-
-def _named_tree(given: Mapping[str, Any], known: Container[str], reading: Reading) -> dict[str, Any]:
-    """Copy `given` with the schema's names, and note dropped keys in `reading`. `known`: paths of keys and sections.
-    Raises ConfigError."""
-    tree: dict[str, Any] = _plain(given, "", reading)
-    _drop_dotted(tree, known, reading)
-    _rename(tree, reading)
-    return tree
 
 
 def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
@@ -104,7 +98,8 @@ def _plain(node: Any, path: str, reading: Reading) -> Any:
 
 
 def _drop_dotted(tree: dict[str, Any], known: Container[str], reading: Reading) -> None:
-    """Drop "section.key" at the top level, which trainers write and DeepSpeed does not read."""
+    """Drop "section.key" at the top level, which trainers write and DeepSpeed does not read. `known`: paths of keys and
+    sections."""
     for name in [name for name in tree if "." in name and name in known]:
         section, _, inner = name.rpartition(".")
         if name.startswith("tiered_zero."):
@@ -229,8 +224,6 @@ def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
 
 def _nearest(path: str) -> str:
     """Suggest the valid key nearest to an unknown one: a sibling, the same name elsewhere, or a similar one."""
-    if path == "tiered_zero.io_uring":
-        return "io_uring is not used: threads move 1.0 to 1.6 times as much. Leave the key out."
     section, _, name = path.rpartition(".")
     name = OTHER_WORDS.get(name, name)
     names = [*_KEYS, *_SECTIONS, *_ARGUMENTS]
@@ -355,8 +348,12 @@ def _finish(config: Config, reading: Reading) -> None:
             f"optimizer {optimizer.type} runs as {optimizer.algorithm}, as in DeepSpeed; "
             "optimizer.params.adam_w_mode false gives L2 decay"
         )
-    if optimizer is not None and optimizer.algorithm == "AdamW" and _leaves_decay(optimizer.params):
-        reading.notices.append("optimizer.params.weight_decay 0 by default, as in DeepSpeed; torch's AdamW has 0.01")
+    if optimizer is not None and optimizer.algorithm == "AdamW":
+        params = optimizer.params
+        if params.get("weight_decay", "auto") == "auto" and params.get("torch_adam", "auto") in (False, "auto"):
+            reading.notices.append(
+                "optimizer.params.weight_decay 0 by default, as in DeepSpeed; torch's AdamW has 0.01"
+            )
     zero = config.zero_optimization
     if zero.stage == 0 and zero.offload_optimizer.device != "none":
         reading.notices.append(
@@ -373,10 +370,6 @@ def _finish(config: Config, reading: Reading) -> None:
     if config.tiered_zero.checkpoint.in_place and config.tiered_zero.checkpoint.async_save:
         reading.notices.append("tiered_zero.checkpoint.async without effect with in_place")
     config._reading = reading
-
-
-def _leaves_decay(params: Mapping[str, Any]) -> bool:
-    return params.get("weight_decay", "auto") == "auto" and params.get("torch_adam", "auto") in (False, "auto")
 
 
 def _describe(error: ValidationError) -> str:

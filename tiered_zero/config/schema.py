@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -343,12 +343,6 @@ def _compute_device(value: str) -> str:
     return value
 
 
-def _io_engine(value: Any) -> Any:
-    if value == "threads":
-        raise ValueError('expected "auto"; found threads, which was removed: aiofiles runs without a compiler too')
-    return value
-
-
 def _paths(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -442,7 +436,7 @@ class RuntimeSection(Section):
         description="where gradients rest from backward to the update, where offload_optimizer.device is nvme: in host "
         "memory (cpu) or in files in its nvme_path (nvme); auto: those on nvme that host memory has no room for",
     )
-    io_engine: Annotated[Literal["auto", "native", "aiofiles"], BeforeValidator(_io_engine)] = Field(
+    io_engine: Literal["auto", "native", "aiofiles"] = Field(
         "auto", description="how files are read and written; auto tries in the swap directory and takes the best"
     )
     io_timeout_s: Number = Field(60.0, gt=0, description="seconds after which a stalled request is an error")
@@ -488,14 +482,6 @@ class RuntimeSection(Section):
         "bf16_remainder, 10, the same bits (bfloat16 parameters are half of their masters); lossy_bf16_moments, 8, and "
         "lossy_8bit_moments, 6.25, which change numbers",
     )
-
-
-class BatchSizes(NamedTuple):
-    """The batch sizes in samples: train = micro * accumulation * ranks."""
-
-    train: int
-    micro: int
-    accumulation: int
 
 
 class Config(Section):
@@ -587,11 +573,6 @@ class Config(Section):
         filled = type(self).model_validate(values)
         filled._reading = self._reading
         return filled
-
-    @property
-    def batch(self) -> BatchSizes:
-        """Return the resolved batch sizes."""
-        return BatchSizes(self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
 
     @property
     def activations_device(self) -> Device:

@@ -218,7 +218,11 @@ class DeepSpeedNames(ABC):
     zero_optimization_stage = _reader("zero_optimization.stage", int)
     fp16_enabled = _reader("fp16.enabled", bool)
     bfloat16_enabled = _reader("bf16.enabled", bool)
-    get_batch_info = _reader("batch", tuple, "(Train batch, micro-batch, accumulation steps).")
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(Train batch, micro-batch, accumulation steps)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
     steps_per_print = _reader("steps_per_print", int, "Optimizer steps between two log lines; None: no lines.")
 
     @cached_property
