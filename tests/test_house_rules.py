@@ -135,7 +135,6 @@ POSITIONAL_RECORDS = {
     "Finding": "a line of a printed table, written as such",
     "FlatEntry": "what, and where it starts",
     "Home": "what, and where it starts",
-    "IOPiece": "(transfer, offset, view), all of different types, in the loop of every request",
 }
 """Records that may be built by position, and why their parts cannot be swapped unseen."""
 

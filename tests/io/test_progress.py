@@ -1,65 +1,96 @@
-"""Short transfers, retries and their bounds, without a file system in the way."""
+"""Short transfers, retries and their bounds in the engine `aiofiles`, over faked system calls."""
 
 import errno
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.io.conftest import pages
 from tiered_zero.errors import TransferError
-from tiered_zero.io.aiofile import Progress
-from tiered_zero.io.disk import DiskFile
-from tiered_zero.io.engine import Request
-from tiered_zero.system.resources import CLOSED
+from tiered_zero.io.aiofile import AiofilesEngine
+from tiered_zero.io.engine import IOSettings
+
+Write = Callable[[int, int], int]
 
 
-def progress_over(path: Path, kind: str, nbytes: int, alignment: int) -> tuple[Progress, DiskFile]:
-    file = DiskFile(str(path), CLOSED, alignment=alignment, direct=alignment > 1, drain=lambda _: True)
-    return Progress(Request(kind=kind, path=str(path), offset=0, nbytes=nbytes), file, 0, nbytes), file
+class Writer:
+    """Writes one block of 8192 bytes to a fresh file over a faked pwritev, which gets (bytes, offset)."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self._monkeypatch = monkeypatch
+        settings = IOSettings(block_size=8192, queue_depth=1)
+        self.engine = AiofilesEngine(direct=False, alignment=1, settings=settings, io_timeout_s=120.0)
+        self.file = self.engine.open(str(path), create=True)
+
+    def write(self, act: Write) -> None:
+        def pwritev(fd: int, views: list[memoryview], offset: int) -> int:
+            self.calls.append((len(views[0]), offset))
+            return act(*self.calls[-1])
+
+        self._monkeypatch.setattr(os, "pwritev", pwritev)
+        self.engine.write(self.file, 0, pages(8192)).wait()
+
+
+@pytest.fixture
+def writer(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
+    writer = Writer(swap_path / "data", monkeypatch)
+    yield writer
+    writer.file.close()
+    writer.engine.close()
 
 
 @pytest.mark.parametrize("alignment", [1, 512, 4096])
-def test_every_short_length_is_continued_from_an_aligned_offset(tmp_path: Path, alignment: int) -> None:
-    for moved in range(1, 8192, 1 if alignment > 1 else 97):
-        progress, _ = progress_over(tmp_path / "x", "write", 8192, alignment)
-        progress.advance(moved)
-        assert progress.start == moved // alignment * alignment and progress.pause_s == 0.0
-        progress.advance(8192 - progress.start)
-        assert progress.finished
+def test_a_short_transfer_is_continued_from_an_aligned_offset(writer: Writer, alignment: int) -> None:
+    writer.file.alignment = alignment
+    lengths = iter([700, 4096, 5000])
+    writer.write(lambda nbytes, offset: min(nbytes, next(lengths, nbytes)))
+    done = 0
+    for (nbytes, offset), moved in zip(writer.calls, [700, 4096, 5000], strict=False):
+        assert offset == done // alignment * alignment and nbytes == 8192 - offset
+        done = max(done, offset + min(nbytes, moved))
+    assert done >= 8192 or writer.calls[-1][1] == done // alignment * alignment
 
 
 @pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN])
-def test_interruptions_are_retried_within_bounds(tmp_path: Path, code: int) -> None:
-    progress, _ = progress_over(tmp_path / "x", "write", 8192, 512)
-    pauses = []
+def test_interruptions_are_retried_within_bounds(writer: Writer, code: int) -> None:
+    def write(nbytes: int, offset: int) -> int:
+        raise OSError(code, "x")
+
     with pytest.raises(TransferError, match=errno.errorcode[code]):
-        for _ in range(100):
-            progress.interrupted(code)
-            pauses.append(progress.pause_s)
-    assert len(pauses) == 15 and pauses == sorted(pauses) and 0.5 < sum(pauses) < 2.0
+        writer.write(write)
+    assert len(writer.calls) == 16
 
 
-def test_a_byte_moved_resets_the_number_of_tries(tmp_path: Path) -> None:
-    progress, _ = progress_over(tmp_path / "x", "write", 100, 1)
-    for _ in range(50):
-        progress.interrupted(errno.EAGAIN)
-        progress.advance(2)
-    assert progress.finished
+def test_a_byte_moved_resets_the_number_of_tries(writer: Writer) -> None:
+    def write(nbytes: int, offset: int) -> int:
+        if len(writer.calls) % 2:
+            raise OSError(errno.EAGAIN, "x")
+        return nbytes if len(writer.calls) > 40 else 2
+
+    writer.write(write)
+    assert writer.calls[-1] == (8192 - 40, 40)
 
 
-def test_a_write_that_moves_nothing_fails_after_bounded_retries(tmp_path: Path) -> None:
-    progress, _ = progress_over(tmp_path / "x", "write", 8192, 512)
-    progress.advance(700)
+def test_a_write_that_moves_nothing_fails_after_bounded_retries(writer: Writer) -> None:
+    writer.file.alignment = 512
+    lengths = iter([700])
     with pytest.raises(TransferError, match="wanted 8192 bytes, got 700: EIO"):
-        for _ in range(100):
-            progress.advance(100)  # from 512 on: no further than before
+        writer.write(lambda nbytes, offset: next(lengths, 100))  # from 512 on: no further than before
+    assert len(writer.calls) == 17
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EINVAL, errno.EBADF])
-def test_other_errors_are_final(tmp_path: Path, code: int) -> None:
-    progress, _ = progress_over(tmp_path / "x", "read", 8192, 512)
-    progress.advance(1000)
+def test_other_errors_are_final(writer: Writer, code: int) -> None:
+    def write(nbytes: int, offset: int) -> int:
+        if len(writer.calls) == 1:
+            return 1000
+        raise OSError(code, "x")
+
     with pytest.raises(TransferError) as caught:
-        progress.interrupted(code)
+        writer.write(write)
     text = str(caught.value)
-    assert caught.value.errno == code and errno.errorcode[code] in text
-    assert str(tmp_path / "x") in text and "wanted 8192 bytes, got 1000" in text and "free there" in text
+    assert len(writer.calls) == 2 and caught.value.errno == code and errno.errorcode[code] in text
+    assert writer.file.path in text and "wanted 8192 bytes, got 1000" in text and "free there" in text

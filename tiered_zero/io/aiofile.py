@@ -1,7 +1,7 @@
 """Move bytes with the package aiofiles: the engine `aiofiles`, for installations without the native library.
 
-A request is cut into pieces, each of which passes through an event loop to an executor's thread. The engine continues
-short transfers and orders syncs after writes.
+One coroutine carries out a request, in parts, each of which passes through an event loop to an executor's thread. The
+engine continues short transfers and orders syncs after writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, final
 
 from tiered_zero.errors import ConfigError, TransferError
@@ -30,74 +29,18 @@ _MAX_TRIES = 16
 
 
 @final
-class Progress:
-    """The progress of one piece. Raises TransferError when no further try is due.
+class AiofilesTransfer(DiskTransfer):
+    """A request that one coroutine carries out on the engine's loop."""
 
-    A short transfer is continued. With O_DIRECT the next one must start aligned: after an unaligned end it starts from
-    the last aligned offset before it.
-    """
-
-    def __init__(self, request: Request, file: DiskFile, offset: int, nbytes: int) -> None:
-        self._request, self._file = request, file
-        self._offset, self._nbytes = offset, nbytes
-        self._done = 0
-        self._num_tries = 0
-
-    @property
-    def start(self) -> int:
-        """The byte of the piece at which the next transfer starts."""
-        return self._done - self._done % self._file.alignment
-
-    @property
-    def finished(self) -> bool:
-        return self._done >= self._nbytes
-
-    def advance(self, moved: int) -> None:
-        """Note that a transfer from `start` moved `moved` bytes. Raises TransferError."""
-        end = self.start + moved
-        if end > self._done:
-            self._done, self._num_tries = end, 0
-            return
-        if self._request.kind == "read":
-            file_nbytes = self._file.size_nbytes()
-            if self._offset + self._done >= file_nbytes:
-                raise end_of_file_error(self._request, self._offset, self._nbytes, self._done, file_nbytes)
-        self._try_again(errno.EIO)
-
-    def interrupted(self, code: int) -> None:
-        """Note that a transfer failed with errno `code`. Raises TransferError unless it can be tried again."""
-        if code not in (errno.EINTR, errno.EAGAIN):
-            raise self._error(code)
-        self._try_again(code)
-
-    def _try_again(self, code: int) -> None:
-        self._num_tries += 1
-        if self._num_tries >= _MAX_TRIES:
-            raise self._error(code)
-
-    @property
-    def pause_s(self) -> float:
-        """Seconds to sleep before the next transfer: 0 after progress, then 1 ms, doubled with each try up to 0.1 s."""
-        return min(0.001 * 2 ** (self._num_tries - 1), 0.1) if self._num_tries else 0.0
-
-    def _error(self, code: int) -> TransferError:
-        return transfer_error(self._request, self._offset, self._nbytes, self._done, code)
-
-
-@final
-class PieceTransfer(DiskTransfer):
-    """A request that is finished with its last piece. The engine's lock guards `num_left`, `blockers` and `error`."""
-
-    def __init__(self, engine: AiofilesEngine, file: DiskFile, request: Request, num_pieces: int) -> None:
+    def __init__(self, engine: AiofilesEngine, file: DiskFile, request: Request) -> None:
         super().__init__(engine, file, request)
         self._engine = engine
-        self.num_left = num_pieces
-        self.blockers: set[PieceTransfer] = set()
-        """For a sync: the writes for which it waits."""
         self.moved_s = 0.0
-        """time.monotonic() when a piece last started or ended; 0.0 while all are queued."""
+        """time.monotonic() when a part of it last started or ended; 0.0 while all are queued."""
         self._seconds = 0.0
         self._event = threading.Event()
+        self.ended = asyncio.Event()
+        """For coroutines of the loop, which must not block."""
 
     def done(self) -> bool:
         return self._event.is_set()
@@ -111,26 +54,18 @@ class PieceTransfer(DiskTransfer):
     def finish(self) -> None:
         self._seconds = max(time.monotonic() - self.submitted_s, 1e-9)
         self._event.set()
+        self.ended.set()
 
     @property
     def seconds(self) -> float:
         return self._seconds
 
 
-@dataclass(frozen=True, slots=True)
-class IOPiece:
-    """A part of a request that one worker carries out. A sync is one piece without bytes."""
-
-    transfer: PieceTransfer
-    offset: int
-    view: memoryview
-
-
 @final
 class AiofilesEngine(DiskEngine):
     """An event loop on one thread, and an executor on which aiofiles runs each system call.
 
-    Calls have their own offsets, so several pieces of one file are in flight at once. A pool of plain threads wrote 256
+    Calls have their own offsets, so several parts of one file are in flight at once. A pool of plain threads wrote 256
     MiB at 1.2 times this engine's rate and read them at 1.0; next to busy Python code at 1.0 and 1.2.
     """
 
@@ -147,11 +82,9 @@ class AiofilesEngine(DiskEngine):
         super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
         self._call = aiofiles.wrap(_call)
         self.moved_s = time.monotonic()
-        self._lock = threading.Lock()
-        self._waiting_syncs: list[PieceTransfer] = []
-        self._urgent, self._others = deque[IOPiece](), deque[IOPiece]()
-        """Pieces that no worker has begun, in the order of arrival; the lock guards both."""
-        self._free_workers = asyncio.Semaphore(settings.num_workers)
+        self._num_free = settings.num_workers
+        self._urgent, self._others = deque[asyncio.Future[None]](), deque[asyncio.Future[None]]()
+        """Parts of requests that wait for a worker, in the order of arrival. Only the loop's thread uses them."""
         self._executor = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="tiered-zero-aiofiles")
         self._ending: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
@@ -164,92 +97,89 @@ class AiofilesEngine(DiskEngine):
             self._loop.close()
             raise ConfigError(f"its threads cannot be started: {error}; raise ulimit -u or ulimit -v") from error
 
-    def _start(self, file: DiskFile, request: Request, view: memoryview) -> PieceTransfer:
-        num_blocks = -(-request.nbytes // self.settings.block_nbytes)
-        step = self.settings.block_nbytes * min(max(num_blocks // 2, 1), _MAX_BLOCKS_A_CALL)
-        starts = range(0, request.nbytes, step)
-        is_sync = request.kind == "sync"
-        transfer = PieceTransfer(self, file, request, num_pieces=1 if is_sync else len(starts))
-        with self._lock:
-            self.latch.check()  # again: after a failed write a sync must not succeed
-            if is_sync:
-                transfer.blockers = {
-                    earlier
-                    for earlier in list(self._unfinished)
-                    if isinstance(earlier, PieceTransfer) and earlier.file is file and earlier.request.kind == "write"
-                }
-            if not transfer.num_left:
-                transfer.finish()
-                return transfer
-            self._unfinished[transfer] = None
-            if transfer.blockers:
-                self._waiting_syncs.append(transfer)
-            elif is_sync:
-                self._enqueue(IOPiece(transfer, 0, view))
-            for start in starts:
-                self._enqueue(IOPiece(transfer, request.offset + start, view[start : start + step]))
+    def _start(self, file: DiskFile, request: Request, view: memoryview) -> AiofilesTransfer:
+        transfer = AiofilesTransfer(self, file, request)
+        earlier = [
+            other
+            for other in (list(self._unfinished) if request.kind == "sync" else ())
+            if isinstance(other, AiofilesTransfer) and other.file is file and other.request.kind == "write"
+        ]
+        self.latch.check()  # again, after the look: a write that has failed and ended is not among them
+        self._unfinished[transfer] = None
+        asyncio.run_coroutine_threadsafe(self._run(transfer, view, earlier), self._loop)
         return transfer
 
-    def _end(self, piece: IOPiece, error: BaseException | None) -> None:
-        """End a piece, on the loop's thread."""
-        transfer = piece.transfer
-        transfer.moved_s = self.moved_s = time.monotonic()
-        failure = _as_transfer_error(error, transfer.request) if error is not None else None
-        with self._lock:
-            if failure is not None and transfer.error is None:
-                transfer.error = failure
-                self.latch.set(failure)
-            transfer.num_left -= 1
-            if transfer.num_left == 0:
-                self._finish(transfer)
-
-    def _finish(self, transfer: PieceTransfer) -> None:
+    async def _run(self, transfer: AiofilesTransfer, view: memoryview, earlier: list[AiofilesTransfer]) -> None:
+        """Carry out a request: a sync once the writes `earlier` have ended, others in parts."""
+        for write in earlier:
+            await write.ended.wait()
+            transfer.error = transfer.error or write.error  # a write that failed cannot be made durable
+        if transfer.request.kind == "sync":
+            await self._carry_out(transfer, 0, view)
+        else:
+            num_blocks = -(-len(view) // self.settings.block_nbytes)
+            step = self.settings.block_nbytes * min(max(num_blocks // 2, 1), _MAX_BLOCKS_A_CALL)
+            parts = [self._carry_out(transfer, at, view[at : at + step]) for at in range(0, len(view), step)]
+            await asyncio.gather(*parts)
         self._unfinished.pop(transfer)
         transfer.finish()
-        for sync in [waiting for waiting in self._waiting_syncs if transfer in waiting.blockers]:
-            sync.blockers.remove(transfer)
-            sync.error = sync.error or transfer.error  # a write that failed cannot be made durable
-            if not sync.blockers:
-                self._waiting_syncs.remove(sync)
-                self._enqueue(IOPiece(sync, 0, memoryview(b"")))
 
-    def _enqueue(self, piece: IOPiece) -> None:
-        """Pass a piece to the workers. Never blocks; called under the engine's lock."""
-        (self._urgent if piece.transfer.request.urgent else self._others).append(piece)
-        asyncio.run_coroutine_threadsafe(self._run_next(), self._loop)
+    async def _carry_out(self, transfer: AiofilesTransfer, start: int, view: memoryview) -> None:
+        """Carry out a part of a request, from its byte `start`, once a worker is free. The transfer gets the error."""
+        request = transfer.request
+        await self._take_worker(request.urgent)
+        transfer.moved_s = self.moved_s = time.monotonic()
+        try:
+            if transfer.error is None:  # else another part, or a write before the sync, has failed
+                await self._move(request, transfer.file, request.offset + start, view)
+        except BaseException as error:
+            failure = _as_transfer_error(error, request)
+            transfer.error = transfer.error or failure
+            self.latch.set(failure)
+        transfer.moved_s = self.moved_s = time.monotonic()
+        self._free_worker()
 
-    async def _run_next(self) -> None:
-        """Carry out the next piece once a worker is free. Called once per piece."""
-        error: BaseException | None = None
-        async with self._free_workers:
-            with self._lock:
-                piece = (self._urgent or self._others).popleft()
-            piece.transfer.moved_s = self.moved_s = time.monotonic()
-            if piece.transfer.error is None:  # else the request has failed, and the piece only ends
-                try:
-                    await self._carry_out(piece)
-                except BaseException as failure:  # the transfer carries it
-                    error = failure
-            self._end(piece, error)
+    async def _take_worker(self, urgent: bool) -> None:
+        if self._num_free:
+            self._num_free -= 1
+            return
+        turn = self._loop.create_future()
+        (self._urgent if urgent else self._others).append(turn)
+        await turn
 
-    async def _carry_out(self, piece: IOPiece) -> None:
-        """Carry out a piece. Raises TransferError, and OSError if a sync fails."""
-        request, file, view = piece.transfer.request, piece.transfer.file, piece.view
+    def _free_worker(self) -> None:
+        """Pass a worker on to the part that waits first, urgent ones before others."""
+        if waiting := self._urgent or self._others:
+            waiting.popleft().set_result(None)
+        else:
+            self._num_free += 1
+
+    async def _move(self, request: Request, file: DiskFile, offset: int, view: memoryview) -> None:
+        """Make the system calls of a part. Raises TransferError, and OSError if a sync fails.
+
+        A short transfer is continued. With O_DIRECT the next call must start aligned: after an unaligned end it starts
+        from the last aligned offset before it.
+        """
         if request.kind == "sync":
             await self._call(request, file, view, 0, executor=self._executor)
             return
-        progress = Progress(request, file, piece.offset, len(view))
-        while not progress.finished:
-            start = progress.start
+        done = num_tries = 0
+        while done < len(view):
+            start, code = done - done % file.alignment, 0
             try:
-                moved = await self._call(request, file, view[start:], piece.offset + start, executor=self._executor)
+                moved = await self._call(request, file, view[start:], offset + start, executor=self._executor)
             except OSError as error:
-                progress.interrupted(error.errno or 0)
-            else:
-                progress.advance(moved)
-            if progress.pause_s:
-                await asyncio.sleep(progress.pause_s)
-        file.drop_pages(piece.offset, len(view))
+                moved, code = 0, error.errno or 0
+            if start + moved > done:
+                done, num_tries = start + moved, 0
+                continue
+            if not code and request.kind == "read" and offset + done >= (file_nbytes := file.size_nbytes()):
+                raise end_of_file_error(request, offset, len(view), done, file_nbytes)
+            num_tries += 1
+            if num_tries == _MAX_TRIES or code not in (0, errno.EINTR, errno.EAGAIN):
+                raise transfer_error(request, offset, len(view), done, code or errno.EIO)
+            await asyncio.sleep(min(0.001 * 2 ** (num_tries - 1), 0.1))
+        file.drop_pages(offset, len(view))
 
     def _stop(self, idle: bool) -> None:
         """Leave the loop's thread running if requests are stuck: do not join it."""
@@ -263,10 +193,10 @@ class AiofilesEngine(DiskEngine):
         if self._ending is None:
             self._ending = self._loop.create_task(self._stop_after(asyncio.all_tasks()))
 
-    async def _stop_after(self, pieces: set[asyncio.Task[Any]]) -> None:
-        """Stop the loop when every piece has ended. Pieces that no worker has begun end at once, with an error."""
-        if pieces:
-            await asyncio.wait(pieces)
+    async def _stop_after(self, requests: set[asyncio.Task[Any]]) -> None:
+        """Stop the loop when every request has ended. Parts that no worker has begun end at once, with an error."""
+        if requests:
+            await asyncio.wait(requests)
         self._loop.stop()
 
 
