@@ -14,8 +14,8 @@ from types import MappingProxyType
 import torch
 
 from tiered_zero.assembly.spec import RunSpec
+from tiered_zero.checkpoint.checkpoints import find_together
 from tiered_zero.checkpoint.in_place import Adoption, adopt
-from tiered_zero.checkpoint.ranks import find_together
 from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, is_unused, nothing_to_load
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config

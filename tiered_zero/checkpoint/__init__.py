@@ -7,7 +7,7 @@ Owner.  One process at a time writes in a save directory (flock). Tensors are ke
 Never.  No pickle. Masters and state are never whole in memory: they move through fixed buffers. Buffers of the model,
     and a few frozen units at a time, are copied whole.
 
-    checkpoints.py   the order of a save and of a load, as the engine calls them; ranks: what the ranks agree on
+    checkpoints.py   the order of a save and of a load, as the engine calls them; what the ranks agree on
     save.py          capture, write and publish one rank's part of a tag, in the call or during training
     load.py          match a checkpoint to a run, read ranges of its tensors, write them to the run
     run_state.py     the keys of a run, the place of each, the loop through its sub-groups

@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
 from tiered_zero.checkpoint.driver import DriverState, LoadParts
-from tiered_zero.checkpoint.in_place import AdoptedValues, Adoption, Commits
+from tiered_zero.checkpoint.in_place import SAVE, AdoptedValues, Adoption, Commits
 from tiered_zero.checkpoint.index import Share, TagManifest
 from tiered_zero.checkpoint.load import Matched, StateLoader, TensorReader, differences, match
-from tiered_zero.checkpoint.ranks import LOAD, SAVE, Wanted, agree_on_save, begin_tag, check_together, find_together
 from tiered_zero.checkpoint.run_state import RunState
 from tiered_zero.checkpoint.save import AsyncSave, Capture
 from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, nothing_to_load, open_reader
@@ -35,13 +34,16 @@ from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import ConfigError
+from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.hardware.ranks.agreement import agree
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.plan.planner import Plan
 from tiered_zero.unit.update_guard import WholeWeights
 from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")
+
+_LOAD: Final = "load_checkpoint"
 
 
 @final
@@ -94,7 +96,7 @@ class Checkpoints:
         captured: list[Capture] = []
         arguments = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
 
-        def capture() -> Wanted:
+        def capture() -> _Wanted:
             step, tag = begin()
             self.wait()
             if not self._is_async:
@@ -110,13 +112,13 @@ class Checkpoints:
                     save_latest=save_latest,
                 )
             )
-            return Wanted(tag=tag, step=step, arguments=arguments, nbytes=captured[0].needed_nbytes)
+            return _Wanted(tag=tag, step=step, arguments=arguments, nbytes=captured[0].needed_nbytes)
 
-        wanted = agree_on_save(self._ranks, capture, self._tag_validation)
+        wanted = _agree_on_save(self._ranks, capture, self._tag_validation)
         if self._commits is not None and exclude_frozen:
             logger.warning("exclude_frozen_parameters has no effect on an in-place commit, which has all at rest")
         ready = self._state.runtime.accelerator.record_compute()
-        tag = begin_tag(self._ranks, save_dir, wanted)
+        tag = _begin_tag(self._ranks, save_dir, wanted)
         if self._is_async:
             self.async_save.start(self._state, self._policy, tag, captured[0], ready)
             return
@@ -197,7 +199,7 @@ class Checkpoints:
                 checked.append((reader, *self._check(reader.manifest, parts, strict)))
                 return reader.manifest
 
-            check_together(self._ranks, check)
+            _check_together(self._ranks, check)
             if place is not None:
                 place()
                 self._weights.invalidate_all()
@@ -209,7 +211,7 @@ class Checkpoints:
     def _overwrite(self, path: Path, read: Callable[[], None]) -> None:
         """Replace the run's state by the checked values. If this raises, some values are new and some old."""
         try:
-            agree(self._ranks, f"{LOAD}: its values", read)
+            agree(self._ranks, f"{_LOAD}: its values", read)
             self._weights.end_update()
         except BaseException as error:
             self._policy.latch(f"Loading {path} ended in its middle, by {type(error).__name__}")
@@ -234,7 +236,9 @@ class Checkpoints:
         """Resume from the commit at which this run's stores were opened. `place`: see `load`. Raises ModelError and
         StoreError on every rank."""
         checked: list[tuple[Matched, dict[str, Any]]] = []
-        agree(self._ranks, f"{LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, LoadParts())))
+        agree(
+            self._ranks, f"{_LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, LoadParts()))
+        )
         place()
         self._weights.invalidate_all()
         matched, driver = checked[0]
@@ -250,7 +254,7 @@ class Checkpoints:
             self._driver.restore_optimizer(driver)
             self.resumed = adoption.found.path, self._driver.restore(driver)
 
-        agree(self._ranks, f"{LOAD}: its values", restore)
+        agree(self._ranks, f"{_LOAD}: its values", restore)
         self._weights.end_update()
 
     def resume(self, found: FoundCheckpoint, place: Callable[[], None]) -> None:
@@ -272,3 +276,116 @@ def check_async(config: Config, plan: Plan) -> None:
             "sub-group alone; found them on nvme, where the next update rewrites them. Set "
             "tiered_zero.checkpoint.in_place, which commits them where they are, or leave async out."
         )
+
+
+# -- what all ranks decide together ------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """One rank's request to save. `arguments`: must be the same on all ranks. `nbytes`: bytes of data that it
+    writes."""
+
+    tag: str
+    step: int
+    arguments: Mapping[str, Any]
+    nbytes: int
+
+
+def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validation: str) -> list[_Wanted]:
+    """Ask every rank for its request; all get rank 0's tag. `tag_validation`: DeepSpeed's Warn, Fail or Ignore, for
+    tags that differ. Raises ModelError if the ranks want to save different things, and what `ask` raises."""
+    wanted = agree(ranks, SAVE, ask, encode=vars, decode=lambda value: _Wanted(**value))
+    first = wanted[0]
+    for rank, own in enumerate(wanted):
+        if (own.step, own.arguments) != (first.step, first.arguments):
+            raise ModelError(
+                "save_checkpoint() was expected after the same step and with the same arguments on every rank; rank "
+                f"{rank} is at step {own.step} with {dict(own.arguments)}, rank 0 at step {first.step} with "
+                f"{dict(first.arguments)}."
+            )
+    tags = [own.tag for own in wanted]
+    if len(set(tags)) > 1 and tag_validation != "Ignore":
+        text = f"save_checkpoint(tag=...) was expected to be the same on every rank; found {tags}"
+        if tag_validation == "Fail":
+            raise ModelError(f"{text}, and checkpoint.tag_validation is Fail. Give the same tag on all of them.")
+        if ranks.rank == 0:
+            logger.warning("%s: rank 0's is taken", text)
+    return [_Wanted(**{**vars(own), "tag": first.tag}) for own in wanted]
+
+
+def _begin_tag(ranks: Collectives, save_dir: str | os.PathLike[str], wanted: Sequence[_Wanted]) -> TagWriter:
+    """Begin the tag on rank 0, which checks the space for all ranks, and join it on the others."""
+    tag, rank = wanted[0].tag, ranks.rank
+    sizes = [own.nbytes for own in wanted]
+    begun: list[TagWriter] = []
+
+    def begin() -> str:
+        if rank == 0:
+            needed, own = sum(sizes), sizes[0]
+            begun.append(TagWriter.begin(save_dir, tag, needed_nbytes=needed, own_nbytes=own))
+        return begun[0].name if begun else ""
+
+    def join(name: str) -> None:
+        if rank > 0:
+            begun.append(TagWriter.join(save_dir, tag, name, rank=rank, needed_nbytes=sizes[rank]))
+
+    try:
+        name = agree(ranks, f"{SAVE}: its directory", begin)[0]
+        agree(ranks, f"{SAVE}: its directory on every rank", partial(join, name))
+    except BaseException:
+        for writer in begun:
+            writer.discard()
+        raise
+    return begun[0]
+
+
+def find_together(
+    ranks: Collectives,
+    directory: str | os.PathLike[str],
+    find: Callable[[], FoundCheckpoint | None],
+    prepare: Callable[[], None] = lambda: None,
+) -> FoundCheckpoint | None:
+    """Find a checkpoint below `directory` on rank 0; every rank then uses the one in its own directory of that name.
+    Return None if there is none. `prepare`: runs on every rank first."""
+
+    def act() -> FoundCheckpoint | None:
+        prepare()
+        return find() if ranks.rank == 0 else None
+
+    def encode(found: FoundCheckpoint | None) -> list[str | None] | None:
+        if found is None:
+            return None
+        base = Path(os.path.abspath(directory))
+        swap = None if found.swap is None else _below(found.swap, base)
+        return [_below(found.path, base), swap, *found.lines]
+
+    def decode(value: list[str | None] | None) -> FoundCheckpoint | None:
+        if value is None:
+            return None
+        base = Path(os.path.abspath(directory))
+        path, swap = (None if part is None else Path(os.path.normpath(base / part)) for part in value[:2])
+        return FoundCheckpoint(path=path or base, swap=swap, lines=tuple(map(str, value[2:])))
+
+    return agree(ranks, _LOAD, act, encode=encode, decode=decode)[0]
+
+
+def _below(path: Path, base: Path) -> str:
+    return os.path.relpath(path, base) if path.is_relative_to(base) else str(path)
+
+
+def _check_together(ranks: Collectives, check: Callable[[], TagManifest]) -> None:
+    """Check on every rank that the checkpoint can be loaded and that all have read the same. Raises what `check`
+    raises."""
+
+    def facts(manifest: TagManifest) -> Any:
+        return [manifest.tag, manifest.step, manifest.written_by.created_s]
+
+    found = agree(ranks, f"{_LOAD}: its contents", lambda: facts(check()))
+    for rank, own in enumerate(found):
+        if own != found[0]:
+            raise StoreError(
+                f"Every rank was expected to find the same checkpoint; rank {rank} has {own}, rank 0 {found[0]} (tag, "
+                "step, time). Name a directory that all hosts share."
+            )

@@ -29,7 +29,7 @@ from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.grads.check import OverflowCounts, OverflowGuard
 from tiered_zero.hardware.random_states import check_random_states, random_states, restore_random_states
 from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
-from tiered_zero.record.json_file import Count, StrictModel, first_problem
+from tiered_zero.record.files import Count, StrictModel, first_problem
 from tiered_zero.update.handle import TieredOptimizer
 from tiered_zero.update.policy import UpdatePolicy
 

@@ -42,7 +42,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import xxhash
@@ -60,7 +60,6 @@ from tiered_zero.checkpoint.index import (
     join_shares,
     read_metadata,
 )
-from tiered_zero.checkpoint.ranks import SAVE
 from tiered_zero.checkpoint.run_state import RunState, committed_places, list_tensors, pack
 from tiered_zero.checkpoint.tag import FoundCheckpoint, open_stores
 from tiered_zero.checkpoint.tag_writer import TagWriter
@@ -83,6 +82,9 @@ from tiered_zero.tiers.rack import AdoptedStore, nvme_needs
 from tiered_zero.tiers.tier import BufferView, as_bytes
 
 logger = logging.getLogger("tiered_zero")
+
+SAVE: Final = "save_checkpoint"
+"""The call, as other ranks read it."""
 
 _CHUNK_NBYTES = MIB
 """Bytes of a copy that are compared and written at once: one checksum chunk of the store."""

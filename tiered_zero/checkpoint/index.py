@@ -1,7 +1,7 @@
 """Index a checkpoint: which bytes of which records are which elements of which tensor.
 
 `manifest.json` of a tag, and the metadata of an in-place commit, are a `TagManifest` in the format of
-record/json_file.py. A full save has its own data files, one per rank: `stores`. A commit leaves its records in the
+record/files.py. A full save has its own data files, one per rank: `stores`. A commit leaves its records in the
 run's swap directories, whose manifests say where they are. Elements are counted in memory order: row-major in the
 shape permuted by `order`, which is null for a row-major tensor. A tensor has one of these forms:
 
@@ -30,7 +30,7 @@ from pydantic_core import to_json
 
 from tiered_zero.errors import InternalError, StoreError
 from tiered_zero.record.directory import Owner, PlainPath, read_owner
-from tiered_zero.record.json_file import Count, StrictModel, first_problem
+from tiered_zero.record.files import Count, StrictModel, first_problem
 from tiered_zero.record.manifest import Contents, Manifest
 from tiered_zero.record.manifest import load as load_manifests
 

@@ -39,6 +39,8 @@ from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.record.directory import OWNER_NAME, Owner
 from tiered_zero.record.files import (
+    MOST_NBYTES,
+    decode_file,
     disk_nbytes,
     error_text,
     kind_text,
@@ -47,7 +49,6 @@ from tiered_zero.record.files import (
     open_of_owner,
     read_file,
 )
-from tiered_zero.record.json_file import MOST_NBYTES, decode_file
 from tiered_zero.record.manifest import choose
 from tiered_zero.record.reader import RecordFiles, RecordReader, verify_run
 from tiered_zero.record.stripes import DATA_NAME, Stripes, check_data_files

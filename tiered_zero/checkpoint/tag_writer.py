@@ -38,6 +38,7 @@ from tiered_zero.io.disk import free_text
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.record.files import (
     disk_nbytes,
+    encode_file,
     error_text,
     lock_fd,
     names_in,
@@ -48,7 +49,6 @@ from tiered_zero.record.files import (
     unlock,
     write_new_file,
 )
-from tiered_zero.record.json_file import encode_file
 from tiered_zero.record.writer import RecordWriter
 from tiered_zero.sizes import MIB, format_nbytes
 from tiered_zero.system.resources import CLOSED, Descriptor

@@ -13,9 +13,10 @@ import math
 import os
 import re
 import shutil
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +28,9 @@ from torch import nn
 
 from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.checkpoint.run_state import BUFFER, MASTER, PARAM, VALUE_KINDS, state_tensors, torch_dtype
-from tiered_zero.errors import InternalError, ModelError, StoreError
+from tiered_zero.errors import InternalError, ModelError, RankError, StoreError
+from tiered_zero.hardware.ranks.agreement import agree
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.record.files import sync_directory, write_new_file
 from tiered_zero.sizes import MIB, align_up, format_nbytes
 from tiered_zero.unit.hub_names import Conversion, to_files
@@ -36,6 +39,8 @@ from tiered_zero.unit.weight_paths import open_safetensors, weight_paths
 WEIGHTS_NAME = "model.safetensors"
 MAX_SHARD_NBYTES = 5 * 10**9
 """The default size limit of a file, as in transformers."""
+
+_EXPORT: Final = "save_16bit_model"
 
 _CHUNK_NUMEL: Final = 8 * MIB
 """Elements of a checkpoint that are read at a time."""
@@ -349,6 +354,54 @@ def _publish(directory: Path, temporary: Path, names: Sequence[str], stem: str) 
     sync_directory(directory)
     os.replace(temporary / names[-1], directory / names[-1])
     sync_directory(directory)
+
+
+# -- an export of several ranks ----------------------------------------------------------------------------------------
+
+
+def write_together(
+    ranks: Collectives, tensors: Sequence[WeightTensor], write: Callable[[Sequence[WeightTensor]], None]
+) -> None:
+    """Call `write` on rank 0 with tensors that are split over ranks; all ranks read each of them, in this order. An
+    error of `write` is raised on all ranks once every tensor is read, and the run goes on. A failed read ends the run:
+    it is raised on that rank, and as RankError on the others, which wait in that tensor's gather."""
+    begun: list[WeightTensor] = []
+    failed: list[Exception] = []
+
+    def noting(tensor: WeightTensor) -> WeightTensor:
+        def read() -> Iterator[torch.Tensor]:
+            begun.append(tensor)
+            try:
+                yield from tensor.read()
+            except Exception as error:
+                failed.append(error)
+                ranks.fail(f"{_EXPORT}: {tensor.name}: {type(error).__name__}: {error}")
+                raise
+
+        return replace(tensor, read=read)
+
+    def act() -> None:
+        noted = [noting(tensor) for tensor in tensors]
+        try:
+            if ranks.rank == 0:
+                write(noted)
+        except Exception:
+            if not failed:
+                _read_all(noted[len(begun) :])
+            raise
+        _read_all(noted[len(begun) :])
+
+    try:
+        agree(ranks, _EXPORT, act)
+    except RankError:
+        if failed:
+            raise failed[0] from None  # it has closed the groups
+        raise
+
+
+def _read_all(tensors: Sequence[WeightTensor]) -> None:
+    for tensor in tensors:
+        deque(tensor.read(), maxlen=0)
 
 
 # -- a model's directory as the pattern of an export -------------------------------------------------------------------

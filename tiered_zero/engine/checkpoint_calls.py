@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from tiered_zero.checkpoint.driver import LoadParts
-from tiered_zero.checkpoint.ranks import write_together
 from tiered_zero.checkpoint.weights import (
     MAX_SHARD_NBYTES,
     WEIGHTS_NAME,
@@ -23,6 +22,7 @@ from tiered_zero.checkpoint.weights import (
     model_weights,
     reading_order,
     write_model_config,
+    write_together,
     write_weights,
 )
 from tiered_zero.engine.entry import EngineParts, on_one_thread

@@ -24,6 +24,10 @@ from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.io.disk import errno_text
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.record.files import (
+    Count,
+    StrictModel,
+    decode_file,
+    encode_file,
     error_text,
     lock_fd,
     open_directory,
@@ -34,7 +38,6 @@ from tiered_zero.record.files import (
     unlock,
     write_and_sync,
 )
-from tiered_zero.record.json_file import Count, StrictModel, decode_file, encode_file
 from tiered_zero.system.resources import CLOSED, Descriptor
 
 logger = logging.getLogger("tiered_zero")

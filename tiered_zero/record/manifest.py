@@ -18,14 +18,18 @@ import numpy
 from pydantic import Field, model_validator
 
 from tiered_zero.errors import StoreError
-from tiered_zero.record.files import error_text, open_directory, read_file, sync_directory, write_and_sync
-from tiered_zero.record.json_file import (
+from tiered_zero.record.files import (
     MOST_NBYTES,
     Count,
     Digest,
     StrictModel,
     decode_file,
     encode_file,
+    error_text,
+    open_directory,
+    read_file,
+    sync_directory,
+    write_and_sync,
 )
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.system.resources import opened

@@ -42,8 +42,8 @@ from tiered_zero.grads.store import GradientStore
 from tiered_zero.record import files, manifest, reader, runs, stripes, table, writer
 from tiered_zero.record import store as swap_store
 from tiered_zero.record.directory import OWNER_NAME, PREFIX, Owner, SwapDir
-from tiered_zero.record.json_file import VERSION as FILE_VERSION
-from tiered_zero.record.json_file import decode_file, encode_file
+from tiered_zero.record.files import VERSION as FILE_VERSION
+from tiered_zero.record.files import decode_file, encode_file
 from tiered_zero.record.manifest import MANIFEST_NAME, Contents, Range, Record
 from tiered_zero.record.manifest import load as load_manifests
 from tiered_zero.record.reader import verify_run
