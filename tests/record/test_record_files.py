@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from random import Random
 
@@ -13,7 +12,6 @@ from tests.fakes.sync_io import SyncEngine
 from tests.support.tags import in_pages
 from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import CorruptionError, InternalError, StoreError, TransferError
-from tiered_zero.record import reader
 from tiered_zero.record.manifest import Contents, Range, Record
 from tiered_zero.record.reader import BUFFER_NBYTES, NUM_BUFFERS, RecordFiles, RecordReader, Wanted
 from tiered_zero.record.writer import RecordWriter
@@ -179,36 +177,3 @@ def test_nothing_to_write_makes_no_file(tmp_path: Path) -> None:
     reader = RecordReader([RecordFiles(paths=[tmp_path / "data.bin"], contents=contents)])
     reader.wait(reader.submit([]))
     assert reader.damage() == []
-
-
-def test_a_writer_that_yields_hashes_at_the_usual_priority_too_once_something_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the thread of low priority has not begun is done by another, which need not wait for it."""
-    priorities: list[int] = []
-    begun, gate = threading.Event(), threading.Event()
-    digest = reader.digest
-
-    def slow(memory: memoryview) -> int:
-        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        if len(priorities) == 1:
-            begun.set()
-            assert gate.wait(60)
-        return digest(memory)
-
-    monkeypatch.setattr(reader, "digest", slow)
-    writer = RecordWriter(tmp_path / "data.bin", SyncEngine())
-    writer.yield_to_training()
-    pages = [in_pages(bytes([number]) * PAGE_NBYTES) for number in range(3)]
-    written = [writer.append(str(number), page) for number, page in enumerate(pages)]
-    assert begun.wait(60)
-    writer.raise_priority()
-    writer.raise_priority()
-    wait_all(written[1:])
-    assert not written[0].done()
-    gate.set()
-    contents = writer.finish()
-    writer.wait_durable()
-    assert [item.digest for items in contents.ranges.values() for item in items] == [digest(page) for page in pages]
-    usual = os.getpriority(os.PRIO_PROCESS, 0)
-    assert priorities == [19, usual, usual]

@@ -155,7 +155,6 @@ class AsyncSave:
         tag, end = self.tag, self._end
         if tag is None:
             return
-        tag.writer.raise_priority()
         try:
             self._cut.wait()
             end.wait()
@@ -170,7 +169,7 @@ class AsyncSave:
 
 def _begin_beside(state: RunState, tag: TagWriter, capture: Capture, ready: Transfer, end: Completion) -> None:
     """Start to write the tag on its own lane. Called between two updates, on the thread that runs them."""
-    held, read = {layout.subgroup.index: _Read(tag.writer) for layout in state.view.layouts}, _Read(tag.writer)
+    held, read = {layout.subgroup.index: Completion() for layout in state.view.layouts}, Completion()
 
     def write() -> None:
         try:
@@ -187,7 +186,6 @@ def _begin_beside(state: RunState, tag: TagWriter, capture: Capture, ready: Tran
 
     try:
         scalars = state.view.scalars.copy()
-        tag.writer.yield_to_training()
         state.pipeline.hold(held, read)
         state.runtime.accelerator.lane("save").submit(write)
     except BaseException as error:
@@ -195,28 +193,6 @@ def _begin_beside(state: RunState, tag: TagWriter, capture: Capture, ready: Tran
         tag.discard()
         end.fail(error)
         raise
-
-
-@final
-class _Read(Transfer):
-    """The end of an asynchronous save's reads, of all or of one sub-group. Waiting for it raises the save's
-    priority."""
-
-    def __init__(self, writer: RecordWriter) -> None:
-        self._writer: RecordWriter | None = writer
-        self._read = Completion()
-
-    def complete(self) -> None:
-        self._read.complete()
-        self._writer = None  # this object may live until the next save
-
-    def done(self) -> bool:
-        return self._read.done()
-
-    def wait(self) -> None:
-        if (writer := self._writer) is not None:
-            writer.raise_priority()
-        self._read.wait()
 
 
 # -- the bytes of a run ----------------------------------------------------------------------------------------------

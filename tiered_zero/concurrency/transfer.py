@@ -7,7 +7,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from queue import SimpleQueue
 from typing import Final, NoReturn, final
 
@@ -143,43 +142,32 @@ class SharedWork(Transfer):
 class Worker:
     """A daemon thread that runs callables in order; they must not raise. It ends when the object is collected."""
 
-    def __init__(self, name: str, prepare: Callable[[], object] | None = None) -> None:
-        """`prepare`: called first, on the thread. Raises StoreError if the thread cannot be started."""
-        self._name = name
+    def __init__(self, name: str) -> None:
+        """Raises StoreError if the thread cannot be started."""
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
         weakref.finalize(self, self._queue.put, None).atexit = False  # a finalizer of its owner may need it then
-        self.add_thread(prepare)
-
-    def add_thread(self, prepare: Callable[[], object] | None = None) -> None:
-        """Start one more thread that runs callables of the queue. Raises StoreError."""
-        thread = threading.Thread(target=partial(_run_in_order, self._queue, prepare), name=self._name, daemon=True)
+        self._thread = threading.Thread(target=_run_in_order, args=(self._queue,), name=name, daemon=True)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError as error:  # ulimit -u or -v
             raise StoreError(
-                f"The thread {self._name} cannot be started: {error}. Raise the limit of processes (ulimit -u) or of "
-                "address space (ulimit -v)."
+                f"The thread {name} cannot be started: {error}. Raise the limit of processes (ulimit -u) or of address "
+                "space (ulimit -v)."
             ) from error
-        self._threads.append(thread)
 
     def submit(self, work: Callable[[], None]) -> None:
         self._queue.put(work)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Run all submitted callables and stop; wait at most `timeout_s` for each thread. Idempotent."""
+        """Run all submitted callables and stop; wait at most `timeout_s` for the end. Idempotent."""
         self._queue.put(None)
-        for thread in self._threads:
-            thread.join(timeout_s)
+        self._thread.join(timeout_s)
 
 
-def _run_in_order(queue: SimpleQueue[Callable[[], None] | None], prepare: Callable[[], object] | None) -> None:
-    if prepare is not None:
-        prepare()
+def _run_in_order(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while (work := queue.get()) is not None:
         work()
         del work  # keeps no request's memory alive while idle
-    queue.put(None)  # the end of every thread
 
 
 @final

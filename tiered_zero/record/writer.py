@@ -4,33 +4,28 @@ Blocks are reserved when the file is made, so that a full disk is an error early
 file's size, which Linux does one at a time.
 
 [Note: Checksums during training] Hashing reads memory that is in no cache: 0.1 s of a processor for 1.6 GB, and 0.3 s
-during training, which waits for its slowest thread. With hashing on a thread of low priority a step under a save took 4
-to 8% longer, on one of normal priority 9 to 12% (3% without checksums). Next to other programs low priority could take
-long, so a thread of normal priority joins as soon as something waits for the save.
+during training, which waits for its slowest thread: a step under a save took 9 to 12% longer, 3% without checksums. A
+hashing thread of low priority made that 4 to 8%, but next to other programs it could take long, and needed a second
+thread of normal priority as soon as something waited for the save.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-import threading
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import final
 
 from tiered_zero.concurrency.transfer import Completion, Joined, Transfer, Worker, wait_all
-from tiered_zero.errors import InternalError, StoreError
+from tiered_zero.errors import InternalError
 from tiered_zero.io.disk import memory_address
 from tiered_zero.io.engine import File, IOEngine
 from tiered_zero.io.select import select_engine
 from tiered_zero.record.manifest import Contents, Range, Record
 from tiered_zero.record.reader import cut, hashed
 from tiered_zero.sizes import PAGE_NBYTES, align_up
-
-_LOWEST_PRIORITY = 19
 
 
 @final
@@ -57,20 +52,6 @@ class RecordWriter:
         self._records: dict[str, _Appended] = {}
         self._transfers: deque[Transfer] = deque()
         self._hashing: Worker | None = None
-        self._priority = threading.Lock()
-        self._is_low = False
-
-    def yield_to_training(self) -> None:
-        """Hash at low priority until `raise_priority`. Call it before the first `append`."""
-        self._is_low = True
-
-    def raise_priority(self) -> None:
-        """Stop yielding to training: something waits for the save. Any thread; idempotent."""
-        with self._priority:
-            is_low, self._is_low = self._is_low, False
-            if is_low and self._hashing is not None:
-                with suppress(StoreError):  # without a second thread the first goes on alone
-                    self._hashing.add_thread()
 
     def append(self, name: str, memory: memoryview) -> Transfer:
         """Write whole pages, at a page-aligned address, as the next bytes of record `name`: a new record, or the last
@@ -123,7 +104,6 @@ class RecordWriter:
         if self._file is not None:
             self._file.close()
         if self._hashing is not None:
-            self.raise_priority()
             self._hashing.close()
         if self._own_engine and self._engine is not None:
             self._engine.close()
@@ -135,8 +115,7 @@ class RecordWriter:
         if self._file is None:
             self._file = self._engine.open(str(self._path), create=True)
         if self._hashing is None:
-            with self._priority:
-                self._hashing = Worker("tiered-zero-checkpoint-hash", _lower_priority if self._is_low else None)
+            self._hashing = Worker("tiered-zero-checkpoint-hash")
         if self._nbytes + nbytes > self._reserved_nbytes:
             self._reserved_nbytes = align_up(max(self._needed_nbytes, self._nbytes + nbytes), PAGE_NBYTES)
             self._file.allocate(self._reserved_nbytes)
@@ -151,10 +130,3 @@ def _hash(memory: memoryview, start: int, ranges: list[Range], completion: Compl
         completion.fail(error)
     else:
         completion.complete()
-
-
-def _lower_priority() -> None:
-    """Lower the priority of the calling thread alone; only Linux can."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
