@@ -94,7 +94,6 @@ def decode(changed: Any) -> TagManifest:
 @pytest.mark.parametrize("state", [WHOLE, POINTER], ids=["full", "in place"])
 def test_round_trip(state: TagManifest) -> None:
     assert decode_file(encode_file(FORMAT, state), PATH, FORMAT, TagManifest) == state
-    assert TagManifest.from_body(json.loads(json.dumps(state.body()))) == state
     assert WHOLE.files == {"data-00000.bin": MIB + 8192, "data-00001.bin": 4096}
     assert WHOLE.tensors["exp_avg/conv"].memory_shape == (2, 4, 5, 3)
 
@@ -196,7 +195,7 @@ def test_parts_outside_of_their_records_are_refused(record: int, offset: int) ->
 )
 def test_a_pointer_must_name_plain_absolute_paths(swap: Any) -> None:
     with pytest.raises(StoreError):
-        decode(json.loads(json.dumps(POINTER.body())) | {"swap": swap})
+        decode(POINTER.model_dump(mode="json") | {"swap": swap})
 
 
 def test_what_could_not_be_read_back_is_not_encoded() -> None:

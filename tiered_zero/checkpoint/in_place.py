@@ -242,11 +242,11 @@ def _location(store: SwapStore) -> StoreLocation:
 
 
 def _metadata(manifest: TagManifest, shares: Sequence[Share]) -> dict[str, Any]:
-    """Return the fields of CommitMetadata: the manifest of all ranks, and their parts. Raises StoreError if a part is
-    missing."""
+    """Return a `Commit` of the manifest of all ranks, and their parts, as JSON. Raises StoreError if a part of a tensor
+    is missing."""
     whole = manifest.model_copy(update=join_shares(shares))
-    ranks = [part.model_dump() for part in _parts(shares)]
-    return {COMMIT_ID: shares[0].commit_id, "checkpoint": whole.body(), "ranks": ranks}
+    commit = Commit(commit_id=shares[0].commit_id, checkpoint=whole, ranks=_parts(shares))
+    return commit.model_dump(mode="json")
 
 
 def _parts(shares: Sequence[Share]) -> list[RankPart]:
@@ -374,7 +374,7 @@ def adopt(
         own = commit.ranks[ranks.rank]
         with ExitStack() as opened:
             open_stores(own.stores, commit, opened)
-        if any(record.name.startswith("param_back/") for record in commit.manifest.records):
+        if any(record.name.startswith("param_back/") for record in commit.checkpoint.records):
             return "the delayed update had left parameters in their second home"
         if own.layout != run_fingerprint(config, plan, slots, layouts):
             return "this run lays its state out in another way (placement, sub_group_size, state_format or nvme_path)"
@@ -396,13 +396,13 @@ def adopt(
         directories={
             each: AdoptedStore(
                 directory=store.first,
-                step=commit.manifest.step,
+                step=commit.checkpoint.step,
                 metadata={COMMIT_ID: commit.commit_id},
             )
             for each, store in zip(paths, own.stores, strict=True)
         },
         paths=frozenset(Path(path).resolve() for store in commit.stores for path in store.paths),
-        manifest=commit.manifest,
+        manifest=commit.checkpoint,
         initialized=frozenset(own.initialized),
     )
 

@@ -21,7 +21,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, final
 
@@ -232,15 +231,6 @@ class TagManifest(StrictModel):
         _check_tensors(self.tensors)
         return self
 
-    def body(self) -> dict[str, Any]:
-        """Return the manifest as JSON values."""
-        return self.model_dump(mode="json")
-
-    @classmethod
-    def from_body(cls, body: Any) -> TagManifest:
-        """Build a manifest from JSON values that may be hostile. Raises ValueError."""
-        return cls.model_validate_json(to_json(body))
-
 
 def file_name(rank: int) -> str:
     """Return the name of the data file that a rank writes in a full save."""
@@ -345,24 +335,13 @@ ON_ITS_HOST: Final = (
 
 
 @final
-class CommitMetadata(StrictModel):
-    """A commit's metadata in the store that decides it. `checkpoint`: the body of the manifest of all ranks."""
+class Commit(StrictModel):
+    """A run's newest commit: the metadata of the store that decides it. `checkpoint`: the manifest of all ranks, with
+    records in `stores`, and the step that it really holds."""
 
     commit_id: str
-    checkpoint: dict[str, Any]
+    checkpoint: TagManifest
     ranks: Annotated[list[RankPart], Field(min_length=1)]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Commit:
-    """A run's newest commit. `path`: the first directory of the store that decided it. `manifest`: the checkpoint's,
-    with records in `stores`; `manifest.step` is the step that it really holds."""
-
-    path: Path
-    commit_id: str
-    manifest: TagManifest
-    ranks: list[RankPart]
 
     @property
     def stores(self) -> list[StoreLocation]:
@@ -378,9 +357,7 @@ class Commit:
     def decode(cls, path: Path, metadata: Any) -> Commit:
         """Build from the result of `read_metadata`, possibly of another rank. Raises StoreError."""
         with refused(path):
-            whole = CommitMetadata.model_validate(metadata)
-            manifest = TagManifest.from_body(whole.checkpoint)
-        return cls(path=path, commit_id=whole.commit_id, manifest=manifest, ranks=whole.ranks)
+            return cls.model_validate_json(to_json(metadata))
 
 
 @contextmanager

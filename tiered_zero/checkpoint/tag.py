@@ -465,7 +465,7 @@ def find_damage(tag_dir: str | os.PathLike[str]) -> list[str]:
             with open_tag(tag_dir, manifest=manifest) as reader:
                 return [*map(str, reader.damage())]
         commit = Commit.read(manifest.swap.first)
-        state = commit.manifest.step, {COMMIT_ID: commit.commit_id}
+        state = commit.checkpoint.step, {COMMIT_ID: commit.commit_id}
         found = [verify_run([Path(path) for path in store.paths], *state) for store in commit.stores]
         return [str(item) for verified in found if verified is not None for item in verified.broken]
     except (StoreError, OSError) as error:
@@ -482,8 +482,8 @@ def open_commit(
     with ExitStack() as resources:
         stores = open_stores(commit.stores, commit, resources, own_runs)
         held = ExitStack()
-        with refused(commit.path):
-            reader = TensorReader(commit.manifest, RecordReader(stores, engine), held)
+        with refused(commit.stores[0].first):
+            reader = TensorReader(commit.checkpoint, RecordReader(stores, engine), held)
         held.enter_context(resources.pop_all())
         return reader
 
@@ -492,7 +492,7 @@ def open_stores(
     locations: Sequence[StoreLocation], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
 ) -> list[RecordFiles]:
     """Open the stores of `commit` at `locations`, and keep other processes from adopting them. Raises StoreError."""
-    found, step = [], commit.manifest.step
+    found, step = [], commit.checkpoint.step
     for location in locations:
         paths = [Path(path) for path in location.paths]
         owner = owner_of(paths[0], f"of step {step} ")
