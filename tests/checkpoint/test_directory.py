@@ -522,7 +522,7 @@ def test_a_name_that_cannot_be_made_durable_leaves_the_replaced_tag(
                 writer.publish(fields(2), [write_share(writer, {"step": torch.tensor(2)})])
             else:
                 swap = {"run_id": "0" * 32, "paths": [str(tmp_path)], "commit_id": "x"}
-                writer.prepare_pointer(fields(2, kind="in_place", swap=swap))
+                writer.prepare(fields(2, kind="in_place", swap=swap))
                 writer.publish_pointer()
     assert (tmp_path / "a").stat().st_ino == new and writer.is_published
     (kept,) = (path for path in tmp_path.glob(".*-a-*"))

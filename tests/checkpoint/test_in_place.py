@@ -343,7 +343,7 @@ def test_a_commit_that_fails_leaves_the_last_one_and_says_whether_training_goes_
 
 
 @pytest.mark.parametrize("update", ["overlapped", "barrier"])
-@pytest.mark.parametrize("failing", ["prepare_pointer", "_give_name"])
+@pytest.mark.parametrize("failing", ["prepare", "_give_name"])
 def test_a_commit_without_its_tag_is_named_and_resumed_from(
     swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, update: str
 ) -> None:

@@ -44,7 +44,7 @@ class Committer:
             paths = [str(path) for path in self.swap.paths]
             swap = {"run_id": self.swap.run_id, "paths": paths, "commit_id": commit_id}
             with TagWriter.begin(self.save_dir, name, engine=SyncEngine()) as writer:
-                writer.prepare_pointer(fields(step, kind="in_place", swap=swap), save_latest=save_latest)
+                writer.prepare(fields(step, kind="in_place", swap=swap), save_latest=save_latest)
                 writer.publish_pointer()
 
 

@@ -195,14 +195,14 @@ def test_a_committed_step_without_its_tag_is_saved_where_resume_finds_it(
     swap_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(swap_path)
-    prepare = TagWriter.prepare_pointer
+    prepare = TagWriter.prepare
 
     def fails_at_last(self: TagWriter, *arguments: Any, **named: Any) -> None:
         if self.tag in ("global_step3", "global_step4"):
             raise OSError(errno.ENOSPC, "No space left on device")
         prepare(self, *arguments, **named)
 
-    monkeypatch.setattr(TagWriter, "prepare_pointer", fails_at_last)
+    monkeypatch.setattr(TagWriter, "prepare", fails_at_last)
     settings = json.loads(Path(NVME).read_text())
     settings["tiered_zero"]["checkpoint"] = {"in_place": True}
     config = write_config(Path("config.json"), **settings)

@@ -23,7 +23,7 @@ from typing import Any, Final, final
 
 import torch
 
-from tiered_zero.checkpoint.driver import DriverState, LoadParts
+from tiered_zero.checkpoint.driver import EVERYTHING, DriverState, LoadParts
 from tiered_zero.checkpoint.in_place import SAVE, AdoptedValues, Adoption, Commits
 from tiered_zero.checkpoint.index import Share, TagManifest
 from tiered_zero.checkpoint.load import Matched, StateLoader, TensorReader, differences, match
@@ -236,9 +236,7 @@ class Checkpoints:
         """Resume from the commit at which this run's stores were opened. `place`: see `load`. Raises ModelError and
         StoreError on every rank."""
         checked: list[tuple[Matched, dict[str, Any]]] = []
-        agree(
-            self._ranks, f"{_LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, LoadParts()))
-        )
+        agree(self._ranks, f"{_LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, EVERYTHING)))
         place()
         self._weights.invalidate_all()
         matched, driver = checked[0]
@@ -259,7 +257,7 @@ class Checkpoints:
 
     def resume(self, found: FoundCheckpoint, place: Callable[[], None]) -> None:
         """Load the checkpoint from which the config resumes. Raises what `load` raises."""
-        self.resumed = found.path, self.load(found, LoadParts(), place=place)
+        self.resumed = found.path, self.load(found, EVERYTHING, place=place)
 
 
 def check_async(config: Config, plan: Plan) -> None:

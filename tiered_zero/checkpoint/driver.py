@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Annotated, Any, Final, Protocol, final
+from typing import Annotated, Any, Final, final
 
 import numpy
 import torch
@@ -125,14 +125,6 @@ def read_client_state(saved: Any) -> dict[str, Any]:
 # -- capture and restore -----------------------------------------------------------------------------------------------
 
 
-class Counts(Protocol):
-    """Counters of steps."""
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoadParts:
     """The parts that a load restores: the arguments of DeepSpeed's `load_checkpoint`, with its defaults.
@@ -147,13 +139,17 @@ class LoadParts:
     module_only: bool = False
 
 
+EVERYTHING: Final = LoadParts()
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class DriverState:
     """The objects of one run whose state a checkpoint holds in addition to arrays. Driver thread, between two steps.
-    `optimizer`: None if the run evaluates. `loader`: loader of `training_data`; None without."""
+    `counts`: the engine's. `optimizer`: None if the run evaluates. `loader`: loader of `training_data`; None
+    without."""
 
-    counts: Counts
+    counts: Any
     overflow: OverflowGuard
     policy: UpdatePolicy
     optimizer: TieredOptimizer | None
@@ -161,9 +157,11 @@ class DriverState:
     loader: TrainingLoader | None = None
     module: nn.Module | None = None
 
-    def capture(self, client_state: Mapping[str, Any]) -> State:
+    def capture(self, client_state: Mapping[str, Any] | None) -> State:
         """Copy the present state as JSON, encoded by `to_json`. Raises ModelError, naming the path, for a value that
         cannot be saved, or a scheduler without state_dict()."""
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise ModelError(f"client_state was expected as a dict; found {type(client_state).__name__}.")
         overflow_counts, scaler = self.overflow.state()
         state = {
             "counts": self.counts.state_dict(),
@@ -176,15 +174,14 @@ class DriverState:
             "random_states": random_states(),
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "modules": _extra_states(self.module) if self.module is not None else {},
-            "client_state": _client_state(client_state),
+            "client_state": dict(client_state or {}),
         }
         return {name: to_json(value, name) for name, value in state.items()}
 
-    def check(self, saved: Any, parts: LoadParts | None = None, ranks: Collectives | None = None) -> State:
+    def check(self, saved: Any, parts: LoadParts = EVERYTHING, ranks: Collectives | None = None) -> State:
         """Decode an untrusted state that `capture` returned, and return the argument of `restore`, with this rank's own
         parts. Raises StoreError for what `capture` never returns, and ModelError for a state that does not fit. Changes
         nothing."""
-        parts = parts or LoadParts()
         state = _decode_state(saved)
         num_ranks = _select_rank(state, ranks or SingleRank())
         if parts.module_only:
@@ -201,16 +198,28 @@ class DriverState:
             self._check_optimizer(self.optimizer, state, parts)
         return state
 
-    def restore_optimizer(self, state: State, parts: LoadParts | None = None) -> None:
+    def restore_optimizer(self, state: State, parts: LoadParts = EVERYTHING) -> None:
         """Restore param group values and schedule from the result of `check`. Call it before any array is loaded: state
         that is initialized uses these values."""
-        if self.optimizer is not None and not (parts or LoadParts()).module_only:
-            self._restore_optimizer(self.optimizer, state, parts or LoadParts())
+        optimizer = self.optimizer
+        if optimizer is None or parts.module_only:
+            return
+        groups, has_schedule = state["groups"], parts.lr_scheduler_states and self.lr_scheduler is not None
+        if has_schedule and groups is not None:
+            self.lr_scheduler.load_state_dict(_loadable(self.lr_scheduler, state["lr_scheduler"]["state"]))
+        elif parts.lr_scheduler_states and state["lr_scheduler"] is not None:
+            logger.warning(
+                "resumed without an lr_scheduler; the checkpoint has the state of a %s, which is left out",
+                state["lr_scheduler"]["type"],
+            )
+        if parts.optimizer_states:
+            optimizer.overflow = state["skipped"]
+        if groups is not None and (parts.optimizer_states or has_schedule):
+            optimizer.load_group_options(state["options"])
 
-    def restore(self, state: State, parts: LoadParts | None = None) -> dict[str, Any]:
+    def restore(self, state: State, parts: LoadParts = EVERYTHING) -> dict[str, Any]:
         """Restore the rest of the result of `check`, and return the client_state. The caller has finished all
         updates."""
-        parts = parts or LoadParts()
         if self.module is not None:
             _restore_extra_states(self.module, state["modules"])
         if parts.module_only:
@@ -219,8 +228,10 @@ class DriverState:
         self.policy.num_applied = state["num_applied"]
         scaler = state["loss_scaler"] if parts.optimizer_states else None
         self.overflow.restore((OverflowCounts(**state["overflow"]), scaler))
-        if self.loader is not None:
-            self._restore_position(self.loader, state["loader"])
+        if self.loader is not None and state["loader"] is None:
+            logger.warning("resumed: the checkpoint has no position in training_data, which begins anew")
+        elif self.loader is not None:
+            self.loader.load_state_dict(state["loader"])
         if state["random_states"] is not None:
             for line in restore_random_states(state["random_states"]):
                 logger.warning("resumed: %s", line)
@@ -240,26 +251,6 @@ class DriverState:
             state["options"] = optimizer.checked_group_options(groups)
         if has_schedule:
             _check_scheduler(self.lr_scheduler, state["lr_scheduler"], optimizer)
-
-    def _restore_optimizer(self, optimizer: TieredOptimizer, state: State, parts: LoadParts) -> None:
-        groups, has_schedule = state["groups"], parts.lr_scheduler_states and self.lr_scheduler is not None
-        if has_schedule and groups is not None:
-            self.lr_scheduler.load_state_dict(_loadable(self.lr_scheduler, state["lr_scheduler"]["state"]))
-        elif parts.lr_scheduler_states and state["lr_scheduler"] is not None:
-            logger.warning(
-                "resumed without an lr_scheduler; the checkpoint has the state of a %s, which is left out",
-                state["lr_scheduler"]["type"],
-            )
-        if parts.optimizer_states:
-            optimizer.overflow = state["skipped"]
-        if groups is not None and (parts.optimizer_states or has_schedule):
-            optimizer.load_group_options(state["options"])
-
-    def _restore_position(self, loader: TrainingLoader, saved: State | None) -> None:
-        if saved is not None:
-            loader.load_state_dict(saved)
-        else:
-            logger.warning("resumed: the checkpoint has no position in training_data, which begins anew")
 
 
 # -- extra state of modules, by torch's get_extra_state and set_extra_state --------------------------------------------
@@ -322,12 +313,6 @@ def _select_rank(state: State, ranks: Collectives) -> int:
             *(ranks.rank, len(of_ranks)),
         )
     return len(of_ranks)
-
-
-def _client_state(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    if given is not None and not isinstance(given, Mapping):
-        raise ModelError(f"client_state was expected as a dict; found {type(given).__name__}.")
-    return dict(given or {})
 
 
 # -- learning rate schedules -------------------------------------------------------------------------------------------

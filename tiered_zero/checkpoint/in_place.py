@@ -128,7 +128,7 @@ class Commits:
         pointer: Transfer = COMPLETED
         try:
             if self._ranks.rank == 0:  # during the commit, so that both wait for the disks at once
-                prepare = partial(tag.prepare_pointer, {**fields, "driver": {}}, save_latest=save_latest)
+                prepare = partial(tag.prepare, {**fields, "driver": {}}, save_latest=save_latest)
                 pointer = self._state.runtime.accelerator.lane("save").submit(prepare)
             share = partial(self.share, own_state(driver), commit_id)
             shares = agree(self._ranks, f"{SAVE}: what it commits", share, encode=Share.encode, decode=Share.decode)

@@ -119,12 +119,6 @@ class SaveDirectory:
                     *(self.path, name, format_nbytes(nbytes), tag),
                 )
 
-    def make_temporary(self, tag: str) -> str:
-        """Make an empty directory, mode 0700, and return its name. Raises OSError."""
-        name = hidden_name(TEMPORARY, tag)
-        os.mkdir(name, 0o700, dir_fd=self.fd)
-        return name
-
     def check_replaceable(self, tag: str) -> None:
         """Raise StoreError if the name `tag` is taken by anything but a directory of plain files: a directory inside it
         may hold other programs' files, such as an export."""
@@ -292,7 +286,7 @@ class TagWriter:
             directory.restore()
             directory.check_replaceable(tag)
             _check_space(directory.path, needed_nbytes)
-            name = directory.make_temporary(tag)
+            os.mkdir(name := hidden_name(TEMPORARY, tag), 0o700, dir_fd=directory.fd)
         except BaseException as error:
             directory.release()
             if isinstance(error, OSError):
@@ -359,7 +353,8 @@ class TagWriter:
         assert not self._joins, "rank 0 publishes"
         try:
             stores = tuple(store for share in shares for store in share.stores)
-            manifest = self._prepare({"kind": "full", "stores": stores, **join_shares(shares), **fields}, save_latest)
+            whole = {"kind": "full", "stores": stores, **join_shares(shares), **fields}
+            manifest = self.prepare(whole, save_latest=save_latest)
             self.writer.wait_durable()
             self._give_name()
             if self._latest is not None:
@@ -373,11 +368,6 @@ class TagWriter:
             self.discard()
         return manifest
 
-    def prepare_pointer(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
-        """Write a tag without data files, as far as it can be durable before its state is. Any thread, during the
-        commit to which it points; it must end before the tag is discarded. Raises OSError, StoreError."""
-        self._prepare(fields, save_latest)
-
     def publish_pointer(self) -> None:
         """Give the prepared tag its name, and set `latest`: the state is durable. Raises OSError, StoreError."""
         try:
@@ -386,8 +376,9 @@ class TagWriter:
         finally:
             self.discard()
 
-    def _prepare(self, fields: Mapping[str, Any], save_latest: bool) -> TagManifest:
-        """Write the manifest and the new `latest` under temporary names, durably. Raises OSError, StoreError."""
+    def prepare(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> TagManifest:
+        """Write the manifest and the new `latest` under temporary names, durably. For an in-place commit any thread
+        calls it during the commit; it must end before the tag is discarded. Raises OSError, StoreError."""
         manifest = TagManifest(**fields, tag=self.tag)
         data = encode_file(FORMAT, manifest)
         with open_directory(self.name, self._directory.fd) as fd:
