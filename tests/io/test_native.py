@@ -62,11 +62,12 @@ def no_switches() -> Iterator[None]:
 
 
 @pytest.fixture
-def build(native_dir: Path) -> Build:
+def build(native_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
+    monkeypatch.setenv("TIERED_ZERO_NATIVE_DIR", str(native_dir))
+
     def build(block_size: int = 1 << 20, queue_depth: int = 8) -> NativeEngine:
         settings = IOSettings(block_size=block_size, queue_depth=queue_depth)
-        path = native_dir / "_direct_io.so"
-        return NativeEngine(direct=False, alignment=1, settings=settings, io_timeout_s=120.0, library_path=path)
+        return NativeEngine(direct=False, alignment=1, settings=settings, io_timeout_s=120.0)
 
     return build
 
@@ -109,13 +110,16 @@ def test_a_wait_lets_other_threads_run(build: Build) -> None:
     engine.close()
 
 
-def test_urgent_reads_are_claimed_before_all_that_no_worker_has(tmp_path: Path, swap_path: Path) -> None:
+def test_urgent_reads_are_claimed_before_all_that_no_worker_has(
+    tmp_path: Path, swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERED_ZERO_NATIVE_DIR", str(tmp_path))
     include = f"-I{DIRECT_IO_SOURCE.parent}"
-    library_path = compile_shared(ROOT / "tests/io/gated_reads.c", tmp_path / "gated_reads.so", include)
+    library_path = compile_shared(ROOT / "tests/io/gated_reads.c", tmp_path / "_direct_io.so", include)
     library = ctypes.CDLL(str(library_path))
     num_noted = ctypes.c_int.in_dll(library, "num_noted")
     settings = IOSettings(block_size=4096, queue_depth=1)
-    engine = NativeEngine(direct=False, alignment=1, settings=settings, io_timeout_s=120.0, library_path=library_path)
+    engine = NativeEngine(direct=False, alignment=1, settings=settings, io_timeout_s=120.0)
     path = swap_path / "data"
     path.write_bytes(bytes(16 * 4096))
     file = engine.open(str(path))

@@ -131,18 +131,10 @@ class NativeEngine(DiskEngine):
 
     name = "native"
 
-    def __init__(
-        self,
-        *,
-        direct: bool,
-        alignment: int,
-        settings: IOSettings,
-        io_timeout_s: float,
-        library_path: Path | None = None,
-    ) -> None:
-        """`library_path`: a shared object to use instead of the one that the build made. Raises ConfigError."""
+    def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
+        """Raises ConfigError if the library is missing or its threads cannot be started."""
         super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
-        self.library = load_library(library_path)
+        self.library = load_library()
         self.pool = ctypes.c_void_p()
         self._lock = threading.Lock()
         self._open_pools = [self.pool]
