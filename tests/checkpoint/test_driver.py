@@ -387,7 +387,7 @@ def test_every_rank_goes_on_with_its_own_numbers(
 
     def resume_as(rank: int, world_size: int) -> Any:
         ranks: Any = SimpleNamespace(rank=rank, world_size=world_size)
-        driver.restore(driver.check(joined, None, ranks))
+        driver.restore(driver.check(joined, ranks=ranks))
         return capture(engine)["random_states"]
 
     assert resume_as(1, 2) == second["random_states"] != first["random_states"]

@@ -267,10 +267,6 @@ class Share(StrictModel):
     rank: RankPart | None = None
     commit_id: str = ""
 
-    @property
-    def num_stores(self) -> int:
-        return len(self.stores) if self.rank is None else len(self.rank.stores)
-
     def encode(self) -> str:
         """Return the share as JSON text."""
         return self.model_dump_json()
@@ -293,7 +289,7 @@ def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
     for rank, share in enumerate(shares):
         first = len(records)
         records += [RecordName(first_store + record.store, record.name) for record in share.records]
-        first_store += share.num_stores
+        first_store += len(share.stores if share.rank is None else share.rank.stores)
         for key, entry in share.tensors.items():
             own_facts = entry.dtype, entry.shape, entry.order, entry.form
             if facts.setdefault(key, own_facts) != own_facts:
@@ -398,18 +394,6 @@ def find_missing(committed: Manifest) -> str:
         if not any(one.is_state(committed.step, own) for one in found):
             return f"a part of it rests in {store.first}, which is not here, or does not hold step {committed.step}"
     return ""
-
-
-def held_commit(tag: TagManifest) -> Manifest | None:
-    """Return the commit that the tag's run now holds; None if nothing of it is there. Raises StoreError."""
-    assert tag.swap is not None, "a tag of an in-place commit"
-    committed, _ = load_manifests(tag.swap.first)
-    return committed if committed is not None and committed.run_id == tag.swap.run_id else None
-
-
-def is_committed(tag: TagManifest, committed: Manifest) -> bool:
-    """Return whether `committed`, in the store that the tag points to, is the commit for which the tag was written."""
-    return tag.swap is not None and committed.is_state(tag.step, {COMMIT_ID: tag.swap.commit_id})
 
 
 def owner_of(path: Path, which: str = "") -> Owner:

@@ -80,20 +80,20 @@ class RunState:
         layouts = self.view.layouts
         return layouts if self.is_sharded else [own for own in layouts if self._is_own(own.subgroup.index)]
 
-    @cached_property
-    def own_units(self) -> Sequence[Unit]:
-        """The units whose parameters without a master this rank saves: its shards, or its part of whole units."""
-        return [unit for unit in self.units if self._is_own(unit.index) or self.is_part(unit)]
-
     def is_part(self, unit: Unit) -> bool:
         """Return whether only this rank's shard of the unit's parameters is here."""
         home = self.inventory.find(unit, "param")
         return home is not None and home.slot.nbytes < unit.nbytes
 
     def saved_units(self, with_frozen: bool = True) -> list[Unit]:
-        """Return the units that this rank saves unchanged: no update writes their parameters."""
+        """Return the units of which this rank saves parameters without a master: its shards, or its part of whole
+        units."""
         return [
-            unit for unit in self.own_units if unit.index not in self.updated_units and (with_frozen or unit.trainable)
+            unit
+            for unit in self.units
+            if (self._is_own(unit.index) or self.is_part(unit))
+            and unit.index not in self.updated_units
+            and (with_frozen or unit.trainable)
         ]
 
     def _is_own(self, index: int) -> bool:

@@ -141,7 +141,7 @@ class AsyncSave:
         next update waits only for each sub-group's own bytes."""
         end = Completion()
         try:
-            cut = policy.at_cut(partial(_begin_beside, state, tag, capture, ready, end))
+            cut = policy.at_cut(partial(_begin_during_training, state, tag, capture, ready, end))
         except BaseException:
             tag.discard()
             raise
@@ -167,7 +167,7 @@ class AsyncSave:
         self.tag = None
 
 
-def _begin_beside(state: RunState, tag: TagWriter, capture: Capture, ready: Transfer, end: Completion) -> None:
+def _begin_during_training(state: RunState, tag: TagWriter, capture: Capture, ready: Transfer, end: Completion) -> None:
     """Start to write the tag on its own lane. Called between two updates, on the thread that runs them."""
     held, read = {layout.subgroup.index: Completion() for layout in state.view.layouts}, Completion()
 

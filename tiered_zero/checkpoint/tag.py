@@ -29,8 +29,6 @@ from tiered_zero.checkpoint.index import (
     WrittenBy,
     file_name,
     find_missing,
-    held_commit,
-    is_committed,
     owner_of,
     refused,
 )
@@ -50,6 +48,7 @@ from tiered_zero.record.files import (
     read_file,
 )
 from tiered_zero.record.manifest import choose
+from tiered_zero.record.manifest import load as load_manifests
 from tiered_zero.record.reader import RecordFiles, RecordReader, verify_run
 from tiered_zero.record.stripes import DATA_NAME, Stripes, check_data_files
 from tiered_zero.sizes import MIB
@@ -229,8 +228,8 @@ def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
     first = manifest.swap.first
     info = replace(info, run_id=manifest.swap.run_id, commit_id=manifest.swap.commit_id)
     try:
-        held = held_commit(manifest)
-        if held is None:
+        held, _ = load_manifests(first)
+        if held is None or held.run_id != manifest.swap.run_id:
             return replace(info, reason=f"its state rested in {first}, which is gone, or on another host")
         info = replace(info, swap=first, held_id=str(held.metadata.get(COMMIT_ID)))
         again = " again" if held.step == manifest.step else ""
@@ -239,7 +238,8 @@ def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
             f"in place since, in {first}. To keep a step, load it into a run without in_place and save there, or "
             "`export` its weights"
         )
-        reason = find_missing(held) if is_committed(manifest, held) else superseded
+        is_own = held.is_state(manifest.step, {COMMIT_ID: manifest.swap.commit_id})
+        reason = find_missing(held) if is_own else superseded
     except StoreError as error:
         reason = f"its state rests in {first}: {error}".removesuffix(".")
     return replace(info, complete=not reason, reason=reason)

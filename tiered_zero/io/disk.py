@@ -105,17 +105,6 @@ def memory_address(view: memoryview) -> int:
     return int(numpy.asarray(view).__array_interface__["data"][0])
 
 
-def open_descriptor(path: str, *, create: bool, writable: bool, direct: bool) -> Descriptor:
-    """Open a file that no child inherits. A new file gets mode 0600 and must not exist. Raises TransferError."""
-    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW
-    flags |= os.O_CREAT | os.O_EXCL if create else 0
-    flags |= _O_DIRECT if direct else 0
-    try:
-        return opened(path, flags, 0o600)
-    except OSError as error:
-        raise file_error("create" if create else "open", path, error.errno or errno.EIO) from error
-
-
 @final
 class DiskFile(File):
     """An open file. `drain`: waits until none of its requests is in flight; returns False if some are stuck."""
@@ -231,7 +220,13 @@ class DiskEngine(IOEngine):
         self._unfinished: dict[DiskTransfer, None] = {}
 
     def open(self, path: str, *, create: bool = False, writable: bool = True) -> DiskFile:
-        fd = open_descriptor(path, create=create, writable=writable, direct=self.direct)
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW
+        flags |= os.O_CREAT | os.O_EXCL if create else 0
+        flags |= _O_DIRECT if self.direct else 0
+        try:
+            fd = opened(path, flags, 0o600)
+        except OSError as error:
+            raise file_error("create" if create else "open", path, error.errno or errno.EIO) from error
         return DiskFile(path, fd, alignment=self.alignment, direct=self.direct, drain=self._drain)
 
     def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
