@@ -16,7 +16,6 @@ from tests.support.inspection.insides import (
     Share,
     Source,
     TagInfo,
-    TagManifest,
     TagWriter,
     TensorEntry,
     TensorReader,
@@ -79,10 +78,10 @@ def write_share(writer: TagWriter, tensors: Tensors, orders: Mapping[str, Sequen
 
 def save_tag(
     save_dir: Path, tag: str, tensors: Tensors, step: int, engine: IOEngine | None = None, **changes: Any
-) -> TagManifest:
+) -> None:
     needed_nbytes = sum(align_up(tensor.nbytes, PAGE_NBYTES) for tensor in tensors.values())
     with TagWriter.begin(save_dir, tag, engine=engine, needed_nbytes=needed_nbytes) as writer:
-        return writer.publish(fields(step, **changes), [write_share(writer, tensors)])
+        writer.publish(fields(step, **changes), [write_share(writer, tensors)])
 
 
 def newest_complete(save_dir: Path) -> TagInfo | None:

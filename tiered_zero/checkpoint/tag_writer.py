@@ -346,7 +346,7 @@ class TagWriter:
             self.__exit__(type(error), error, None)
             raise
 
-    def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> TagManifest:
+    def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> None:
         """Make everything durable, give the tag its name, then set `latest`. Raises StoreError: then the tag is
         discarded. `fields`: fields of TagManifest, without the tag and what `shares` have. Data, manifest and the new
         `latest` become durable at the same time, before the tag gets its name."""
@@ -354,7 +354,7 @@ class TagWriter:
         try:
             stores = tuple(store for share in shares for store in share.stores)
             whole = {"kind": "full", "stores": stores, **join_shares(shares), **fields}
-            manifest = self.prepare(whole, save_latest=save_latest)
+            self.prepare(whole, save_latest=save_latest)
             self.writer.wait_durable()
             self._give_name()
             if self._latest is not None:
@@ -366,7 +366,6 @@ class TagWriter:
             raise self._store_error(error) from error
         finally:
             self.discard()
-        return manifest
 
     def publish_pointer(self) -> None:
         """Give the prepared tag its name, and set `latest`: the state is durable. Raises OSError, StoreError."""
@@ -376,16 +375,14 @@ class TagWriter:
         finally:
             self.discard()
 
-    def prepare(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> TagManifest:
+    def prepare(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
         """Write the manifest and the new `latest` under temporary names, durably. For an in-place commit any thread
         calls it during the commit; it must end before the tag is discarded. Raises OSError, StoreError."""
-        manifest = TagManifest(**fields, tag=self.tag)
-        data = encode_file(FORMAT, manifest)
+        data = encode_file(FORMAT, TagManifest(**fields, tag=self.tag))
         with open_directory(self.name, self._directory.fd) as fd:
             write_new_file(MANIFEST_NAME, [data], fd)
             os.fsync(fd)
         self._latest = self._directory.prepare_latest(self.tag) if save_latest else None
-        return manifest
 
     def _give_name(self, latest: str | None = None) -> None:
         """Rename the temporary directory to the tag. `latest`: see `SaveDirectory.finish`. Raises OSError before the
