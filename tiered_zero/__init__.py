@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from tiered_zero.io.engine import dump_on
     from tiered_zero.plan.planner import Plan
     from tiered_zero.stopping import stop_on_signals
-    from tiered_zero.unit.gather import gathered
+    from tiered_zero.unit.gathered import gathered
 
 _HOMES = {
     "initialize": "api",
     "Engine": "engine.engine",
-    "gathered": "unit.gather",
+    "gathered": "unit.gathered",
     "TrainingLoader": "data",
     "stop_on_signals": "stopping",
     "dump_on": "io.engine",

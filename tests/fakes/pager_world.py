@@ -9,7 +9,6 @@ from torch import nn
 
 from tests.fakes.slow_tier import SlowTier
 from tests.support.inspection.insides import (
-    CallPhase,
     Home,
     Inventory,
     OffloadedParameter,
@@ -29,7 +28,7 @@ FREE = 1 << 30
 
 class World:
     """A pager over units of `sizes` pages of fp32, each at home on a slow tier; `resident` ones on the device. Stands
-    for the engine's TrainStep where a guarded parameter is used; `calls`: which of its events came."""
+    for the engine's TrainStep; `calls`: which of its events came."""
 
     def __init__(
         self,
@@ -45,11 +44,11 @@ class World:
         self.inventory = Inventory()
         self.changed: list[int] = []
         offloaded_params = OffloadedParams(
-            self.inventory, None, lambda unit, flat, old: self.changed.append(unit.index)
+            self.inventory, None, self.runtime, lambda unit, flat, old: self.changed.append(unit.index)
         )
         live_nbytes = live * N * 4 if live < FREE else FREE
         limits = PagerLimits(live_nbytes=live_nbytes, prefetch_numel=prefetch * N, reuse_numel=reuse * N)
-        self.pager = Pager(self.runtime, self.inventory, offloaded_params, limits, CallPhase())
+        self.pager = Pager(self.runtime, self.inventory, offloaded_params, limits)
         self.calls: list[str] = []
         self.units: list[Unit] = []
         self.params: list[list[nn.Parameter]] = []
@@ -72,23 +71,11 @@ class World:
             self.params.append(params)
             self.values.append(flat)
 
-    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
-        self.pager.fault_in(params, function)
-
-    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        return self.pager.copies.take(param) if self.pager.copies.is_open else None
-
-    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
-        return self.pager.idle_copy(param, self.before_weights_read)
-
     def notice_backward(self) -> None:
         """No test runs a backward."""
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
         """No test reduces."""
-
-    def watch(self, param: nn.Parameter) -> None:
-        self.pager.changes.watch(param)
 
     def before_weights_read(self) -> None:
         self.calls.append("read")

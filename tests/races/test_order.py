@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.fakes.clocked_device import ClockedAccelerator, ClockedLane, ComputeAccesses, pass_completions
-from tests.support.inspection.insides import GradNorm, SubGroupIO, UpdateGuard, assembly_build
+from tests.support.inspection.insides import GradNorm, Pager, SubGroupIO, assembly_build
 from tests.support.models import ParityGPT, batch, rows, two_layers
 from tests.support.trainers import PLACEMENTS, adamw, tiered
 from tiered_zero.errors import ModelError
@@ -37,15 +37,15 @@ CASES = [
 
 def read_until_blocked(device: ClockedAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let compute read a unit until the policy has blocked it: the pager itself looks at its values there."""
-    block = UpdateGuard.block_unit_for_update
+    block = Pager.block_unit_for_update
 
-    def read_and_block(self: UpdateGuard, unit: Unit) -> bool:
-        paged = self._units.by_index[unit.index]
+    def read_and_block(self: Pager, unit: Unit) -> bool:
+        paged = self.units.by_index[unit.index]
         if paged.is_resident:
             device.clocks.touch(paged.storage.flat, writes=False)
         return block(self, unit)
 
-    monkeypatch.setattr(UpdateGuard, "block_unit_for_update", read_and_block)
+    monkeypatch.setattr(Pager, "block_unit_for_update", read_and_block)
 
 
 def races(monkeypatch: pytest.MonkeyPatch, swap_path: Path, placement: tuple[str, str], *course: Any) -> set[Any]:

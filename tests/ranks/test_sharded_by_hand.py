@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import tiered_zero
 from tests.ranks.pool import RankPool
 from tests.ranks.training import Case, begin_run, differences, micro_batches, rank_and_config
-from tests.support.inspection.insides import state_dict
+from tests.support.inspection.insides import offloaded
 from tiered_zero.errors import BudgetError, ParameterOffloadedError
 
 
@@ -50,7 +50,7 @@ def change_weights(path: str, zero: dict[str, Any]) -> dict[str, Any]:
         with pytest.raises(ParameterOffloadedError, match="gathered"):
             model.norm.weight + 1
         with (
-            patch.object(state_dict, "available_host_nbytes", lambda: 1 << 10 if rank else 1 << 40),
+            patch.object(offloaded, "available_host_nbytes", lambda: 1 << 10 if rank else 1 << 40),
             pytest.raises(BudgetError, match=r"state_dict\(\) makes a whole copy .* found 512 B of host memory"),
         ):
             model.state_dict()

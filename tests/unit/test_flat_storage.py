@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from tests.support.units import flat_of, make_params, make_unit
-from tiered_zero.unit.flat_storage import FlatStorage
-from tiered_zero.unit.guarded_parameter import ClosedEngine, OffloadedParameter
-from tiered_zero.unit.param_handlers import handler_of
+from tiered_zero.unit.guard import ClosedEngine, OffloadedParameter, handler_of
+from tiered_zero.unit.unit import FlatStorage
 
 
 def full(numels: list[int]) -> tuple[FlatStorage, list[nn.Parameter], torch.Tensor]:

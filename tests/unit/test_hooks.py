@@ -12,8 +12,7 @@ from torch import nn
 import tiered_zero
 from tests.support.configs import SMALL_DEVICE
 from tiered_zero import Engine
-from tiered_zero.unit.guarded_parameter import OffloadedParameter
-from tiered_zero.unit.param_in_use import class_in_use
+from tiered_zero.unit.guard import OffloadedParameter, class_in_use
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 1,

@@ -19,8 +19,7 @@ from tests.fakes.io_faults import Fault
 from tests.support.configs import SMALL_DEVICE, zero_section
 from tests.support.faulty_runs import faulty_disks
 from tiered_zero.errors import ParameterOffloadedError, TieredZeroError, TransferError
-from tiered_zero.unit.guarded_parameter import ClosedEngine
-from tiered_zero.unit.param_handlers import handler_of
+from tiered_zero.unit.guard import ClosedEngine, handler_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "no_leaks")]
 

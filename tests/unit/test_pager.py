@@ -14,9 +14,9 @@ from tests.support.configs import config_of
 from tests.support.inspection.insides import UnitUpdate
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import BudgetError, ModelError, ParameterOffloadedError, TransferError
-from tiered_zero.unit.driver_thread import Phase
+from tiered_zero.unit.driver import Phase
 from tiered_zero.unit.saved_views import SavedView
-from tiered_zero.unit.unit_state import UnitState
+from tiered_zero.unit.unit import UnitState
 
 
 def test_the_four_states_and_back() -> None:
@@ -143,7 +143,7 @@ def test_any_order_of_use_stays_under_the_cap_and_sees_the_right_bytes(
         world.use(*reversed(uses))
         world.pager.end_pass()
         world.pager.phase.now = Phase.IDLE
-        world.pager.updates.invalidate()
+        world.pager.invalidate()
         assert world.live_pages == 0
     assert world.peak_pages <= max(sizes) + slack
 
@@ -189,7 +189,7 @@ def test_nothing_that_the_step_changes_is_fetched_ahead_across_it() -> None:
                 world.use(*order)
                 world.pager.end_pass()
             ahead[step_follows] = world.fetches()[before:]
-            world.pager.updates.invalidate()
+            world.pager.invalidate()
     assert ahead == {False: [3, 4, 0, 1], True: [3, 4, 0]}
 
 
@@ -283,10 +283,10 @@ def test_invalidate_evicts_the_trainable_ones() -> None:
     world.pager.phase.now = Phase.FORWARD
     world.use(0, 1, 0, 1, 0, 1)
     assert [world.state(index) for index in (0, 1)] == [UnitState.CACHED, UnitState.CACHED]
-    world.pager.updates.invalidate()
+    world.pager.invalidate()
     assert [world.state(index) for index in (0, 1)] == [UnitState.OFFLOADED, UnitState.CACHED]
     with world.pager.frame([world.units[0]]), pytest.raises(ModelError, match=r"u0 is in use by tiered_zero\.gathered"):
-        world.pager.updates.invalidate()
+        world.pager.invalidate()
 
 
 def test_abort_ends_every_frame_and_empties_every_unit() -> None:
@@ -323,7 +323,7 @@ def test_a_gather_that_fails_leaves_no_user_while_its_error_is_kept() -> None:
     assert failed.tb is not None
     assert not world.pager.units.by_param[world.params[0][0]].num_users
     world.tier.failing.clear()
-    world.pager.updates.invalidate()
+    world.pager.invalidate()
 
 
 @pytest.mark.parametrize("how", ["failing", "refusing"])
@@ -364,7 +364,7 @@ def test_a_unit_that_finds_no_memory_is_charged_nothing(monkeypatch: pytest.Monk
     for _ in range(4):
         with pytest.raises(torch.OutOfMemoryError), world.pager.frame([world.units[0]]):
             pytest.fail("in use without memory")
-        assert world.live_pages == 0 and world.pager._cache._live_nbytes == 0
+        assert world.live_pages == 0 and world.pager.cache._live_nbytes == 0
         assert world.state(0) is UnitState.OFFLOADED
     world.use(0, 1)  # there is memory again, and all of the budget
 
@@ -427,7 +427,7 @@ def test_evicting_a_prefetch_that_failed_says_nothing() -> None:
         world.use(0, 1)
     world.tier.failing.add(("fetch", "u1"))
     world.use(0)
-    world.pager.updates.invalidate()
+    world.pager.invalidate()
     assert world.live_pages == 0
 
 
@@ -470,9 +470,9 @@ def test_an_error_of_the_wait_for_a_prefetch_is_not_the_prefetchs_own(
 
     monkeypatch.setattr(accelerator, "wait_on_compute", interrupted)
     with pytest.raises(error):
-        world.pager.updates.invalidate()
+        world.pager.invalidate()
     assert (world.state(1), world.live_pages) == (UnitState.FETCHING, 1)
-    world.pager.updates.invalidate()
+    world.pager.invalidate()
     assert (world.state(1), world.live_pages) == (UnitState.OFFLOADED, 0)
     assert world.tier.log[-1] == ("fetch done", "u1")
     world.use(1)
@@ -495,7 +495,7 @@ def test_use_waits_for_the_units_own_update() -> None:
     unit_updates = [UnitUpdate(), UnitUpdate()]
     for unit, unit_update in zip(world.units, unit_updates, strict=True):
         world.inventory.set_last_update(unit, unit_update)
-    world.pager.updates.block_for_update()
+    world.pager.block_for_update()
     unit_updates[0].complete()
     world.use(0)
     with pytest.raises(RuntimeError, match="the update broke"):
@@ -507,7 +507,7 @@ def test_a_unit_on_the_device_is_guarded_until_its_update_and_then_free_between_
     world = World([1], resident=[0])
     unit_update = UnitUpdate()
     world.inventory.set_last_update(world.units[0], unit_update)
-    world.pager.updates.block_for_update()
+    world.pager.block_for_update()
     world.check_guarded(0)
     unit_update.complete()
     assert (world.params[0][0] * 1).isfinite().all()  # outside of any frame
@@ -526,15 +526,15 @@ def test_copies_come_from_wherever_the_bytes_are() -> None:
                 copied = world.pager.copies.take(param)
                 assert torch.equal(copied, world.values[index][entry.start : entry.stop])
                 assert copied.data_ptr() != param.data_ptr()
-        assert world.copy_of(world.params[0][0]) is None
+        assert world.pager.copy_of(world.params[0][0]) is None
         world.pager.copies.start(world.before_weights_read, [])
         world.pager.copies.start(world.before_weights_read, [])
-        first = world.copy_of(world.params[0][0])
-        assert first is world.copy_of(world.params[0][0]), "tied names get one tensor"
+        first = world.pager.copy_of(world.params[0][0])
+        assert first is world.pager.copy_of(world.params[0][0]), "tied names get one tensor"
         world.pager.copies.stop()
         world.pager.copies.stop()
         assert world.calls == ["read"]
-        assert world.copy_of(world.params[0][0]) is None
+        assert world.pager.copy_of(world.params[0][0]) is None
 
 
 @pytest.mark.parametrize("name", ["data", "T"])

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.inspection import param_slots
 from tests.support.trainers import FAR, Plain, assert_same_bits, follow, same_bits, tiered
-from tiered_zero.unit.guarded_parameter import OffloadedParameter
+from tiered_zero.unit.guard import OffloadedParameter
 from tiered_zero.unit.quantized_layers import statistics
 
 SIZE, BLOCK = 64, 16

@@ -55,14 +55,12 @@ from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.rack import TierRack
 from tiered_zero.tiers.step_gradients import FlatWindows
-from tiered_zero.unit.driver_thread import CallPhase
+from tiered_zero.unit.guard import VisibleGradients
 from tiered_zero.unit.hooks import ModuleHooks
 from tiered_zero.unit.materialize import Materializer, UnitPlacer, materialize_model
-from tiered_zero.unit.offloaded_params import OffloadedParams
-from tiered_zero.unit.pager import Pager
-from tiered_zero.unit.pass_scope import PassScope
-from tiered_zero.unit.update_guard import ShardGather, WholeWeights
-from tiered_zero.unit.visible_gradients import VisibleGradients
+from tiered_zero.unit.model import ModelParameters
+from tiered_zero.unit.offloaded import OffloadedParams
+from tiered_zero.unit.pager import Pager, WholeWeights
 from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer, make_scheduler, restored_on_error
 from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.policy import (
@@ -285,7 +283,7 @@ def _place_model(
     materializer = Materializer(run_spec.model, parts.source.weights, run_spec.specs)
     placer = UnitPlacer(
         pager=step.pager,
-        handler=step,
+        events=step,
         store_masters=parts.run_state.view.store_masters,
         ranks=collectives,
         resumed=None if parts.adopted is None else parts.adopted.flat,
@@ -310,9 +308,9 @@ def _make_step(
     config, plan = run_spec.config, run_spec.plan
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
     cuts = view.cuts if view.need_params else None
-    offloaded_params = OffloadedParams(inventory, tiers.param_staging, view.follow, cuts, runtime.collectives)
+    offloaded_params = OffloadedParams(inventory, tiers.param_staging, runtime, view.follow, cuts)
     activations = _make_activations(run_spec, machine, resources)
-    pager = Pager(runtime, inventory, offloaded_params, plan.pager_limits, CallPhase(), activations)
+    pager = Pager(runtime, inventory, offloaded_params, plan.pager_limits, activations)
     resources.add("pager", pager.close)
     overflow = OverflowGuard.from_config(config)
     gradients, reducer = _make_gradients(run_spec, machine, overflow)
@@ -324,7 +322,7 @@ def _make_step(
     params = UnitParameters(inventory, runtime, _flats(pager))
     pipeline = UpdatePipeline(view, runtime, params, _paged_gradients(run_spec))
     whole = _make_whole(run_spec, runtime, pager)
-    policy = _make_policy(run_spec, pipeline, whole, gradients)
+    policy = _make_policy(run_spec, pipeline, pager, whole, gradients)
     resources.add("prefetch", pipeline.cancel_prefetch)
 
     def drain() -> None:
@@ -335,7 +333,7 @@ def _make_step(
     step = TrainStep(
         Movers(
             pager=pager,
-            scope=PassScope(run_spec.model, pager, run_spec.trains),
+            parameters=ModelParameters(run_spec.model, run_spec.trains),
             gradients=gradients,
             visible_gradients=visible_gradients,
             reducer=reducer,
@@ -468,22 +466,21 @@ def _make_whole(run_spec: RunSpec, runtime: Runtime, pager: Pager) -> WholeWeigh
     units = [unit for unit in run_spec.units if any(entry.param.name in run_spec.trained for entry in unit.entries)]
     request = run_spec.plan.request
     is_sharded = request.shards_state and not request.shards_params
-    gather = ShardGather(runtime, units, _flats(pager)) if is_sharded else None
-    return WholeWeights(guard=pager.updates, gather=gather)
+    return WholeWeights(runtime, pager, units if is_sharded else ())
 
 
 def _make_policy(
-    run_spec: RunSpec, pipeline: UpdatePipeline, whole: WholeWeights, gradients: GradientStore
+    run_spec: RunSpec, pipeline: UpdatePipeline, pager: Pager, whole: WholeWeights, gradients: GradientStore
 ) -> UpdatePolicy:
     """Make the policy that the plan has chosen. See [Note: State on several tiers]."""
     choice = run_spec.plan.update_policy
     if choice.policy == "barrier":
-        if whole.gather is None:
-            return BarrierPolicy(pipeline, whole.guard)
-        return GatheringPolicy(pipeline, whole.guard, whole.gather)
+        if not whole.units:
+            return BarrierPolicy(pipeline, pager)
+        return GatheringPolicy(pipeline, pager, whole)
     eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze, gradients.keep)
     in_backward = eagerly if choice.optimizer_in_backward else None
-    overlapped = OverlappedPolicy(pipeline, whole.guard, in_backward)
+    overlapped = OverlappedPolicy(pipeline, pager, in_backward)
     if choice.policy == "overlapped":
         return overlapped
     return DelayedPolicy(overlapped, run_spec.config.tiered_zero.delay_start_step)

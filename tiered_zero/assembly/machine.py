@@ -37,7 +37,7 @@ from tiered_zero.system.process import boot_id
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.rack import AdoptedStore, TierRack, nvme_needs, scratch_needs
-from tiered_zero.unit.materialize import WeightFiles
+from tiered_zero.unit.weights import WeightFiles
 
 SHUTDOWN = (
     "optimizer",  # the user's own has its calls and its state again

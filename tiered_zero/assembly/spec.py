@@ -39,10 +39,8 @@ from tiered_zero.rules.from_config import group_params, make_optimizer, make_rul
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import StateLayout, check_params, master_format
 from tiered_zero.sizes import TIERS, align_up, format_nbytes
-from tiered_zero.unit.aliases import check_memory
-from tiered_zero.unit.guarded_parameter import ClosedEngine
-from tiered_zero.unit.model_spec import list_params, module_tree, packed_nbytes, persistent_buffers
-from tiered_zero.unit.param_handlers import handler_of
+from tiered_zero.unit.guard import ClosedEngine, handler_of
+from tiered_zero.unit.model import check_memory, list_params, module_tree, packed_nbytes, persistent_buffers
 
 
 @dataclass(frozen=True, kw_only=True)

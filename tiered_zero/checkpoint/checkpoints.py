@@ -38,7 +38,7 @@ from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.plan.planner import Plan
-from tiered_zero.unit.update_guard import WholeWeights
+from tiered_zero.unit.pager import WholeWeights
 from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")

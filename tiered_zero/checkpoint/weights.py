@@ -33,8 +33,7 @@ from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.record.files import sync_directory, write_new_file
 from tiered_zero.sizes import MIB, align_up, format_nbytes
-from tiered_zero.unit.hub_names import Conversion, to_files
-from tiered_zero.unit.weight_paths import open_safetensors, weight_paths
+from tiered_zero.unit.weights import Conversion, open_safetensors, to_files, weight_paths
 
 WEIGHTS_NAME = "model.safetensors"
 MAX_SHARD_NBYTES = 5 * 10**9

@@ -16,7 +16,7 @@ from tiered_zero.deepspeed.missing import refuse_other_names
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.ranks.collectives import open_default_group
 from tiered_zero.hardware.ranks.launcher import get_world_size
-from tiered_zero.unit.gather import gathered
+from tiered_zero.unit.gathered import gathered
 
 logger = logging.getLogger("tiered_zero")
 

@@ -32,10 +32,10 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.plan.planner import Plan
 from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.report import StepMeter, StepReport
-from tiered_zero.unit.driver_thread import BACKWARD, Phase
+from tiered_zero.unit.driver import BACKWARD, Phase
+from tiered_zero.unit.guard import VisibleGradients
+from tiered_zero.unit.model import ModelParameters
 from tiered_zero.unit.pager import Pager
-from tiered_zero.unit.pass_scope import PassScope
-from tiered_zero.unit.visible_gradients import VisibleGradients
 from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer
 from tiered_zero.update.policy import UpdatePolicy
 
@@ -50,7 +50,7 @@ class Movers:
     that has failed. `reclaim`: releases the staging buffers that it had leased."""
 
     pager: Pager
-    scope: PassScope
+    parameters: ModelParameters
     gradients: GradientStore
     visible_gradients: VisibleGradients
     reducer: GradientReducer | None
@@ -162,8 +162,7 @@ class Entrance:
             return "backward"
         if now is not Phase.IDLE:
             return now.value if now in (Phase.FORWARD, Phase.BACKWARD) else "step"
-        scope = self._movers.scope
-        return "forward" if scope.is_direct and scope.runs_directly() else ""
+        return "forward" if self._pager.direct is not None and self._pager.runs_directly() else ""
 
     @contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
@@ -197,9 +196,9 @@ class Entrance:
         """Begin a call: drop the step of a forward or backward past the engine that has failed, which nothing of ours
         has seen, or of a call that was broken off. Raises ModelError in a forked child, which has no lane whose job
         would end."""
-        pager, scope = self._pager, self._movers.scope
+        pager = self._pager
         is_backward = self._backward_has_failed()
-        is_forward = bool(pager.frames) or (scope.is_direct and not scope.runs_directly())
+        is_forward = bool(pager.frames) or (pager.direct is not None and not pager.runs_directly())
         was_broken_off = pager.driver.was_broken_off or (pager.copies.call and pager.copies.was_broken_off())
         if self._phase.now is Phase.IDLE and (is_backward or is_forward or was_broken_off):
             pager.driver.process.check()
@@ -220,7 +219,7 @@ class Entrance:
         and when a gradient comes. Raises ModelError while another thread is inside the engine."""
         phase, driver, task = self._phase, self._pager.driver, torch._C._current_graph_task_id()
         if task == -1:
-            if phase.has_own_backward and not driver.is_other():
+            if phase.has_own_backward and driver.other() is None:
                 phase.has_own_backward = False  # an exception has ended it; the next call drops the step
                 self._pager.end_pass()
             return
@@ -254,7 +253,7 @@ class Entrance:
         """Whether an exception has ended the backward that was followed last. Between calls."""
         if self._ending is None or self._ending() is None:
             return self._ending is not None
-        return torch._C._current_graph_task_id() == -1 and not self._pager.driver.is_other()
+        return torch._C._current_graph_task_id() == -1 and self._pager.driver.other() is None
 
     # -- failures --------------------------------------------------------------------------------------------------
 
@@ -289,7 +288,6 @@ class Entrance:
             movers.policy.drop(movers.drain)  # with what backward has begun, and what was read ahead
             self._stop_following()
         movers.pager.abort()
-        movers.scope.abort()
         if keeps_gradients:
             movers.visible_gradients.show()
             return

@@ -13,7 +13,7 @@ from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
-from tiered_zero.unit.gather import access_of, gathered
+from tiered_zero.unit.gathered import gathered, paged_by
 from tiered_zero.update.state_view import ParamShards, StateView, check_name
 
 
@@ -126,8 +126,9 @@ class FullValues:
 
 def full_values_of(param: nn.Parameter) -> FullValues | None:
     """Return the FullValues of the engine that trains the parameter, while that is open."""
-    access = access_of(param)
-    return FullValues(step=access) if isinstance(access, TrainStep) else None
+    pager = paged_by(param)
+    step = None if pager is None else pager.units.by_param[param].events
+    return FullValues(step=step) if isinstance(step, TrainStep) else None
 
 
 @hold_interrupts()

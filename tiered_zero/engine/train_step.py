@@ -22,7 +22,7 @@ from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.resolve import UpdateChoice
 from tiered_zero.telemetry.report import StepMeter
-from tiered_zero.unit.driver_thread import CallPhase, Phase
+from tiered_zero.unit.driver import CallPhase, Phase
 from tiered_zero.update.handle import TieredOptimizer, creates_state
 
 logger = logging.getLogger("tiered_zero")
@@ -43,7 +43,7 @@ class TrainStep:
     def __init__(
         self, movers: Movers, config: Config, choice: UpdateChoice, *, trains: bool, overflow: OverflowGuard
     ) -> None:
-        self.pager, self.scope = movers.pager, movers.scope
+        self.pager, self.parameters = movers.pager, movers.parameters
         self.gradients, self.visible_gradients = movers.gradients, movers.visible_gradients
         self.policy, self.runtime, self._drain_lanes = movers.policy, movers.runtime, movers.drain
         self._reducer = movers.reducer
@@ -82,8 +82,8 @@ class TrainStep:
     ) -> None:
         """Open the module's frame and make `units` usable; begin a pass if the module is called directly. `args`,
         `kwargs`: of the call."""
-        is_root = module is self.scope.model
-        if is_root and self.scope.is_direct:  # it never runs inside itself: a forward that is open was interrupted
+        is_root = module is self.parameters.model
+        if is_root and self.pager.direct is not None:  # it never runs inside itself: an open one was interrupted
             self.pager.driver.check("A module's forward")
             self.recover()
         is_direct = not self.pager.frames and self.pager.is_called_directly()
@@ -95,7 +95,7 @@ class TrainStep:
             self.recover()
             if not torch.is_grad_enabled() or (is_root and not module.training):
                 self.policy.prepare_evaluation()
-            self.scope.begin_direct(module)
+            self.pager.begin_direct(module)
             self._handled = id(sys.exc_info()[1])
         if is_direct or is_root:
             self.phase.records = torch.is_grad_enabled()
@@ -105,14 +105,14 @@ class TrainStep:
             if self._marks_uses and units and (self.phase.records or torch.is_grad_enabled()):
                 self.arrivals.note_use(units, (*args, *kwargs.values()))
         if is_direct:
-            self.scope.save_direct()
+            self.pager.save_direct()
 
     @runs_outside_modes
     def post_forward(self, *_: Any) -> None:
         """Close the module's frame: release what it used. Nothing is done if the module was refused before it had one,
         as on a second thread: torch calls the hook all the same."""
-        if self.pager.exit_frame() and self.scope.is_direct and not self.pager.frames:
-            self.scope.end_direct()
+        if self.pager.exit_frame() and self.pager.direct is not None and not self.pager.frames:
+            self.pager.end_direct()
             error = sys.exc_info()[1]
             if error is not None and id(error) != self._handled:
                 self.phase.now = Phase.FORWARD
@@ -161,11 +161,6 @@ class TrainStep:
         self.pager.num_uses += 1
         self.pager.copies.start(self.before_weights_read, module.parameters())
 
-    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
-        """Make `params`, arguments of `function`, usable, or raise; the first is guarded."""
-        self.entrance.notice_backward()
-        self.pager.fault_in(params, function)
-
     def notice_backward(self) -> None:
         """Follow a backward that the user has started past the engine, before it needs a parameter."""
         self.entrance.notice_backward()
@@ -178,18 +173,6 @@ class TrainStep:
             self.arrivals.note_backward(unit)
         elif self.pager.frames and (self.phase.records or torch.is_grad_enabled()):
             self._reducer.note_forward(unit.index)
-
-    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Copy a guarded parameter to the CPU while a state_dict is taken; else return None."""
-        return self.pager.copies.take(param) if self.pager.copies.is_open else None
-
-    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Copy a guarded parameter to the CPU for a copy of its module; return None while modules run."""
-        return self.pager.idle_copy(param, self.before_weights_read)
-
-    def watch(self, param: nn.Parameter) -> None:
-        """Watch the values of a parameter in use whose memory user code is about to get."""
-        self.pager.changes.watch(param)
 
     # -- the engine's calls --------------------------------------------------------------------------------------------
 
@@ -221,7 +204,7 @@ class TrainStep:
         holds the state between two steps."""
         self.check()
         self._groups.take_reset()
-        self.scope.check_parameters()
+        self.parameters.check()
         counts = self.counts
         if counts.num_backwards or counts.is_accumulating or self.arrivals.num_own_backwards or self.policy.is_open:
             raise ModelError(
@@ -245,7 +228,7 @@ class TrainStep:
             if not (torch.is_grad_enabled() and module.training):
                 self.policy.prepare_evaluation()
             self.meter.num_tokens += num_tokens if torch.is_grad_enabled() else 0
-            with self.pager.frame(), self.scope.saving_views():
+            with self.pager.frame(), self.pager.saved_views.saving():
                 return module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool, by_steps: bool) -> None:
@@ -268,9 +251,9 @@ class TrainStep:
             step_follows = self.counts.begin_backward(retain_graph) and boundary
             self.phase.step_follows = boundary  # the same on every rank, which `retain_graph` need not be
             self.visible_gradients.set_hidden(step_follows and self._optimizer_in_backward)
-            self.pager.changes.refuse()
+            self.pager.cache.refuse()
             backward = self.arrivals.engine_backward(is_last=boundary, frees_graph=not retain_graph)
-            with self.scope.saving_views(), backward:
+            with self.pager.saved_views.saving(), backward:
                 if step_follows and self.counts.global_steps:
                     self.policy.begin_backward()
                     if self.policy.is_open:
@@ -304,7 +287,7 @@ class TrainStep:
                 return False
             self.counts.check_managed(self.arrivals.num_own_backwards)
         if self.counts.is_boundary():
-            self.scope.check_parameters()
+            self.parameters.check()
         with hold_interrupts(), self.entrance.call(Phase.STEP):
             self.entrance.begin_step()
             self.counts.was_applied = False

@@ -19,7 +19,7 @@ from tiered_zero.checkpoint.weights import WeightTensor, weight_files, write_wei
 from tiered_zero.errors import CorruptionError, ModelError, StoreError
 from tiered_zero.record.files import StrictModel, decode_file, encode_file
 from tiered_zero.record.reader import digest
-from tiered_zero.unit.weight_paths import open_safetensors
+from tiered_zero.unit.weights import open_safetensors
 from tiered_zero.update.state_view import ParamState
 
 _STEM = "optimizer"

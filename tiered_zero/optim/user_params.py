@@ -16,8 +16,8 @@ from tiered_zero.layout.subgroups import Segment
 from tiered_zero.tiers.step_gradients import GradientSource
 from tiered_zero.tiers.tier import BufferView
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.unit.model_spec import kept_stride
-from tiered_zero.unit.param_handlers import handler_of
+from tiered_zero.unit.guard import handler_of
+from tiered_zero.unit.model import kept_stride
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

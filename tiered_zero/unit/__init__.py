@@ -2,13 +2,13 @@
 
 Promise: code that computes with a parameter finds its bytes on the device, whatever the order of use; a wrong prefetch
 costs time, never correctness. Reading an offloaded parameter raises an error that names it.
-Owner: the pager owns the state of every unit (unit_state.py); flat_storage.py alone frees and refills device memory.
+Owner: the pager owns the state of every unit (unit.py, which alone frees and refills device memory).
 Never: gradients, optimizer state, files.
 
 [Note: Entry points]
 A unit is needed in one of three ways, and each leads to `Pager.acquire` or what it calls:
 1. A module's forward pre-hook (hooks.py): the unit is in use until that module's forward ends.
-2. A function is called with an offloaded parameter (guarded_parameter.py): functional use, tied weights, children
+2. A function is called with an offloaded parameter (guard.py): functional use, tied weights, children
    called past their parent. In use until the innermost running module ends; outside of forward and backward it raises.
 3. Backward unpacks a saved view of a flat (saved_views.py): autograd keeps (unit, version, geometry), not the view, so
    the bytes may leave between forward and backward, and be fetched to another address when a node asks for them.

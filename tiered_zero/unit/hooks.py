@@ -18,10 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.unit.gather import gather
-from tiered_zero.unit.guarded_parameter import OffloadedParameter
+from tiered_zero.unit.gathered import gather
+from tiered_zero.unit.guard import OffloadedParameter
+from tiered_zero.unit.model import ModelParameters
 from tiered_zero.unit.pager import Pager
-from tiered_zero.unit.pass_scope import PassScope
 from tiered_zero.unit.quantized_layers import Forward4bit, is_4bit
 from tiered_zero.unit.saved_views import SAVED_TENSOR_HOOKS
 
@@ -30,7 +30,7 @@ class ForwardEvents(Protocol):
     """Events that the hooks call. Driver thread, `grad_ready` on autograd's."""
 
     pager: Pager
-    scope: PassScope
+    parameters: ModelParameters
 
     def pre_state_dict(self, module: nn.Module) -> None:
         """The state_dict of a module begins."""
@@ -146,11 +146,12 @@ class ModuleHooks:
 
     def _before_direct(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See [Note: Frames of modules]."""
-        if not torch.compiler.is_compiling() and self._events.scope.enters_direct(module):
+        pager = self._events.pager
+        if not torch.compiler.is_compiling() and not pager.is_running() and pager.is_called_directly():
             self._events.pre_forward((), module, args, kwargs)
 
     def _after_direct(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._events.scope.leaves_direct(module):
+        if not torch.compiler.is_compiling() and self._events.pager.ends_direct(module):
             self._events.post_forward()
 
     def _register(self, module: nn.Module, before: _ForwardHook, after: _ForwardHook) -> None:
@@ -189,7 +190,7 @@ class ModuleHooks:
 
     def _before_save(self, params: dict[str, nn.Parameter], module: nn.Module, *_: Any) -> None:
         if module is self._model or any(module._parameters.get(name) is not own for name, own in params.items()):
-            self._events.scope.check_parameters()
+            self._events.parameters.check()
         self._events.pre_state_dict(module)
 
     def _after_save(

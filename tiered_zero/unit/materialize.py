@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -32,132 +32,16 @@ from tiered_zero.hardware.memory.host_memory import temporary_zeros, trim_malloc
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.sizes import MIB
-from tiered_zero.unit.hub_names import Conversion, from_files
 from tiered_zero.unit.pager import Pager
-from tiered_zero.unit.param_handlers import FaultHandler
-from tiered_zero.unit.weight_paths import open_safetensors, weight_paths
+from tiered_zero.unit.unit import StepEvents
+from tiered_zero.unit.weights import WeightFiles, format_names, names_of
 
 logger = logging.getLogger("tiered_zero")
 
 PROGRESS_S = 5.0
 """Placing the values of a large model logs a line this often."""
 
-_NUM_NAMED = 5
-"""So many names are spelled out in an error about many."""
 _TRIM_NBYTES = 4 * MIB
-
-
-class WeightFiles:
-    """Tensors by name from safetensors files. Files are mapped one tensor at a time: mapped pages count as resident.
-
-    Raises ModelError for a file that cannot be read.
-    """
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        """`paths`: of files, of an index, or of directories of models."""
-        self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._paths: dict[str, str] = {}
-        self._converted: dict[str, Conversion] = {}
-        """By the names that the model has for what it makes."""
-        for path in weight_paths(paths):
-            try:
-                with open_safetensors(path) as file:
-                    names = list(file.keys())
-                    tensors = {name: file.get_tensor(name) for name in names}  # mapped; nothing is read
-                    self._kinds.update({name: (tuple(each.shape), each.dtype) for name, each in tensors.items()})
-                    del tensors
-            except Exception as error:
-                raise ModelError(
-                    f"tiered_zero.weights: {path} cannot be read as safetensors ({error}). Name safetensors files, the "
-                    "index of such files, or the directory of a model."
-                ) from error
-            self._paths.update(dict.fromkeys(names, path))
-
-    def check(self, model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> list[str]:
-        """Notices about what the files hold in vain. Raises ModelError: a parameter on meta that no file has, or in
-        another shape, or a dtype that is not converted; no parameter on meta at all."""
-        missing_values = [spec for param, spec in specs.items() if param.is_meta]
-        if not missing_values:
-            raise ModelError(
-                "tiered_zero.weights names files for a model built on the meta device; found one with values of its "
-                "own, which they would not change. Build it under torch.device('meta'), or remove the key."
-            )
-        used = self._convert_names(model)
-        wanted = {spec.name: self._find(_names(spec)) for spec in missing_values}
-        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        extra = sorted(
-            self._paths.keys() - used - known - {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        )
-        if missing := [name for name, found in wanted.items() if found is None]:
-            in_place = f", and without use {_some(extra)}" if extra else ""
-            raise ModelError(
-                "tiered_zero.weights: expected every parameter on the meta device in the files, which hold "
-                f"{len(self._paths)} tensors; found none for {_some(missing)}{in_place}. Name the file that has them. "
-                "Files that name or split them in another way are read for models of transformers 5."
-            )
-        for name, own in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
-            if not own.is_meta or name not in self._kinds:
-                continue
-            shape, dtype = self._kinds[name]
-            if shape != own.shape:
-                raise ModelError(
-                    f"tiered_zero.weights: expected {name} of shape {tuple(own.shape)}, as in the model; found "
-                    f"{shape}. Name files of a model of this configuration."
-                )
-            if dtype is not own.dtype and not (_is_float(dtype) and _is_float(own.dtype)):
-                others = ", or as another float of 16 to 64 bits" if _is_float(own.dtype) else ""
-                raise ModelError(
-                    f"tiered_zero.weights: expected {name} as {own.dtype}, as in the model{others}; found {dtype}. "
-                    "Name files of the model's own values: those that were quantized have to be dequantized first."
-                )
-        return [f"tiered_zero.weights: the model has no use for {_some(extra)} in the files."] if extra else []
-
-    def has(self, names: Iterable[str]) -> bool:
-        return self._find(names) is not None
-
-    def fill(self, target: torch.Tensor, names: Iterable[str]) -> None:
-        """Copy the tensor under one of `names` into `target`, rounded to its dtype; leave it alone if there is none."""
-        if (name := self._find(names)) is not None:
-            with ExitStack() as opened:
-                files: dict[str, Any] = {}
-
-                def read(source: str) -> torch.Tensor:
-                    path = self._paths[source]
-                    if path not in files:
-                        files[path] = opened.enter_context(open_safetensors(path))
-                    found: torch.Tensor = files[path].get_tensor(source)
-                    return found
-
-                conversion = self._converted.get(name)
-                target.copy_(read(name) if conversion is None else conversion.convert(read)[name])
-
-    def _convert_names(self, model: nn.Module) -> set[str]:
-        """Find what the files have under other names. Returns these names. Raises ModelError."""
-        used: set[str] = set()
-        for conversion in from_files(model, self._paths):
-            try:
-                made = conversion.convert(
-                    lambda name: torch.empty(self._kinds[name][0], dtype=self._kinds[name][1], device="meta")
-                )
-            except Exception as error:
-                raise ModelError(
-                    f"tiered_zero.weights: transformers cannot make {conversion.target} of "
-                    f"{_some([name for _, name in conversion.sources])} in the files ({error}). Name all files of one "
-                    "model of this configuration."
-                ) from error
-            for name in made.keys() - self._paths.keys():
-                self._converted[name] = conversion
-                self._kinds[name] = tuple(made[name].shape), made[name].dtype
-                used.update(source for _, source in conversion.sources)
-        return used
-
-    def _find(self, names: Iterable[str]) -> str | None:
-        return next((name for name in names if name in self._paths or name in self._converted), None)
-
-
-def _is_float(dtype: torch.dtype) -> bool:
-    """Whether values are converted to it and from it: float8 has scales elsewhere."""
-    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +110,7 @@ class Materializer:
         blanks: list[_Blank] = []
         for param, spec in params.items():
             _give_memory(param, spec.name)
-            blanks.append(_Blank(names=_names(spec), tensor=param, version=param._version))
+            blanks.append(_Blank(names=names_of(spec), tensor=param, version=param._version))
         for path, owner in owners.items():
             for name, buffer in list(owner.named_buffers(recurse=False)):
                 if buffer.is_meta:
@@ -244,8 +128,8 @@ class Materializer:
         if unset := [blank.names[0] for blank in blanks if not blank.is_set(self._model)]:
             raise ModelError(
                 "Built on the meta device, and set neither by reset_parameters() of a module around it nor by the "
-                f"model's _init_weights(module): {_some(unset)}. Set it in one of them, name safetensors files that "
-                "hold it in tiered_zero.weights, or build it on the CPU (under torch.device('cpu'))."
+                f"model's _init_weights(module): {format_names(unset)}. Set it in one of them, name safetensors files "
+                "that hold it in tiered_zero.weights, or build it on the CPU (under torch.device('cpu'))."
             )
 
     @cached_property
@@ -279,7 +163,7 @@ class UnitPlacer:
     """
 
     pager: Pager
-    handler: FaultHandler
+    events: StepEvents
     store_masters: Callable[[Unit, torch.Tensor], None]
     ranks: Collectives
     resumed: Callable[[Unit], torch.Tensor] | None = None
@@ -296,7 +180,7 @@ class UnitPlacer:
                 self.ranks.broadcast(masters, what=f"the masters of {unit.name}")
                 self.store_masters(unit, masters)
                 del masters
-        self.pager.adopt(unit, params, self.handler)
+        self.pager.adopt(unit, params, self.events)
         self.pager.store(unit, flat)
 
 
@@ -411,12 +295,3 @@ def _is_held(param: nn.Parameter) -> bool:
         count = param._use_count() - 1  # type: ignore[attr-defined]
         del edge
     return bool(count > 1)
-
-
-def _names(spec: ParamSpec) -> tuple[str, ...]:
-    return spec.name, *spec.aliases
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return ", ".join(names[:_NUM_NAMED]) + more

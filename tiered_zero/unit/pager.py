@@ -1,42 +1,66 @@
-"""The pager: units in use and their users; the entry points of forward, backward and user code to paging."""
+"""The pager: units in use and their users; the entry points of forward, backward, updates and user code to paging."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import final
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from tiered_zero.concurrency.transfer import Transfer
+from tiered_zero.concurrency.transfer import Transfer, wait_all
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.planner import PagerLimits
-from tiered_zero.tiers.inventory import Inventory
-from tiered_zero.unit.driver_thread import CallPhase, DriverThread, Phase
-from tiered_zero.unit.flat_storage import FlatStorage
-from tiered_zero.unit.guarded_parameter import offloaded_error
-from tiered_zero.unit.offloaded_params import OffloadedParams
-from tiered_zero.unit.param_changes import ParamChanges
-from tiered_zero.unit.param_handlers import FaultHandler
-from tiered_zero.unit.saved_views import SavedViews, TensorMover, changed_weights
-from tiered_zero.unit.state_dict import ParamCopies
-from tiered_zero.unit.unit_cache import UnitCache
-from tiered_zero.unit.unit_state import Frame, PagedUnit, UnitState, UnitTable, WeightState
-from tiered_zero.unit.update_guard import UpdateGuard
+from tiered_zero.tiers.inventory import Home, Inventory, Owner
+from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.unit.cache import UnitCache
+from tiered_zero.unit.driver import CallPhase, DriverThread, Phase, find_call, is_running
+from tiered_zero.unit.guard import offloaded_error
+from tiered_zero.unit.offloaded import OffloadedParams, ParamCopies
+from tiered_zero.unit.saved_views import SavedViews, TensorMover, changed_weights, refuse_tracing
+from tiered_zero.unit.unit import FlatStorage, PagedUnit, StepEvents, UnitState, UnitTable, WeightState
+
+
+@dataclass(kw_only=True)
+class Frame:
+    """A running module, or the engine's forward, on `thread`. `held`: units that stay for its whole length, used by
+    the pass `pass_name`. `faulted`: units of functions called in it; any of them is evicted when room is short and no
+    view is held, and fetched again when the next function is called with it. `is_inside_hooks`: hooks for saved
+    tensors were set as it began. `disables_cast_cache`: autocast's, while it runs. [Note: Casts of weights]"""
+
+    thread: int
+    pass_name: str = ""
+    held: list[PagedUnit] = field(default_factory=list)
+    faulted: list[PagedUnit] = field(default_factory=list)
+    is_inside_hooks: bool = False
+    disables_cast_cache: bool = False
+
+
+@dataclass(kw_only=True)
+class DirectCall:
+    """A call of `module` on `thread`, past the engine. `frame`: of torch's call of it; None if that is compiled.
+    `saving`: hooks that were set for it."""
+
+    module: nn.Module
+    thread: int
+    frame: FrameType | None
+    saving: saved_tensors_hooks | None = None
 
 
 @final
 class Pager:
     """Owns the state of every unit. A resident unit is always in use, except while it waits for its update.
 
-    Driver thread, or autograd's while the driver waits in backward. Four objects share the units: `changes` (what user
-    code writes to them), `copies` (what it copies), `updates` (what the update policy does to them) and `saved_views`
-    (what autograd saves).
+    Driver thread, or autograd's while the driver waits in backward. Three objects share the units: `cache` (which are
+    on the device), `copies` (what user code copies) and `saved_views` (what autograd saves).
     """
 
     def __init__(
@@ -45,7 +69,6 @@ class Pager:
         inventory: Inventory,
         offloaded_params: OffloadedParams,
         limits: PagerLimits,
-        phase: CallPhase,
         mover: TensorMover | None = None,
     ) -> None:
         """`mover`: gets what autograd saves besides views of units."""
@@ -55,28 +78,29 @@ class Pager:
         self._inventory = inventory
         self._limits = limits
         self.offloaded_params = offloaded_params
+        self.phase = CallPhase()
         self.driver = DriverThread()
         self.frames: list[Frame] = []
         """Of the modules that run."""
+        self.direct: DirectCall | None = None
+        """The module that was called directly and runs, or did when an interrupt ended it."""
         self.loading: list[AbstractContextManager[None]] = []
         """Blocks of gathered parameters that a load_state_dict() is in."""
         self.units = UnitTable()
-        self.changes = ParamChanges(self.units, offloaded_params, runtime)
-        self._cache = UnitCache(runtime, inventory, limits, self.units, self.changes)
-        self.updates = UpdateGuard(self.units, self._cache, self.changes, inventory, runtime.recorder)
+        self.cache = UnitCache(runtime, inventory, limits, self.units)
         self.saved_views = SavedViews(self.units, self._fault_in_saved, mover)
-        self.copies = ParamCopies(offloaded_params, runtime.collectives, self.driver, self.units, self._cache)
+        self.copies = ParamCopies(offloaded_params, runtime, self.driver, self.units, self.cache)
         self.num_uses = 0
         """Frames, gathers and copies so far: whether weights were used since some moment."""
-        self.phase = phase
+        self._watched: set[PagedUnit] = set()
+        """Units of which user code was given memory."""
+        self._swapped: dict[tuple[Owner, str], Home] = {}
+        """The homes of units after the next `swap_param_buffers`."""
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
-    def adopt(self, unit: Unit, params: Sequence[nn.Parameter], handler: FaultHandler) -> None:
-        """Turn `params` into views of one flat of this unit, which is empty; drop their former bytes.
-
-        `handler`: is called where a parameter is used while it is guarded.
-        """
+    def adopt(self, unit: Unit, params: Sequence[nn.Parameter], events: StepEvents) -> None:
+        """Turn `params` into views of one flat of this unit, which is empty; drop their former bytes."""
         place = None
         memory: AbstractContextManager[None] = nullcontext()
         if (home := self._inventory.find(unit, "param")) is None:
@@ -85,8 +109,16 @@ class Pager:
             place = self._accelerator.reserve_place(unit.nbytes, self._limits.live_nbytes)
             memory = self._accelerator.unit_memory()
         with memory:
-            storage = FlatStorage(unit, params, self._accelerator.device, handler, place)
-        self.units.add(unit, storage, params, handler, None if home is None else home.elements(unit))
+            storage = FlatStorage(unit, params, self._accelerator.device, self, place)
+        paged = PagedUnit(
+            unit=unit,
+            storage=storage,
+            is_resident=home is None,
+            own=slice(0, unit.numel) if home is None else home.elements(unit),
+            params={param: index for index, param in enumerate(params)},
+            events=events,
+        )
+        self.units.add(paged)
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
         """Write `flat` [P], on the CPU, as the first values of a unit: to its home, or to the device where it lives."""
@@ -112,12 +144,12 @@ class Pager:
         """End one use. After the last, forward guards or evicts the unit; backward holds it until it needs the room."""
         paged.remove_user()
         if pass_name != "backward":
-            self._cache.retire(paged)
+            self.cache.retire(paged)
 
     def _bring(self, paged: PagedUnit, pass_name: str) -> None:
         """Fetch the unit if it is offloaded, wait for its own update, unguard it. Adds no user."""
         if not paged.is_resident:
-            self._cache.note_use(paged, pass_name)
+            self.cache.note_use(paged, pass_name)
         state = paged.state
         if paged.weights is WeightState.UPDATING:
             raise ModelError(
@@ -127,19 +159,29 @@ class Pager:
         if state is UnitState.IN_USE:
             return
         if state is UnitState.OFFLOADED:
-            self._cache.fetch(paged)
+            self.cache.fetch(paged)
         # before the wait: an update under way then has where to put what it computes
-        self._cache.prefetch(paged, self.phase)
+        self.cache.prefetch(paged, self.phase)
         try:
             if (unit_update := self._inventory.last_update(paged.unit)) is not None:
-                self.updates.wait(paged.unit, unit_update, until_written=paged.is_resident)
+                self._wait_update(paged, unit_update)
             if paged.fetch is not None:  # else it was fetched since its last update: what that still writes is its home
                 self._wait_fetched(paged.unit, paged.fetch)
         except Exception:
             if paged.fetch is not None:
-                self._cache.evict(paged)  # these are not its bytes
+                self.cache.evict(paged)  # these are not its bytes
             raise
         paged.begin_use()
+
+    def _wait_update(self, paged: PagedUnit, unit_update: UnitUpdate) -> None:
+        """Block until the last update of a unit that lives on the device is written; of another until its new
+        parameters are computed: its gradients are not needed any more, and a fetch knows how they come to the device.
+        Raises what made that fail, in so far as it has by then."""
+        if not unit_update.written.done():
+            with self._recorder.span("compute", "wait_update", paged.unit.name):
+                (unit_update.written if paged.is_resident else unit_update.computed).wait()
+        elif paged.is_resident:
+            unit_update.written.wait()  # done: returns at once, or raises
 
     def _wait_fetched(self, unit: Unit, fetch: Transfer) -> None:
         """Order compute after the fetch. Raises its error."""
@@ -180,7 +222,7 @@ class Pager:
         self.frames.append(frame := Frame(thread=thread))
         if is_outermost:
             self.copies.end()  # of a state_dict that its own hooks broke off
-            self.changes.refuse()
+            self.cache.refuse()
         if units:
             frame.pass_name = self.phase.pass_name
         for unit in units:
@@ -212,7 +254,7 @@ class Pager:
         if self.phase.pass_name != "backward":
             for paged in frame.faulted:
                 paged.storage.count_references(is_recomputed=False)
-                self._cache.retire(paged)
+                self.cache.retire(paged)
 
     def is_running(self) -> bool:
         """Whether a module of the model runs, on this thread."""
@@ -224,6 +266,37 @@ class Pager:
         """Whether the module whose forward begins is called by the user, past the engine (a direct call)."""
         return not self.frames and self.phase.now is Phase.IDLE and torch._C._current_graph_task_id() == -1
 
+    # -- modules that are called directly, past the engine -------------------------------------------------------------
+
+    def begin_direct(self, module: nn.Module) -> None:
+        refuse_tracing()
+        self.driver.enter(f"The forward of {type(module).__name__}")
+        self.direct = DirectCall(module=module, thread=threading.get_ident(), frame=_find_module_call())
+
+    def save_direct(self) -> None:
+        """The module's frame is open: save views by name until `end_direct`."""
+        if self.direct is not None:
+            self.direct.saving = self.saved_views.begin()
+
+    def end_direct(self) -> None:
+        direct, self.direct = self.direct, None
+        if direct is not None and direct.thread == threading.get_ident():  # else that thread has ended, and its hooks
+            self.saved_views.end(direct.saving)
+            self.driver.leave()
+
+    def runs_directly(self) -> bool:
+        """Whether the caller runs inside of a module that was called directly."""
+        return self.direct is not None and is_running(self.direct.frame)
+
+    def ends_direct(self, module: nn.Module) -> bool:
+        """Whether the call of `module` that ends, whose hook asks, is the direct one."""
+        direct = self.direct
+        if direct is None or direct.module is not module:
+            return False
+        return direct.frame is None or direct.frame is _find_module_call()  # else the module runs inside itself
+
+    # -- parameters that functions are called with, and that autograd has saved ----------------------------------------
+
     @runs_outside_modes
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
         """Bring the units of `params` together for `function`, which is called with them; the first is offloaded.
@@ -231,7 +304,8 @@ class Pager:
         Raises ParameterOffloadedError outside of forward and backward. See [Note: Entry points].
         """
         paged_units = [self.units.by_param[param] for param in params]
-        if self.driver.is_other() or not (self.frames or self._is_in_backward()):
+        paged_units[0].events.notice_backward()
+        if self.driver.other() is not None or not (self.frames or self._is_in_backward()):
             for param, paged in zip(params, paged_units, strict=True):
                 self._refuse_if_offloaded(param, paged, function)
         for paged in paged_units:  # none makes room for another
@@ -250,8 +324,7 @@ class Pager:
         """Raise ParameterOffloadedError for a unit without bytes on the device. A resident one waits for its update."""
         if paged.state is UnitState.IN_USE or paged.is_resident:
             return
-        if self._cache.is_closed:
-            self._cache.refuse_closed(paged)
+        self.cache.check_open(paged)
         name = paged.unit.entries[paged.params[param]].param.name
         tier = self._inventory.home(paged.unit, "param").tier.name
         raise offloaded_error(function, name, tier, paged.unit.dtype, self._accelerator.device)
@@ -261,7 +334,7 @@ class Pager:
         have changed since."""
         paged = self.units.by_index[unit_index]
         if torch._C._current_graph_task_id() != self.phase.task:
-            paged.handler.notice_backward()
+            paged.events.notice_backward()
         if paged.weights is not WeightState.UPDATING and version not in (None, paged.version):
             raise changed_weights(paged.unit.name)
         self._bring(paged, self.phase.pass_name)
@@ -277,14 +350,107 @@ class Pager:
     def finish_gradients(self, unit: Unit) -> None:
         """Guard or evict a unit that backward holds: every gradient of it has arrived, so no later node is expected to
         need it."""
-        self._cache.retire(self.units.by_index[unit.index])
+        self.cache.retire(self.units.by_index[unit.index])
 
     @runs_outside_modes
     def end_pass(self) -> None:
         """Guard or evict every unit without users: forward or backward is over, or has failed."""
         for paged in self.units.by_index.values():
             if paged.state is UnitState.IN_USE and not paged.num_users:
-                self._cache.retire(paged)
+                self.cache.retire(paged)
+
+    # -- updates -------------------------------------------------------------------------------------------------------
+
+    def invalidate(self) -> None:
+        """Drop what the device holds of trainable units, whose homes are about to change.
+
+        A storage that is still viewed keeps its memory, without values, and is read again in place at the next use.
+        """
+        for paged in self.units.by_index.values():
+            if paged.unit.trainable:
+                self._invalidate(paged)
+        self.cache.refuse()
+
+    def invalidate_all(self) -> None:
+        """Drop what the device holds of every unit, frozen ones too: all of them are about to be loaded.
+
+        A frozen unit that lives on the device is the script's to change at any time."""
+        for paged in self.units:
+            if paged.unit.trainable or not paged.is_resident:
+                self._invalidate(paged)
+            else:
+                paged.renew()
+        self.cache.refuse()
+
+    def _invalidate(self, paged: PagedUnit) -> None:
+        paged.renew()
+        if paged.is_resident:
+            self.cache.look(paged)
+            return
+        if paged.num_users:
+            raise ModelError(
+                f"Unit {paged.unit.name} is in use by tiered_zero.gathered() while a step is about to change it. Leave "
+                "the `with` block before step()."
+            )
+        self.cache.evict(paged)
+        if paged.storage.is_full:  # other code holds a view of it
+            paged.storage.blank()
+
+    def end_update(self) -> None:
+        """Watch resident units that are in use for changes by hand from here on: they have their new values."""
+        for paged in self.units.by_index.values():
+            if paged.is_resident and paged.state is UnitState.IN_USE:
+                paged.storage.begin_watch()
+
+    def begin_back_update(self) -> None:
+        """Note the swap that ends a delayed update, which writes the "param_back" homes while compute reads the "param"
+        homes."""
+        find, units = self._inventory.find, [paged.unit for paged in self.units if not paged.is_resident]
+        homes = [(unit, back, find(unit, "param")) for unit in units if (back := find(unit, "param_back")) is not None]
+        self._swapped = {(unit, "param"): back for unit, back, _ in homes}
+        self._swapped |= {(unit, "param_back"): home for unit, _, home in homes if home is not None}
+
+    def swap_param_buffers(self) -> None:
+        """Swap the two homes of each unit; of one that lives on the device the back home is copied there. Where this
+        fails it is called again."""
+        self.invalidate()
+        for paged in self.units:
+            if paged.is_resident and (back := self._inventory.find(paged.unit, "param_back")) is not None:
+                back.tier.fetch(back.slot, paged.storage.flat).wait()
+        self._inventory.move(self._swapped)
+        self.end_update()
+
+    def block_for_update(self) -> None:
+        """Block use of every trainable unit until its own update completes. The step is taken."""
+        begun = {paged for paged in self.units if paged.weights is WeightState.UPDATING}
+        self.unblock()
+        for paged in self.units:
+            if not paged.unit.trainable or paged in begun:
+                continue  # what was fetched of those since waits for their updates, which may wait for this step
+            self._invalidate(paged)
+            if paged.is_resident:
+                self.cache.guard(paged)
+        self.cache.refuse()
+
+    def block_unit_for_update(self, unit: Unit) -> bool:
+        """Refuse use of a unit, whose update begins in backward, until the step is taken. False, with nothing done,
+        while it is in use."""
+        paged = self.units.by_index[unit.index]
+        if paged.storage.is_viewed or (paged.num_users and not paged.is_resident):
+            return False
+        if paged.is_resident:
+            self.cache.guard(paged)
+        else:
+            self.cache.evict(paged)
+        paged.renew()
+        paged.block()
+        return True
+
+    def unblock(self) -> None:
+        """Allow use of units that `block_unit_for_update` has blocked: their updates were dropped before they began, or
+        the step is taken."""
+        for paged in self.units:
+            paged.unblock()
 
     # -- failures and the end --------------------------------------------------------------------------------------
 
@@ -301,12 +467,14 @@ class Pager:
             paged.reset_users(paged.num_gathers + paged.is_resident)
         for paged in self.units:  # `gathered` may be open around the forward that failed
             if paged.num_users == 0 and (paged.fetch is None or paged.fetch.done()):
-                self._cache.evict(paged)
-        self._cache.recount()
+                self.cache.evict(paged)
+        self.cache.recount()
+        self.end_direct()
+        self.saved_views.abort()
 
     def close(self) -> None:
         """Leave parameters that live on the device their values; those of the others end with their tiers."""
-        self._cache.is_closed = True
+        self.cache.is_closed = True
         for paged in self.units:
             had_users = paged.num_users
             paged.reset_users(0)
@@ -314,11 +482,11 @@ class Pager:
                 paged.storage.detach_params()
                 self._ledger.discharge("device", "param", paged.unit.nbytes if had_users else 0)
             else:
-                self._cache.evict(paged)
+                self.cache.evict(paged)
                 paged.storage.orphan_params()
         self.saved_views.close()
 
-    # -- questions and copies --------------------------------------------------------------------------------------
+    # -- user code, past the engine ------------------------------------------------------------------------------------
 
     def storage(self, unit: Unit) -> FlatStorage:
         return self.units.by_index[unit.index].storage
@@ -327,11 +495,67 @@ class Pager:
         return self.units.by_index[unit.index].is_resident
 
     @runs_outside_modes
-    def idle_copy(self, param: nn.Parameter, before_weights_read: Callable[[], None]) -> torch.Tensor | None:
+    def watch(self, param: nn.Parameter) -> None:
+        """Copy the values of a parameter in use whose memory user code is about to get. What was watched before it is
+        compared now, where no view of it is left. [Note: Writes through .data]"""
+        for paged in [other for other in self._watched if not (other.num_writers or other.storage.is_viewed)]:
+            self.cache.look(paged)
+            self._watched.discard(paged)
+        paged = self.units.by_param[param]
+        if paged.state is UnitState.IN_USE:
+            paged.storage.watch_values(paged.params[param])
+            self._watched.add(paged)
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Copy a parameter to the CPU while a state_dict is taken; else return None."""
+        return self.copies.take(param) if self.copies.is_open else None
+
+    @runs_outside_modes
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
         """Copy a parameter to the CPU for a copy of its module; return None where modules run, or the engine is
         closed."""
-        if self._cache.is_closed or self.frames or self._is_in_backward():
+        if self.cache.is_closed or self.frames or self._is_in_backward():
             return None
         with self.driver.entered("A copy of a parameter"):
-            before_weights_read()
+            self.units.by_param[param].events.before_weights_read()
             return self.copies.take(param)
+
+
+def _find_module_call() -> FrameType | None:
+    return find_call(nn.Module._call_impl.__code__)
+
+
+@final
+class WholeWeights:
+    """Makes whole the units of which ranks update shards, in place: so weights are whole between steps, and one rank
+    alone may evaluate or save them. Driver thread.
+
+    A unit is gathered where it rests, without memory of its own for that, however large it is. `units`: those that the
+    optimizer steps, in static order; none where shards are all, or are gathered for each use.
+    """
+
+    def __init__(self, runtime: Runtime, pager: Pager, units: Sequence[Unit]) -> None:
+        self._accelerator = runtime.accelerator
+        self._collectives, self._recorder = runtime.collectives, runtime.recorder
+        self._pager = pager
+        self.units = units
+
+    def invalidate_all(self) -> None:
+        """Drop what the device holds of every unit."""
+        self._pager.invalidate_all()
+
+    def end_update(self) -> None:
+        """Gather every unit, whose shards were changed otherwise than by a step, and take the values of resident units
+        as new. Blocks; raises RankError."""
+        if self.units:
+            with self._recorder.span("compute", "wait_param"):
+                wait_all([self.start(unit) for unit in self.units])
+        self._pager.end_update()
+
+    def start(self, unit: Unit) -> Transfer:
+        """Start to fill the unit with every rank's shard, of which this rank's has its new values."""
+        flat = self._pager.storage(unit).flat.data  # its version counter is its own: saved views stay valid
+        shard = unit.shard(self._collectives.rank)
+        own, name = flat[shard.start : shard.stop], f"the parameters of {unit.name}"
+        after = [self._accelerator.record_compute()]  # what may still read the shards of before
+        return self._collectives.all_gather(flat, own, name, after=after, bounds=unit.bounds)

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiered_zero.unit.guarded_parameter import OffloadedParameter
-from tiered_zero.unit.param_handlers import require_handler
+from tiered_zero.unit.guard import OffloadedParameter, require_handler
 
 
 def is_4bit(module: nn.Module) -> bool:

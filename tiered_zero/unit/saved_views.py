@@ -8,17 +8,24 @@ detached: a node that holds its own output would keep itself, and the graph behi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
-from tiered_zero.errors import ModelError
+from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.hardware.device.outside_modes import runs_outside_modes
-from tiered_zero.unit.flat_storage import FlatStorage
-from tiered_zero.unit.guarded_parameter import ClosedEngine
-from tiered_zero.unit.unit_state import UnitTable
+from tiered_zero.unit.guard import ClosedEngine
+from tiered_zero.unit.unit import FlatStorage, UnitState, UnitTable
+
+_NO_TRANSFORM = (
+    "torch.func.grad, vjp, jacrev and hessian do not support saved tensor hooks, by which paged parameters are saved "
+    "for backward, so they cannot run over a module of the engine, nor inside its forward. Use torch.autograd.grad "
+    "(with create_graph=True where the result is differentiated again), or torch.func.jvp."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +112,57 @@ class SavedViews:
         self._fault_in_saved = _ClosedUnits(self._units)
         self._units, self._mover = UnitTable(), None
 
+    # -- the outermost forward, or a backward --------------------------------------------------------------------------
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """While open, autograd saves views of flats by name instead of by address."""
+        refuse_tracing()
+        saving = self.begin()
+        try:
+            yield
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error) and not isinstance(error, TieredZeroError):
+                raise ModelError(_NO_TRANSFORM) from error
+            raise
+        finally:
+            if saving is not None:
+                saving.__exit__()
+
+    def begin(self) -> saved_tensors_hooks | None:
+        """Check what must hold of the model when the outermost forward or a backward begins; then save by name."""
+        self._check_converted()
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            raise ModelError(_NO_TRANSFORM)
+        if (hooks := self.hooks_inside(torch._C._autograd._top_saved_tensors_default_hooks(True))) is None:
+            return None
+        saving = saved_tensors_hooks(*hooks)
+        saving.__enter__()
+        return saving
+
+    @runs_outside_modes
+    def _check_converted(self) -> None:
+        for paged in self._units.by_index.values():
+            if paged.is_resident and paged.state is UnitState.IN_USE:
+                paged.storage.check_converted()
+
+    def end(self, saving: saved_tensors_hooks | None) -> None:
+        """Take off what `begin` returned, unless an interrupt has taken it off already."""
+        if saving is not None and self._is_saving():
+            saving.__exit__()
+
+    def abort(self) -> None:
+        """Take off what a forward that was interrupted has left on autograd's stack of hooks: no forward runs."""
+        while self._is_saving():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _is_saving(self) -> bool:
+        """Whether our hooks for saved tensors are the top of this thread's."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and self.is_own(top[0])
+
+    # -- pack and unpack -----------------------------------------------------------------------------------------------
+
     @runs_outside_modes
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView | SavedWrapper:
         """Save a view of a unit's flat by name, anything else with its version counter."""
@@ -173,8 +231,7 @@ class SavedViews:
         return False
 
     def end_inside(self) -> None:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and self.is_own(top[0]):
+        if self._is_saving():
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def save_recomputed(self) -> None:
@@ -265,6 +322,14 @@ class _PackInside:
         if isinstance(saved, SavedView) and _is_of_checkpoint(pack):
             return replace(saved, version=None, counter=None)
         return saved
+
+
+def refuse_tracing() -> None:
+    if torch._C._get_tracing_state():
+        raise ModelError(
+            "torch.jit.trace cannot trace a module of a tiered_zero engine: the trace would read parameters while "
+            "their bytes are elsewhere. Use a copy: torch.jit.trace(copy.deepcopy(engine.module), ...)."
+        )
 
 
 def changed_weights(unit_name: str) -> ModelError:

@@ -42,7 +42,7 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import GradientSource, StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.unit.update_guard import ShardGather, UpdateGuard
+from tiered_zero.unit.pager import Pager, WholeWeights
 from tiered_zero.update.pipeline import ReadyQueue, UpdateJob, UpdatePipeline, has_gradient
 
 
@@ -50,10 +50,10 @@ class UpdatePolicy(ABC):
     """Runs updates. The driver calls it between backward and forward. `failures`: keeps the error of a failed update.
     State is rewritten in place, so no later step runs."""
 
-    def __init__(self, pipeline: UpdatePipeline, guard: UpdateGuard | None) -> None:
-        """`guard`: keeps compute from using weights of before an update; None without an engine."""
+    def __init__(self, pipeline: UpdatePipeline, pager: Pager | None) -> None:
+        """`pager`: keeps compute from using weights of before an update; None without an engine."""
         self._pipeline = pipeline
-        self._guard = guard
+        self._pager = pager
         self.view = pipeline.view
         self.failures = FailureLatch()
         self.num_applied = 0
@@ -193,8 +193,8 @@ class UpdatePolicy(ABC):
 
     def _end_update(self) -> None:
         """Mark the values of resident units as new."""
-        if self._guard is not None:
-            self._guard.end_update()
+        if self._pager is not None:
+            self._pager.end_update()
 
     @staticmethod
     def _end(job: UpdateJob) -> None:
@@ -220,8 +220,8 @@ class BarrierPolicy(UpdatePolicy):
     """Runs updates inside step()."""
 
     def prepare(self) -> None:
-        if self._guard is not None:
-            self._guard.invalidate()
+        if self._pager is not None:
+            self._pager.invalidate()
 
     def apply(self, gradients: GradientSource, grad_scale: float) -> None:
         self.num_applied += 1
@@ -258,8 +258,8 @@ class BarrierPolicy(UpdatePolicy):
 class GatheringPolicy(BarrierPolicy):
     """Updates this rank's shards inside step() and gathers those of all ranks. See [Note: Update of shards]."""
 
-    def __init__(self, pipeline: UpdatePipeline, guard: UpdateGuard, gather: ShardGather) -> None:
-        super().__init__(pipeline, guard)
+    def __init__(self, pipeline: UpdatePipeline, pager: Pager, gather: WholeWeights) -> None:
+        super().__init__(pipeline, pager)
         self._gather = gather
 
     def apply(self, gradients: GradientSource, grad_scale: float) -> None:
@@ -353,17 +353,17 @@ class OverlappedPolicy(UpdatePolicy):
     def __init__(
         self,
         pipeline: UpdatePipeline,
-        guard: UpdateGuard,
+        pager: Pager,
         open_eagerly: Callable[[Sequence[Mapping[str, Any]], Transfer], EagerUpdate] | None = None,
     ) -> None:
         """`open_eagerly`: opens an update in backward, from frozen groups and a mark of what compute has launched; None
         if a gradient check comes first."""
-        super().__init__(pipeline, guard)
+        super().__init__(pipeline, pager)
         self._inventory = self.view.inventory
         segments = [segment for layout in self.view.layouts for segment in layout.subgroup.segments]
         self._units = list({segment.unit.index: segment.unit for segment in segments}.values())
         self._runtime = pipeline.runtime
-        self.guard = guard
+        self.pager = pager
         self._open_eagerly = open_eagerly
         self._open: EagerUpdate | None = None
         self._started: UpdateJob | None = None
@@ -381,14 +381,14 @@ class OverlappedPolicy(UpdatePolicy):
         self._start(self._open.job)
 
     def unit_ready(self, unit: Unit) -> None:
-        if self._open is not None and self._open.updates(unit) and self.guard.block_unit_for_update(unit):
+        if self._open is not None and self._open.updates(unit) and self.pager.block_unit_for_update(unit):
             self._add_unit_update(unit, self._open.job)
             self._open.add(unit, self._pipeline.record_compute())
 
     def prepare(self) -> None:
         if self._open is None:
             self._finish()
-        self.guard.block_for_update()
+        self.pager.block_for_update()
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         self.num_applied += 1
@@ -425,7 +425,7 @@ class OverlappedPolicy(UpdatePolicy):
             elif update is not None:
                 for unit_update in update.job.unit_updates.values():
                     unit_update.complete()
-                self.guard.unblock()
+                self.pager.unblock()
 
     def latch(self, why: str) -> None:
         if self._open is not None:
@@ -502,7 +502,7 @@ class DelayedPolicy(UpdatePolicy):
     steps; its lane runs all updates."""
 
     def __init__(self, exact: OverlappedPolicy, start_step: int) -> None:
-        super().__init__(exact._pipeline, exact.guard)
+        super().__init__(exact._pipeline, exact.pager)
         self.failures = exact.failures
         self._exact = exact
         self._start_step = start_step
@@ -536,7 +536,7 @@ class DelayedPolicy(UpdatePolicy):
             self._exact.apply(gradients, grad_scale)
             return
         job = self._job(gradients, grad_scale, param_kind="param_back", every_subgroup=True)
-        self._exact.guard.begin_back_update()
+        self._exact.pager.begin_back_update()
         self._is_unpublished = True
         self._exact.run_behind(partial(self._step, job), after=[job.after])
 
@@ -546,7 +546,7 @@ class DelayedPolicy(UpdatePolicy):
     def check(self) -> None:
         super().check()
         if self._is_publishing:  # also after a failed attempt
-            self._exact.guard.swap_param_buffers()
+            self._exact.pager.swap_param_buffers()
             self._is_unpublished = False
             self._is_publishing = False
 

@@ -124,7 +124,7 @@ def is_idle(engine: tiered_zero.Engine) -> bool:
 
 def evict_all(engine: tiered_zero.Engine) -> None:
     """Every unit that nothing uses leaves the device."""
-    pager(engine).updates.invalidate()
+    pager(engine).invalidate()
 
 
 def prefetched(engine: tiered_zero.Engine) -> dict[int, Any]:

@@ -57,16 +57,13 @@ from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.step_gradients import StepGradients, UnitShare
 from tiered_zero.tiers.tier import BufferView, DeviceTier, HostBuffer, HostTier, Slot, Tier, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.unit import materialize, state_dict
-from tiered_zero.unit.driver_thread import CallPhase
-from tiered_zero.unit.flat_storage import FlatStorage
-from tiered_zero.unit.guarded_parameter import OffloadedParameter
-from tiered_zero.unit.model_spec import list_params, module_tree
-from tiered_zero.unit.offloaded_params import OffloadedParams
+from tiered_zero.unit import materialize, offloaded
+from tiered_zero.unit.guard import OffloadedParameter
+from tiered_zero.unit.model import list_params, module_tree
+from tiered_zero.unit.offloaded import OffloadedParams
 from tiered_zero.unit.pager import Pager
 from tiered_zero.unit.quantized_layers import is_4bit, statistics
-from tiered_zero.unit.unit_state import LEGAL_CHANGES, UnitState, WeightState
-from tiered_zero.unit.update_guard import UpdateGuard
+from tiered_zero.unit.unit import LEGAL_CHANGES, FlatStorage, UnitState, WeightState
 from tiered_zero.update import state_view
 from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, EagerUpdate, OverlappedPolicy

@@ -1,28 +1,148 @@
-"""The units on the device: fetched, prefetched and evicted within the room that the plan leaves them."""
+"""The units on the device: fetched, prefetched and evicted within the room that the plan leaves them, in the order of
+use that earlier steps have shown."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import final
 
 import torch
 
 from tiered_zero.concurrency.transfer import Transfer
-from tiered_zero.errors import BudgetError
+from tiered_zero.errors import BudgetError, ModelError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.plan.planner import PagerLimits
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
-from tiered_zero.unit.driver_thread import CallPhase, Phase
-from tiered_zero.unit.guarded_parameter import ClosedEngine
-from tiered_zero.unit.param_changes import ParamChanges
-from tiered_zero.unit.schedule import Schedule
-from tiered_zero.unit.unit_state import PagedUnit, UnitState, UnitTable, WeightState
+from tiered_zero.unit.driver import CallPhase, Phase
+from tiered_zero.unit.guard import ClosedEngine
+from tiered_zero.unit.unit import PagedUnit, UnitState, UnitTable, WeightState
 
 logger = logging.getLogger("tiered_zero")
+
+Use = tuple[str, int]
+"""(phase, unit index): "forward" or "backward", and which unit."""
+
+Pair = tuple[Use | None, Use | None]
+"""Two successive uses."""
+
+
+@final
+class Schedule:
+    """Remembers, for each pair of successive uses, the use that followed. A hint, never a requirement.
+
+    A pair of uses distinguishes the visits of a tied unit (embedding, then head), keeps what it knows through
+    evaluation or a branch, and follows a changed order after one pass. Memory: one entry per distinct pair.
+
+    [Note: Expected uses] A use is expected once its unit was fetched ahead, or is on the device. The expected uses are
+    the next ones, in order; a use that is another than the first of them ends them all. So each use of a step is looked
+    at once ahead of time and once as it comes, however many units fit on the device.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[Pair, Use] = {}
+        self._last: Pair = (None, None)
+        self._position = 0
+        """Elements of all uses so far."""
+        self._uses: dict[int, tuple[Pair, int]] = {}
+        """Unit -> its last use, and the position after it."""
+        self._numel_of: dict[int, int] = {}
+        self._distances: dict[Pair, int] = {}
+        """Use -> elements of the uses between it and the next use of the same unit, when that came last."""
+        self._ahead: deque[Use] = deque()
+        """The expected uses."""
+        self._tip: Pair = (None, None)
+        """The last expected use, or the last use."""
+        self.expected: dict[int, int] = {}
+        """Unit -> how many of the expected uses are of it; none without any."""
+        self._counted: set[int] = set()
+        """Expected units that `expected_numel` counts: all but one that was in use as it became expected."""
+        self.expected_numel = 0
+        """Elements of the units of expected uses."""
+
+    def observe(self, phase: str, unit_index: int, numel: int) -> bool:
+        """Note a use of a unit of `numel` elements. Nested or repeated uses of one unit are one use. Returns whether
+        what is expected still is; the caller ends it where not."""
+        use = (phase, unit_index)
+        if use == self._last[1]:
+            return True
+        self._next[self._last] = use
+        self._last = (self._last[1], use)
+        if (earlier := self._uses.get(unit_index)) is not None:
+            self._distances[earlier[0]] = self._position - earlier[1]
+        self._position += numel
+        self._numel_of[unit_index] = numel
+        self._uses[unit_index] = self._last, self._position
+        if not self._ahead:
+            self._tip = self._last
+            return True
+        if self._ahead[0] != use:
+            return False
+        self._ahead.popleft()
+        self.expected[unit_index] -= 1
+        if not self.expected[unit_index]:
+            del self.expected[unit_index]
+            if unit_index in self._counted:
+                self._counted.discard(unit_index)
+                self.expected_numel -= numel
+        return True
+
+    def distance(self, unit_index: int) -> int | None:
+        """Return how many elements are used before the unit is used again, as it was last time; None: not known."""
+        if unit_index not in self._uses:
+            return None
+        use, position = self._uses[unit_index]
+        between = self._distances.get(use)
+        return None if between is None else max(0, between - (self._position - position))
+
+    @property
+    def last_use(self) -> Use | None:
+        return self._last[1]
+
+    # -- ahead -----------------------------------------------------------------------------------------------------
+
+    def expect_next(self, current: int, until: str = "") -> Iterator[int]:
+        """Expect the uses that follow the expected ones, and yield each unit that the caller has to provide for first:
+        its use is expected when the caller asks for the next one. Unit `current`, which is in use, and units that are
+        expected already need nothing. Ends where nothing is known, where the chain closes on itself, and before the
+        phase `until`."""
+        seen = set()
+        while (pair := self._tip) not in seen and len(self._ahead) < len(self._next):
+            if (use := self._next.get(pair)) is None or use[0] == until:
+                return
+            seen.add(pair)
+            index = use[1]
+            if index not in self.expected and index != current:
+                yield index
+                self._counted.add(index)
+                self.expected_numel += self._numel_of[index]
+            self._ahead.append(use)
+            self._tip = (pair[1], use)
+            self.expected[index] = self.expected.get(index, 0) + 1
+
+    @property
+    def next_phase(self) -> str:
+        """The phase of the use that `expect_next` asks to provide for."""
+        return self._next[self._tip][0]
+
+    def end_expected(self) -> list[int]:
+        """Expect nothing: another use came, or a unit is not on the device any more. Returns the units that were
+        expected, the farthest first."""
+        units = self.expected_units()
+        self._ahead.clear()
+        self.expected.clear()
+        self._counted.clear()
+        self._tip = self._last
+        self.expected_numel = 0
+        return units
+
+    def expected_units(self) -> list[int]:
+        """List the units of expected uses, each once, the one that is used last first."""
+        return list(dict.fromkeys(map(itemgetter(1), self._ahead)))[::-1]
 
 
 @final
@@ -35,16 +155,13 @@ class UnitCache:
     else still holds a view of a unit. Memory that such a view keeps is freed later, and counted against the limit only.
     """
 
-    def __init__(
-        self, runtime: Runtime, inventory: Inventory, limits: PagerLimits, units: UnitTable, changes: ParamChanges
-    ) -> None:
+    def __init__(self, runtime: Runtime, inventory: Inventory, limits: PagerLimits, units: UnitTable) -> None:
         self._accelerator = runtime.accelerator
         self._collectives = runtime.collectives
         self._ledger = runtime.ledger
         self._inventory = inventory
         self._limits = limits
         self._units = units
-        self._changes = changes
         self.schedule = Schedule()
         self._order: OrderedDict[int, PagedUnit] = OrderedDict()
         """Paged units that have memory, the least recently used first."""
@@ -55,11 +172,13 @@ class UnitCache:
         """Whether every rank must decide alike. [Note: Order of gathers]"""
         self._has_warned = False
         self.is_closed = False
+        self._refusal: ModelError | None = None
+        """For a change that was found and not refused yet."""
 
     def note_use(self, paged: PagedUnit, pass_name: str) -> None:
         """Note that `paged`, which is no resident unit, is about to be used."""
         if self._shares_order and self.schedule.last_use != (pass_name, paged.unit.index):
-            paged.handler.before_use(paged.unit, pass_name)
+            paged.events.before_use(paged.unit, pass_name)
         if not self.schedule.observe(pass_name, paged.unit.index, paged.unit.numel):
             self._end_expected()
         if paged.storage.is_full:
@@ -70,17 +189,17 @@ class UnitCache:
             if index in self._order:
                 self._order.move_to_end(index)
 
-    def refuse_closed(self, paged: PagedUnit) -> None:
-        """Raise ParameterOffloadedError: the engine is closed."""
-        ClosedEngine(paged.unit.name).fault_in((), "This call")
+    def check_open(self, paged: PagedUnit) -> None:
+        """Raise ParameterOffloadedError if the engine is closed."""
+        if self.is_closed:
+            ClosedEngine(paged.unit.name).fault_in((), "This call")
 
     # -- fetch -----------------------------------------------------------------------------------------------------
 
     def fetch(self, paged: PagedUnit) -> None:
         """Fetch a unit that is about to be used. If the device has no memory for it, evict every idle unit, and try
         once more."""
-        if self.is_closed:
-            self.refuse_closed(paged)
+        self.check_open(paged)
         if self._kept_nbytes or self._missing_nbytes(paged) > 0:
             self._make_room(paged)
         try:
@@ -196,7 +315,7 @@ class UnitCache:
 
     def guard(self, paged: PagedUnit) -> None:
         """Guard a unit in use; evict it where its bytes are not its home's any more."""
-        self._changes.look(paged)
+        self.look(paged)
         if paged.weights is WeightState.STALE:
             self.evict(paged)
         elif paged.state is UnitState.IN_USE:
@@ -211,7 +330,7 @@ class UnitCache:
             self._end_expected()
         has_arrived, was_kept = True, paged.state is UnitState.OFFLOADED
         if paged.state is UnitState.IN_USE:
-            self._changes.look(paged)
+            self.look(paged)
         if paged.fetch is not None:  # the transfer still writes these bytes; if it failed, no use has seen them
             try:
                 self._accelerator.wait_on_compute(paged.fetch)
@@ -307,3 +426,36 @@ class UnitCache:
         self.schedule.end_expected()
         self._order = OrderedDict((paged.unit.index, paged) for paged in paged_units if paged.storage.is_full)
         self._units.renew_storages()
+
+    # -- changes by user code that the homes do not have: [Note: Writes through .data] ---------------------------------
+
+    def look(self, paged: PagedUnit) -> None:
+        """Mark a unit in use as stale where its parameters were changed: the change is lost, and the next `refuse`
+        raises for it."""
+        if paged.state is not UnitState.IN_USE or paged.num_writers:
+            return
+        if (changed := paged.storage.end_change()) is not None:
+            self._refusal = _changed_past_home(*changed)
+            paged.mark_stale()
+
+    def refuse(self) -> None:
+        """Raise ModelError where parameters were changed past their homes since the last call."""
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
+
+
+def _changed_past_home(param: str, replaced_in: str) -> ModelError:
+    """`replaced_in`: the class of the module, where the parameter was given other memory."""
+    message = (
+        f"The values of parameter {param} were changed in forward or between steps, but not at its home on the tiers: "
+        "the next update would undo that. Change parameters between steps, inside "
+        "`with tiered_zero.gathered(param, modify=True):`."
+    )
+    if replaced_in:
+        message += (
+            f" It was given other memory (.data = ...). Where its module, {replaced_in}, does so in its forward, it "
+            "cannot be paged: of bitsandbytes, take Linear4bit in place of Linear8bitLt, and after model.eval() call "
+            "train() of each Linear4bit, which packs its weight otherwise on a CPU with AVX-512."
+        )
+    return ModelError(message)

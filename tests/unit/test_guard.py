@@ -17,9 +17,8 @@ from torch.nn import functional
 from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.errors import ParameterOffloadedError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.unit.flat_storage import FlatStorage
-from tiered_zero.unit.guarded_parameter import OffloadedParameter
-from tiered_zero.unit.param_in_use import class_in_use
+from tiered_zero.unit.guard import OffloadedParameter, class_in_use
+from tiered_zero.unit.unit import FlatStorage
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_zero.unit.schedule import Schedule, Use
+from tiered_zero.unit.cache import Schedule, Use
 
 
 def observe(schedule: Schedule, phase: str, *units: int) -> None:

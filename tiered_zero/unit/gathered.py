@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -13,11 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.errors import ModelError, add_note
-from tiered_zero.unit.guarded_parameter import ClosedEngine
+from tiered_zero.hardware.device.outside_modes import runs_outside_modes
+from tiered_zero.unit.guard import handler_of
 from tiered_zero.unit.pager import Pager
-from tiered_zero.unit.param_handlers import handler_of
 from tiered_zero.unit.saved_views import Saved, SavedViews
-from tiered_zero.unit.unit_state import PagedUnit
+from tiered_zero.unit.unit import PagedUnit
 
 _LOST = (
     "What this block of tiered_zero.gathered(modify=True) has changed is lost: it is written to the parameters' homes "
@@ -47,35 +46,20 @@ def gathered(
         try:
             yield
         except BaseException as error:
-            if modify and any(access_of(param) is not None for param in params):
+            if modify and any(paged_by(param) is not None for param in params):
                 add_note(error, _LOST)
             raise
 
 
-class WeightAccess(Protocol):
-    """Interface that `gathered` needs of the engine that trains a parameter: its `TrainStep`."""
-
-    pager: Pager
-
-    def before_weights_read(self) -> None:
-        """Weights are read between steps: make every update visible."""
-
-    def before_weights_write(self) -> None:
-        """Weights are written between steps: end every update, and drop what is prefetched for the next."""
-
-    def latch(self, why: str) -> None:
-        """A change of weights has failed half way: refuse every later call."""
-
-
-def access_of(param: nn.Parameter) -> WeightAccess | None:
-    """Return the access to the engine that trains the parameter; None where no open engine does."""
+def paged_by(param: nn.Parameter) -> Pager | None:
+    """Return the pager of the open engine that trains the parameter; None where none does."""
     handler = handler_of(param)
-    return None if handler is None or isinstance(handler, ClosedEngine) else cast(WeightAccess, handler)
+    return handler if isinstance(handler, Pager) else None
 
 
 def _saving_views(params: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
     """Let autograd save views of the units of any engine by name."""
-    found = {id(access): access.pager.saved_views for param in params if (access := access_of(param)) is not None}
+    found = {id(pager): pager.saved_views for param in params if (pager := paged_by(param)) is not None}
     return saved_tensors_hooks(partial(_pack, list(found.values())), _unpack) if found else nullcontext()
 
 
@@ -95,40 +79,37 @@ def _unpack(found: tuple[SavedViews, Saved]) -> torch.Tensor:
 def gather(params: Iterable[nn.Parameter], modify: bool, modifier_rank: int = 0) -> Iterator[None]:
     """Hold the units of `params` until the block ends. `modify`: write them back there."""
     with ExitStack() as stack:
-        for access, paged in _paged(params):
-            stack.enter_context(_gather_unit(access, paged, modify, modifier_rank))
+        for paged, pager in _paged(params).items():
+            stack.enter_context(_gather_unit(pager, paged, modify, modifier_rank))
         yield
 
 
-def _paged(params: Iterable[nn.Parameter]) -> list[tuple[WeightAccess, PagedUnit]]:
-    """Each unit once, with the engine that trains it."""
-    found: dict[tuple[int, int], tuple[WeightAccess, PagedUnit]] = {}
+def _paged(params: Iterable[nn.Parameter]) -> dict[PagedUnit, Pager]:
+    """Map each unit once to the pager of its engine. Raises ParameterOffloadedError for one of a closed engine."""
+    found: dict[PagedUnit, Pager] = {}
     for param in params:
-        handler = handler_of(param)
-        if isinstance(handler, ClosedEngine):
-            handler.fault_in([param], "gathered")
-        access = access_of(param)
-        if access is not None and (paged := access.pager.units.by_param.get(param)) is not None:
-            found[id(access), paged.unit.index] = (access, paged)
-    return list(found.values())
+        if (pager := paged_by(param)) is not None:
+            found[pager.units.by_param[param]] = pager
+        elif (closed := handler_of(param)) is not None:
+            closed.fault_in([param], "gathered")
+    return found
 
 
 @contextmanager
-def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool, modifier_rank: int) -> Iterator[None]:
-    pager = access.pager
-    with pager.driver.entered("gathered"), pager.changes.allow(paged) if modify else nullcontext():
-        access.before_weights_read()
+def _gather_unit(pager: Pager, paged: PagedUnit, modify: bool, modifier_rank: int) -> Iterator[None]:
+    with pager.driver.entered("gathered"), _writing(paged) if modify else nullcontext():
+        paged.events.before_weights_read()
         pager.begin_gather(paged)
         try:
-            old = pager.offloaded_params.remember(paged.unit, paged.storage.flat) if modify else None
-            with pager.changes.changing(paged) if modify else nullcontext():
+            old = pager.offloaded_params.remember(paged) if modify else None
+            with pager.offloaded_params.changing(paged) if modify else nullcontext():
                 yield
             if modify:
-                access.before_weights_write()
+                paged.events.before_weights_write()
                 with hold_interrupts():  # a change that is written in part cannot be dropped
-                    _write_back(access, paged, old, modifier_rank)
+                    _write_back(pager, paged, old, modifier_rank)
         finally:
-            changed = pager.changes.drop(paged)
+            changed = _drop_change(paged)
             pager.end_gather(paged)
     if changed is not None:
         raise ModelError(
@@ -138,10 +119,31 @@ def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool, modifier_
         )
 
 
-def _write_back(access: WeightAccess, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int) -> None:
+@contextmanager
+def _writing(paged: PagedUnit) -> Iterator[None]:
+    """Refuse no change of the unit until the block has written it to its home, or has failed."""
+    paged.num_writers += 1
     try:
-        access.pager.changes.write_back(paged, old, modifier_rank)
+        yield
+    finally:
+        paged.num_writers -= 1
+
+
+def _write_back(pager: Pager, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int) -> None:
+    try:
+        pager.offloaded_params.write_back(paged, old, modifier_rank)
     except BaseException as error:
         if isinstance(error, MemoryError) or not isinstance(error, Exception):
-            access.latch(f"{type(error).__name__} ended a change by hand of the parameters of {paged.unit.name}")
+            paged.events.latch(f"{type(error).__name__} ended a change by hand of the parameters of {paged.unit.name}")
         raise
+
+
+@runs_outside_modes
+def _drop_change(paged: PagedUnit) -> str | None:
+    """Return the name of a parameter that was changed and not written back. Its unit is read again. Called where a
+    `gathered` block ends; inside another one, which looks itself, it returns None."""
+    if paged.num_users > 1 + paged.is_resident:
+        return None
+    if (changed := paged.storage.end_change()) is not None:
+        paged.mark_stale()
+    return None if changed is None else changed[0]

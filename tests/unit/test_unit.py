@@ -11,9 +11,8 @@ import torch
 from tests.house import ROOT
 from tests.support.units import make_params, make_unit
 from tiered_zero.errors import InternalError
-from tiered_zero.unit.flat_storage import FlatStorage
-from tiered_zero.unit.guarded_parameter import ClosedEngine, OffloadedParameter
-from tiered_zero.unit.unit_state import LEGAL_CHANGES, PagedUnit, State, UnitState, WeightState
+from tiered_zero.unit.guard import ClosedEngine, OffloadedParameter
+from tiered_zero.unit.unit import LEGAL_CHANGES, FlatStorage, PagedUnit, State, UnitState, WeightState
 
 ENDED = ClosedEngine("u0")
 
@@ -60,7 +59,7 @@ def make_paged(state: State) -> PagedUnit:
         is_resident=False,
         own=slice(0, 8),
         params={},
-        handler=ENDED,
+        events=None,
         state=state[0],
         weights=state[1],
     )
@@ -100,7 +99,7 @@ def test_abort_finds_a_way_back_from_every_state() -> None:
 def test_a_unit_that_lives_on_the_device_begins_as_cached() -> None:
     unit = make_unit(0, [8])
     storage = FlatStorage(unit, make_params(unit), torch.device("cpu"), ENDED)
-    paged = PagedUnit(unit=unit, storage=storage, is_resident=True, own=slice(0, 8), params={}, handler=ENDED)
+    paged = PagedUnit(unit=unit, storage=storage, is_resident=True, own=slice(0, 8), params={}, events=None)
     assert (paged.state, paged.weights) == (UnitState.CACHED, WeightState.CURRENT)
 
 
@@ -123,4 +122,4 @@ def test_what_is_evictable() -> None:
 def test_one_class_writes_the_state_of_a_unit() -> None:
     writes = re.compile(r"paged\.(num_users|version|state|weights)(, [\w.]+)* [+-]?=(?!=)|\._change\(")
     found = [path.name for path in (ROOT / "tiered_zero").rglob("*.py") if writes.search(path.read_text("utf-8"))]
-    assert found == ["unit_state.py"]
+    assert found == ["unit.py"]

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import tiered_zero
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import FAR, tiered, train
-from tiered_zero.unit.driver_thread import DriverThread
 
 
 class Waiting(nn.Module):
@@ -221,32 +220,6 @@ def test_one_thread_after_another_is_fine(swap_path):
         with tiered_zero.gathered(engine.module.norm):
             assert isinstance(in_thread(lambda: engine(*batch(0))), tiered_zero.errors.ModelError)
         assert in_thread(lambda: engine(*batch(0))) is None
-
-
-def test_a_thread_that_ended_inside_is_let_go_once():
-    """Another thread lets it go, and enters, while this one looks."""
-    driver, done = DriverThread(), threading.Event()
-
-    class Ended(threading.Thread):
-        def is_alive(self) -> bool:
-            if not seen:
-                seen.append(True)
-                other.start()
-                assert entered.wait(300)
-            return False
-
-    def enter() -> None:
-        driver.enter("other")
-        entered.set()
-        assert done.wait(300)
-
-    seen: list[bool] = []
-    entered, other = threading.Event(), threading.Thread(target=enter, name="other")
-    driver._inside["thread"] = Ended()
-    with pytest.raises(tiered_zero.errors.ModelError, match="'other'"):
-        driver.enter("this")
-    done.set()
-    other.join()
 
 
 def test_a_thread_that_died_inside_bars_nobody(swap_path):

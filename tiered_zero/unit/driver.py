@@ -65,11 +65,12 @@ class DriverThread:
     """
 
     def __init__(self) -> None:
-        self._inside: dict[str, threading.Thread] = {}  # "thread": the one inside; setdefault() claims it atomically
+        self._lock = threading.RLock()
+        """Of the three below. Reentrant: a signal's handler may run inside."""
+        self._inside: threading.Thread | None = None
         self._depth = 0
         self._in_backward: threading.Thread | None = None
         """The thread that runs a backward past the engine, or did when an exception ended it."""
-        self._ending = threading.Lock()
         self.was_broken_off = False
         """Whether a KeyboardInterrupt or SystemExit has ended a call, perhaps between any two lines, since the last
         abort. [Note: Interrupted calls]"""
@@ -93,61 +94,51 @@ class DriverThread:
         """Raises ModelError while another thread is inside, and in a forked child. Pairs with `leave`."""
         self.process.check()
         thread = threading.current_thread()
-        while (inside := self._inside.setdefault("thread", thread)) is not thread:
-            if _works_for(inside):
-                return
-            self.check(call)  # which lets a thread go that ended inside
-        self._depth += 1
-        if self._in_backward is not None and (other := self._other()) is not None:
-            self.leave()
-            raise _refusal(call, other)
+        with self._lock:
+            is_free = self._inside in (None, thread) and self._in_backward is None
+            if not is_free and (other := self.other()) is not None:
+                raise _refusal(call, other)
+            if self._inside is None:
+                self._inside = thread
+            if self._inside is thread:  # else this thread works for it
+                self._depth += 1
 
     def leave(self) -> None:
-        if self._inside.get("thread") is threading.current_thread():  # which alone counts
+        if self._inside is threading.current_thread():  # which alone counts
             self._depth -= 1
             if not self._depth:
-                self._inside.clear()
+                self._inside = None
 
     def begin_backward(self) -> None:
         """Hold the engine for the backward that runs past it, until `end_backward` or the end of that backward. Raises
         ModelError while a thread is inside that it does not run for."""
-        self._in_backward = _thread_in_backward()
-        try:
+        with self._lock:
             self.check(BACKWARD)
-        except ModelError:
-            self._in_backward = None
-            raise
+            self._in_backward = _thread_in_backward()
 
     def end_backward(self) -> None:
         self._in_backward = None
 
     def check(self, call: str) -> None:
         """Raises ModelError while another thread is inside."""
-        if self._inside.get("thread") is not threading.current_thread() and (other := self._other()) is not None:
+        if self._inside is not threading.current_thread() and (other := self.other()) is not None:
             raise _refusal(call, other)
 
-    def is_other(self) -> bool:
-        """Whether another thread is inside, which this one does not work for."""
-        return self._other() is not None
-
-    def _other(self) -> threading.Thread | None:
-        thread, inside = threading.current_thread(), self._inside.get("thread")
-        if inside is not None and inside is not thread:
-            if not inside.is_alive():
-                self._let_go(inside)
-            elif not _works_for(inside):
-                return inside
-        inside = self._in_backward
-        if inside is None or inside is thread or not _waits_in_backward(inside) or _works_for(inside):
-            return None
-        return inside
-
-    def _let_go(self, ended: threading.Thread) -> None:
-        """End the claim of a thread that ended inside, by an exception that nothing could see."""
-        with self._ending:  # another thread may do so too, and then claim it
-            if self._inside.get("thread") is ended:
-                self._depth = 0
-                self._inside.clear()
+    def other(self) -> threading.Thread | None:
+        """Return the other thread that is inside, which this one does not work for. One that ended inside, by an
+        exception that nothing could see, is let go."""
+        thread = threading.current_thread()
+        with self._lock:
+            inside = self._inside
+            if inside is not None and inside is not thread:
+                if not inside.is_alive():
+                    self._inside, self._depth = None, 0
+                elif not _works_for(inside):
+                    return inside
+            inside = self._in_backward
+            if inside is None or inside is thread or not _waits_in_backward(inside) or _works_for(inside):
+                return None
+            return inside
 
 
 def find_call(code: CodeType) -> FrameType | None:

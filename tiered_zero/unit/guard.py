@@ -1,0 +1,565 @@
+"""The classes that a parameter of an engine has: `OffloadedParameter` while its unit is not in use, else one in use.
+
+PyTorch itself does not notice a read of an empty storage (it crashes or returns garbage), so while a unit is not in use
+its parameters carry the class `OffloadedParameter`, whose `__torch_function__` stands between them and every operator:
+it answers what needs no bytes, and fetches or refuses the rest.
+
+[Note: The key of offloaded parameters]
+`torch.tensor(param)`, `Tensor.set_`, TorchScript and the like take a tensor past `__torch_function__`. Each then calls
+an operator, and the dispatcher looks at the tensor's keys first. A parameter that is offloaded carries a key for which
+torch has no kernels (it keeps it for its own tests), and the kernel registered here brings the bytes, or raises.
+DLPack calls no operator, it takes the address: so the storage of such a parameter is marked, and torch raises.
+`param.data = keyed` gives it the key and that storage, `param.data = plain` takes both away, 0.3 us each: hooks and
+version counter stay, and operators on a parameter in use cost what they always cost.
+
+While a unit is in use, operators treat its parameters as plain ones, and copies of them are plain. `grad` is at the
+gradient's home between backward and step(). `data`, and what leads to a NumPy array or an address, let user code write
+past the version counter: the engine watches the parameter's values from there on. [Note: Writes through .data]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Protocol, final
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tiered_zero.errors import ParameterOffloadedError
+
+# -- handlers ----------------------------------------------------------------------------------------------------------
+
+set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+"""Do `param.data = ...`, past the properties of our classes."""
+
+
+class FaultHandler(Protocol):
+    """The handler that a guarded parameter asks for its bytes: the Pager of its engine, or a ClosedEngine."""
+
+    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
+        """Bring the units of `params`, the first of which is offloaded, together for the running forward or backward,
+        or raise ParameterOffloadedError."""
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Copy the parameter to the CPU while a state_dict is taken; else return None."""
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Copy an offloaded parameter to the CPU, for a copy of its module; return None while modules run."""
+
+    def watch(self, param: nn.Parameter) -> None:
+        """User code is about to get the memory of a parameter in use. See [Note: Writes through .data]."""
+
+
+_handlers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def handler_of(param: nn.Parameter) -> FaultHandler | None:
+    """Return the handler of this parameter, ClosedEngine after its engine's end; None for a plain parameter."""
+    return _handlers.get(param)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def require_handler(param: nn.Parameter) -> FaultHandler:
+    """Return the handler of a parameter that an engine pages, or has paged."""
+    handler: FaultHandler = _handlers[param]
+    return handler
+
+
+def set_handler(param: nn.Parameter, handler: FaultHandler) -> None:
+    _handlers[param] = handler
+
+
+def release_param(param: nn.Parameter, own: type[nn.Parameter]) -> None:
+    """Make the parameter a plain one of its `own` class again, without a handler."""
+    param.__class__ = own
+    _handlers.pop(param, None)  # type: ignore[no-untyped-call]
+
+
+class ClosedEngine:
+    """The handler of parameters whose engine is closed, and whose bytes ended with its tiers."""
+
+    def __init__(self, unit_name: str, own_class: type[nn.Parameter] = nn.Parameter) -> None:
+        self._unit_name = unit_name
+        self._own_class = own_class
+
+    def revive(self, param: nn.Parameter, func: Callable[..., Any], args: Sequence[Any]) -> bool:
+        """Whether `func` gives the parameter a value, as load_state_dict() does: then it is plain again, with it."""
+        if func not in (torch.Tensor.copy_, set_data) or args[0] is not param:
+            return False
+        if isinstance(value := args[1], OffloadedParameter):
+            return False
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if func != set_data:
+                value = torch.empty(param.shape, dtype=param.dtype, device=param.device).copy_(value)
+            set_data(param, value)
+        release_param(param, self._own_class)
+        return True
+
+    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
+        raise ParameterOffloadedError(
+            f"{function} needs the bytes of parameters of {self._unit_name}; they rested on a tier of an engine that "
+            "is closed, and are gone. Take engine.module.state_dict() before engine.close(), and load it with "
+            "model.load_state_dict(); or build the model anew."
+        )
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        return None
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        return None
+
+    def watch(self, param: nn.Parameter) -> None:
+        """Nothing comes of a change."""
+
+
+# -- param.grad between backward and step() ----------------------------------------------------------------------------
+
+
+class GradientHome(Protocol):
+    """Access to the gradients of parameters between backward and step()."""
+
+    def set_hidden(self, why: str | None) -> None:
+        """Refuse to read and assign them, with the reason `why`; None allows both."""
+
+    @property
+    def has_gradients(self) -> bool: ...
+
+    def read(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return what `param.grad` is."""
+
+    def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
+        """Do `param.grad = value`."""
+
+
+_gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_grad: Any = torch.Tensor.grad  # the descriptor
+
+_HIDDEN_BY_UPDATE = (
+    'its update begins in backward, as it does where nothing is clipped or checked. Set "tiered_zero": '
+    '{"optimizer_in_backward": false} to read and change gradients until step(). To clip, set gradient_clipping; '
+    "engine.get_global_grad_norm() has the norm after step()."
+)
+_HIDDEN_BY_RANKS = (
+    "it is this rank's own until step(), which averages the gradients of all ranks: leave DistributedDataParallel out. "
+    "To clip, set gradient_clipping; engine.get_global_grad_norm() has the norm after step()."
+)
+
+
+@final
+class VisibleGradients:
+    """Lets `param.grad` of trainable parameters be read from the gradient's home, from backward to step().
+
+    A backward moves each gradient to its home, which may be on another device and, where micro-batches are summed, in
+    fp32; autograd's own attribute could hold neither. A parameter in use asks here while there are gradients and no
+    call is running; a guarded one at any time. Without gradients autograd's attribute is the place for what users
+    assign. Driver thread.
+    """
+
+    def __init__(self, home: GradientHome, num_ranks: int = 1) -> None:
+        self._params: Sequence[nn.Parameter] = ()
+        self.home = home
+        self.is_open = False
+        self._num_ranks = num_ranks
+
+    def open(self, params: Sequence[nn.Parameter]) -> None:
+        """`params`: all that are trainable."""
+        self._params = params
+        for param in params:
+            _gradients[param] = self
+
+    def set_hidden(self, updates_in_backward: bool = False) -> None:
+        """Refuse to read or assign gradients until step(), where an update or other ranks change them.
+
+        `updates_in_backward`: the same in every step, though the first step's update never begins in backward.
+        """
+        by_ranks = _HIDDEN_BY_RANKS if self._num_ranks > 1 else None
+        self.home.set_hidden(_HIDDEN_BY_UPDATE if updates_in_backward else by_ranks)
+
+    def show(self) -> None:
+        """Show gradients, if there are any: a forward or a backward has ended."""
+        self.is_open = self.home.has_gradients
+
+    def hide(self) -> None:
+        """Hide gradients: a forward, a backward or a step begins, or they are dropped."""
+        self.is_open = False
+
+    def close(self) -> None:
+        self.hide()
+        for param in self._params:
+            _gradients.pop(param, None)  # type: ignore[no-untyped-call]
+
+
+def read_grad(param: nn.Parameter, is_guarded: bool) -> torch.Tensor | None:
+    """Return autograd's attribute, or the gradient at its home: at any time of a guarded parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad: torch.Tensor | None = _grad.__get__(param)
+    if grad is not None:
+        return grad
+    gradients: VisibleGradients | None = _gradients.get(param)  # type: ignore[no-untyped-call]
+    return gradients.home.read(param) if gradients is not None and (is_guarded or gradients.is_open) else None
+
+
+def assign_grad(param: nn.Parameter, value: torch.Tensor | None, is_guarded: bool) -> None:
+    gradients: VisibleGradients | None = _gradients.get(param)  # type: ignore[no-untyped-call]
+    if gradients is not None and (is_guarded or gradients.is_open):
+        gradients.home.assign(param, value)
+        value = None
+    with torch._C.DisableTorchFunctionSubclass():
+        _grad.__set__(param, value)
+
+
+# -- parameters in use -------------------------------------------------------------------------------------------------
+
+_DATA: Any = torch.Tensor.data  # the descriptor
+WATCHED = ("numpy", "__array__", "data_ptr", "__dlpack__")
+"""Methods by which memory is written past the version counter, besides `data` and `detach`."""
+
+
+def _watch(tensor: torch.Tensor) -> None:
+    """Let the engine of a parameter, or of the one that `tensor` is a part of, watch its values."""
+    param = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+    if isinstance(param, nn.Parameter) and (handler := handler_of(param)) is not None:
+        handler.watch(param)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _read_data(tensor: torch.Tensor) -> torch.Tensor:
+    _watch(tensor)
+    data: torch.Tensor = _DATA.__get__(tensor)
+    return data
+
+
+def as_part(found: torch.Tensor) -> torch.Tensor:
+    """Give what indexing a parameter in use has found the class of its parts, if it is a view."""
+    if type(found) is torch.Tensor:
+        with torch._C.DisableTorchFunction():  # a mode of the user sees what it sees in plain PyTorch
+            is_view = found._is_view()
+        if is_view:
+            found.__class__ = _PartInUse
+    return found
+
+
+def _index(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    found = torch.Tensor.__getitem__(tensor, index)
+    return found if torch.compiler.is_compiling() else as_part(found)
+
+
+def detach(param: nn.Parameter) -> torch.Tensor:
+    """As torch's, which shares the version counter; but NumPy, which moves none, takes what is detached."""
+    if not torch.compiler.is_compiling() and (handler := handler_of(param)) is not None:
+        if (copy := handler.copy_of(param)) is not None:
+            return copy
+        if param.device.type == "cpu":
+            handler.watch(param)
+    return torch.Tensor.detach(param)
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    method = getattr(torch.Tensor, name)
+
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _watch(tensor)
+        return method(tensor, *args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+def _as_own(own: type[torch.Tensor], name: str) -> Callable[..., Any]:
+    """A method that copies, pickles or prints, which asks for its object's class."""
+
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        in_use = type(tensor)
+        tensor.__class__ = own
+        try:
+            return getattr(tensor, name)(*args, **kwargs)
+        finally:
+            tensor.__class__ = in_use
+
+    return call
+
+
+def _members(own: type[torch.Tensor]) -> dict[str, Any]:
+    """What a parameter in use and its parts do otherwise than tensors of class `own`."""
+    members: dict[str, Any] = {name: _watched(name) for name in WATCHED}
+    members |= {name: _as_own(own, name) for name in ("__deepcopy__", "__reduce_ex__", "__format__", "__repr__")}
+    return members | {"data": property(_read_data, set_data), "__getitem__": _index, "__module__": own.__module__}
+
+
+_PartInUse = type(
+    "Tensor",
+    (torch.Tensor,),
+    {
+        **_members(torch.Tensor),
+        "__torch_function__": torch._C._disabled_torch_function_impl,
+        "detach": _watched("detach"),
+    },
+)
+
+
+@cache
+def class_in_use(own: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the class that parameters of class `own` have while they are in use."""
+
+    def new(_: type, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)  # a copy has no handler
+
+    members = {
+        **_members(own),
+        "__new__": new,
+        "grad": property(
+            lambda param: read_grad(param, False),
+            lambda param, value: assign_grad(param, value, False),
+            lambda param: assign_grad(param, None, False),
+        ),
+        "detach": detach,
+    }
+    return type(own.__name__, (own,), members)
+
+
+# -- [Note: The key of offloaded parameters] ---------------------------------------------------------------------------
+
+_NAME = "TESTING_ONLY_GenericWrapper"
+_key: Any = torch._C._parse_dispatch_key(_NAME)
+_KEYS = torch._C.DispatchKeySet(_key)
+_WRAPPER_KEYS = (
+    _KEYS
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+)
+_libraries: list[torch.library.Library] = []
+"""Registrations last as long as these."""
+
+
+class _Keyed(torch.Tensor):
+    """torch makes tensors with more keys only of a class with this method."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{func} of a tensor that lends its keys alone")
+
+
+def keyed(plain: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the geometry and storage of `plain` and the key, to be assigned to `param.data`.
+
+    From then on torch raises RuntimeError where the address of that storage is asked for."""
+    size, stride, offset = plain.size(), plain.stride(), plain.storage_offset()
+    with torch.inference_mode(False):
+        wrapper: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+            _Keyed, size, stride, offset, dtype=plain.dtype, device=plain.device, _extra_dispatch_keys=_KEYS
+        )
+        with torch._C._ExcludeDispatchKeyGuard(_WRAPPER_KEYS):
+            wrapper.set_(plain.untyped_storage(), offset, size, stride)
+        found = torch.empty(0, dtype=plain.dtype, device=plain.device)
+        found.data = wrapper  # all but the keys of Python, which inference mode would look at
+    torch._C._set_throw_on_mutable_data_ptr(found)
+    return found
+
+
+@final
+class without_key(torch._C._ExcludeDispatchKeyGuard):
+    """Call torch's own kernels within: for what asks nothing of the bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(_KEYS)
+
+
+# -- offloaded parameters ----------------------------------------------------------------------------------------------
+
+_CONVERSIONS = frozenset("to cpu cuda type float double half bfloat16".split())
+"""Functions that return the tensor itself if it is as wanted, which `module.to()` relies on."""
+# What may be asked of an offloaded parameter: everything but its bytes.
+_BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
+_GIVES_MEMORY = frozenset({".data", "detach", *WATCHED})
+_METADATA_METHODS = frozenset(
+    "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
+    "is_signed get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__ "
+    "is_inference dim_order is_same_size __hash__ is_shared "
+    "_has_compatible_shallow_copy_type empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
+    "new_empty new_empty_strided new_zeros new_ones new_full".split()
+)
+
+
+def offloaded_error(
+    function: str, param: str, tier: str, dtype: torch.dtype, device: torch.device
+) -> ParameterOffloadedError:
+    """`param`, by name, rests on `tier`; it is of `dtype` on `device` wherever it is used."""
+    if function in _CONVERSIONS:
+        return ParameterOffloadedError(
+            f"{function} cannot move or convert parameter {param!r}: it is {dtype} on {device} wherever it is used, "
+            f"and rests on tier {tier} between uses. Leave out module.to(...), .cpu(), .half() and the like: set the "
+            "precision in the config (bf16, fp16), and read values inside `with tiered_zero.gathered(param):`, or from "
+            "engine.module.state_dict()."
+        )
+    return ParameterOffloadedError(
+        f"{function} needs the bytes of parameter {param!r}, which rest on tier {tier} between uses. Read it inside "
+        "`with tiered_zero.gathered(param):` (modify=True to change it), or use it in the forward of a module, which "
+        "is called as module(...); engine.module.state_dict() has a copy."
+    )
+
+
+class OffloadedParameter(nn.Parameter):
+    """A parameter whose unit is not in use. Shape, dtype, grad and hooks work; bytes are fetched or refused.
+
+    An entry point of [Note: Entry points]."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        first = args[0] if args else None
+        if isinstance(first, OffloadedParameter) and _keeps(func, first, args[1:], keywords):
+            return None if func == set_data else first
+        if _is_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass(), without_key():
+                return func(*args, **keywords)
+        if func not in (torch.autograd.grad, torch.autograd.backward):  # backward fetches what it needs
+            for param, used in _offloaded_in((args, keywords)):
+                handler = require_handler(param)
+                if isinstance(handler, ClosedEngine) and handler.revive(param, func, args):
+                    return param if func != set_data else None
+                if func is torch.Tensor.detach and (copy := handler.copy_of(param)) is not None:
+                    return copy
+                _fault_in(param, used, _name_of(func))
+                if param is first and _name_of(func) in _GIVES_MEMORY:
+                    handler.watch(param)
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **keywords)
+        return as_part(found) if func is torch.Tensor.__getitem__ else found
+
+    grad = property(
+        lambda param: read_grad(param, True),
+        lambda param, value: assign_grad(param, value, True),
+        lambda param: assign_grad(param, None, True),
+    )
+
+    def __format__(self, spec: str) -> str:
+        return super().__format__(spec) if spec else repr(self)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return (
+            f"Parameter(offloaded, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if (copy := self._plain_copy("deepcopy")) is not None:
+            memo[id(self)] = copy  # a second name of a tied parameter finds it
+            return copy
+        return self.__deepcopy__(memo)  # of its own class, which it has again
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if (copy := self._plain_copy("pickle")) is not None:
+            return copy.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.__reduce_ex__(protocol)
+
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """torch does not dispatch here."""
+        require_handler(self).fault_in([self], "as_subclass")
+        return self.as_subclass(cls)
+
+    def _plain_copy(self, function: str) -> nn.Parameter | None:
+        """Copy the parameter to the CPU, as state_dict() does. None: it is in use now, and of its own class."""
+        handler = require_handler(self)
+        if (value := handler.idle_copy(self)) is not None:
+            return nn.Parameter(value, self.requires_grad)
+        handler.fault_in([self], function)
+        return None
+
+
+def _keeps(func: Callable[..., Any], param: nn.Parameter, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether `func` leaves the parameter as it is: a conversion to what it is, or `param.data = param`. That is all
+    that `module.to(device)` does to a parameter that is there already."""
+    if func == set_data:
+        return args[0] is param
+    if getattr(func, "__name__", "") not in _CONVERSIONS or not (args or keywords or func.__name__ != "type"):
+        return False
+    if any(isinstance(value, torch.memory_format) for value in (*args, *keywords.values())):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        probe = torch.empty(0, dtype=param.dtype, device=param.device)
+        return func(probe, *args, **keywords) is probe
+
+
+def _name_of(func: Any) -> str:
+    """As the user wrote it: `mul`, or `.data` for the getter of an attribute."""
+    name = getattr(func, "__name__", str(func))
+    return f".{getattr(func.__self__, '__name__', name)}" if name in ("__get__", "__set__") else name
+
+
+def _is_metadata(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "data") not in _BYTE_PROPERTIES
+    return name in _METADATA_METHODS
+
+
+def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) -> None:
+    """Fetch `param`, together with those that are `used` with it."""
+    handler = require_handler(param)
+    handler.fault_in([param, *(other for other in used if handler_of(other) is handler)], function)
+
+
+def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
+    """Each parameter among the arguments that is offloaded when its turn comes (an earlier one's fault may have fetched
+    it too), and the others."""
+    used = list(_parameters_in(values))
+    for index, param in enumerate(used):
+        if isinstance(param, OffloadedParameter):
+            yield param, used[:index] + used[index + 1 :]
+
+
+def _fetch_for_operator(operator: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """For operators that C++ code calls. Whether the operator needs bytes; then they are there."""
+    name = operator.overloadpacket.__name__
+    if name in _METADATA_METHODS:
+        return False
+    found = False
+    for param, used in _offloaded_in((args, keywords)):
+        found = True
+        _fault_in(param, used, name)
+    if not found:  # but a tensor that C++ code has made of a parameter's memory
+        raise ParameterOffloadedError(
+            f"{name} needs the bytes of a parameter that is offloaded. Read it inside "
+            "`with tiered_zero.gathered(param):`, or from engine.module.state_dict(). If this is a backward: hooks for "
+            "saved tensors (torch.autograd.graph), set in a module's forward, have kept the parameter itself; let them "
+            "keep a copy."
+        )
+    return True
+
+
+def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
+    if isinstance(value, nn.Parameter):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _parameters_in(item)
+    elif isinstance(value, dict):
+        yield from _parameters_in(list(value.values()))
+
+
+def _register_kernel() -> None:
+    """Register the kernel of the key, once per process: it fetches the bytes before the operator runs, or raises."""
+
+    def kernel(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if _fetch_for_operator(operator, args, kwargs):
+            return operator(*args, **kwargs)
+        with without_key():
+            return operator(*args, **kwargs)
+
+    library: Any = torch.library.Library
+    everything, aten = library("_", "IMPL"), library("aten", "IMPL")
+    everything.fallback(kernel, _NAME)
+    # which `param.data = ...` calls
+    aten.impl("_has_compatible_shallow_copy_type", torch.library.fallthrough_kernel, _NAME)
+    _libraries.extend((everything, aten))
+
+
+_register_kernel()

@@ -1,0 +1,253 @@
+"""Read and write weights at their homes: as plain CPU tensors, for state_dict() and copies of modules, and where user
+code has changed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from types import FrameType
+from typing import final
+
+import torch
+from torch import nn
+
+from tiered_zero.errors import BudgetError, RankError
+from tiered_zero.hardware.device.outside_modes import runs_outside_modes
+from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.hardware.ranks.agreement import agree
+from tiered_zero.hardware.ranks.launcher import local_world_size
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.layout.flat import Unit
+from tiered_zero.sizes import format_nbytes
+from tiered_zero.tiers.inventory import Inventory, read_slot, write_slot
+from tiered_zero.unit.cache import UnitCache
+from tiered_zero.unit.driver import DriverThread, find_call, is_running
+from tiered_zero.unit.unit import PagedUnit, UnitState, UnitTable
+
+
+@final
+class OffloadedParams:
+    """Reads and writes a unit's parameters at their home. Driver thread; blocks. Where a home holds a shard, every rank
+    makes the same calls.
+    """
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        staging: StagingPool | None,
+        runtime: Runtime,
+        on_change: Callable[[Unit, torch.Tensor, torch.Tensor | None], None],
+        cuts: Callable[[Unit], Sequence[int]] | None = None,
+    ) -> None:
+        """`on_change(unit, flat, old)`: what is derived from the parameters (the fp32 masters) must follow `flat` [P],
+        on the CPU. `cuts(unit)`: where masters are made of parameters, the first elements of the parts in which the
+        update reads them; they are written in the same parts, which is how their reads are verified, and `on_change` is
+        given `old`."""
+        self._inventory, self._staging = inventory, staging
+        self._accelerator, self._ranks = runtime.accelerator, runtime.collectives
+        self._on_change, self._cuts = on_change, cuts
+
+    def is_part(self, unit: Unit) -> bool:
+        """Whether the unit's home holds this rank's shard of it."""
+        home = self._inventory.find(unit, "param")
+        return home is not None and home.slot.nbytes < unit.nbytes
+
+    def read(self, unit: Unit) -> torch.Tensor:
+        """Read the unit, which has a home: [P] of its dtype, a CPU tensor of the caller's own."""
+        own = self._read_home(unit)
+        flat = own if own.numel() == unit.numel else torch.empty(unit.numel, dtype=unit.dtype)
+        if flat is not own:
+            self._ranks.all_gather(flat, own, f"unit {unit.name}", order=f"a copy of {unit.name}").wait()
+        return flat
+
+    def read_own(self, unit: Unit) -> torch.Tensor:
+        """Read what this rank has of the unit, which has a home: [P] of its dtype, the other elements undefined."""
+        own, elements = self._read_home(unit), self._inventory.home(unit, "param").elements(unit)
+        if own.numel() == unit.numel:
+            return own
+        flat = torch.empty(unit.numel, dtype=unit.dtype)
+        flat[elements] = own
+        return flat
+
+    def _read_home(self, unit: Unit) -> torch.Tensor:
+        home = self._inventory.home(unit, "param")
+        return read_slot(home, 0, home.slot.nbytes, self._staging).view(unit.dtype)
+
+    def store(self, unit: Unit, flat: torch.Tensor) -> None:
+        """Write `flat`, [P] of the unit's dtype on the CPU, to the unit's home: all of it, or this rank's shard."""
+        home = self._inventory.home(unit, "param")
+        own = home.elements(unit)
+        starts = sorted({own.start, *(self._cuts(unit) if self._cuts is not None else ())})
+        for start, stop in pairwise([*starts, own.stop]):
+            write_slot(home, (start - own.start) * unit.itemsize, flat[start:stop], self._staging)
+
+    # -- changes by user code ------------------------------------------------------------------------------------------
+
+    @runs_outside_modes
+    def remember(self, paged: PagedUnit) -> torch.Tensor | None:
+        """Copy a unit on the device to the CPU before it is changed, if `write_back` needs it as `old`."""
+        return paged.storage.flat.to("cpu", copy=True) if self._cuts is not None and paged.unit.trainable else None
+
+    @contextmanager
+    def changing(self, paged: PagedUnit) -> Iterator[None]:
+        """Run user code that changes the unit. If it raises on some ranks and not on all, that ends the run: the
+        others would wait in `write_back`, and what was changed before is on each rank something else."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(RankError):  # of a run that has ended: the block's own error says more
+                self._end_change(paged, f"{type(error).__name__}: {error}")
+            raise
+        except GeneratorExit:  # the block was dropped, as torch drops those of a load_state_dict() that an error ends
+            self._ranks.fail("an error ended gathered() or load_state_dict(); its own output says which")
+            raise
+        except BaseException as interrupt:
+            self._ranks.fail(f"{type(interrupt).__name__} inside of gathered()")
+            raise
+        self._end_change(paged, "")
+
+    def _end_change(self, paged: PagedUnit, error: str) -> None:
+        found = agree(self._ranks, f"the end of gathered() of {paged.unit.name}", lambda: error)
+        failed = [rank for rank, text in enumerate(found) if text]
+        if failed and len(failed) < len(found):
+            message = f"the code inside of gathered() has raised on rank {failed[0]} alone: {found[failed[0]]}"
+            self._ranks.fail(message)
+            if not error:
+                raise RankError(f"Rank {failed[0]} failed, which ends the run on all {len(found)} ranks: {message}")
+
+    @runs_outside_modes
+    def write_back(self, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int = 0) -> None:
+        """Write a unit that user code has changed to its home; masters follow if it differs. Every rank calls it, and
+        gets the values of `modifier_rank`.
+
+        Call `TrainStep.before_weights_write` before: no update may run, nor may its state be prefetched.
+        """
+        unit, storage = paged.unit, paged.storage
+        paged.renew()
+        storage.reattach(keep=True)
+        try:
+            if self._ranks.world_size > 1:
+                flat = self._accelerator.alias(storage.flat)  # gloo's threads let go of it later
+                self._ranks.broadcast(flat, modifier_rank, f"changed values of {unit.name}")
+                storage.begin_watch()
+            value = storage.flat.to("cpu")
+            if not paged.is_resident:
+                self.store(unit, value)
+            self._on_change(unit, value, old)
+        except Exception:
+            paged.mark_stale()
+            raise
+
+
+@final
+class ParamCopies:
+    """Reads each unit once for copies that come in a row. Driver thread. Where a home holds a shard, every rank makes
+    the same calls."""
+
+    def __init__(
+        self,
+        offloaded_params: OffloadedParams,
+        runtime: Runtime,
+        driver: DriverThread,
+        units: UnitTable,
+        cache: UnitCache,
+    ) -> None:
+        self._offloaded_params, self._ranks, self._driver = offloaded_params, runtime.collectives, driver
+        self._units, self._cache = units, cache
+        self._by_param: dict[nn.Parameter, torch.Tensor] = {}
+        self._last: list[tuple[Unit, int, torch.Tensor]] = []
+        """Until the next frame: the unit read last, its version and its flat; before it those of the modules around its
+        own, whose parameters come between others."""
+        self._depth = 0
+        self.call: FrameType | None = None
+        """The frame of torch's call that takes a state_dict."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a state_dict is being taken."""
+        return self._depth > 0
+
+    def start(self, before_weights_read: Callable[[], None], params: Iterable[nn.Parameter]) -> None:
+        """Begin a module's state_dict of `params`; those of its children begin and end inside. Raises BudgetError where
+        shards are gathered and host memory has no room for the whole."""
+        if self.was_broken_off():
+            self._driver.was_broken_off = True
+            self.end()
+        if not self._depth:
+            with self._driver.entered("state_dict()"):
+                before_weights_read()
+                self._check_room(params)
+                self._driver.enter("state_dict()")
+            self.call = find_call(nn.Module.state_dict.__code__)
+        else:
+            self._driver.check("state_dict()")
+        self._depth += 1
+
+    def was_broken_off(self) -> bool:
+        """Whether an interrupt has ended a state_dict."""
+        return self.call is not None and not is_running(self.call)
+
+    def _check_room(self, params: Iterable[nn.Parameter]) -> None:
+        """Every rank makes a whole copy: ranks of one host share what it has free, and all go on or none does."""
+        places = [
+            (paged, paged.unit.entries[paged.params[p]]) for p in params if (paged := self._units.by_param.get(p))
+        ]
+        if not any(self._offloaded_params.is_part(paged.unit) for paged, _ in places):
+            return
+        needed_nbytes = sum(entry.param.numel * paged.unit.itemsize for paged, entry in places)
+        shares = self._ranks.exchange(str(available_host_nbytes() // local_world_size()).encode(), "state_dict()")
+        free_nbytes = min(map(int, shares))
+        if needed_nbytes > free_nbytes:
+            raise BudgetError(
+                f"state_dict() makes a whole copy of {format_nbytes(needed_nbytes)} of parameters on every rank; "
+                f"found {format_nbytes(free_nbytes)} of host memory free for each. engine.save_checkpoint() writes "
+                "shards as they are; a module's state_dict(), or tiered_zero.gathered(module), takes a part."
+            )
+
+    def stop(self) -> None:
+        if self._depth <= 1:
+            self.end()
+        else:
+            self._depth -= 1
+
+    def end(self) -> None:
+        """End also a state_dict that was broken off: the next one waits for updates again, and copies anew."""
+        if self._depth:
+            self._driver.leave()
+        self._depth = 0
+        self.call = None
+        self._by_param.clear()
+        self._last.clear()
+
+    @runs_outside_modes
+    def take(self, param: nn.Parameter) -> torch.Tensor:
+        """Copy a parameter to the CPU, in its shape, from wherever the bytes are; tied names get the same tensor while
+        a state_dict is taken."""
+        if param in self._by_param:
+            return self._by_param[param]
+        if (paged := self._units.by_param.get(param)) is None:  # it has no elements
+            return param.detach().to("cpu", copy=True)
+        flat = paged.storage.flat if paged.state is UnitState.IN_USE or paged.is_resident else self._read(paged)
+        entry = paged.unit.entries[paged.params[param]]
+        value = entry.param.view(flat[entry.start : entry.stop]).to("cpu", copy=True)
+        if self._depth:
+            self._by_param[param] = value
+        return value
+
+    def _read(self, paged: PagedUnit) -> torch.Tensor:
+        """Return the flat of an offloaded unit, from the last reads if it is the same."""
+        self._cache.check_open(paged)
+        for unit, version, flat in self._last:
+            if unit is paged.unit and version == paged.version:
+                return flat
+        try:
+            flat = self._offloaded_params.read(paged.unit)
+        except Exception:
+            self.end()
+            raise
+        around = [each for each in self._last if f"{paged.unit.module}.".startswith(f"{each[0].module}.")]
+        self._last = [*around, (paged.unit, paged.version, flat)]
+        return flat

@@ -1,0 +1,526 @@
+"""A unit on the device: its flat storage, its state, and the one table of the legal changes of that state.
+
+The parameters of a unit are views of `flat`. `storage.resize_(0)` frees the memory while every view keeps its shape,
+dtype and place in autograd's graphs; a later `resize_` and copy brings the bytes back under the same views.
+While they are guarded the parameters are views of a second storage, whose address torch refuses.
+On the CPU device the storage is a range of huge pages, which stays while its memory is unmapped: see
+hardware/memory/huge_pages.py.
+
+[Note: State of a unit]
+Two enums say it; they change together, and only in `PagedUnit`. The rest is a plain fact (`num_users`,
+`version`, `fetch`), or the storage knows it: `is_full`, and `is_viewed`, which keeps the memory of a unit that is
+OFFLOADED already. A view is held by a node that runs, a tensor that a checkpointed region has
+recomputed, an output that is a slice of a weight. So neither eviction nor a wrong prefetch can pull memory from under a
+computation; at worst the budget is passed, which raises.
+A unit that lives on the device has its storage as its home: it is IN_USE, or CACHED while it waits for its update.
+`Pager.abort` leads from each pair of the table back to OFFLOADED, or leaves the unit to the `gathered` block that uses
+it, or to its fetch.
+
+[Note: Writes through .data]
+A change in place moves the parameter's version counter, or the flat's where a node of backward makes it in what forward
+saved. `param.data.mul_()` moves none, nor does a NumPy array over `param.detach()`. So where a parameter in use gives
+user code its memory (unit/guard.py), its values are copied first, and compared bit for bit where the use ends,
+or sooner, once nothing holds a view any more. What never asks for the memory costs nothing; what does, a copy and a
+comparison. A view that is kept longer is watched as long.
+Not seen: writes through `.data` of a view that indexing did not make (`param.t().data`), through an address kept from
+earlier, and through a view while its unit is offloaded.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from tiered_zero.concurrency.transfer import Transfer
+from tiered_zero.errors import InternalError, ModelError
+from tiered_zero.hardware.memory.huge_pages import PageRange
+from tiered_zero.layout.flat import Unit
+from tiered_zero.unit.guard import (
+    ClosedEngine,
+    FaultHandler,
+    OffloadedParameter,
+    class_in_use,
+    keyed,
+    release_param,
+    set_data,
+    set_handler,
+)
+
+_version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integers of the same size as an element: NaN differs from itself. int64 for elements of 8 bytes or more."""
+
+
+class FlatStorage:
+    """The device memory of one unit. `flat`: [P] of the unit's dtype; it has no memory, or all of it (`is_full`).
+
+    Driver thread.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        params: Sequence[nn.Parameter],
+        device: torch.device,
+        handler: FaultHandler,
+        place: PageRange | None = None,
+    ) -> None:
+        """`place`: where the flat lies; None: the device's allocator gives it memory each time."""
+        self.unit = unit
+        self._place = place
+        self._device = device
+        self._params = tuple(params)
+        self._entries = tuple(zip(unit.entries, params, strict=True))
+        self._starts = [entry.start * unit.itemsize for entry in unit.entries]
+        self._classes = tuple(type(param) for param in params)
+        self._classes_in_use = tuple(map(class_in_use, self._classes))
+        self._versions = [0] * len(self._params)
+        self._flat_version = 0
+        self._watched: dict[int, torch.Tensor] = {}
+        """Values of parameters whose memory user code was given, by index, until no view of the unit is left."""
+        for param in params:
+            set_handler(param, handler)
+        self._num_references = self._count_references()
+        self._take_storage()
+        self.guard()
+
+    def _take_storage(self) -> None:
+        """Put all parameters on a new storage, which is empty."""
+        guarded = self._new_flat(None if self._place is None else self._place.alias)
+        self._keyed_views = [keyed(view) for view in self._views_of(guarded)]
+        self._guarded_bytes = guarded.untyped_storage()
+        if self._place is None:
+            self._guarded_bytes.resize_(0)  # before the next one takes as much
+        self.flat = self._new_flat(None if self._place is None else self._place.tensor)
+        self._bytes = self.flat.untyped_storage()
+        self.key = int(self._bytes._cdata)
+        """The identity of the storage, the same for every view of it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._views = self._views_of(self.flat)
+            for param, view in zip(self._params, self._views, strict=True):
+                set_data(param, view)
+        del guarded
+        self._num_own_uses = self._num_uses
+        if self._place is None:
+            self._bytes.resize_(0)
+        self.is_full = False
+
+    def _new_flat(self, memory: torch.Tensor | None) -> torch.Tensor:
+        if memory is not None:
+            return memory.view(self.unit.dtype)
+        return torch.empty(self.unit.numel, dtype=self.unit.dtype, device=self._device)
+
+    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [entry.param.view(flat[entry.start : entry.stop]) for entry in self.unit.entries]
+
+    @property
+    def _num_uses(self) -> int:
+        """Count the uses of both storages, for parameters move from one to the other."""
+        count = torch._C._storage_Use_Count
+        return int(count(self.key)) + int(count(self._guarded_bytes._cdata))
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether other code holds a view: a running node, an output, a custom function. Its memory stays.
+
+        [Note: Frozen parameters that autograd holds]
+        Hooks for saved tensors get a frozen parameter itself, not a view of it, and may return it to a node in
+        backward, which then reads its memory past the guard. torch.utils.checkpoint does, for what it has computed
+        again. Only the parameter's references in Python show it, so these are counted before its module runs. One that
+        requires a gradient all the same, as in a run that only evaluates, is no such parameter: the hooks get a view of
+        it, and the graph's own node for its gradient refers to it."""
+        if self._num_uses > self._num_own_uses:
+            return True
+        if self.unit.trainable:
+            return False
+        held = map(operator.gt, self._count_references(), self._num_references)
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(more and not param.requires_grad for param, more in zip(self._params, held, strict=True))
+
+    def count_references(self, is_recomputed: bool) -> None:
+        """Take the references of now as those that do not count as a view; where the module `is_recomputed` in
+        backward, the fewer of them. See [Note: Frozen parameters that autograd holds]."""
+        if not self.unit.trainable:
+            found = self._count_references()
+            self._num_references = list(map(min, found, self._num_references)) if is_recomputed else found
+
+    def _count_references(self) -> list[int]:
+        return list(map(sys.getrefcount, self._params))
+
+    def fill(self) -> None:
+        """Allocate the flat's memory; its content is undefined until a transfer has written it."""
+        if self._place is not None:
+            self._place.fill()
+        else:
+            self._bytes.resize_(self.unit.nbytes)
+        self.is_full = True
+
+    def empty(self, keep: bool = True) -> None:
+        """Free the memory. Every view keeps its shape; autograd's version counters do not move. `keep`: False where a
+        transfer may still write to it: no other unit gets it.
+
+        A storage that NumPy has viewed can never be resized again; another replaces it, with another key.
+        """
+        if self._place is not None:
+            self._place.empty(keep)
+        elif self._bytes.resizable():
+            self._bytes.resize_(0)
+        else:
+            self._take_storage()
+            self.guard()
+        self.is_full = False
+
+    def blank(self) -> None:
+        """Overwrite the values: NaN in every float type. Views that other code has kept then show none, rather than
+        those of an earlier step, until the next fetch."""
+        self.flat.data.view(torch.uint8).fill_(0xFF)
+
+    def unguard(self) -> None:
+        """Let the parameters be used: the bytes are valid."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view, in_use in zip(self._params, self._views, self._classes_in_use, strict=True):
+                set_data(param, view)
+                param.__class__ = in_use
+        self.begin_watch()
+
+    # -- [Note: Writes through .data] ----------------------------------------------------------------------------------
+
+    def begin_watch(self) -> None:
+        """Compare with the parameters of now from here on."""
+        self._versions = list(map(_version_of, self._params))
+        self._flat_version = self.flat._version
+        if self._watched:
+            self._watched = {index: self._words(index).clone() for index in self._watched}
+
+    def watch_values(self, index: int) -> None:
+        """Copy the values of a parameter: user code is about to get its memory."""
+        if index not in self._watched:
+            self._watched[index] = self._words(index).clone()
+
+    def _words(self, index: int) -> torch.Tensor:
+        entry = self.unit.entries[index]
+        values = self.flat[entry.start : entry.stop]
+        return values.view(_WORDS.get(values.itemsize, torch.int64))
+
+    def end_change(self) -> tuple[str, str] | None:
+        """Return the name of a parameter that has changed since `begin_watch`, or of the unit where only that is known,
+        and "" where it was written to; where it was given other memory (`param.data = ...`), which is dropped, the
+        class of its module."""
+        changed = self._find_change()
+        if self._watched and not self.is_viewed:
+            self._watched.clear()
+        if changed is None:
+            return None
+        if changed < 0:
+            self.reattach(keep=False)
+            return f"(one of unit {self.unit.name})", ""
+        spec, is_own = self.unit.entries[changed].param, self._params[changed].untyped_storage()._cdata == self.key
+        self.reattach(keep=False)
+        return spec.name, "" if is_own else spec.owner
+
+    def _find_change(self) -> int | None:
+        """Return the index of a parameter that was changed or given other memory; -1 where only the unit is known."""
+        for index, (param, version) in enumerate(zip(self._params, self._versions, strict=True)):
+            if param._version != version or param.untyped_storage()._cdata != self.key:
+                return index
+        for index, values in self._watched.items():
+            if not torch.equal(self._words(index), values):
+                return index
+        return -1 if self.flat._version != self._flat_version else None
+
+    def check_converted(self) -> None:
+        """Raise ModelError where the first parameter, in use, has another dtype or device than the flat: as
+        `module.half()` gives to all of a unit that lives on the device. `end_change` sees what is done to others."""
+        param, name = self._params[0], self.unit.entries[0].param.name
+        if param.dtype is not self.unit.dtype or param.device != self._device:
+            raise ModelError(
+                f"Parameter {name} was moved or converted: expected {self.unit.dtype} on {self._device}, found "
+                f"{param.dtype} on {param.device}. The engine keeps parameters where the config says (bf16, fp16, "
+                "tiered_zero.device): convert the model before tiered_zero.initialize()."
+            )
+
+    def reattach(self, keep: bool) -> None:
+        """Make parameters views of the flat again, and watch them anew. `keep`: copy values of those that were given
+        other memory into it. Raises ModelError for one of another shape."""
+        key = self.key
+        for entry, param in self._entries:
+            if param.untyped_storage()._cdata == key:
+                continue
+            if keep and param.shape != entry.param.shape:
+                raise ModelError(
+                    f"Parameter {entry.param.name} was given data of shape {tuple(param.shape)}; its place on the "
+                    f"tiers holds {entry.param.shape}. Make a new engine for a model of another shape."
+                )
+            own = entry.param.view(self.flat[entry.start : entry.stop])
+            if keep:
+                own.copy_(torch.Tensor.detach(param))
+            set_data(param, own)
+        self.begin_watch()
+
+    def guard(self) -> None:
+        """Make every parameter an OffloadedParameter: its bytes must not be read, in C++ neither."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view in zip(self._params, self._keyed_views, strict=True):
+                param.__class__ = OffloadedParameter  # first: only such a parameter may have the key
+                set_data(param, view)
+
+    def view(self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> torch.Tensor:
+        """The saved view with this geometry (in elements of `dtype`), on the bytes as they are now."""
+        flat = self.flat if dtype == self.unit.dtype else self.flat.view(dtype)
+        return flat.as_strided(size, stride, offset)
+
+    def param_at(self, offset_nbytes: int) -> nn.Parameter:
+        """The parameter that has the byte at this offset into the flat."""
+        return self._params[bisect_right(self._starts, offset_nbytes) - 1]
+
+    def detach_params(self) -> None:
+        """Release the parameters when the engine closes: those with bytes keep a copy, or the view where the device has
+        no room for one; the others stay guarded."""
+        if not self.is_full:
+            self.orphan_params()
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view, own in zip(self._params, self._views, self._classes, strict=True):
+                try:
+                    values = view.clone()
+                except torch.OutOfMemoryError:  # as when it was out of memory before, which ends the run
+                    values = view
+                set_data(param, values)
+                release_param(param, own)
+
+    def orphan_params(self) -> None:
+        """Cut the parameters off when the engine closes: they stay guarded, and hold nothing of the engine any more."""
+        self.guard()
+        for param, own in zip(self._params, self._classes, strict=True):
+            set_handler(param, ClosedEngine(self.unit.name, own))
+
+
+class UnitState(Enum):
+    """Which bytes of a unit are on the device.
+
+    OFFLOADED: none; they are in its home. FETCHING: device memory is allocated, a transfer is in flight, and compute
+    has not waited for it. CACHED: all, and parameters are guarded. IN_USE: all, and parameters are plain; users hold
+    the unit, or backward does until it needs the room.
+    """
+
+    __hash__ = object.__hash__  # Enum's own runs in Python, twice for each change
+    OFFLOADED = "offloaded"
+    FETCHING = "fetching"
+    CACHED = "cached"
+    IN_USE = "in use"
+
+
+class WeightState(Enum):
+    """Which weights a fetch from the unit's home gives.
+
+    CURRENT: those of the last step; the fetch waits for what of that update is still under way. UPDATING: those of a
+    step that is not taken yet, whose update began in backward: any use is refused. STALE: older ones than user code has
+    written to the device, which are dropped at the end of their use.
+    """
+
+    __hash__ = object.__hash__
+    CURRENT = "current"
+    UPDATING = "updating"
+    STALE = "stale"
+
+
+State = tuple[UnitState, WeightState]
+
+_OFFLOADED = UnitState.OFFLOADED, WeightState.CURRENT
+_OFFLOADED_UPDATING = UnitState.OFFLOADED, WeightState.UPDATING
+_FETCHING = UnitState.FETCHING, WeightState.CURRENT
+_FETCHING_UPDATING = UnitState.FETCHING, WeightState.UPDATING
+_CACHED = UnitState.CACHED, WeightState.CURRENT
+_CACHED_UPDATING = UnitState.CACHED, WeightState.UPDATING
+_IN_USE = UnitState.IN_USE, WeightState.CURRENT
+_IN_USE_STALE = UnitState.IN_USE, WeightState.STALE
+
+LEGAL_CHANGES: dict[tuple[State, State], str] = {
+    (_OFFLOADED, _FETCHING): "fetch",
+    (_OFFLOADED_UPDATING, _FETCHING_UPDATING): "fetch",  # ahead of use, once the update is done
+    (_FETCHING, _IN_USE): "acquire",
+    (_CACHED, _IN_USE): "acquire",
+    (_IN_USE, _CACHED): "guard",
+    (_OFFLOADED, _OFFLOADED): "evict",  # frees what a view had kept
+    (_OFFLOADED_UPDATING, _OFFLOADED_UPDATING): "evict",
+    (_FETCHING, _OFFLOADED): "evict",
+    (_FETCHING_UPDATING, _OFFLOADED_UPDATING): "evict",
+    (_CACHED, _OFFLOADED): "evict",
+    (_IN_USE, _OFFLOADED): "evict",
+    (_IN_USE_STALE, _OFFLOADED): "evict",
+    (_IN_USE, _IN_USE_STALE): "write",
+    (_OFFLOADED, _OFFLOADED_UPDATING): "block",
+    (_CACHED, _CACHED_UPDATING): "block",
+    (_OFFLOADED_UPDATING, _OFFLOADED): "unblock",
+    (_FETCHING_UPDATING, _FETCHING): "unblock",
+    (_CACHED_UPDATING, _CACHED): "unblock",
+}
+"""(before, after) -> the act that makes this change. No other change is legal."""
+
+
+class StepEvents(Protocol):
+    """Interface of the object that orders a step, the engine's TrainStep: events that come past the engine's calls."""
+
+    def notice_backward(self) -> None:
+        """A backward is about to need a parameter: one that the user has started past the engine begins by that."""
+
+    def before_use(self, unit: Unit, pass_name: str) -> None:
+        """A pass begins to use another unit than before, and gathers it where ranks have parts of it."""
+
+    def before_weights_read(self) -> None:
+        """Weights are read between steps: make every update visible."""
+
+    def before_weights_write(self) -> None:
+        """Weights are written between steps: end every update, and drop what is prefetched for the next."""
+
+    def latch(self, why: str) -> None:
+        """A change of weights has failed half way: refuse every later call."""
+
+
+@dataclass(eq=False, kw_only=True)
+class PagedUnit:
+    """The pager's record of one unit. `is_resident`: it lives on the device. `own`: elements of the flat that rest in
+    its home, all or this rank's shard. `params`: each one's index in the unit.
+
+    `fetch`: the transfer that fills the storage, until compute has waited for it. `num_users`: running modules and
+    blocks of `gathered` that use the unit, one more if it lives on the device; with none it may still be IN_USE,
+    held for the rest of its backward. `num_gathers`: the blocks among them. `num_writers`: blocks that may change it.
+    `version`: how often its values have changed, for graphs that saved earlier ones.
+    """
+
+    unit: Unit
+    storage: FlatStorage
+    is_resident: bool
+    own: slice
+    params: dict[nn.Parameter, int]
+    events: StepEvents
+    fetch: Transfer | None = None
+    num_users: int = 0
+    version: int = 0
+    num_gathers: int = 0
+    num_writers: int = 0
+    state: UnitState = UnitState.OFFLOADED
+    weights: WeightState = WeightState.CURRENT
+
+    def __post_init__(self) -> None:
+        if self.is_resident:
+            self.state = UnitState.CACHED
+
+    # One method an act of LEGAL_CHANGES, and of users and versions: nothing else writes them.
+
+    def begin_fetch(self) -> None:
+        self._change(UnitState.FETCHING)
+
+    def begin_use(self) -> None:
+        """Let compute use the unit: its bytes have come."""
+        self._change(UnitState.IN_USE)
+        self.fetch = None
+
+    def guard(self) -> None:
+        self._change(UnitState.CACHED)
+
+    def end_residence(self) -> None:
+        """The device has no bytes of it that count; the home's are current."""
+        self._change(UnitState.OFFLOADED, WeightState.CURRENT if self.weights is WeightState.STALE else None)
+        self.fetch = None
+
+    def mark_stale(self) -> None:
+        """User code has written to a unit in use. The storage of a unit that lives on the device is its home, and is
+        never stale."""
+        if (self.state, self.weights) == _IN_USE and not self.is_resident:
+            self._change(UnitState.IN_USE, WeightState.STALE)
+
+    def block(self) -> None:
+        """Refuse any use: an update has begun, of a step that is not taken yet."""
+        if self.weights is not WeightState.UPDATING:  # it was blocked already where backward runs twice
+            self._change(self.state, WeightState.UPDATING)
+
+    def unblock(self) -> None:
+        if self.weights is WeightState.UPDATING:
+            self._change(self.state, WeightState.CURRENT)
+
+    def add_user(self) -> None:
+        self.num_users += 1
+
+    def remove_user(self) -> None:
+        self.num_users -= 1
+        assert self.num_users >= 0, f"{self.unit.name} released more often than acquired"
+
+    def reset_users(self, num_users: int) -> None:
+        self.num_users = num_users
+
+    def renew(self) -> None:
+        """Its values change: graphs that saved earlier ones are refused."""
+        self.version += 1
+
+    def _change(self, state: UnitState, weights: WeightState | None = None) -> None:
+        """Enter `state` (and `weights`, where they change too), and guard or unguard the parameters with it.
+
+        Raises InternalError for a change that LEGAL_CHANGES has not, with nothing changed.
+        """
+        before = self.state, self.weights
+        after = state, before[1] if weights is None else weights
+        if (before, after) not in LEGAL_CHANGES:
+            raise InternalError(
+                f"Unit {self.unit.name} cannot change from {_describe(before)} to {_describe(after)}. This is an error "
+                "in tiered_zero, not in the model: please report it with this message."
+            )
+        if state is UnitState.IN_USE and before[0] is not state:
+            self.storage.unguard()
+        self.state, self.weights = after
+        if state is UnitState.OFFLOADED or state is UnitState.CACHED:
+            self.storage.guard()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing uses it and it can be evicted, as its state says, whatever else holds a view of it."""
+        return not self.num_users and self.state is not UnitState.OFFLOADED
+
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether step() will change it: no update of it has begun in backward."""
+        return self.unit.trainable and self.weights is not WeightState.UPDATING
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is offloaded, and a view keeps its memory."""
+        return self.state is UnitState.OFFLOADED and self.storage.is_full
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether nothing uses it and eviction frees memory. A transfer in flight views the storage too."""
+        if self.num_users or not self.storage.is_full:
+            return False
+        return self.state is UnitState.FETCHING or not self.storage.is_viewed
+
+
+def _describe(state: State) -> str:
+    return f"{state[0].name}/{state[1].name}"
+
+
+@dataclass(eq=False, kw_only=True)
+class UnitTable:
+    """Every unit of a model, by index, by parameter and by the identity of its storage."""
+
+    by_index: dict[int, PagedUnit] = field(default_factory=dict)
+    by_param: dict[nn.Parameter, PagedUnit] = field(default_factory=dict)
+    by_storage: dict[int, PagedUnit] = field(default_factory=dict)
+
+    def add(self, paged: PagedUnit) -> None:
+        self.by_index[paged.unit.index] = paged
+        self.by_storage[paged.storage.key] = paged
+        self.by_param.update(dict.fromkeys(paged.params, paged))
+
+    def renew_storages(self) -> None:
+        self.by_storage = {paged.storage.key: paged for paged in self}
+
+    def __iter__(self) -> Iterator[PagedUnit]:
+        return iter(self.by_index.values())

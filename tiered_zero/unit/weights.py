@@ -1,0 +1,321 @@
+"""Tensors from safetensors files: which files `tiered_zero.weights` means, and how transformers 5 names and cuts what
+they hold.
+
+`tiered_zero.weights` names files, an index of files, or the directory of a model. A mixture of experts has one tensor
+for each expert in its files, and one for all in memory: transformers' own table of conversions leads from one to the
+other. It is asked for models of transformers alone, which have imported it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from tiered_zero.errors import ModelError
+from tiered_zero.layout.flat import ParamSpec
+from tiered_zero.record.files import kind_text
+from tiered_zero.sizes import MIB, format_nbytes
+
+WHOLE = "model.safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+"""As transformers and huggingface_hub write them: {"weight_map": {name of a tensor: file beside the index}}."""
+
+_NUM_NAMED = 5
+"""So many names are spelled out in an error about many."""
+_MOST_INDEX_NBYTES = 64 * MIB
+"""That of a large model takes some megabytes."""
+
+
+def open_safetensors(path: str | Path) -> Any:
+    """Open a safetensors file for torch. Raises OSError for what is no file, as a FIFO, which would block; else what
+    safetensors raises."""
+    _nbytes(path)
+    return safe_open(path, framework="pt")
+
+
+def _nbytes(path: str | Path) -> int:
+    """Return the size of a file. Raises OSError for what is none."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"{path} is {kind_text(status.st_mode)}; expected a file")
+    return status.st_size
+
+
+def weight_paths(given: Sequence[str]) -> list[str]:
+    """List the files, each once. Raises ModelError for a directory or an index that does not say which they are."""
+    return list(dict.fromkeys(str(path) for text in given for path in _files_of(Path(text).expanduser())))
+
+
+def _files_of(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        path = _of_directory(path)
+    if path.name.endswith(INDEX_SUFFIX):
+        yield from _of_index(path)
+    else:
+        yield path
+
+
+def _of_directory(directory: Path) -> Path:
+    """Return its index, its model.safetensors, or the only file that it has."""
+    names = sorted(path.name for path in directory.iterdir())
+    files = [name for name in names if name.endswith(".safetensors")]
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    for found in (indexes, [name for name in files if name == WHOLE], files):
+        if len(found) == 1:
+            return directory / found[0]
+    pickled = "" if files else "; *.bin and *.pt files are pickles, which are not read"
+    found_text = ", ".join(indexes or files or names[:5]) or "nothing"
+    raise ModelError(
+        f"tiered_zero.weights: expected an index (*{INDEX_SUFFIX}), {WHOLE} or one other safetensors file in "
+        f"{directory}; found {found_text}{pickled}. Name the files themselves."
+    )
+
+
+def _of_index(path: Path) -> Iterator[Path]:
+    try:
+        if _nbytes(path) > _MOST_INDEX_NBYTES:
+            raise ValueError(f"it has {format_nbytes(_nbytes(path))}, more than {format_nbytes(_MOST_INDEX_NBYTES)}")
+        files = json.loads(path.read_bytes())["weight_map"].values()
+        names = dict.fromkeys(Path(name) for name in files)
+        if outside := [str(name) for name in names if name.is_absolute() or ".." in name.parts]:
+            raise ValueError(f"{outside[0]} is not in its directory")
+        missing = [name for name in names if not (path.parent / name).is_file()]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ModelError(
+            f'tiered_zero.weights: expected {{"weight_map": {{tensor: file}}}} in {path}; {type(error).__name__}: '
+            f"{error}. Name the files themselves."
+        ) from error
+    if missing:
+        raise ModelError(
+            f"tiered_zero.weights: {path} names {len(names)} files; {missing[0]} is not beside it, of {len(missing)} "
+            "that are missing. Copy all of them to one directory."
+        )
+    yield from (path.parent / name for name in names)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """Makes tensors of one side from those of the other. `sources`: (pattern of the table, name), in order; without
+    `converter` the only one is renamed to `target`. `rename`: what is done to names that a converter gives."""
+
+    model: Any
+    target: str
+    converter: Any
+    rename: Callable[[str], str] = str
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+    def convert(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors by name. `read`: a source, by its name. Raises whatever the table's operations do."""
+        if self.converter is None:
+            return {self.target: read(self.sources[0][1])}
+        converter = deepcopy(self.converter)
+        for pattern, name in self.sources:
+            converter.add_tensor(self.target, name, pattern, partial(read, name))
+        found = converter.convert(self.target, model=self.model, config=self.model.config)
+        return {self.rename(name): value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+def from_files(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
+    """List what makes the tensors of `model` from those of files, which have `names`."""
+    library = _library(model)
+    if library is None:
+        return []
+    renamings, converters = _sorted(library, _table(model))
+    own = model.state_dict()
+    found: dict[str, Conversion] = {}
+    for name in sorted(names, key=library.dot_natural_key):
+        target, pattern = library.rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if target in own:
+            _collect(found, model, target, pattern, name, converters)
+    return [*found.values()]
+
+
+def to_files(model: nn.Module, names: Sequence[str]) -> list[Conversion]:
+    """List what makes the tensors that `save_pretrained` writes from those of `model`, which have `names`."""
+    library = _library(model)
+    if library is None:
+        return []
+    table = getattr(model, "_weight_conversions", None)
+    if table is None:  # as save_pretrained does for a model that no file was loaded into
+        table = [each for each in _table(model, add_legacy=False) if not isinstance(each, library.PrefixChange)]
+    renamings, converters = _sorted(library, [each.reverse_transform() for each in reversed(table)])
+
+    def rename(name: str) -> str:
+        return str(library.apply_renamings(name, renamings))
+
+    found: dict[str, Conversion] = {}
+    for name in names:
+        target, pattern = library.apply_converters(name, converters)
+        _collect(found, model, target if pattern is not None else rename(name), pattern, name, converters, rename)
+    for each in found.values():
+        each.sources.sort(key=lambda source: library.dot_natural_key(source[1]))
+    return [*found.values()]
+
+
+def _collect(
+    found: dict[str, Conversion],
+    model: nn.Module,
+    target: str,
+    pattern: str | None,
+    name: str,
+    converters: Sequence[Any],
+    rename: Callable[[str], str] = str,
+) -> None:
+    converter = next((each for each in converters if pattern in each.source_patterns), None)
+    one = Conversion(model=model, target=target, converter=converter, rename=rename)
+    found.setdefault(target, one).sources.append((pattern or name, name))
+
+
+def _sorted(library: Any, table: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    return (
+        [each for each in table if isinstance(each, library.WeightRenaming)],
+        [each for each in table if isinstance(each, library.WeightConverter)],
+    )
+
+
+def _library(model: nn.Module) -> Any:
+    """Return the module of transformers 5 that converts, if `model` is one of its own."""
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    is_own = models is not None and isinstance(model, models.PreTrainedModel)
+    return sys.modules.get("transformers.core_model_loading") if is_own else None
+
+
+def _table(model: nn.Module, **options: Any) -> list[Any]:
+    return list(import_module("transformers.conversion_mapping").get_model_conversion_mapping(model, **options))
+
+
+class WeightFiles:
+    """Tensors by name from safetensors files. Files are mapped one tensor at a time: mapped pages count as resident.
+
+    Raises ModelError for a file that cannot be read.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        """`paths`: of files, of an index, or of directories of models."""
+        self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._paths: dict[str, str] = {}
+        self._converted: dict[str, Conversion] = {}
+        """By the names that the model has for what it makes."""
+        for path in weight_paths(paths):
+            try:
+                with open_safetensors(path) as file:
+                    names = list(file.keys())
+                    tensors = {name: file.get_tensor(name) for name in names}  # mapped; nothing is read
+                    self._kinds.update({name: (tuple(each.shape), each.dtype) for name, each in tensors.items()})
+                    del tensors
+            except Exception as error:
+                raise ModelError(
+                    f"tiered_zero.weights: {path} cannot be read as safetensors ({error}). Name safetensors files, the "
+                    "index of such files, or the directory of a model."
+                ) from error
+            self._paths.update(dict.fromkeys(names, path))
+
+    def check(self, model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> list[str]:
+        """Notices about what the files hold in vain. Raises ModelError: a parameter on meta that no file has, or in
+        another shape, or a dtype that is not converted; no parameter on meta at all."""
+        missing_values = [spec for param, spec in specs.items() if param.is_meta]
+        if not missing_values:
+            raise ModelError(
+                "tiered_zero.weights names files for a model built on the meta device; found one with values of its "
+                "own, which they would not change. Build it under torch.device('meta'), or remove the key."
+            )
+        used = self._convert_names(model)
+        wanted = {spec.name: self._find(names_of(spec)) for spec in missing_values}
+        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        extra = sorted(
+            self._paths.keys() - used - known - {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        )
+        if missing := [name for name, found in wanted.items() if found is None]:
+            in_place = f", and without use {format_names(extra)}" if extra else ""
+            raise ModelError(
+                "tiered_zero.weights: expected every parameter on the meta device in the files, which hold "
+                f"{len(self._paths)} tensors; found none for {format_names(missing)}{in_place}. Name the file that has "
+                "them. Files that name or split them in another way are read for models of transformers 5."
+            )
+        for name, own in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+            if not own.is_meta or name not in self._kinds:
+                continue
+            shape, dtype = self._kinds[name]
+            if shape != own.shape:
+                raise ModelError(
+                    f"tiered_zero.weights: expected {name} of shape {tuple(own.shape)}, as in the model; found "
+                    f"{shape}. Name files of a model of this configuration."
+                )
+            if dtype is not own.dtype and not (_is_float(dtype) and _is_float(own.dtype)):
+                others = ", or as another float of 16 to 64 bits" if _is_float(own.dtype) else ""
+                raise ModelError(
+                    f"tiered_zero.weights: expected {name} as {own.dtype}, as in the model{others}; found {dtype}. "
+                    "Name files of the model's own values: those that were quantized have to be dequantized first."
+                )
+        return [f"tiered_zero.weights: the model has no use for {format_names(extra)} in the files."] if extra else []
+
+    def has(self, names: Iterable[str]) -> bool:
+        return self._find(names) is not None
+
+    def fill(self, target: torch.Tensor, names: Iterable[str]) -> None:
+        """Copy the tensor under one of `names` into `target`, rounded to its dtype; leave it alone if there is none."""
+        if (name := self._find(names)) is not None:
+            with ExitStack() as opened:
+                files: dict[str, Any] = {}
+
+                def read(source: str) -> torch.Tensor:
+                    path = self._paths[source]
+                    if path not in files:
+                        files[path] = opened.enter_context(open_safetensors(path))
+                    found: torch.Tensor = files[path].get_tensor(source)
+                    return found
+
+                conversion = self._converted.get(name)
+                target.copy_(read(name) if conversion is None else conversion.convert(read)[name])
+
+    def _convert_names(self, model: nn.Module) -> set[str]:
+        """Find what the files have under other names. Returns these names. Raises ModelError."""
+        used: set[str] = set()
+        for conversion in from_files(model, self._paths):
+            try:
+                made = conversion.convert(
+                    lambda name: torch.empty(self._kinds[name][0], dtype=self._kinds[name][1], device="meta")
+                )
+            except Exception as error:
+                raise ModelError(
+                    f"tiered_zero.weights: transformers cannot make {conversion.target} of "
+                    f"{format_names([name for _, name in conversion.sources])} in the files ({error}). Name all files "
+                    "of one model of this configuration."
+                ) from error
+            for name in made.keys() - self._paths.keys():
+                self._converted[name] = conversion
+                self._kinds[name] = tuple(made[name].shape), made[name].dtype
+                used.update(source for _, source in conversion.sources)
+        return used
+
+    def _find(self, names: Iterable[str]) -> str | None:
+        return next((name for name in names if name in self._paths or name in self._converted), None)
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    """Whether values are converted to it and from it: float8 has scales elsewhere."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def names_of(spec: ParamSpec) -> tuple[str, ...]:
+    return spec.name, *spec.aliases
+
+
+def format_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return ", ".join(names[:_NUM_NAMED]) + more
