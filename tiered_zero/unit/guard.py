@@ -13,8 +13,9 @@ DLPack calls no operator, it takes the address: so the storage of such a paramet
 version counter stay, and operators on a parameter in use cost what they always cost.
 
 While a unit is in use, operators treat its parameters as plain ones, and copies of them are plain. `grad` is at the
-gradient's home between backward and step(). `data`, and what leads to a NumPy array or an address, let user code write
-past the version counter: the engine watches the parameter's values from there on. [Note: Writes through .data]
+gradient's home between backward and step(). `data` is `detach()`, which shares the version counter. What leads to a
+NumPy array or an address lets user code write past the counter: the engine watches the parameter's values from there
+on. [Note: Writes through .data]
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tiered_zero.errors import ParameterOffloadedError
 
 # -- handlers ----------------------------------------------------------------------------------------------------------
 
+_get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """Do `param.data = ...`, past the properties of our classes."""
 
@@ -211,9 +213,8 @@ def assign_grad(param: nn.Parameter, value: torch.Tensor | None, is_guarded: boo
 
 # -- parameters in use -------------------------------------------------------------------------------------------------
 
-_DATA: Any = torch.Tensor.data  # the descriptor
 WATCHED = ("numpy", "__array__", "data_ptr", "__dlpack__")
-"""Methods by which memory is written past the version counter, besides `data` and `detach`."""
+"""Methods by which memory is written past the version counter."""
 
 
 def _watch(tensor: torch.Tensor) -> None:
@@ -221,13 +222,6 @@ def _watch(tensor: torch.Tensor) -> None:
     param = tensor if isinstance(tensor, nn.Parameter) else tensor._base
     if isinstance(param, nn.Parameter) and (handler := handler_of(param)) is not None:
         handler.watch(param)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _read_data(tensor: torch.Tensor) -> torch.Tensor:
-    _watch(tensor)
-    data: torch.Tensor = _DATA.__get__(tensor)
-    return data
 
 
 def as_part(found: torch.Tensor) -> torch.Tensor:
@@ -245,7 +239,7 @@ def _index(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     return found if torch.compiler.is_compiling() else as_part(found)
 
 
-def detach(param: nn.Parameter) -> torch.Tensor:
+def _detach(param: nn.Parameter) -> torch.Tensor:
     """As torch's, which shares the version counter; but NumPy, which moves none, takes what is detached."""
     if not torch.compiler.is_compiling() and (handler := handler_of(param)) is not None:
         if (copy := handler.copy_of(param)) is not None:
@@ -284,7 +278,9 @@ def _members(own: type[torch.Tensor]) -> dict[str, Any]:
     """What a parameter in use and its parts do otherwise than tensors of class `own`."""
     members: dict[str, Any] = {name: _watched(name) for name in WATCHED}
     members |= {name: _as_own(own, name) for name in ("__deepcopy__", "__reduce_ex__", "__format__", "__repr__")}
-    return members | {"data": property(_read_data, set_data), "__getitem__": _index, "__module__": own.__module__}
+    members |= {"__getitem__": _index, "__module__": own.__module__}
+    detach = _detach if issubclass(own, nn.Parameter) else _watched("detach")
+    return members | {"detach": detach, "data": property(detach, set_data)}
 
 
 _PartInUse = type(
@@ -293,7 +289,6 @@ _PartInUse = type(
     {
         **_members(torch.Tensor),
         "__torch_function__": torch._C._disabled_torch_function_impl,
-        "detach": _watched("detach"),
     },
 )
 
@@ -313,7 +308,6 @@ def class_in_use(own: type[nn.Parameter]) -> type[nn.Parameter]:
             lambda param, value: assign_grad(param, value, False),
             lambda param: assign_grad(param, None, False),
         ),
-        "detach": detach,
     }
     return type(own.__name__, (own,), members)
 
@@ -373,7 +367,8 @@ _CONVERSIONS = frozenset("to cpu cuda type float double half bfloat16".split())
 """Functions that return the tensor itself if it is as wanted, which `module.to()` relies on."""
 # What may be asked of an offloaded parameter: everything but its bytes.
 _BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
-_GIVES_MEMORY = frozenset({".data", "detach", *WATCHED})
+_OF_CLASS_IN_USE = frozenset({"detach", "__getitem__", *WATCHED})
+"""What a parameter in use does otherwise than a plain one, besides `data`."""
 _METADATA_METHODS = frozenset(
     "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
     "is_signed get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__ "
@@ -429,11 +424,13 @@ class OffloadedParameter(nn.Parameter):
                 if func is torch.Tensor.detach and (copy := handler.copy_of(param)) is not None:
                     return copy
                 _fault_in(param, used, _name_of(func))
-                if param is first and _name_of(func) in _GIVES_MEMORY:
-                    handler.watch(param)
+        if isinstance(first, nn.Parameter) and not isinstance(first, OffloadedParameter):  # it is in use now
+            if func == _get_data:
+                return first.data
+            if getattr(func, "__name__", "") in _OF_CLASS_IN_USE:
+                return getattr(first, func.__name__)(*args[1:], **keywords)
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **keywords)
-        return as_part(found) if func is torch.Tensor.__getitem__ else found
+            return func(*args, **keywords)
 
     grad = property(
         lambda param: read_grad(param, True),

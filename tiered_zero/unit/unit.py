@@ -18,10 +18,10 @@ it, or to its fetch.
 
 [Note: Writes through .data]
 A change in place moves the parameter's version counter, or the flat's where a node of backward makes it in what forward
-saved. `param.data.mul_()` moves none, nor does a NumPy array over `param.detach()`. So where a parameter in use gives
-user code its memory (unit/guard.py), its values are copied first, and compared bit for bit where the use ends,
-or sooner, once nothing holds a view any more. What never asks for the memory costs nothing; what does, a copy and a
-comparison. A view that is kept longer is watched as long.
+saved. `param.data.mul_()` moves it too, for `data` of a parameter in use is `detach()` (unit/guard.py). A NumPy array
+moves none. So where a parameter in use may give user code its memory, its values are copied first, and compared bit for
+bit where the use ends, or sooner, once nothing holds a view any more. What never asks for the memory costs nothing;
+what does, a copy and a comparison. A view that is kept longer is watched as long.
 Not seen: writes through `.data` of a view that indexing did not make (`param.t().data`), through an address kept from
 earlier, and through a view while its unit is offloaded.
 """
