@@ -217,24 +217,20 @@ class FlatStorage:
         changed = self._find_change()
         if self._watched and not self.is_viewed:
             self._watched.clear()
-        if changed is None:
-            return None
-        if changed < 0:
+        if changed is not None:
             self.reattach(keep=False)
-            return f"(one of unit {self.unit.name})", ""
-        spec, is_own = self.unit.entries[changed].param, self._params[changed].untyped_storage()._cdata == self.key
-        self.reattach(keep=False)
-        return spec.name, "" if is_own else spec.owner
+        return changed
 
-    def _find_change(self) -> int | None:
-        """Return the index of a parameter that was changed or given other memory; -1 where only the unit is known."""
-        for index, (param, version) in enumerate(zip(self._params, self._versions, strict=True)):
-            if param._version != version or param.untyped_storage()._cdata != self.key:
-                return index
+    def _find_change(self) -> tuple[str, str] | None:
+        for (entry, param), version in zip(self._entries, self._versions, strict=True):
+            if param.untyped_storage()._cdata != self.key:
+                return entry.param.name, entry.param.owner
+            if param._version != version:
+                return entry.param.name, ""
         for index, values in self._watched.items():
             if not torch.equal(self._words(index), values):
-                return index
-        return -1 if self.flat._version != self._flat_version else None
+                return self.unit.entries[index].param.name, ""
+        return None if self.flat._version == self._flat_version else (f"(one of unit {self.unit.name})", "")
 
     def check_converted(self) -> None:
         """Raise ModelError where the first parameter, in use, has another dtype or device than the flat: as
