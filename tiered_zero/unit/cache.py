@@ -24,8 +24,8 @@ from tiered_zero.unit.unit import PagedUnit, UnitState, UnitTable, WeightState
 
 logger = logging.getLogger("tiered_zero")
 
-Use = tuple[str, int]
-"""(phase, unit index): "forward" or "backward", and which unit."""
+Use = tuple[str, PagedUnit]
+"""(phase, unit): "forward" or "backward", and which unit."""
 
 Pair = tuple[Use | None, Use | None]
 """Two successive uses."""
@@ -48,54 +48,54 @@ class Schedule:
         self._last: Pair = (None, None)
         self._position = 0
         """Elements of all uses so far."""
-        self._uses: dict[int, tuple[Pair, int]] = {}
+        self._uses: dict[PagedUnit, tuple[Pair, int]] = {}
         """Unit -> its last use, and the position after it."""
-        self._numel_of: dict[int, int] = {}
+        self._numel_of: dict[PagedUnit, int] = {}
         self._distances: dict[Pair, int] = {}
         """Use -> elements of the uses between it and the next use of the same unit, when that came last."""
         self._ahead: deque[Use] = deque()
         """The expected uses."""
         self._tip: Pair = (None, None)
         """The last expected use, or the last use."""
-        self.expected: dict[int, int] = {}
+        self.expected: dict[PagedUnit, int] = {}
         """Unit -> how many of the expected uses are of it; none without any."""
-        self._counted: set[int] = set()
+        self._counted: set[PagedUnit] = set()
         """Expected units that `expected_numel` counts: all but one that was in use as it became expected."""
         self.expected_numel = 0
         """Elements of the units of expected uses."""
 
-    def observe(self, phase: str, unit_index: int, numel: int) -> bool:
+    def observe(self, phase: str, unit: PagedUnit, numel: int) -> bool:
         """Note a use of a unit of `numel` elements. Nested or repeated uses of one unit are one use. Returns whether
         what is expected still is; the caller ends it where not."""
-        use = (phase, unit_index)
+        use = (phase, unit)
         if use == self._last[1]:
             return True
         self._next[self._last] = use
         self._last = (self._last[1], use)
-        if (earlier := self._uses.get(unit_index)) is not None:
+        if (earlier := self._uses.get(unit)) is not None:
             self._distances[earlier[0]] = self._position - earlier[1]
         self._position += numel
-        self._numel_of[unit_index] = numel
-        self._uses[unit_index] = self._last, self._position
+        self._numel_of[unit] = numel
+        self._uses[unit] = self._last, self._position
         if not self._ahead:
             self._tip = self._last
             return True
         if self._ahead[0] != use:
             return False
         self._ahead.popleft()
-        self.expected[unit_index] -= 1
-        if not self.expected[unit_index]:
-            del self.expected[unit_index]
-            if unit_index in self._counted:
-                self._counted.discard(unit_index)
+        self.expected[unit] -= 1
+        if not self.expected[unit]:
+            del self.expected[unit]
+            if unit in self._counted:
+                self._counted.discard(unit)
                 self.expected_numel -= numel
         return True
 
-    def distance(self, unit_index: int) -> int | None:
+    def distance(self, unit: PagedUnit) -> int | None:
         """Return how many elements are used before the unit is used again, as it was last time; None: not known."""
-        if unit_index not in self._uses:
+        if unit not in self._uses:
             return None
-        use, position = self._uses[unit_index]
+        use, position = self._uses[unit]
         between = self._distances.get(use)
         return None if between is None else max(0, between - (self._position - position))
 
@@ -105,7 +105,7 @@ class Schedule:
 
     # -- ahead -----------------------------------------------------------------------------------------------------
 
-    def expect_next(self, current: int, until: str = "") -> Iterator[int]:
+    def expect_next(self, current: PagedUnit, until: str = "") -> Iterator[PagedUnit]:
         """Expect the uses that follow the expected ones, and yield each unit that the caller has to provide for first:
         its use is expected when the caller asks for the next one. Unit `current`, which is in use, and units that are
         expected already need nothing. Ends where nothing is known, where the chain closes on itself, and before the
@@ -115,21 +115,21 @@ class Schedule:
             if (use := self._next.get(pair)) is None or use[0] == until:
                 return
             seen.add(pair)
-            index = use[1]
-            if index not in self.expected and index != current:
-                yield index
-                self._counted.add(index)
-                self.expected_numel += self._numel_of[index]
+            unit = use[1]
+            if unit not in self.expected and unit != current:
+                yield unit
+                self._counted.add(unit)
+                self.expected_numel += self._numel_of[unit]
             self._ahead.append(use)
             self._tip = (pair[1], use)
-            self.expected[index] = self.expected.get(index, 0) + 1
+            self.expected[unit] = self.expected.get(unit, 0) + 1
 
     @property
     def next_phase(self) -> str:
         """The phase of the use that `expect_next` asks to provide for."""
         return self._next[self._tip][0]
 
-    def end_expected(self) -> list[int]:
+    def end_expected(self) -> list[PagedUnit]:
         """Expect nothing: another use came, or a unit is not on the device any more. Returns the units that were
         expected, the farthest first."""
         units = self.expected_units()
@@ -140,7 +140,7 @@ class Schedule:
         self.expected_numel = 0
         return units
 
-    def expected_units(self) -> list[int]:
+    def expected_units(self) -> list[PagedUnit]:
         """List the units of expected uses, each once, the one that is used last first."""
         return list(dict.fromkeys(map(itemgetter(1), self._ahead)))[::-1]
 
@@ -163,7 +163,7 @@ class UnitCache:
         self._limits = limits
         self._units = units
         self.schedule = Schedule()
-        self._order: OrderedDict[int, PagedUnit] = OrderedDict()
+        self._order: OrderedDict[PagedUnit, None] = OrderedDict()
         """Paged units that have memory, the least recently used first."""
         self._live_nbytes = 0
         self._kept_nbytes = 0
@@ -177,17 +177,17 @@ class UnitCache:
 
     def note_use(self, paged: PagedUnit, pass_name: str) -> None:
         """Note that `paged`, which is no resident unit, is about to be used."""
-        if self._shares_order and self.schedule.last_use != (pass_name, paged.unit.index):
+        if self._shares_order and self.schedule.last_use != (pass_name, paged):
             paged.events.before_use(paged.unit, pass_name)
-        if not self.schedule.observe(pass_name, paged.unit.index, paged.unit.numel):
+        if not self.schedule.observe(pass_name, paged, paged.unit.numel):
             self._end_expected()
         if paged.storage.is_full:
-            self._order.move_to_end(paged.unit.index)
+            self._order.move_to_end(paged)
 
     def _end_expected(self) -> None:
-        for index in self.schedule.end_expected():
-            if index in self._order:
-                self._order.move_to_end(index)
+        for paged in self.schedule.end_expected():
+            if paged in self._order:
+                self._order.move_to_end(paged)
 
     def check_open(self, paged: PagedUnit) -> None:
         """Raise ParameterOffloadedError if the engine is closed."""
@@ -224,8 +224,8 @@ class UnitCache:
                 self._ledger.discharge("device", "param_window", unit.nbytes)
                 raise
             self._live_nbytes += unit.nbytes
-        self._order[unit.index] = paged
-        self._order.move_to_end(unit.index)
+        self._order[paged] = None
+        self._order.move_to_end(paged)
         paged.begin_fetch()
         try:
             self._accelerator.prepare(storage.flat)
@@ -253,8 +253,8 @@ class UnitCache:
             return
         is_last_backward = phase.step_follows and phase.now is Phase.BACKWARD
         until = "forward" if is_last_backward and self._shares_order else ""
-        for index in schedule.expect_next(current.unit.index, until=until):
-            paged, expected_numel = self._units.by_index[index], schedule.expected_numel
+        for paged in schedule.expect_next(current, until=until):
+            expected_numel = schedule.expected_numel
             if is_last_backward and paged.waits_for_step and schedule.next_phase == "forward":
                 return
             if expected_numel and expected_numel + paged.unit.numel > bucket_numel:
@@ -308,7 +308,7 @@ class UnitCache:
             return
         self.guard(paged)
         if self._missing_nbytes(paged) <= 0:
-            distance = self.schedule.distance(paged.unit.index)
+            distance = self.schedule.distance(paged)
             if distance is not None and distance <= self._limits.reuse_numel:
                 return
         self.evict(paged)
@@ -326,7 +326,7 @@ class UnitCache:
         storage = paged.storage
         if not storage.is_full or paged.is_resident:
             return
-        if paged.unit.index in self.schedule.expected:
+        if paged in self.schedule.expected:
             self._end_expected()
         has_arrived, was_kept = True, paged.state is UnitState.OFFLOADED
         if paged.state is UnitState.IN_USE:
@@ -348,26 +348,25 @@ class UnitCache:
         storage.empty(keep=has_arrived)
         if storage.key != key:  # another replaced one that NumPy has viewed
             self._units.renew_storages()
-        self._order.pop(paged.unit.index, None)
+        self._order.pop(paged, None)
         self._live_nbytes -= paged.unit.nbytes
         self._ledger.discharge("device", "param_window", paged.unit.nbytes)
 
     def _idle(self) -> Iterator[PagedUnit]:
         """Yield the units that can be evicted and are not expected, the least recently used first."""
         expected = self.schedule.expected
-        return (each for index, each in tuple(self._order.items()) if index not in expected and self._can_evict(each))
+        return (paged for paged in tuple(self._order) if paged not in expected and self._can_evict(paged))
 
     def _idle_ahead(self) -> Iterator[PagedUnit]:
         """Yield those that are expected, the farthest first."""
-        ahead = [self._units.by_index[index] for index in self.schedule.expected_units()]
-        return (paged for paged in ahead if self._can_evict(paged))
+        return (paged for paged in self.schedule.expected_units() if self._can_evict(paged))
 
     def _can_evict(self, paged: PagedUnit) -> bool:
         return paged.is_idle if self._shares_order else paged.is_evictable
 
     def _kept(self) -> list[PagedUnit]:
         """List offloaded units whose memory a view has kept, and keeps no more."""
-        return [paged for paged in self._order.values() if paged.is_kept and not paged.storage.is_viewed]
+        return [paged for paged in self._order if paged.is_kept and not paged.storage.is_viewed]
 
     def _missing_nbytes(self, paged: PagedUnit) -> int:
         """By how much the device would be too full with `paged` on it, as decisions count. [Note: Order of gathers]"""
@@ -424,7 +423,7 @@ class UnitCache:
         self._kept_nbytes = sum(paged.unit.nbytes for paged in paged_units if paged.is_kept)
         self._ledger.correct("device", "param_window", self._live_nbytes)
         self.schedule.end_expected()
-        self._order = OrderedDict((paged.unit.index, paged) for paged in paged_units if paged.storage.is_full)
+        self._order = OrderedDict.fromkeys(paged for paged in paged_units if paged.storage.is_full)
         self._units.renew_storages()
 
     # -- changes by user code that the homes do not have: [Note: Writes through .data] ---------------------------------
