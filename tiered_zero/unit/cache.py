@@ -1,5 +1,5 @@
-"""The units on the device: fetched, prefetched and evicted within the room that the plan leaves them, in the order of
-use that earlier steps have shown."""
+"""Keep units on the device: fetch, prefetch and evict them within the room that the plan leaves, in the order of use
+that earlier steps have shown."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Schedule:
     def expect_next(self, current: PagedUnit, until: str = "") -> Iterator[PagedUnit]:
         """Expect the uses that follow the expected ones, and yield each unit that the caller has to provide for first:
         its use is expected when the caller asks for the next one. Unit `current`, which is in use, and units that are
-        expected already need nothing. Ends where nothing is known, where the chain closes on itself, and before the
+        expected already need nothing. Ends if nothing is known, if the chain closes on itself, and before the
         phase `until`."""
         seen = set()
         while (pair := self._tip) not in seen and len(self._ahead) < len(self._next):
@@ -245,7 +245,7 @@ class UnitCache:
 
     def prefetch(self, current: PagedUnit, phase: CallPhase) -> None:
         """Fetch what is expected after `current`, as far as the prefetch bucket and the free room go, and at least
-        one unit where there is a bucket: a unit may be larger than it. Evicts only what is used later. Nothing is
+        one unit if there is a bucket: a unit may be larger than it. Evicts only what is used later. Nothing is
         gathered or fetched ahead across a step that will change it. See [Note: Expected uses].
         """
         bucket_numel, schedule = self._limits.prefetch_numel, self.schedule
@@ -314,7 +314,7 @@ class UnitCache:
         self.evict(paged)
 
     def guard(self, paged: PagedUnit) -> None:
-        """Guard a unit in use; evict it where its bytes are not its home's any more."""
+        """Guard a unit in use; evict it if its bytes are not those of its home any more."""
         self.look(paged)
         if paged.weights is WeightState.STALE:
             self.evict(paged)
@@ -429,7 +429,7 @@ class UnitCache:
     # -- changes by user code that the homes do not have: [Note: Writes through .data] ---------------------------------
 
     def look(self, paged: PagedUnit) -> None:
-        """Mark a unit in use as stale where its parameters were changed: the change is lost, and the next `refuse`
+        """Mark a unit in use as stale if its parameters were changed: the change is lost, and the next `refuse`
         raises for it."""
         if paged.state is not UnitState.IN_USE or paged.num_writers:
             return
@@ -445,7 +445,7 @@ class UnitCache:
 
 
 def _changed_past_home(param: str, replaced_in: str) -> ModelError:
-    """`replaced_in`: the class of the module, where the parameter was given other memory."""
+    """`replaced_in`: the class of the module whose parameter was given other memory; "" if it was written to."""
     message = (
         f"The values of parameter {param} were changed in forward or between steps, but not at its home on the tiers: "
         "the next update would undo that. Change parameters between steps, inside "

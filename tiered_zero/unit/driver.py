@@ -1,4 +1,4 @@
-"""Phase and identity of the driver thread: one at a time uses an engine."""
+"""Name the phase of an engine's call, and admit one thread at a time to the engine."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def find_call(code: CodeType) -> FrameType | None:
 
 
 def is_running(call: FrameType | None) -> bool:
-    """Whether `call` is on the caller's stack: torch calls no hook where an interrupt ends it."""
+    """Whether `call` is on the caller's stack: torch calls no hook if an interrupt ends it."""
     frame = sys._getframe(1) if call is not None else None
     while frame is not None and frame is not call:
         frame = frame.f_back

@@ -20,7 +20,7 @@ from tiered_zero.unit.unit import PagedUnit
 
 _LOST = (
     "What this block of tiered_zero.gathered(modify=True) has changed is lost: it is written to the parameters' homes "
-    "where the block ends without an error."
+    "when the block ends without an error."
 )
 
 
@@ -140,7 +140,7 @@ def _write_back(pager: Pager, paged: PagedUnit, old: torch.Tensor | None, modifi
 
 @runs_outside_modes
 def _drop_change(paged: PagedUnit) -> str | None:
-    """Return the name of a parameter that was changed and not written back. Its unit is read again. Called where a
+    """Return the name of a parameter that was changed and not written back. Its unit is read again. Called when a
     `gathered` block ends; inside another one, which looks itself, it returns None."""
     if paged.num_users > 1 + paged.is_resident:
         return None

@@ -1,4 +1,4 @@
-"""The classes that a parameter of an engine has: `OffloadedParameter` while its unit is not in use, else one in use.
+"""Give parameters of an engine their classes: `OffloadedParameter` while their unit is not in use, else one in use.
 
 PyTorch itself does not notice a read of an empty storage (it crashes or returns garbage), so while a unit is not in use
 its parameters carry the class `OffloadedParameter`, whose `__torch_function__` stands between them and every operator:
@@ -171,7 +171,7 @@ class VisibleGradients:
             _gradients[param] = self
 
     def set_hidden(self, updates_in_backward: bool = False) -> None:
-        """Refuse to read or assign gradients until step(), where an update or other ranks change them.
+        """Refuse to read or assign gradients until step(), if an update or other ranks change them.
 
         `updates_in_backward`: the same in every step, though the first step's update never begins in backward.
         """
@@ -339,7 +339,7 @@ class _Keyed(torch.Tensor):
 def keyed(plain: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the geometry and storage of `plain` and the key, to be assigned to `param.data`.
 
-    From then on torch raises RuntimeError where the address of that storage is asked for."""
+    From then on torch raises RuntimeError if the address of that storage is asked for."""
     size, stride, offset = plain.size(), plain.stride(), plain.storage_offset()
     with torch.inference_mode(False):
         wrapper: torch.Tensor = torch.Tensor._make_wrapper_subclass(

@@ -1,6 +1,6 @@
-"""The hooks between a model and the pager: the only file that registers any on modules.
+"""Hook a model to the pager: the only file that registers hooks on modules.
 
-Nothing here computes. Hooks call `TrainStep` where a forward begins or ends; see [Note: Entry points] in the package.
+Nothing here computes. Hooks call `TrainStep` when a forward begins or ends; see [Note: Entry points] in the package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The first values of parameters: from the model as it was built, from safetensors files, or from its own initialisers.
+"""Give parameters their first values: those that the model was built with, of safetensors files, or of initialisers.
 
 A model built on the meta device has shapes and no bytes. It is materialised module group by module group: values are
 made on the CPU in the dtype that the model declares, go to their tiers, and are dropped before the next group is made,
@@ -6,9 +6,9 @@ so that a model larger than host memory can start.
 
 [Note: Initialisers run as they do in a constructor]
 Each module's `reset_parameters()`, then the model's `_init_weights(module)`, children before parents and the group's
-ancestors last: what a parent says of its child's weight holds. They run on a stand-in of the module tree, in which
-all tensors are on meta but for those that are to be set: of the others it does not matter which are not made yet and
-which are offloaded already, and those that have values keep them.
+ancestors last: a parent's initialiser overrides its child's. They run on a stand-in of the module tree, in which
+all tensors are on meta but for those that are to be set. So the others may be offloaded already, or not made yet, and
+those that have values keep them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Materializer:
         self._specs = specs
 
     def fill_buffers(self) -> None:
-        """Fill the buffers of modules without meta parameters. Raises ModelError where nothing fills one."""
+        """Fill the buffers of modules without meta parameters. Raises ModelError if nothing fills one."""
         for path, module in self._model.named_modules():
             has_meta_buffer = any(buffer.is_meta for buffer in module.buffers(recurse=False))
             if has_meta_buffer and not any(param.is_meta for param in module.parameters(recurse=False)):
@@ -95,7 +95,7 @@ class Materializer:
             self._fill(prefix, missing, owners)
 
     def move_buffers(self, device: torch.device, ranks: Collectives) -> None:
-        """Move the buffers of every module, with the values of rank 0, to the device where it computes."""
+        """Move the buffers of every module, with the values of rank 0, to the device."""
         for name, buffer in self._model.named_buffers():
             ranks.broadcast(buffer, what=f"buffer {name}")
         for module in self._model.modules():
@@ -213,7 +213,7 @@ def materialize_model(
         if time.monotonic() >= next_line_s:
             logger.info("values of %s of %s parameters are placed", f"{num_placed:,}", f"{num_parameters:,}")
             next_line_s = time.monotonic() + PROGRESS_S
-    materializer.fill_buffers()  # also beside parameters that are all tied to another module's
+    materializer.fill_buffers()  # also of modules whose parameters are all tied to those of another
 
 
 def _flatten(unit: Unit, params: Sequence[nn.Parameter], dtype: torch.dtype) -> torch.Tensor:
@@ -273,7 +273,7 @@ def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequ
 
 
 def _give_memory(param: nn.Parameter, name: str) -> None:
-    """As `torch.utils.swap_tensors` does, which also refuses where there are weak references: those stay good."""
+    """As `torch.utils.swap_tensors` does, which also refuses if there are weak references: those stay good."""
     value = nn.Parameter(temporary_zeros(param.shape, param.dtype), param.requires_grad)
     try:
         if _is_held(param):

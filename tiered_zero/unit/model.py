@@ -1,5 +1,5 @@
-"""A model as it is handed over: its parameters and its module tree for the layout; what cannot be paged is refused
-before anything is allocated, and what is replaced later in `step()`.
+"""Describe a model to the layout: its parameters and its module tree. Refuse what cannot be paged before anything is
+allocated, and parameters that are replaced later.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class ModelParameters:
         self._frozen = {name: param for name, param in named.items() if not param.requires_grad}
 
     def check(self) -> None:
-        """Raise ModelError where a parameter, or the module that has it, was replaced or removed, a trainable one was
+        """Raise ModelError if a parameter, or the module that has it, was replaced or removed, a trainable one was
         added, or a frozen one was thawed. Called in `step()` and before weights are saved: compares identities."""
         if (seen := list(map(id, self.model.parameters()))) != self._seen:
             self._check_changed(seen)
@@ -258,7 +258,7 @@ class ModelParameters:
             )
 
     def _check_changed(self, seen: list[int]) -> None:
-        """Raise ModelError unless the model has its first parameters in their order, and besides them frozen ones."""
+        """Raise ModelError unless the model has its first parameters in their order; frozen ones may have come."""
         own = set(self._own)
         kept = [identity for identity in seen if identity in own]
         if kept != self._own:

@@ -1,4 +1,4 @@
-"""The pager: units in use and their users; the entry points of forward, backward, updates and user code to paging."""
+"""Track the units in use and their users: the entry points of forward, backward, updates and user code to paging."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Pager:
         limits: PagerLimits,
         mover: TensorMover | None = None,
     ) -> None:
-        """`mover`: gets what autograd saves besides views of units."""
+        """`mover`: gets what autograd saves that is no view of a unit."""
         self._accelerator = runtime.accelerator
         self._ledger = runtime.ledger
         self._recorder = runtime.recorder
@@ -176,7 +176,7 @@ class Pager:
     def _wait_update(self, paged: PagedUnit, unit_update: UnitUpdate) -> None:
         """Block until the last update of a unit that lives on the device is written; of another until its new
         parameters are computed: its gradients are not needed any more, and a fetch knows how they come to the device.
-        Raises what made that fail, in so far as it has by then."""
+        Raises the error of an update that has failed by then."""
         if not unit_update.written.done():
             with self._recorder.span("compute", "wait_update", paged.unit.name):
                 (unit_update.written if paged.is_resident else unit_update.computed).wait()
@@ -330,7 +330,7 @@ class Pager:
         raise offloaded_error(function, name, tier, paged.unit.dtype, self._accelerator.device)
 
     def _fault_in_saved(self, unit_index: int, version: int | None) -> FlatStorage:
-        """Bring a unit of which autograd unpacks a view that it saved at `version`. Raises ModelError where its weights
+        """Bring a unit of which autograd unpacks a view that it saved at `version`. Raises ModelError if its weights
         have changed since."""
         paged = self.units.by_index[unit_index]
         if torch._C._current_graph_task_id() != self.phase.task:
@@ -530,7 +530,7 @@ class WholeWeights:
     """Makes whole the units of which ranks update shards, in place: so weights are whole between steps, and one rank
     alone may evaluate or save them. Driver thread.
 
-    A unit is gathered where it rests, without memory of its own for that, however large it is. `units`: those that the
+    A unit is gathered in place, without other memory, however large it is. `units`: those that the
     optimizer steps, in static order; none where shards are all, or are gathered for each use.
     """
 

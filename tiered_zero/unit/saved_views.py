@@ -68,7 +68,7 @@ class MovedTensor(Protocol):
 
 
 class TensorMover(Protocol):
-    """Moves what autograd saves besides views of units."""
+    """Moves what autograd saves that is no view of a unit."""
 
     def pack(self, tensor: torch.Tensor, version: int) -> MovedTensor | None:
         """Begin to move a detached tensor; None if it stays."""
@@ -250,7 +250,7 @@ class SavedViews:
         return enabled and torch.is_grad_enabled()
 
     def unpack(self, saved: Saved) -> torch.Tensor:
-        """Return what forward saved, fetched where it is needed: an entry point of [Note: Entry points].
+        """Return what forward saved, fetched if it is offloaded: an entry point of [Note: Entry points].
 
         Raises RuntimeError, as torch does, for what was changed in place since, and ModelError for weights that a step
         or `gathered` has changed: no counter of torch moves then."""

@@ -1,4 +1,4 @@
-"""A unit on the device: its flat storage, its state, and the one table of the legal changes of that state.
+"""Hold a unit on the device: its flat storage, its state, and the one table of the legal changes of that state.
 
 The parameters of a unit are views of `flat`. `storage.resize_(0)` frees the memory while every view keeps its shape,
 dtype and place in autograd's graphs; a later `resize_` and copy brings the bytes back under the same views.
@@ -146,8 +146,8 @@ class FlatStorage:
             return any(more and not param.requires_grad for param, more in zip(self._params, held, strict=True))
 
     def count_references(self, is_recomputed: bool) -> None:
-        """Take the references of now as those that do not count as a view; where the module `is_recomputed` in
-        backward, the fewer of them. See [Note: Frozen parameters that autograd holds]."""
+        """Store the current reference counts as those that do not count as a view; if the module `is_recomputed` in
+        backward, keep the smaller ones. See [Note: Frozen parameters that autograd holds]."""
         if not self.unit.trainable:
             found = self._count_references()
             self._num_references = list(map(min, found, self._num_references)) if is_recomputed else found
@@ -164,7 +164,7 @@ class FlatStorage:
         self.is_full = True
 
     def empty(self, keep: bool = True) -> None:
-        """Free the memory. Every view keeps its shape; autograd's version counters do not move. `keep`: False where a
+        """Free the memory. Every view keeps its shape; autograd's version counters do not move. `keep`: False if a
         transfer may still write to it: no other unit gets it.
 
         A storage that NumPy has viewed can never be resized again; another replaces it, with another key.
@@ -233,7 +233,7 @@ class FlatStorage:
         return None if self.flat._version == self._flat_version else (f"(one of unit {self.unit.name})", "")
 
     def check_converted(self) -> None:
-        """Raise ModelError where the first parameter, in use, has another dtype or device than the flat: as
+        """Raise ModelError if the first parameter, in use, has another dtype or device than the flat: as
         `module.half()` gives to all of a unit that lives on the device. `end_change` sees what is done to others."""
         param, name = self._params[0], self.unit.entries[0].param.name
         if param.dtype is not self.unit.dtype or param.device != self._device:
@@ -278,7 +278,7 @@ class FlatStorage:
         return self._params[bisect_right(self._starts, offset_nbytes) - 1]
 
     def detach_params(self) -> None:
-        """Release the parameters when the engine closes: those with bytes keep a copy, or the view where the device has
+        """Release the parameters when the engine closes: those with bytes keep a copy, or the view if the device has
         no room for one; the others stay guarded."""
         if not self.is_full:
             self.orphan_params()
@@ -458,7 +458,7 @@ class PagedUnit:
         self.version += 1
 
     def _change(self, state: UnitState, weights: WeightState | None = None) -> None:
-        """Enter `state` (and `weights`, where they change too), and guard or unguard the parameters with it.
+        """Enter `state` (and `weights`, if they change too), and guard or unguard the parameters with it.
 
         Raises InternalError for a change that LEGAL_CHANGES has not, with nothing changed.
         """

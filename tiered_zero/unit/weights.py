@@ -1,5 +1,4 @@
-"""Tensors from safetensors files: which files `tiered_zero.weights` means, and how transformers 5 names and cuts what
-they hold.
+"""Read tensors of the safetensors files that `tiered_zero.weights` names, also under names of transformers 5.
 
 `tiered_zero.weights` names files, an index of files, or the directory of a model. A mixture of experts has one tensor
 for each expert in its files, and one for all in memory: transformers' own table of conversions leads from one to the
@@ -226,8 +225,8 @@ class WeightFiles:
             self._paths.update(dict.fromkeys(names, path))
 
     def check(self, model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> list[str]:
-        """Notices about what the files hold in vain. Raises ModelError: a parameter on meta that no file has, or in
-        another shape, or a dtype that is not converted; no parameter on meta at all."""
+        """Return warnings about tensors in the files that the model does not use. Raises ModelError: a parameter on
+        meta that no file has, or in another shape, or a dtype that is not converted; no parameter on meta at all."""
         missing_values = [spec for param, spec in specs.items() if param.is_meta]
         if not missing_values:
             raise ModelError(
