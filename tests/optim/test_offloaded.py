@@ -235,21 +235,25 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_a_strided_parameter_is_never_copied_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is cut into three sub-groups, at elements inside of its rows."""
+def test_a_dense_parameter_in_another_order_is_never_copied_as_a_whole(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut into three sub-groups, at elements inside of its rows, which pass through buffers."""
     monkeypatch.setattr(offloaded, "AUTO_SUB_GROUP_NUMEL", 2048)
     torch.manual_seed(0)
-    strided = nn.Parameter(torch.randn(70, 6, 26)[:, :, ::2])
-    plain = nn.Parameter(strided.detach().clone())
+    strided = nn.Parameter(torch.randn(70, 13, 6).bfloat16().mT)
+    plain = nn.Parameter(strided.detach().float())
     reference = torch.optim.AdamW([plain], lr=1e-2)
-    with OffloadedOptimizer([strided], torch.optim.AdamW, {"device": "cpu"}, lr=1e-2) as optimizer:
+    with OffloadedOptimizer(
+        [strided], torch.optim.AdamW, {"device": "nvme", "nvme_path": str(swap_path)}, lr=1e-2
+    ) as optimizer:
         for _ in range(3):
-            plain.grad = torch.randn(70, 6, 13)
-            strided.grad = plain.grad.clone()
+            strided.grad = torch.randn(70, 13, 6).bfloat16().mT
+            plain.grad = strided.grad.float()
             reference.step()
             with Largest() as made:
                 optimizer.step()
-            assert torch.equal(strided, plain) and not strided.is_contiguous()
+            assert torch.equal(strided, plain.bfloat16()) and not strided.is_contiguous()
         assert made.numel < strided.numel()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class UserParameters(GradientSource):
             dtype=param.dtype,
             trainable=True,
             index=len(self.params),
-            stride=kept_stride(param) if param.device.type == "cpu" else None,  # type: ignore[arg-type]
+            stride=kept_stride(param),  # type: ignore[arg-type]
         )
         self.params.append(param)
         self.specs.append((spec, group))
@@ -151,52 +151,27 @@ class UserParameters(GradientSource):
 
     def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
         if window is not None:
-            values = window.tensor.view(segment.unit.dtype)
-            for part, place in _parts(self.params[segment.unit.index].detach(), segment):
-                values[place : place + part.numel()].view(part.shape).copy_(part)
+            spec, param = segment.unit.entries[0].param, self.params[segment.unit.index]
+            window.tensor.view(segment.unit.dtype).copy_(segment.part_of(spec.flatten(param.detach())))
         return None
 
     def write(
         self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
     ) -> tuple[Transfer, int | None]:
-        param, values = self.params[segment.unit.index].detach(), window.tensor.view(segment.unit.dtype)
+        spec, param = segment.unit.entries[0].param, self.params[segment.unit.index].detach()
+        values = window.tensor.view(segment.unit.dtype)
 
         def copy() -> None:
-            for part, place in _parts(param, segment):
-                part.copy_(values[place : place + part.numel()].view(part.shape), non_blocking=on_lane)
+            flat = spec.flatten(param)
+            segment.part_of(flat).copy_(values, non_blocking=on_lane)
+            if flat.data_ptr() != param.data_ptr():  # a copy, as of a parameter with holes between its elements
+                param.copy_(spec.view(flat), non_blocking=on_lane)
 
         on_lane = self._accelerator is not None and param.device == self._accelerator.device
         if self._accelerator is None or param.device.type == "cpu":
             copy()
             return COMPLETED, None
         return self._accelerator.lane("write_back").submit(copy, after=[after], holds=[param]), None
-
-
-def _parts(param: Tensor, segment: Segment) -> Iterator[tuple[Tensor, int]]:
-    """Cut the elements of a segment into views of the parameter, so that no parameter is copied as a whole. Yields each
-    view with the place of its first element in the segment."""
-    if param.is_contiguous():
-        param = param.view(-1)
-    start, stop = segment.unit_start, segment.unit_start + segment.numel
-    for part, first in _boxes(param, start, stop):
-        yield part, first - start
-
-
-def _boxes(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[Tensor, int]]:
-    """Cut elements [start, stop) of a tensor, counted row by row, into whole rows and parts of the first and last."""
-    if tensor.dim() <= 1:
-        yield tensor[start:stop] if tensor.dim() else tensor, start
-        return
-    row = tensor[0].numel()
-    first, last = -(-start // row), stop // row
-    if start < min(first * row, stop):
-        for part, place in _boxes(tensor[start // row], start % row, min(stop - start // row * row, row)):
-            yield part, place + start // row * row
-    if first < last:
-        yield tensor[first:last], first * row
-    if max(last, first) * row < stop:
-        for part, place in _boxes(tensor[last], 0, stop - last * row):
-            yield part, place + last * row
 
 
 def _place(param: Tensor) -> tuple[Any, ...]:
