@@ -16,9 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered_zero.activations.places import LANE, Place
 from tiered_zero.concurrency.transfer import Transfer, wait_quietly
+from tiered_zero.config.schema import ActivationCheckpointingSection
 from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.extents import ExtentMap
+from tiered_zero.plan.activations import ActivationPlan
 
 MAX_SHARE_OF_STORAGE = 4
 """A view of less than this fraction of its storage stays on the device, with the storage."""
@@ -28,17 +30,6 @@ NUM_AHEAD = 2
 
 MAX_GAP = 32
 """Records searched for those: others in between were dropped or are there already."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoverSettings:
-    """`in_flight_nbytes`: the most bytes in flight. `min_nbytes`: the size from which a storage moves. `synchronize`:
-    forward waits for each move. `profile`: record spans of `pack` and `unpack`."""
-
-    in_flight_nbytes: int
-    min_nbytes: int
-    synchronize: bool = False
-    profile: bool = False
 
 
 @final
@@ -113,9 +104,10 @@ def _is_shared(counter: torch.Tensor, tensor: torch.Tensor) -> bool:
 class ActivationMover:
     """Moves the activations of one engine. Driver thread, or autograd's while the driver waits in backward."""
 
-    def __init__(self, place: Place, nbytes: int, settings: MoverSettings, runtime: Runtime) -> None:
-        """`nbytes`: the budget of `place`."""
-        self._place, self._extents, self._settings = place, ExtentMap(nbytes), settings
+    def __init__(
+        self, place: Place, plan: ActivationPlan, asked: ActivationCheckpointingSection, runtime: Runtime
+    ) -> None:
+        self._place, self._extents, self._plan, self._asked = place, ExtentMap(plan.nbytes), plan, asked
         self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
         self._device = runtime.accelerator.device
         self._records: dict[int, _Record] = {}
@@ -138,7 +130,7 @@ class ActivationMover:
             return None  # a recomputation in backward: the tensor is used at once
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        if nbytes < self._settings.min_nbytes or not self._fits(tensor, nbytes):
+        if nbytes < self._plan.min_nbytes or not self._fits(tensor, nbytes):
             return None
         key = (storage._cdata, version)
         with self._profiled("pack"):
@@ -168,13 +160,13 @@ class ActivationMover:
 
     def _begin_write(self, tensor: torch.Tensor, key: tuple[int, int], nbytes: int) -> _Reference | None:
         self._free_dropped()
-        at = self._extents.allocate(nbytes) if nbytes <= self._settings.in_flight_nbytes else None
+        at = self._extents.allocate(nbytes) if nbytes <= self._plan.in_flight_nbytes else None
         if at is None:
             self._counts["num_kept"] += 1
             self._counts["kept_nbytes"] += nbytes
             return None
         try:
-            self._wait_written(self._settings.in_flight_nbytes - nbytes)
+            self._wait_written(self._plan.in_flight_nbytes - nbytes)
             source = torch.empty(0, dtype=torch.uint8, device=self._device).set_(tensor.untyped_storage())
             self._charge(nbytes)
         except BaseException:
@@ -202,7 +194,7 @@ class ActivationMover:
         )
         self._counts["num_moved"] += 1
         self._counts["moved_nbytes"] += nbytes
-        if self._settings.synchronize:
+        if self._asked.synchronize_checkpoint_boundary:
             self._wait_written(0, on_host=True)
         return reference
 
@@ -271,7 +263,7 @@ class ActivationMover:
             if record is None or record.num_left <= 0:
                 continue
             if record.reading is None:
-                if self._in_flight_nbytes + record.nbytes > self._settings.in_flight_nbytes:
+                if self._in_flight_nbytes + record.nbytes > self._plan.in_flight_nbytes:
                     return
                 self._begin_read(record)
                 self._counts["num_prefetched"] += 1
@@ -281,7 +273,7 @@ class ActivationMover:
 
     def _make_room(self, nbytes: int) -> None:
         """Free sources whose transfers are done, then targets that later nodes need, the latest packed first."""
-        allowed_nbytes = self._settings.in_flight_nbytes - nbytes
+        allowed_nbytes = self._plan.in_flight_nbytes - nbytes
         self._wait_written(allowed_nbytes)
         if self._in_flight_nbytes > allowed_nbytes:
             for record in sorted(self._records.values(), key=lambda record: -record.index):
@@ -361,5 +353,5 @@ class ActivationMover:
 
     @contextmanager
     def _profiled(self, kind: str) -> Iterator[None]:
-        with self._recorder.span("compute", kind) if self._settings.profile else nullcontext():
+        with self._recorder.span("compute", kind) if self._asked.profile else nullcontext():
             yield

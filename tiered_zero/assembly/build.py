@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tiered_zero.activations.mover import ActivationMover, MoverSettings
+from tiered_zero.activations.mover import ActivationMover
 from tiered_zero.activations.places import HostPlace, NvmePlace, Place
 from tiered_zero.assembly.choice import predicted_seconds, save_choice
 from tiered_zero.assembly.machine import SHUTDOWN, Machine, Source, find_source, open_machine, open_runtime
@@ -361,7 +361,7 @@ def _flats(pager: Pager) -> Callable[[Unit], torch.Tensor]:
 def _make_activations(run_spec: RunSpec, machine: Machine, resources: Teardown) -> ActivationMover | None:
     """Make the mover of saved activations; None if they stay on the device."""
     tiers, runtime = machine.tiers, machine.runtime
-    plan, asked = run_spec.plan.activations, run_spec.config.activation_checkpointing
+    plan = run_spec.plan.activations
     if plan is None or not plan.nbytes:
         return None
     place: Place
@@ -369,13 +369,7 @@ def _make_activations(run_spec: RunSpec, machine: Machine, resources: Teardown) 
         place = NvmePlace(tiers.activation_nvme, plan.nbytes, plan.in_flight_nbytes, tiers.activation_staging, runtime)
     else:
         place = HostPlace(tiers.host, plan.nbytes, runtime)
-    settings = MoverSettings(
-        in_flight_nbytes=plan.in_flight_nbytes,
-        min_nbytes=plan.min_nbytes,
-        synchronize=asked.synchronize_checkpoint_boundary,
-        profile=asked.profile,
-    )
-    mover = ActivationMover(place, plan.nbytes, settings, runtime)
+    mover = ActivationMover(place, plan, run_spec.config.activation_checkpointing, runtime)
     resources.add("activations", mover.close)
     return mover
 
