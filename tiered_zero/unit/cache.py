@@ -189,17 +189,17 @@ class UnitCache:
             if paged in self._order:
                 self._order.move_to_end(paged)
 
-    def check_open(self, paged: PagedUnit) -> None:
-        """Raise ParameterOffloadedError if the engine is closed."""
-        if self.is_closed:
-            ClosedEngine(paged.unit.name).fault_in((), "This call")
+    def refuse_closed(self, paged: PagedUnit) -> None:
+        """Raise ParameterOffloadedError: the engine is closed."""
+        ClosedEngine(paged.unit.name).fault_in((), "This call")
 
     # -- fetch -----------------------------------------------------------------------------------------------------
 
     def fetch(self, paged: PagedUnit) -> None:
         """Fetch a unit that is about to be used. If the device has no memory for it, evict every idle unit, and try
         once more."""
-        self.check_open(paged)
+        if self.is_closed:
+            self.refuse_closed(paged)
         if self._kept_nbytes or self._missing_nbytes(paged) > 0:
             self._make_room(paged)
         try:

@@ -239,7 +239,8 @@ class ParamCopies:
 
     def _read(self, paged: PagedUnit) -> torch.Tensor:
         """Return the flat of an offloaded unit, from the last reads if it is the same."""
-        self._cache.check_open(paged)
+        if self._cache.is_closed:
+            self._cache.refuse_closed(paged)
         for unit, version, flat in self._last:
             if unit is paged.unit and version == paged.version:
                 return flat

@@ -324,7 +324,8 @@ class Pager:
         """Raise ParameterOffloadedError for a unit without bytes on the device. A resident one waits for its update."""
         if paged.state is UnitState.IN_USE or paged.is_resident:
             return
-        self.cache.check_open(paged)
+        if self.cache.is_closed:
+            self.cache.refuse_closed(paged)
         name = paged.unit.entries[paged.params[param]].param.name
         tier = self._inventory.home(paged.unit, "param").tier.name
         raise offloaded_error(function, name, tier, paged.unit.dtype, self._accelerator.device)
