@@ -532,7 +532,7 @@ def _chosen_monitors(config: Config) -> dict[str, Open]:
 
 def _make_copies(run_spec: RunSpec, homes: dict[int, Home], state: RunState) -> DurableCopies | None:
     """Copy to `homes` what no committed slot holds; None without in-place commits."""
-    if not run_spec.plan.request.commits:
+    if not run_spec.config.tiered_zero.checkpoint.in_place:
         return None
 
     def flat(unit: Unit) -> torch.Tensor:

@@ -367,7 +367,7 @@ def adopt(
 
     def look() -> str:
         """Open this rank's part, and return why it cannot be adopted, or ""."""
-        if not plan.request.commits:
+        if not plan.request.config.tiered_zero.checkpoint.in_place:
             return "tiered_zero.checkpoint.in_place is off"
         if len(commit.ranks) != ranks.world_size:
             return f"{len(commit.ranks)} ranks have committed it, and this run has {ranks.world_size}"

@@ -129,55 +129,22 @@ class Saver:
         logger.info("saved %s: %s%s in %.2f s", path, nbytes, in_place, seconds)
 
 
-@final
-class Resumption:
-    """Resumes from the newest complete checkpoint in a directory, if it has one. Main thread."""
-
-    def __init__(self, directory: Path | None, options: Mapping[str, Any]) -> None:
-        """Look for a checkpoint in `directory`; None: resume from none. `options`: see `Saver`."""
-        self.directory, self._options = directory, options
-        self.path: str | None = None
-        """The checkpoint that was loaded."""
-        self.loss: float | None = None
-        """The loss of the last step that is not made again."""
-        if directory is not None and (why := nothing_to_load(directory)):
-            logger.info("no checkpoint in %s yet (%s): starting at step 0", directory, why)
-            self.directory = None
-
-    def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config for the engine. Raises StoreError, and ConfigError for another model."""
-        if self.directory is None:
-            return dict(settings)
-        self._compare(self.directory)
-        own = dict(settings.get("tiered_zero") or {})
-        checkpoint = {**(own.get("checkpoint") or {}), "resume": str(self.directory)}
-        return {**settings, "tiered_zero": {**own, "checkpoint": checkpoint}}
-
-    def look_at(self, engine: Engine) -> None:
-        """Log from where an engine that was built from `settings` goes on."""
-        if self.directory is None or engine.resumed is None:
-            return
-        path, client_state = engine.resumed
-        self.path = str(path)
-        saved = client_state.get(_STATE_KEY)
-        self.loss = saved.get(_LOSS) if isinstance(saved, dict) else None
-        logger.info("resumed from %s: %d steps, and their batches, are not made again", self.path, engine.global_steps)
-
-    def _compare(self, directory: Path) -> None:
-        """Compare the options of the command line with those of the run that saved the checkpoint."""
-        with open_reader(find_checkpoint(directory)) as reader:
-            saved = read_client_state(reader.manifest.driver).get(_STATE_KEY)
-        if not isinstance(saved, dict):
-            return
-        for name, value in self._options.items():
-            if name not in saved or saved[name] == value:
-                continue
-            if name == MODEL:
-                raise ConfigError(
-                    f"--resume: the run in {directory} trains --model {saved[name]}; found {value}. Give that, or "
-                    "another directory to --save."
-                )
-            logger.warning("%s was %s when the checkpoint was saved, and is %s now", name, saved[name], value)
+def compare_options(directory: Path, options: Mapping[str, Any]) -> None:
+    """Warn of `options` that differ from those of the run that saved the newest checkpoint in `directory`. Raises
+    StoreError, and ConfigError for another model."""
+    with open_reader(find_checkpoint(directory)) as reader:
+        saved = read_client_state(reader.manifest.driver).get(_STATE_KEY)
+    if not isinstance(saved, dict):
+        return
+    for name, value in options.items():
+        if name not in saved or saved[name] == value:
+            continue
+        if name == MODEL:
+            raise ConfigError(
+                f"--resume: the run in {directory} trains --model {saved[name]}; found {value}. Give that, or "
+                "another directory to --save."
+            )
+        logger.warning("%s was %s when the checkpoint was saved, and is %s now", name, saved[name], value)
 
 
 def warn_of_others(directory: Path) -> None:
@@ -260,10 +227,21 @@ class Training:
             "batch": resolved.train_batch_size,
         }
         """Saved with a checkpoint, because the numbers depend on it."""
-        self._resumption = Resumption(options.save if options.resume else None, self._saved)
-        self._settings = self._resumption.settings(settings)
+        self._resumes = options.save if options.resume else None
+        """The directory of the newest checkpoint, from which the run goes on; None: it begins at step 0."""
+        self._resumed_from: str | None = None
+        self._loss_before: float | None = None
+        """The loss of the last step that is not made again."""
+        if self._resumes is not None and (why := nothing_to_load(self._resumes)):
+            logger.info("no checkpoint in %s yet (%s): starting at step 0", self._resumes, why)
+            self._resumes = None
+        if self._resumes is not None:
+            compare_options(self._resumes, self._saved)
+            checkpoint = (settings.get("tiered_zero") or {}).get("checkpoint") or {}
+            settings = overlay(settings, None, {"checkpoint": {**checkpoint, "resume": str(self._resumes)}})
         if options.save is not None and not options.resume:
             warn_of_others(options.save)
+        self._settings = settings
         self._progress = TrainingProgress(options.steps, is_shown=self._rank == 0)
 
     def run(self) -> int:
@@ -272,9 +250,9 @@ class Training:
             try:
                 engine = open_engine(self._settings, self._model, self._options.seed)
             except ModelError as error:
-                if (directory := self._resumption.directory) is None:
+                if self._resumes is None:
                     raise
-                way = f"Take the config of the run in {directory}, or give another directory to --save."
+                way = f"Take the config of the run in {self._resumes}, or give another directory to --save."
                 raise ModelError(f"--resume: {error} {way}") from error
             predicted = predicted_seconds(engine.config, engine.module, engine.plan)
             totals = RunTotals({tier: engine.plan.nbytes(tier) for tier in TIERS}, predicted)
@@ -291,7 +269,11 @@ class Training:
     def _train(self, engine: Engine, stop: StopRequest, totals: RunTotals) -> int:
         """Make the missing steps; return the exit code."""
         options, progress = self._options, self._progress
-        self._resumption.look_at(engine)
+        if self._resumes is not None and engine.resumed is not None:
+            path, client_state = engine.resumed
+            self._resumed_from, saved = str(path), client_state.get(_STATE_KEY)
+            self._loss_before = saved.get(_LOSS) if isinstance(saved, dict) else None
+            logger.info("resumed from %s: %d steps, and their batches, are not made again", path, engine.global_steps)
         progress.begin_at(engine.global_steps)
         saver = Saver(engine, options.save, options.save_every, self._saved) if options.save is not None else None
         stop.at_boundary = saver is not None or self._world_size > 1  # ranks end after the same step
@@ -320,7 +302,7 @@ class Training:
         progress, report = self._progress, totals.report()
         num_made = progress.done - progress.first
         if progress.done and not num_made:
-            loss = self._resumption.loss
+            loss = self._loss_before
             report = replace(report, last_loss=loss)
             loss_text = "" if loss is None else f" The loss of its last step was {loss:.3f}."
             steps = self._options.steps
@@ -330,7 +312,7 @@ class Training:
                 "config": self._options.config,
                 "model": str(self._model),
                 "interrupted": code in (INTERRUPTED, TERMINATED),
-                "resumed_from": self._resumption.path,
+                "resumed_from": self._resumed_from,
                 "resumed_step": progress.first,
                 "world_size": self._world_size,
             }
@@ -372,7 +354,7 @@ def open_engine(settings: Mapping[str, Any], model: GPTConfig, seed: int) -> Eng
     return tiered_zero.initialize(model=build_gpt(model), config=settings)[0]
 
 
-def overlay(settings: Mapping[str, Any], batch: int | None, own: Mapping[str, str | None]) -> dict[str, Any]:
+def overlay(settings: Mapping[str, Any], batch: int | None, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the file's settings with the options in their place. `own`: for the section "tiered_zero"."""
     result = dict(settings)
     if batch is not None:

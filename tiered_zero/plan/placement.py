@@ -184,7 +184,7 @@ def list_slots(
     A commit makes state durable, and everything that cannot be made from it: parameters of no sub-group, buffers, and
     all parameters if they are half of their masters. Those that rest in memory have a copy next to the state.
     """
-    commits, is_half = request.commits, request.state_format == "bf16_remainder"
+    commits, is_half = request.config.tiered_zero.checkpoint.in_place, request.state_format == "bf16_remainder"
     held = {index for subgroup in subgroups for index in subgroup.parts}
     slots: list[PlannedSlot] = []
 

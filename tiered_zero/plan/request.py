@@ -116,12 +116,6 @@ class PlanRequest:
         return NUM_STATE_STAGING if self.fewest_buffers else given(section, "buffer_count")
 
     @property
-    def updates_in_backward(self) -> bool:
-        """Whether the config and the rule let updates start in backward."""
-        allowed = self.config.tiered_zero.optimizer_in_backward and self.config.managed_gradient_accumulation
-        return allowed and not self.keeps_group_state
-
-    @property
     def checks_gradients(self) -> bool:
         """Whether a global norm or a check for overflow comes before any update."""
         config = self.config
@@ -150,11 +144,6 @@ class PlanRequest:
         """The tier of saved activations, which is their device's memory, too, where the CPU computes."""
         tier = _TIER_OF_DEVICE[self.config.activations_device]
         return "device" if tier == "host" and self.shares_cores else tier
-
-    @property
-    def commits(self) -> bool:
-        """Whether saves commit in place: durable data has two places on nvme, or one if it is written once."""
-        return self.config.tiered_zero.checkpoint.in_place
 
     @property
     def shards_state(self) -> bool:

@@ -70,7 +70,9 @@ def choose_update_policy(request: PlanRequest, state_tiers: Collection[str]) -> 
         policy="overlapped",
         reason="exact, and overlaps compute or disk" if automatic else asked,
         optimizer_in_backward=(
-            request.updates_in_backward
+            request.config.tiered_zero.optimizer_in_backward
+            and request.config.managed_gradient_accumulation
+            and not request.keeps_group_state
             and request.world_size == 1
             and not request.checks_gradients
             and "device" not in state_tiers

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class Timeline:
     spans: list[Span]
 
     def to_json(self) -> dict[str, Any]:
-        return {"step": self.step, "spans": [[getattr(span, name) for name in _COLUMNS] for span in self.spans]}
+        return {"step": self.step, "spans": [astuple(span) for span in self.spans]}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Timeline:
