@@ -112,6 +112,7 @@ def test_without_an_optimizer_an_evaluation_is_planned_and_the_first_line_says_s
 
 
 def test_the_disk_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # training in the checkout leaves the directory there
     values = plan_json(CONFIG)[1]
     (directory,), (drive,) = values["directories"], values["drives"]
     needed = sum(row["nbytes"] for row in values["rows"] if row["tier"] == "nvme")
