@@ -1,22 +1,22 @@
-"""Give parameters of an engine their classes: `OffloadedParameter` while their unit is not in use, else one in use.
+"""Give parameters of an engine their classes: `OffloadedParameter` while their unit is not in use, else a class in use.
 
-PyTorch itself does not notice a read of an empty storage (it crashes or returns garbage), so while a unit is not in use
-its parameters carry the class `OffloadedParameter`, whose `__torch_function__` stands between them and every operator:
-it answers what needs no bytes, and fetches or refuses the rest.
+PyTorch itself does not notice a read of an empty storage (it crashes or returns garbage). So while a unit is not in use
+its parameters have the class `OffloadedParameter`, whose `__torch_function__` stands between them and every operator:
+it answers what needs no bytes, and for all else it fetches the unit or raises.
 
 [Note: The key of offloaded parameters]
-`torch.tensor(param)`, `Tensor.set_`, TorchScript and the like take a tensor past `__torch_function__`. Each then calls
-an operator, and the dispatcher looks at the tensor's keys first. A parameter that is offloaded carries a key for which
-torch has no kernels (it keeps it for its own tests), and the kernel registered here brings the bytes, or raises.
-DLPack calls no operator, it takes the address: so the storage of such a parameter is marked, and torch raises.
-`param.data = keyed` gives it the key and that storage, `param.data = plain` takes both away, 0.3 us each: hooks and
-version counter stay, and operators on a parameter in use cost what they always cost.
+`torch.tensor(param)`, `Tensor.set_`, TorchScript and others take a tensor without calling `__torch_function__`. Each of
+them then calls an operator, and torch's dispatcher looks at the tensor's dispatch keys first. An offloaded parameter
+carries a key for which torch has no kernels (torch has it for its own tests), and the kernel registered here fetches
+the bytes, or raises. DLPack calls no operator but takes the address: so the storage of an offloaded parameter is
+marked, and torch raises if its address is asked for.
+`param.data = keyed` gives a parameter the key and that storage, `param.data = plain` takes both away, in 0.3 us each:
+hooks and version counter stay, and operators on a parameter in use cost what they cost in plain PyTorch.
 
-While a unit is in use, operators treat its parameters as plain ones, and copies of them are plain. `grad` is at the
-gradient's home between backward and step(). `data` is `detach()`, which shares the version counter. What leads to a
-NumPy array or an address lets user code write past the counter: the engine watches the parameter's values from there
-on. [Note: Writes through .data]
-"""
+While a unit is in use, operators treat its parameters as plain ones, and copies of them are plain. `grad` reads the
+gradient's home between backward and step(). `data` is `detach()`, which shares the version counter. A NumPy array or an
+address lets user code write past the counter: from the call that gives one, the engine watches the parameter's values.
+[Note: Writes through .data]"""
 
 from __future__ import annotations
 
@@ -34,36 +34,41 @@ from tiered_zero.errors import ParameterOffloadedError
 
 _get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-"""Do `param.data = ...`, past the properties of our classes."""
+"""Do `param.data = ...` without calling the `data` properties of the classes in this file."""
 
 
 class FaultHandler(Protocol):
     """The handler that a guarded parameter asks for its bytes: the Pager of its engine, or a ClosedEngine."""
 
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
-        """Bring the units of `params`, the first of which is offloaded, together for the running forward or backward,
-        or raise ParameterOffloadedError."""
+        """Fetch the units of `params` together for the running forward or backward, or raise ParameterOffloadedError.
+
+        `params`: parameters with which one function is called; the first is offloaded. `function`: its name, for the
+        error."""
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Copy the parameter to the CPU while a state_dict is taken; else return None."""
+        """Return a copy of the parameter on the CPU while a state_dict is taken; else return None."""
 
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Copy an offloaded parameter to the CPU, for a copy of its module; return None while modules run."""
+        """Return a copy of an offloaded parameter on the CPU, for a copy of its module; return None while modules
+        run."""
 
     def watch(self, param: nn.Parameter) -> None:
-        """User code is about to get the memory of a parameter in use. See [Note: Writes through .data]."""
+        """Watch the values of a parameter in use: user code is about to get its memory. See [Note: Writes through
+        .data]."""
 
 
 _handlers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def handler_of(param: nn.Parameter) -> FaultHandler | None:
-    """Return the handler of this parameter, ClosedEngine after its engine's end; None for a plain parameter."""
+    """Return the handler of this parameter; None for a plain parameter. After its engine's end the handler is a
+    ClosedEngine."""
     return _handlers.get(param)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def require_handler(param: nn.Parameter) -> FaultHandler:
-    """Return the handler of a parameter that an engine pages, or has paged."""
+    """Return the handler of a parameter that an engine pages or has paged."""
     handler: FaultHandler = _handlers[param]
     return handler
 
@@ -79,14 +84,15 @@ def release_param(param: nn.Parameter, own: type[nn.Parameter]) -> None:
 
 
 class ClosedEngine:
-    """The handler of parameters whose engine is closed, and whose bytes ended with its tiers."""
+    """The handler of parameters whose engine is closed: their bytes were freed with the engine's tiers."""
 
     def __init__(self, unit_name: str, own_class: type[nn.Parameter] = nn.Parameter) -> None:
         self._unit_name = unit_name
         self._own_class = own_class
 
     def revive(self, param: nn.Parameter, func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        """Whether `func` gives the parameter a value, as load_state_dict() does: then it is plain again, with it."""
+        """Make the parameter plain again if `func`, called with `args`, gives it a value, as load_state_dict() does.
+        Return whether it does."""
         if func not in (torch.Tensor.copy_, set_data) or args[0] is not param:
             return False
         if isinstance(value := args[1], OffloadedParameter):
@@ -112,23 +118,23 @@ class ClosedEngine:
         return None
 
     def watch(self, param: nn.Parameter) -> None:
-        """Nothing comes of a change."""
+        """Do nothing: changes of a parameter without an engine are not looked for."""
 
 
 # -- param.grad between backward and step() ----------------------------------------------------------------------------
 
 
 class GradientHome(Protocol):
-    """Access to the gradients of parameters between backward and step()."""
+    """Interface to the gradients of parameters at their home, between backward and step()."""
 
     def set_hidden(self, why: str | None) -> None:
-        """Refuse to read and assign them, with the reason `why`; None allows both."""
+        """Refuse to read and assign gradients, with `why` as the reason in the error; None allows both."""
 
     @property
     def has_gradients(self) -> bool: ...
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return what `param.grad` is."""
+        """Return the value of `param.grad`."""
 
     def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
         """Do `param.grad = value`."""
@@ -150,13 +156,13 @@ _HIDDEN_BY_RANKS = (
 
 @final
 class VisibleGradients:
-    """Lets `param.grad` of trainable parameters be read from the gradient's home, from backward to step().
+    """Lets user code read and assign `param.grad` of trainable parameters at the gradient's home, from backward to
+    step().
 
-    A backward moves each gradient to its home, which may be on another device and, where micro-batches are summed, in
-    fp32; autograd's own attribute could hold neither. A parameter in use asks here while there are gradients and no
-    call is running; a guarded one at any time. Without gradients autograd's attribute is the place for what users
-    assign. Driver thread.
-    """
+    A backward moves each gradient to its home, which may be on another device, and in fp32 if micro-batches are summed;
+    autograd's own attribute can hold neither. A parameter in use reads its gradient here only while there are gradients
+    and no call of the engine runs; a guarded parameter reads it here at any time. Without gradients at their home, what
+    users assign goes to autograd's attribute. Driver thread."""
 
     def __init__(self, home: GradientHome, num_ranks: int = 1) -> None:
         self._params: Sequence[nn.Parameter] = ()
@@ -165,7 +171,7 @@ class VisibleGradients:
         self._num_ranks = num_ranks
 
     def open(self, params: Sequence[nn.Parameter]) -> None:
-        """`params`: all that are trainable."""
+        """Begin to serve `param.grad` of `params`: all trainable parameters."""
         self._params = params
         for param in params:
             _gradients[param] = self
@@ -173,8 +179,8 @@ class VisibleGradients:
     def set_hidden(self, updates_in_backward: bool = False) -> None:
         """Refuse to read or assign gradients until step(), if an update or other ranks change them.
 
-        `updates_in_backward`: the same in every step, though the first step's update never begins in backward.
-        """
+        `updates_in_backward`: whether updates begin in backward. The caller passes the same in every step, although the
+        first step's update never begins in backward."""
         by_ranks = _HIDDEN_BY_RANKS if self._num_ranks > 1 else None
         self.home.set_hidden(_HIDDEN_BY_UPDATE if updates_in_backward else by_ranks)
 
@@ -193,7 +199,8 @@ class VisibleGradients:
 
 
 def read_grad(param: nn.Parameter, is_guarded: bool) -> torch.Tensor | None:
-    """Return autograd's attribute, or the gradient at its home: at any time of a guarded parameter."""
+    """Return `param.grad`: autograd's attribute if it is set, else the gradient at its home. `is_guarded`: the
+    parameter is guarded; its gradient is then read from the home at any time, not only between calls."""
     with torch._C.DisableTorchFunctionSubclass():
         grad: torch.Tensor | None = _grad.__get__(param)
     if grad is not None:
@@ -214,18 +221,19 @@ def assign_grad(param: nn.Parameter, value: torch.Tensor | None, is_guarded: boo
 # -- parameters in use -------------------------------------------------------------------------------------------------
 
 WATCHED = ("numpy", "__array__", "data_ptr", "__dlpack__")
-"""Methods by which memory is written past the version counter."""
+"""Methods that let user code write to a tensor's memory without moving its version counter."""
 
 
 def _watch(tensor: torch.Tensor) -> None:
-    """Let the engine of a parameter, or of the one that `tensor` is a part of, watch its values."""
+    """Watch the values of a parameter, if `tensor` is one or a part of one: its engine compares them later."""
     param = tensor if isinstance(tensor, nn.Parameter) else tensor._base
     if isinstance(param, nn.Parameter) and (handler := handler_of(param)) is not None:
         handler.watch(param)
 
 
 def as_part(found: torch.Tensor) -> torch.Tensor:
-    """Give what indexing a parameter in use has found the class of its parts, if it is a view."""
+    """Return `found`, the result of indexing a parameter in use; if it is a view, set its class to that of parts in
+    use."""
     if type(found) is torch.Tensor:
         with torch._C.DisableTorchFunction():  # a mode of the user sees what it sees in plain PyTorch
             is_view = found._is_view()
@@ -240,7 +248,8 @@ def _index(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def _detach(param: nn.Parameter) -> torch.Tensor:
-    """As torch's, which shares the version counter; but NumPy, which moves none, takes what is detached."""
+    """Detach as torch does, sharing the version counter. On the CPU the values are then watched, since NumPy accepts a
+    detached tensor and moves no counter."""
     if not torch.compiler.is_compiling() and (handler := handler_of(param)) is not None:
         if (copy := handler.copy_of(param)) is not None:
             return copy
@@ -261,7 +270,8 @@ def _watched(name: str) -> Callable[..., Any]:
 
 
 def _as_own(own: type[torch.Tensor], name: str) -> Callable[..., Any]:
-    """A method that copies, pickles or prints, which asks for its object's class."""
+    """Return the method `name` (it copies, pickles or prints), which runs while the tensor has its `own` class: such
+    methods look at the class of their object."""
 
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         in_use = type(tensor)
@@ -275,7 +285,7 @@ def _as_own(own: type[torch.Tensor], name: str) -> Callable[..., Any]:
 
 
 def _members(own: type[torch.Tensor]) -> dict[str, Any]:
-    """What a parameter in use and its parts do otherwise than tensors of class `own`."""
+    """Return the members in which the class of a parameter in use, or of its parts, differs from class `own`."""
     members: dict[str, Any] = {name: _watched(name) for name in WATCHED}
     members |= {name: _as_own(own, name) for name in ("__deepcopy__", "__reduce_ex__", "__format__", "__repr__")}
     members |= {"__getitem__": _index, "__module__": own.__module__}
@@ -323,11 +333,11 @@ _WRAPPER_KEYS = (
     | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 )
 _libraries: list[torch.library.Library] = []
-"""Registrations last as long as these."""
+"""The registrations below: torch drops them when these objects are collected."""
 
 
 class _Keyed(torch.Tensor):
-    """torch makes tensors with more keys only of a class with this method."""
+    """A tensor class with `__torch_dispatch__`: torch makes tensors with additional keys only of such a class."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -337,7 +347,8 @@ class _Keyed(torch.Tensor):
 
 
 def keyed(plain: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the geometry and storage of `plain` and the key, to be assigned to `param.data`.
+    """Return a tensor with the geometry and storage of `plain` and the key of offloaded parameters, to be assigned to
+    `param.data`.
 
     From then on torch raises RuntimeError if the address of that storage is asked for."""
     size, stride, offset = plain.size(), plain.stride(), plain.storage_offset()
@@ -355,7 +366,7 @@ def keyed(plain: torch.Tensor) -> torch.Tensor:
 
 @final
 class without_key(torch._C._ExcludeDispatchKeyGuard):
-    """Call torch's own kernels within: for what asks nothing of the bytes."""
+    """A block inside of which torch's own kernels serve offloaded parameters: for calls that need no bytes."""
 
     def __init__(self) -> None:
         super().__init__(_KEYS)
@@ -364,11 +375,11 @@ class without_key(torch._C._ExcludeDispatchKeyGuard):
 # -- offloaded parameters ----------------------------------------------------------------------------------------------
 
 _CONVERSIONS = frozenset("to cpu cuda type float double half bfloat16".split())
-"""Functions that return the tensor itself if it is as wanted, which `module.to()` relies on."""
+"""Functions that return the tensor itself if it already is as wanted, on which `module.to()` relies."""
 # What may be asked of an offloaded parameter: everything but its bytes.
 _BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 _OF_CLASS_IN_USE = frozenset({"detach", "__getitem__", *WATCHED})
-"""What a parameter in use does otherwise than a plain one, besides `data`."""
+"""Members in which a parameter in use differs from a plain one, besides `data`."""
 _METADATA_METHODS = frozenset(
     "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
     "is_signed get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__ "
@@ -381,7 +392,8 @@ _METADATA_METHODS = frozenset(
 def offloaded_error(
     function: str, param: str, tier: str, dtype: torch.dtype, device: torch.device
 ) -> ParameterOffloadedError:
-    """`param`, by name, rests on `tier`; it is of `dtype` on `device` wherever it is used."""
+    """Return the error for `function`, which would read or convert an offloaded parameter. `param`: its name. `tier`:
+    where it rests. `dtype`, `device`: what it has wherever it is used."""
     if function in _CONVERSIONS:
         return ParameterOffloadedError(
             f"{function} cannot move or convert parameter {param!r}: it is {dtype} on {device} wherever it is used, "
@@ -397,7 +409,8 @@ def offloaded_error(
 
 
 class OffloadedParameter(nn.Parameter):
-    """A parameter whose unit is not in use. Shape, dtype, grad and hooks work; bytes are fetched or refused.
+    """A parameter whose unit is not in use. Shape, dtype, grad and hooks work; a function that needs the bytes fetches
+    them, or raises.
 
     An entry point of [Note: Entry points]."""
 
@@ -458,12 +471,13 @@ class OffloadedParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
     def as_subclass(self, cls: type[Any]) -> Any:
-        """torch does not dispatch here."""
+        """Fetch the bytes first: torch does not call `__torch_function__` for this method."""
         require_handler(self).fault_in([self], "as_subclass")
         return self.as_subclass(cls)
 
     def _plain_copy(self, function: str) -> nn.Parameter | None:
-        """Copy the parameter to the CPU, as state_dict() does. None: it is in use now, and of its own class."""
+        """Return a copy of the parameter on the CPU, as state_dict() does. If modules run, fetch the parameter, which
+        then has its own class, and return None."""
         handler = require_handler(self)
         if (value := handler.idle_copy(self)) is not None:
             return nn.Parameter(value, self.requires_grad)
@@ -472,8 +486,8 @@ class OffloadedParameter(nn.Parameter):
 
 
 def _keeps(func: Callable[..., Any], param: nn.Parameter, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether `func` leaves the parameter as it is: a conversion to what it is, or `param.data = param`. That is all
-    that `module.to(device)` does to a parameter that is there already."""
+    """Return whether `func` leaves the parameter as it is: a conversion to the dtype and device that it has, or
+    `param.data = param`. `module.to(device)` does only this to a parameter that is on the device already."""
     if func == set_data:
         return args[0] is param
     if getattr(func, "__name__", "") not in _CONVERSIONS or not (args or keywords or func.__name__ != "type"):
@@ -486,7 +500,7 @@ def _keeps(func: Callable[..., Any], param: nn.Parameter, args: Sequence[Any], k
 
 
 def _name_of(func: Any) -> str:
-    """As the user wrote it: `mul`, or `.data` for the getter of an attribute."""
+    """Return the function's name as the user wrote it: `mul`, or `.data` for the getter of an attribute."""
     name = getattr(func, "__name__", str(func))
     return f".{getattr(func.__self__, '__name__', name)}" if name in ("__get__", "__set__") else name
 
@@ -499,14 +513,15 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
 
 
 def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) -> None:
-    """Fetch `param`, together with those that are `used` with it."""
+    """Fetch the unit of `param`, together with those of `used`: the other parameters with which `function` is
+    called."""
     handler = require_handler(param)
     handler.fault_in([param, *(other for other in used if handler_of(other) is handler)], function)
 
 
 def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
-    """Each parameter among the arguments that is offloaded when its turn comes (an earlier one's fault may have fetched
-    it too), and the others."""
+    """Yield each parameter among the arguments that is still offloaded when its turn comes, and the other parameters.
+    An earlier parameter's fetch may have brought a later one too."""
     used = list(_parameters_in(values))
     for index, param in enumerate(used):
         if isinstance(param, OffloadedParameter):
@@ -514,7 +529,7 @@ def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter
 
 
 def _fetch_for_operator(operator: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """For operators that C++ code calls. Whether the operator needs bytes; then they are there."""
+    """Fetch the bytes that an operator needs, for operators that C++ code calls. Return False if it needs no bytes."""
     name = operator.overloadpacket.__name__
     if name in _METADATA_METHODS:
         return False

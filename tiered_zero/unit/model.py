@@ -1,6 +1,7 @@
-"""Describe a model to the layout: its parameters and its module tree. Refuse what cannot be paged before anything is
-allocated, and parameters that are replaced later.
-"""
+"""Describe a model to the layout: its parameters and its module tree.
+
+Refuse, before anything is allocated, a model whose parameters cannot be paged; refuse parameters that are replaced
+later."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from tiered_zero.unit.quantized_layers import statistics
 def list_params(
     model: nn.Module, cast: Callable[[torch.dtype], torch.dtype], trains: bool = True
 ) -> dict[nn.Parameter, ParamSpec]:
-    """List every parameter once, by identity, in the order of `model.parameters()`; then scales of layers of 4 bits.
+    """List every parameter of the model once, by identity, with its ParamSpec.
 
-    `cast`: the dtype on the device of a parameter with the given dtype. `trains`: False makes every one frozen. Raises
-    ModelError on a model without any, or with one that has no shape yet or no plain memory.
-    """
+    The order is that of `model.parameters()`; the scales of layers quantized to 4 bits come last. `cast`: returns the
+    dtype on the device for a parameter's dtype. `trains`: False marks every parameter as frozen. Raises ModelError if
+    the model has no parameters, or one that has no shape yet or no plain memory."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if is_lazy(param):
@@ -73,7 +74,8 @@ def list_params(
 
 
 def module_tree(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec], name: str = "") -> ModuleSpec:
-    """Describe `model`, whose parameters `specs` lists, module by module. `name`: its qualified name."""
+    """Describe `model` as a tree of modules. `specs`: the parameters of the whole model, as `list_params` returns them.
+    `name`: the qualified name of `model`; empty for the root."""
     return ModuleSpec(
         name=name,
         params=tuple(specs[param].index for param in _own_params(model)),
@@ -94,14 +96,16 @@ def _own_params(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether it holds blocks, or experts, that run one by one. A Sequential of plain layers is the inside of one."""
+    """Return whether the module holds blocks, or experts, that run one by one. A Sequential of plain layers does not
+    count: it is the inside of one block."""
     if isinstance(module, nn.Sequential):
         return sum(any(True for grandchild in child.children()) for child in module) > 1
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
 
 
 def kept_stride(param: nn.Parameter) -> tuple[int, ...] | None:
-    """Strides that are dense but not row-major, as with channels_last: kernels and sums follow the order in memory."""
+    """Return a parameter's strides if they are dense but not row-major, as with channels_last; else None. The flat
+    keeps such strides, since kernels and sums follow the order in memory."""
     with torch._C.DisableTorchFunctionSubclass():
         if param.layout is not torch.strided or not param.numel():
             return None
@@ -122,15 +126,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def packed_nbytes(buffers: Iterable[torch.Tensor]) -> int:
-    """Sum whole pages of buffers that lie one after another, each at a multiple of 128 bytes; at least as many bytes as
-    they take on any device, where small floats may be fp32."""
+    """Return the bytes, in whole pages, of buffers that lie one after another, each at a multiple of 128 bytes. An
+    element counts as at least 4 bytes, since a device may hold small floats as fp32."""
     sizes = (buffer.numel() * max(buffer.dtype.itemsize, 4) for buffer in buffers)
     return align_up(sum(align_up(nbytes, PACKED_ALIGNMENT_NBYTES) for nbytes in sizes), PAGE_NBYTES)
 
 
 def check_memory(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> None:
-    """Raise ModelError: compiled TorchScript in the tree; parameters that share memory with each other or with a
-    buffer, or whose elements overlap."""
+    """Raise ModelError if the model contains compiled TorchScript, if a parameter shares memory with another parameter
+    or a buffer, or if a parameter's own elements overlap. `specs`: the model's parameters."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
@@ -162,7 +166,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _is_paged(tensor: torch.Tensor) -> bool:
-    """Whether an engine that is closed paged it: its values are lost."""
+    """Return whether the tensor is a parameter that an engine, now closed, has paged: its values are lost."""
     return isinstance(tensor, nn.Parameter) and handler_of(tensor) is not None
 
 
@@ -188,7 +192,10 @@ def _check_dense(param: nn.Parameter, name: str) -> None:
 
 
 def _check_apart(sharing: list[_Owned]) -> None:
-    """`sharing`: distinct tensors on one storage. Parts that do not overlap are fine, as of weights cut out of one."""
+    """Raise ModelError if two of `sharing` overlap and one of the two is a parameter.
+
+    `sharing`: distinct tensors on one storage. Parts that do not overlap are allowed, such as weights cut out of one
+    tensor."""
     before: list[_Owned] = []
     for one in sorted(sharing, key=lambda own: _extent(own.tensor)):
         for other in before:
@@ -204,14 +211,14 @@ def _check_apart(sharing: list[_Owned]) -> None:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte in the storage, and the one behind the last."""
+    """Return the tensor's first byte in its storage, and the byte behind its last one."""
     start = int(tensor.storage_offset())
     last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return start * tensor.element_size(), (start + last + 1) * tensor.element_size()
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors on one storage share an element."""
+    """Return whether two tensors on one storage share an element."""
     (start, stop), (low, high) = _extent(one), _extent(other)
     if stop <= low or high <= start:
         return False
@@ -229,7 +236,8 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @final
 class ModelParameters:
-    """Checks that a model has the parameters that its run began with. `trains`: frozen ones must stay frozen."""
+    """Checks that a model still has the parameters with which its run began. `trains`: whether the run trains, so that
+    frozen parameters must stay frozen."""
 
     def __init__(self, model: nn.Module, trains: bool) -> None:
         self.model = model
@@ -237,13 +245,15 @@ class ModelParameters:
         named = dict(model.named_parameters())
         self._names = list(named)
         self._own = self._seen = list(map(id, named.values()))
-        """The identities of the parameters that the run began with, and of those of the last check, in their order."""
+        """The identities of the parameters, in the order of the model: `_own` when the run began, `_seen` at the last
+        check."""
         self._params = list(named.values())  # identities stay theirs
         self._frozen = {name: param for name, param in named.items() if not param.requires_grad}
 
     def check(self) -> None:
-        """Raise ModelError if a parameter, or the module that has it, was replaced or removed, a trainable one was
-        added, or a frozen one was thawed. Called in `step()` and before weights are saved: compares identities."""
+        """Raise ModelError if a parameter, or the module that has it, was replaced or removed, if a trainable parameter
+        was added, or if a frozen one was thawed. Called in `step()` and before weights are saved. Compares identities.
+        """
         if (seen := list(map(id, self.model.parameters()))) != self._seen:
             self._check_changed(seen)
             self._seen = seen
@@ -258,7 +268,8 @@ class ModelParameters:
             )
 
     def _check_changed(self, seen: list[int]) -> None:
-        """Raise ModelError unless the model has its first parameters in their order; frozen ones may have come."""
+        """Raise ModelError unless the model still has its first parameters in their order. New frozen parameters are
+        allowed. `seen`: the identities of the parameters that the model has now."""
         own = set(self._own)
         kept = [identity for identity in seen if identity in own]
         if kept != self._own:

@@ -1,30 +1,31 @@
-"""Hold a unit on the device: its flat storage, its state, and the one table of the legal changes of that state.
+"""Hold a unit on the device: its flat, its state, and the one table of the legal changes of that state.
 
-The parameters of a unit are views of `flat`. `storage.resize_(0)` frees the memory while every view keeps its shape,
-dtype and place in autograd's graphs; a later `resize_` and copy brings the bytes back under the same views.
-While they are guarded the parameters are views of a second storage, whose address torch refuses.
-On the CPU device the storage is a range of huge pages, which stays while its memory is unmapped: see
+The parameters of a unit are views of its flat. `storage.resize_(0)` frees the flat's memory while every view keeps its
+shape, dtype and place in autograd's graphs; a later `resize_` and copy bring the bytes back under the same views.
+While parameters are guarded they are views of a second storage, whose address torch refuses to give.
+On the CPU device the storage is a range of huge pages, which keeps its address while its memory is unmapped: see
 hardware/memory/huge_pages.py.
 
 [Note: State of a unit]
-Two enums say it; they change together, and only in `PagedUnit`. The rest is a plain fact (`num_users`,
-`version`, `fetch`), or the storage knows it: `is_full`, and `is_viewed`, which keeps the memory of a unit that is
-OFFLOADED already. A view is held by a node that runs, a tensor that a checkpointed region has
-recomputed, an output that is a slice of a weight. So neither eviction nor a wrong prefetch can pull memory from under a
-computation; at worst the budget is passed, which raises.
+Two enums hold the state of a unit: `UnitState` and `WeightState`. They change together, and only in `PagedUnit`. All
+else is a plain field (`num_users`, `version`, `fetch`) or a fact of the storage: `is_full`, and `is_viewed`, which is
+true while other code holds a view of the flat. Such a view is held by a node that runs, by a tensor that a checkpointed
+region has recomputed, or by an output that is a slice of a weight. A flat that is viewed keeps its memory, also when
+its unit is OFFLOADED. So neither eviction nor a wrong prefetch can free memory that a computation reads; at worst the
+budget is exceeded, which raises.
 A unit that lives on the device has its storage as its home: it is IN_USE, or CACHED while it waits for its update.
-`Pager.abort` leads from each pair of the table back to OFFLOADED, or leaves the unit to the `gathered` block that uses
-it, or to its fetch.
+From every pair of states `Pager.abort` leads a unit back to OFFLOADED, unless the unit lives on the device, a
+`gathered` block uses it, or its fetch is still under way.
 
 [Note: Writes through .data]
-A change in place moves the parameter's version counter, or the flat's where a node of backward makes it in what forward
-saved. `param.data.mul_()` moves it too, for `data` of a parameter in use is `detach()` (unit/guard.py). A NumPy array
-moves none. So where a parameter in use may give user code its memory, its values are copied first, and compared bit for
-bit where the use ends, or sooner, once nothing holds a view any more. What never asks for the memory costs nothing;
-what does, a copy and a comparison. A view that is kept longer is watched as long.
-Not seen: writes through `.data` of a view that indexing did not make (`param.t().data`), through an address kept from
-earlier, and through a view while its unit is offloaded.
-"""
+A change in place moves the version counter of the parameter, or of the flat if a node of backward changes what forward
+saved. `param.data.mul_()` moves the counter too, since `data` of a parameter in use is `detach()` (unit/guard.py). A
+write through a NumPy array moves no counter. So when user code may get the memory of a parameter in use, the engine
+first copies the parameter's values. It compares the values with this copy, bit for bit, when the use ends, or at the
+next such request if nothing holds a view of the unit by then. Code that never asks for the memory pays nothing; code
+that asks pays a copy and a comparison. If a view is kept after the use, the values are watched as long as the view.
+Three kinds of writes are not seen: through `.data` of a view that indexing did not make (`param.t().data`), through an
+address kept from earlier, and through a view while its unit is offloaded."""
 
 from __future__ import annotations
 
@@ -56,14 +57,14 @@ from tiered_zero.unit.guard import (
 
 _version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integers of the same size as an element: NaN differs from itself. int64 for elements of 8 bytes or more."""
+"""Bytes of an element -> an integer dtype of that size, to compare values bit for bit: as a float NaN differs from
+itself. Elements of 8 bytes or more are compared as int64."""
 
 
 class FlatStorage:
-    """The device memory of one unit. `flat`: [P] of the unit's dtype; it has no memory, or all of it (`is_full`).
+    """The device memory of one unit, and the views of it that are the unit's parameters.
 
-    Driver thread.
-    """
+    `flat`: [P] of the unit's dtype; it has either no memory or all of it (`is_full`). Driver thread."""
 
     def __init__(
         self,
@@ -73,7 +74,8 @@ class FlatStorage:
         handler: FaultHandler,
         place: PageRange | None = None,
     ) -> None:
-        """`place`: where the flat lies; None: the device's allocator gives it memory each time."""
+        """`handler`: is asked for the bytes of a guarded parameter. `place`: the huge pages in which the flat lies;
+        None: the device's allocator gives the flat memory at each `fill`."""
         self.unit = unit
         self._place = place
         self._device = device
@@ -85,7 +87,8 @@ class FlatStorage:
         self._versions = [0] * len(self._params)
         self._flat_version = 0
         self._watched: dict[int, torch.Tensor] = {}
-        """Values of parameters whose memory user code was given, by index, until no view of the unit is left."""
+        """Index of a parameter -> a copy of its values, made when user code was given its memory, and kept until no
+        view of the unit is left."""
         for param in params:
             set_handler(param, handler)
         self._num_references = self._count_references()
@@ -93,7 +96,7 @@ class FlatStorage:
         self.guard()
 
     def _take_storage(self) -> None:
-        """Put all parameters on a new storage, which is empty."""
+        """Make new storages without memory, and make all parameters views of the new flat."""
         guarded = self._new_flat(None if self._place is None else self._place.alias)
         self._keyed_views = [keyed(view) for view in self._views_of(guarded)]
         self._guarded_bytes = guarded.untyped_storage()
@@ -102,7 +105,7 @@ class FlatStorage:
         self.flat = self._new_flat(None if self._place is None else self._place.tensor)
         self._bytes = self.flat.untyped_storage()
         self.key = int(self._bytes._cdata)
-        """The identity of the storage, the same for every view of it."""
+        """The identity of the flat's storage, the same for every view of it."""
         with torch._C.DisableTorchFunctionSubclass():
             self._views = self._views_of(self.flat)
             for param, view in zip(self._params, self._views, strict=True):
@@ -123,20 +126,22 @@ class FlatStorage:
 
     @property
     def _num_uses(self) -> int:
-        """Count the uses of both storages, for parameters move from one to the other."""
+        """The number of references to both storages, since parameters move from one to the other."""
         count = torch._C._storage_Use_Count
         return int(count(self.key)) + int(count(self._guarded_bytes._cdata))
 
     @property
     def is_viewed(self) -> bool:
-        """Whether other code holds a view: a running node, an output, a custom function. Its memory stays.
+        """Whether other code holds a view of the flat: a running node, an output, a custom function. The memory then
+        stays.
 
         [Note: Frozen parameters that autograd holds]
-        Hooks for saved tensors get a frozen parameter itself, not a view of it, and may return it to a node in
-        backward, which then reads its memory past the guard. torch.utils.checkpoint does, for what it has computed
-        again. Only the parameter's references in Python show it, so these are counted before its module runs. One that
-        requires a gradient all the same, as in a run that only evaluates, is no such parameter: the hooks get a view of
-        it, and the graph's own node for its gradient refers to it."""
+        Hooks for saved tensors get a frozen parameter itself, not a view of it. They may return the parameter to a node
+        in backward, which then reads its memory past the guard; torch.utils.checkpoint does this for what it has
+        recomputed. Only the number of Python references to the parameter shows this. So references are counted before
+        the parameter's module runs, and a higher count later means that autograd holds the parameter. A parameter that
+        requires a gradient although its unit is not trainable, as in a run that only evaluates, does not count: the
+        hooks get a view of it, and the graph's own node for its gradient refers to it."""
         if self._num_uses > self._num_own_uses:
             return True
         if self.unit.trainable:
@@ -146,8 +151,9 @@ class FlatStorage:
             return any(more and not param.requires_grad for param, more in zip(self._params, held, strict=True))
 
     def count_references(self, is_recomputed: bool) -> None:
-        """Store the current reference counts as those that do not count as a view; if the module `is_recomputed` in
-        backward, keep the smaller ones. See [Note: Frozen parameters that autograd holds]."""
+        """Count the references to each parameter of a frozen unit now, for `is_viewed` to compare with.
+        `is_recomputed`: the module runs again in backward; of the old and the new count the smaller one is then kept.
+        See [Note: Frozen parameters that autograd holds]."""
         if not self.unit.trainable:
             found = self._count_references()
             self._num_references = list(map(min, found, self._num_references)) if is_recomputed else found
@@ -164,11 +170,10 @@ class FlatStorage:
         self.is_full = True
 
     def empty(self, keep: bool = True) -> None:
-        """Free the memory. Every view keeps its shape; autograd's version counters do not move. `keep`: False if a
-        transfer may still write to it: no other unit gets it.
+        """Free the flat's memory. Every view keeps its shape, and autograd's version counters do not move.
 
-        A storage that NumPy has viewed can never be resized again; another replaces it, with another key.
-        """
+        `keep`: False if a transfer may still write to the memory, which no other unit gets then. A storage that NumPy
+        has viewed can never be resized again: it is replaced by a new one, with another `key`."""
         if self._place is not None:
             self._place.empty(keep)
         elif self._bytes.resizable():
@@ -179,12 +184,12 @@ class FlatStorage:
         self.is_full = False
 
     def blank(self) -> None:
-        """Overwrite the values: NaN in every float type. Views that other code has kept then show none, rather than
-        those of an earlier step, until the next fetch."""
+        """Overwrite the unit's values: NaN in every float type. Until the next fetch, views that other code has kept
+        then show NaN and not the values of an earlier step."""
         self.flat.data.view(torch.uint8).fill_(0xFF)
 
     def unguard(self) -> None:
-        """Let the parameters be used: the bytes are valid."""
+        """Make the parameters usable: the flat's bytes are valid."""
         with torch._C.DisableTorchFunctionSubclass():
             for param, view, in_use in zip(self._params, self._views, self._classes_in_use, strict=True):
                 set_data(param, view)
@@ -194,14 +199,15 @@ class FlatStorage:
     # -- [Note: Writes through .data] ----------------------------------------------------------------------------------
 
     def begin_watch(self) -> None:
-        """Compare with the parameters of now from here on."""
+        """Record the parameters as they are now; `end_change` compares with this record."""
         self._versions = list(map(_version_of, self._params))
         self._flat_version = self.flat._version
         if self._watched:
             self._watched = {index: self._words(index).clone() for index in self._watched}
 
     def watch_values(self, index: int) -> None:
-        """Copy the values of a parameter: user code is about to get its memory."""
+        """Copy the values of the unit's parameter number `index`, for `end_change` to compare: user code is about to
+        get the parameter's memory."""
         if index not in self._watched:
             self._watched[index] = self._words(index).clone()
 
@@ -211,9 +217,11 @@ class FlatStorage:
         return values.view(_WORDS.get(values.itemsize, torch.int64))
 
     def end_change(self) -> tuple[str, str] | None:
-        """Return the name of a parameter that has changed since `begin_watch`, or of the unit where only that is known,
-        and "" where it was written to; where it was given other memory (`param.data = ...`), which is dropped, the
-        class of its module."""
+        """Return (name, class) of a parameter that has changed since `begin_watch`; None if none has.
+
+        The name is the unit's if only that is known. The class is empty if the parameter was written to. If the
+        parameter was given other memory (`param.data = ...`), which is dropped, the class is that of the parameter's
+        module."""
         changed = self._find_change()
         if self._watched and not self.is_viewed:
             self._watched.clear()
@@ -233,8 +241,9 @@ class FlatStorage:
         return None if self.flat._version == self._flat_version else (f"(one of unit {self.unit.name})", "")
 
     def check_converted(self) -> None:
-        """Raise ModelError if the first parameter, in use, has another dtype or device than the flat: as
-        `module.half()` gives to all of a unit that lives on the device. `end_change` sees what is done to others."""
+        """Raise ModelError if the unit's first parameter, in use, has another dtype or device than the flat.
+        `module.half()` does this to all parameters of a unit that lives on the device; `end_change` finds such a change
+        of another parameter."""
         param, name = self._params[0], self.unit.entries[0].param.name
         if param.dtype is not self.unit.dtype or param.device != self._device:
             raise ModelError(
@@ -244,8 +253,8 @@ class FlatStorage:
             )
 
     def reattach(self, keep: bool) -> None:
-        """Make parameters views of the flat again, and watch them anew. `keep`: copy values of those that were given
-        other memory into it. Raises ModelError for one of another shape."""
+        """Make the parameters views of the flat again, and watch them anew. `keep`: for parameters that were given
+        other memory, copy the values from there into the flat. Raises ModelError if one was given another shape."""
         key = self.key
         for entry, param in self._entries:
             if param.untyped_storage()._cdata == key:
@@ -262,24 +271,25 @@ class FlatStorage:
         self.begin_watch()
 
     def guard(self) -> None:
-        """Make every parameter an OffloadedParameter: its bytes must not be read, in C++ neither."""
+        """Make every parameter an OffloadedParameter, whose bytes neither Python nor C++ code can read."""
         with torch._C.DisableTorchFunctionSubclass():
             for param, view in zip(self._params, self._keyed_views, strict=True):
                 param.__class__ = OffloadedParameter  # first: only such a parameter may have the key
                 set_data(param, view)
 
     def view(self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> torch.Tensor:
-        """The saved view with this geometry (in elements of `dtype`), on the bytes as they are now."""
+        """Return the saved view with this geometry, on the bytes as they are now. `size`, `stride`, `offset`: in
+        elements of `dtype`."""
         flat = self.flat if dtype == self.unit.dtype else self.flat.view(dtype)
         return flat.as_strided(size, stride, offset)
 
     def param_at(self, offset_nbytes: int) -> nn.Parameter:
-        """The parameter that has the byte at this offset into the flat."""
+        """Return the parameter that has the byte at this offset into the flat."""
         return self._params[bisect_right(self._starts, offset_nbytes) - 1]
 
     def detach_params(self) -> None:
-        """Release the parameters when the engine closes: those with bytes keep a copy, or the view if the device has
-        no room for one; the others stay guarded."""
+        """Release the parameters when the engine closes. If the unit is on the device they keep a copy of their values,
+        or the view if the device has no room for a copy; else they stay guarded."""
         if not self.is_full:
             self.orphan_params()
             return
@@ -293,7 +303,8 @@ class FlatStorage:
                 release_param(param, own)
 
     def orphan_params(self) -> None:
-        """Cut the parameters off when the engine closes: they stay guarded, and hold nothing of the engine any more."""
+        """Cut the parameters off when the engine closes: they stay guarded, and refer to nothing of the engine any
+        more."""
         self.guard()
         for param, own in zip(self._params, self._classes, strict=True):
             set_handler(param, ClosedEngine(self.unit.name, own))
@@ -302,10 +313,9 @@ class FlatStorage:
 class UnitState(Enum):
     """Which bytes of a unit are on the device.
 
-    OFFLOADED: none; they are in its home. FETCHING: device memory is allocated, a transfer is in flight, and compute
-    has not waited for it. CACHED: all, and parameters are guarded. IN_USE: all, and parameters are plain; users hold
-    the unit, or backward does until it needs the room.
-    """
+    OFFLOADED: none; all are in the unit's home. FETCHING: device memory is allocated and a transfer is in flight, for
+    which compute has not waited yet. CACHED: all, and the parameters are guarded. IN_USE: all, and the parameters are
+    plain; users hold the unit, or backward holds it until its memory is needed."""
 
     __hash__ = object.__hash__  # Enum's own runs in Python, twice for each change
     OFFLOADED = "offloaded"
@@ -315,12 +325,12 @@ class UnitState(Enum):
 
 
 class WeightState(Enum):
-    """Which weights a fetch from the unit's home gives.
+    """Which weights a fetch from the unit's home brings.
 
-    CURRENT: those of the last step; the fetch waits for what of that update is still under way. UPDATING: those of a
-    step that is not taken yet, whose update began in backward: any use is refused. STALE: older ones than user code has
-    written to the device, which are dropped at the end of their use.
-    """
+    CURRENT: those of the last step; the fetch waits for the parts of that step's update that are still under way.
+    UPDATING: those of a step that is not taken yet, because its update began in backward; any use of the unit is
+    refused. STALE: older ones than user code has written to the device; what was written is dropped at the end of its
+    use."""
 
     __hash__ = object.__hash__
     CURRENT = "current"
@@ -363,34 +373,39 @@ LEGAL_CHANGES: dict[tuple[State, State], str] = {
 
 
 class StepEvents(Protocol):
-    """Interface of the object that orders a step, the engine's TrainStep: events that come past the engine's calls."""
+    """Interface of the object that orders a step (the engine's TrainStep): the events that do not come from the
+    engine's own calls."""
 
     def notice_backward(self) -> None:
-        """A backward is about to need a parameter: one that the user has started past the engine begins by that."""
+        """Note that a backward is about to need a parameter. For a backward that the user has started past the engine
+        this is how the engine learns that it begins."""
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
-        """A pass begins to use another unit than before, and gathers it where ranks have parts of it."""
+        """Note that a pass, "forward" or "backward", is about to use another unit than before. Called where ranks must
+        fetch units in the same order, before the unit is gathered."""
 
     def before_weights_read(self) -> None:
-        """Weights are read between steps: make every update visible."""
+        """Make every update visible: weights are about to be read between steps."""
 
     def before_weights_write(self) -> None:
-        """Weights are written between steps: end every update, and drop what is prefetched for the next."""
+        """End every update, and drop what was prefetched for the next one: weights are about to be written between
+        steps."""
 
     def latch(self, why: str) -> None:
-        """A change of weights has failed half way: refuse every later call."""
+        """Refuse every later call: a change of weights has failed half way. `why`: the failure, for the error."""
 
 
 @dataclass(eq=False, kw_only=True)
 class PagedUnit:
-    """The pager's record of one unit. `is_resident`: it lives on the device. `own`: elements of the flat that rest in
-    its home, all or this rank's shard. `params`: each one's index in the unit.
+    """The pager's record of one unit.
 
-    `fetch`: the transfer that fills the storage, until compute has waited for it. `num_users`: running modules and
-    blocks of `gathered` that use the unit, one more if it lives on the device; with none it may still be IN_USE,
-    held for the rest of its backward. `num_gathers`: the blocks among them. `num_writers`: blocks that may change it.
-    `version`: how often its values have changed, for graphs that saved earlier ones.
-    """
+    `is_resident`: the unit lives on the device. `own`: the elements of the flat that rest in the unit's home, all or
+    this rank's shard. `params`: parameter -> its index in the unit. `fetch`: the transfer that fills the storage, until
+    compute has waited for it. `num_users`: the number of running modules and `gathered` blocks that use the unit, plus
+    one if it lives on the device; a unit without users may still be IN_USE, held for the rest of its backward.
+    `num_gathers`: the number of `gathered` blocks among the users. `num_writers`: the number of blocks that may change
+    the unit. `version`: how often the unit's values have changed; backward through a graph that saved an earlier
+    version is refused."""
 
     unit: Unit
     storage: FlatStorage
@@ -424,18 +439,18 @@ class PagedUnit:
         self._change(UnitState.CACHED)
 
     def end_residence(self) -> None:
-        """The device has no bytes of it that count; the home's are current."""
+        """Record that the device holds no valid bytes of the unit any more; the home's bytes are current."""
         self._change(UnitState.OFFLOADED, WeightState.CURRENT if self.weights is WeightState.STALE else None)
         self.fetch = None
 
     def mark_stale(self) -> None:
-        """User code has written to a unit in use. The storage of a unit that lives on the device is its home, and is
-        never stale."""
+        """Record that user code has written to a unit in use, so that its home holds older weights. Does nothing if the
+        unit lives on the device: its storage is its home."""
         if (self.state, self.weights) == _IN_USE and not self.is_resident:
             self._change(UnitState.IN_USE, WeightState.STALE)
 
     def block(self) -> None:
-        """Refuse any use: an update has begun, of a step that is not taken yet."""
+        """Refuse any use of the unit: the update of a step that is not taken yet has begun."""
         if self.weights is not WeightState.UPDATING:  # it was blocked already where backward runs twice
             self._change(self.state, WeightState.UPDATING)
 
@@ -454,14 +469,14 @@ class PagedUnit:
         self.num_users = num_users
 
     def renew(self) -> None:
-        """Its values change: graphs that saved earlier ones are refused."""
+        """Record that the unit's values are about to change: backward through a graph that saved the old ones then
+        raises."""
         self.version += 1
 
     def _change(self, state: UnitState, weights: WeightState | None = None) -> None:
-        """Enter `state` (and `weights`, if they change too), and guard or unguard the parameters with it.
+        """Enter `state` (and `weights`, unless None), and guard or unguard the parameters to match.
 
-        Raises InternalError for a change that LEGAL_CHANGES has not, with nothing changed.
-        """
+        Raises InternalError, with nothing changed, if LEGAL_CHANGES does not contain the change."""
         before = self.state, self.weights
         after = state, before[1] if weights is None else weights
         if (before, after) not in LEGAL_CHANGES:
@@ -477,22 +492,23 @@ class PagedUnit:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing uses it and it can be evicted, as its state says, whatever else holds a view of it."""
+        """Whether nothing uses the unit and its state allows to evict it, whatever else holds a view of it."""
         return not self.num_users and self.state is not UnitState.OFFLOADED
 
     @property
     def waits_for_step(self) -> bool:
-        """Whether step() will change it: no update of it has begun in backward."""
+        """Whether step() will change the unit: it is trainable, and no update of it has begun in backward."""
         return self.unit.trainable and self.weights is not WeightState.UPDATING
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is offloaded, and a view keeps its memory."""
+        """Whether the unit is offloaded and a view still keeps its memory."""
         return self.state is UnitState.OFFLOADED and self.storage.is_full
 
     @property
     def is_evictable(self) -> bool:
-        """Whether nothing uses it and eviction frees memory. A transfer in flight views the storage too."""
+        """Whether nothing uses the unit and its eviction would free memory. A fetch under way holds a view too, which
+        does not count."""
         if self.num_users or not self.storage.is_full:
             return False
         return self.state is UnitState.FETCHING or not self.storage.is_viewed
