@@ -25,7 +25,7 @@ from tiered_zero.unit.unit import PagedUnit, UnitState, UnitTable, WeightState
 logger = logging.getLogger("tiered_zero")
 
 Use = tuple[str, PagedUnit]
-"""(phase, unit): "forward" or "backward", and which unit."""
+"""One use of a unit: ("forward" or "backward", the unit)."""
 
 Pair = tuple[Use | None, Use | None]
 """Two successive uses."""
@@ -33,40 +33,40 @@ Pair = tuple[Use | None, Use | None]
 
 @final
 class Schedule:
-    """Remembers, for each pair of successive uses, the use that followed. A hint, never a requirement.
+    """Remembers, for each pair of successive uses, the use that followed last time. A hint, never a requirement.
 
-    A pair of uses distinguishes the visits of a tied unit (embedding, then head), keeps what it knows through
-    evaluation or a branch, and follows a changed order after one pass. Memory: one entry per distinct pair.
+    A pair of uses distinguishes the visits of a tied unit (embedding, then head). The schedule keeps what it knows
+    through an evaluation or a branch, and follows a changed order after one pass. Memory: one entry per distinct pair.
 
-    [Note: Expected uses] A use is expected once its unit was fetched ahead, or is on the device. The expected uses are
-    the next ones, in order; a use that is another than the first of them ends them all. So each use of a step is looked
-    at once ahead of time and once as it comes, however many units fit on the device.
-    """
+    [Note: Expected uses] A use is expected once its unit was fetched ahead, or was found on the device. The expected
+    uses are the next ones, in order; a use that differs from the first of them ends them all. So each use of a step is
+    looked at twice, once ahead of time and once as it comes, however many units fit on the device."""
 
     def __init__(self) -> None:
         self._next: dict[Pair, Use] = {}
         self._last: Pair = (None, None)
         self._position = 0
-        """Elements of all uses so far."""
+        """The number of elements in all uses so far."""
         self._uses: dict[PagedUnit, tuple[Pair, int]] = {}
-        """Unit -> its last use, and the position after it."""
+        """Unit -> the pair that ends with its last use, and `_position` after that use."""
         self._numel_of: dict[PagedUnit, int] = {}
         self._distances: dict[Pair, int] = {}
-        """Use -> elements of the uses between it and the next use of the same unit, when that came last."""
+        """Pair -> the number of elements used between its last use and the next use of the same unit, as counted last
+        time."""
         self._ahead: deque[Use] = deque()
         """The expected uses."""
         self._tip: Pair = (None, None)
-        """The last expected use, or the last use."""
+        """The pair that ends with the last expected use; with the last use if none is expected."""
         self.expected: dict[PagedUnit, int] = {}
-        """Unit -> how many of the expected uses are of it; none without any."""
+        """Unit -> how many of the expected uses are uses of it; only units with at least one."""
         self._counted: set[PagedUnit] = set()
         """Expected units that `expected_numel` counts: all but one that was in use as it became expected."""
         self.expected_numel = 0
-        """Elements of the units of expected uses."""
+        """The number of elements of the units in `_counted`."""
 
     def observe(self, phase: str, unit: PagedUnit, numel: int) -> bool:
-        """Note a use of a unit of `numel` elements. Nested or repeated uses of one unit are one use. Returns whether
-        what is expected still is; the caller ends it where not."""
+        """Record a use of a unit of `numel` elements in the pass `phase`. Nested or repeated uses of one unit are one
+        use. Return False if another use was expected: the caller then calls `end_expected`."""
         use = (phase, unit)
         if use == self._last[1]:
             return True
@@ -92,7 +92,8 @@ class Schedule:
         return True
 
     def distance(self, unit: PagedUnit) -> int | None:
-        """Return how many elements are used before the unit is used again, as it was last time; None: not known."""
+        """Return the number of elements that are used before the unit is used again, as it was last time; None if that
+        is not known."""
         if unit not in self._uses:
             return None
         use, position = self._uses[unit]
@@ -106,10 +107,12 @@ class Schedule:
     # -- ahead -----------------------------------------------------------------------------------------------------
 
     def expect_next(self, current: PagedUnit, until: str = "") -> Iterator[PagedUnit]:
-        """Expect the uses that follow the expected ones, and yield each unit that the caller has to provide for first:
-        its use is expected when the caller asks for the next one. Unit `current`, which is in use, and units that are
-        expected already need nothing. Ends if nothing is known, if the chain closes on itself, and before the
-        phase `until`."""
+        """Expect the uses that follow the expected ones, one by one. Yield each unit that the caller must first bring
+        to the device.
+
+        The use of a yielded unit becomes expected when the caller asks for the next unit; if the caller stops, it does
+        not. `current`, the unit in use, and units that are expected already are not yielded. Ends if the next use is
+        not known, if the chain of uses closes on itself, and before a use in the pass `until`."""
         seen = set()
         while (pair := self._tip) not in seen and len(self._ahead) < len(self._next):
             if (use := self._next.get(pair)) is None or use[0] == until:
@@ -126,12 +129,12 @@ class Schedule:
 
     @property
     def next_phase(self) -> str:
-        """The phase of the use that `expect_next` asks to provide for."""
+        """The pass, "forward" or "backward", of the use whose unit `expect_next` has yielded last."""
         return self._next[self._tip][0]
 
     def end_expected(self) -> list[PagedUnit]:
-        """Expect nothing: another use came, or a unit is not on the device any more. Returns the units that were
-        expected, the farthest first."""
+        """Expect no use any more: another use came, or an expected unit has left the device. Return the units that were
+        expected, the one used farthest ahead first."""
         units = self.expected_units()
         self._ahead.clear()
         self.expected.clear()
@@ -141,19 +144,19 @@ class Schedule:
         return units
 
     def expected_units(self) -> list[PagedUnit]:
-        """List the units of expected uses, each once, the one that is used last first."""
+        """List the units of expected uses, each once, the one used farthest ahead first."""
         return list(dict.fromkeys(map(itemgetter(1), self._ahead)))[::-1]
 
 
 @final
 class UnitCache:
-    """Moves whole units between their homes and the device. The pager alone calls this, on the driver thread.
+    """Moves whole units between their homes and the device. Only the pager calls it, on the driver thread.
 
-    [Note: Order of gathers] Where homes hold shards, a fetch is this rank's shard and then a gather of all ranks'. So
-    every rank must fetch and evict the same units in the same order: what is decided here depends on the schedule, the
-    plan, and the units' states, which acquire and release alone change; never on whether a transfer is done, or on what
-    else still holds a view of a unit. Memory that such a view keeps is freed later, and counted against the limit only.
-    """
+    [Note: Order of gathers] If homes hold shards, a fetch reads this rank's shard and then gathers the shards of all
+    ranks. So every rank must fetch and evict the same units in the same order. What is decided here depends on the
+    schedule, the plan, and the units' states, which only acquire and release change. It never depends on whether a
+    transfer is done, or on which views of a unit other code holds. Memory that such a view keeps is freed later; it
+    counts against the limit, but in no decision."""
 
     def __init__(self, runtime: Runtime, inventory: Inventory, limits: PagerLimits, units: UnitTable) -> None:
         self._accelerator = runtime.accelerator
@@ -167,16 +170,16 @@ class UnitCache:
         """Paged units that have memory, the least recently used first."""
         self._live_nbytes = 0
         self._kept_nbytes = 0
-        """Of units that are offloaded, whose memory a view keeps."""
+        """The bytes of offloaded units whose memory a view keeps."""
         self._shares_order = runtime.collectives.world_size > 1
         """Whether every rank must decide alike. [Note: Order of gathers]"""
         self._has_warned = False
         self.is_closed = False
         self._refusal: ModelError | None = None
-        """For a change that was found and not refused yet."""
+        """The error for a change that was found and for which `refuse` has not raised yet."""
 
     def note_use(self, paged: PagedUnit, pass_name: str) -> None:
-        """Note that `paged`, which is no resident unit, is about to be used."""
+        """Record that `paged`, which is not resident, is about to be used in the pass `pass_name`."""
         if self._shares_order and self.schedule.last_use != (pass_name, paged):
             paged.events.before_use(paged.unit, pass_name)
         if not self.schedule.observe(pass_name, paged, paged.unit.numel):
@@ -196,8 +199,8 @@ class UnitCache:
     # -- fetch -----------------------------------------------------------------------------------------------------
 
     def fetch(self, paged: PagedUnit) -> None:
-        """Fetch a unit that is about to be used. If the device has no memory for it, evict every idle unit, and try
-        once more."""
+        """Fetch a unit that is about to be used. If the device has no memory for the unit, evict every idle unit and
+        try once more."""
         if self.is_closed:
             self.refuse_closed(paged)
         if self._kept_nbytes or self._missing_nbytes(paged) > 0:
@@ -238,16 +241,17 @@ class UnitCache:
             raise
 
     def _gather(self, paged: PagedUnit, fetch: Transfer) -> Transfer:
-        """Gather the other ranks' shards once `fetch` has brought this rank's."""
+        """Start to gather the other ranks' shards once `fetch` has brought this rank's. Return the transfer."""
         name, flat = paged.unit.name, self._accelerator.alias(paged.storage.flat)
         order = f"{name}, change {paged.version}"
         return self._collectives.all_gather(flat, flat[paged.own], f"unit {name}", after=[fetch], order=order)
 
     def prefetch(self, current: PagedUnit, phase: CallPhase) -> None:
-        """Fetch what is expected after `current`, as far as the prefetch bucket and the free room go, and at least
-        one unit if there is a bucket: a unit may be larger than it. Evicts only what is used later. Nothing is
-        gathered or fetched ahead across a step that will change it. See [Note: Expected uses].
-        """
+        """Fetch the units that are expected after `current`, as far as the prefetch bucket and the free room allow.
+
+        At least one unit is fetched if there is a bucket, since a unit may be larger than the bucket. Only units that
+        are used later are evicted. A unit that the next step will change is neither gathered nor fetched ahead across
+        that step. `phase`: the phase of the engine's call. See [Note: Expected uses]."""
         bucket_numel, schedule = self._limits.prefetch_numel, self.schedule
         if not bucket_numel:
             return
@@ -265,7 +269,7 @@ class UnitCache:
                 return
 
     def _prefetch(self, paged: PagedUnit, current: PagedUnit) -> bool:
-        """Fetch a unit ahead of its use, in the place of units that are neither expected nor `current`; False where
+        """Fetch a unit ahead of its use, in the place of units that are neither expected nor `current`. Return False if
         there is no room."""
         missing_nbytes, victims = self._missing_nbytes(paged), []
         if missing_nbytes > 0:
@@ -292,7 +296,8 @@ class UnitCache:
         return True
 
     def _may_prefetch(self, paged: PagedUnit) -> bool:
-        """False while its update waits for gradients: backward may need a later fetch of the lane to compute them."""
+        """Return whether the unit may be fetched ahead. Not while its update waits for gradients: backward may need a
+        later fetch on the same lane to compute them."""
         if paged.weights is not WeightState.UPDATING:
             return True
         if self._shares_order:
@@ -303,7 +308,7 @@ class UnitCache:
     # -- evict -----------------------------------------------------------------------------------------------------
 
     def retire(self, paged: PagedUnit) -> None:
-        """Guard a unit without users; evict it unless the schedule expects it again soon."""
+        """Guard a unit without users; evict it unless the schedule shows that it is used again soon."""
         if paged.num_users or paged.state is not UnitState.IN_USE or paged.is_resident:
             return
         self.guard(paged)
@@ -314,7 +319,7 @@ class UnitCache:
         self.evict(paged)
 
     def guard(self, paged: PagedUnit) -> None:
-        """Guard a unit in use; evict it if its bytes are not those of its home any more."""
+        """Guard a unit in use; evict it if its bytes differ from those of its home."""
         self.look(paged)
         if paged.weights is WeightState.STALE:
             self.evict(paged)
@@ -322,7 +327,8 @@ class UnitCache:
             paged.guard()
 
     def evict(self, paged: PagedUnit) -> None:
-        """Drop a unit from the device, unless it is resident. Its memory stays while other code holds a view of it."""
+        """Drop a unit from the device, unless it is resident. The unit's memory stays while other code holds a view of
+        it."""
         storage = paged.storage
         if not storage.is_full or paged.is_resident:
             return
@@ -358,18 +364,19 @@ class UnitCache:
         return (paged for paged in tuple(self._order) if paged not in expected and self._can_evict(paged))
 
     def _idle_ahead(self) -> Iterator[PagedUnit]:
-        """Yield those that are expected, the farthest first."""
+        """Yield the units that can be evicted although they are expected, the one used farthest ahead first."""
         return (paged for paged in self.schedule.expected_units() if self._can_evict(paged))
 
     def _can_evict(self, paged: PagedUnit) -> bool:
         return paged.is_idle if self._shares_order else paged.is_evictable
 
     def _kept(self) -> list[PagedUnit]:
-        """List offloaded units whose memory a view has kept, and keeps no more."""
+        """List the offloaded units whose memory a view has kept until now, and does not keep any more."""
         return [paged for paged in self._order if paged.is_kept and not paged.storage.is_viewed]
 
     def _missing_nbytes(self, paged: PagedUnit) -> int:
-        """By how much the device would be too full with `paged` on it, as decisions count. [Note: Order of gathers]"""
+        """Return by how many bytes the device would exceed its limit with `paged` on it; at most 0 if there is room.
+        Counts memory as decisions do: [Note: Order of gathers]."""
         if self._shares_order:
             counted_nbytes, is_counted = self._live_nbytes - self._kept_nbytes, paged.state is not UnitState.OFFLOADED
         else:
@@ -417,7 +424,7 @@ class UnitCache:
             )  # fmt: skip
 
     def recount(self) -> None:
-        """Count what is on the device, after a call that has failed."""
+        """Count the units and bytes on the device anew, after a call that has failed."""
         paged_units = [paged for paged in self._units if not paged.is_resident]
         self._live_nbytes = sum(paged.unit.nbytes for paged in paged_units if paged.storage.is_full)
         self._kept_nbytes = sum(paged.unit.nbytes for paged in paged_units if paged.is_kept)
@@ -429,8 +436,8 @@ class UnitCache:
     # -- changes by user code that the homes do not have: [Note: Writes through .data] ---------------------------------
 
     def look(self, paged: PagedUnit) -> None:
-        """Mark a unit in use as stale if its parameters were changed: the change is lost, and the next `refuse`
-        raises for it."""
+        """Mark a unit in use as stale if user code has changed its parameters. The change is lost, and the next
+        `refuse` raises for it."""
         if paged.state is not UnitState.IN_USE or paged.num_writers:
             return
         if (changed := paged.storage.end_change()) is not None:
@@ -438,14 +445,17 @@ class UnitCache:
             paged.mark_stale()
 
     def refuse(self) -> None:
-        """Raise ModelError where parameters were changed past their homes since the last call."""
+        """Raise ModelError if parameters were changed past their homes since the last call."""
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal
 
 
 def _changed_past_home(param: str, replaced_in: str) -> ModelError:
-    """`replaced_in`: the class of the module whose parameter was given other memory; "" if it was written to."""
+    """Return the error for a parameter that was changed past its home.
+
+    `replaced_in`: the class of the module whose parameter was given other memory; empty if the parameter was written
+    to."""
     message = (
         f"The values of parameter {param} were changed in forward or between steps, but not at its home on the tiers: "
         "the next update would undo that. Change parameters between steps, inside "

@@ -17,12 +17,14 @@ from tiered_zero.system.process import OwnProcess
 
 
 class Phase(Enum):
-    """IDLE: between calls; weights may be read through `gathered` and `state_dict`. FORWARD, BACKWARD: of the engine.
-    DROP: gradients of the step are being dropped. STEP: until its update begins. UPDATE: until the step is complete.
+    """What the engine's call does now.
 
-    A call enters its phase as it begins, and leaves it as the last thing that it does; if it raises, on its way out
-    (`Entrance.call`).
-    """
+    IDLE: no call runs; weights may be read through `gathered` and `state_dict`. FORWARD, BACKWARD: the engine's forward
+    or backward runs. DROP: gradients of the step are being dropped. STEP: `step()` runs, and its update has not begun.
+    UPDATE: from the begin of the update until the step is complete.
+
+    A call enters its phase as its first act, and leaves it as its last; if it raises, it leaves the phase on its way
+    out (`Entrance.call`)."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -36,11 +38,11 @@ class Phase(Enum):
 class CallPhase:
     """The phase of the engine's call, and whether autograd runs a backward that the user started past the engine.
 
-    `TrainStep` sets `now`, `step_follows`: whether the backward that runs is of a micro-batch that ends its step, and
-    `records`: whether autograd records the outermost forward, inside which reentrant checkpoints stop that for a while.
-    `Entrance` sets `has_own_backward`, and `task`: autograd's number of the backward that was admitted last. Driver
-    thread, or autograd's while the driver waits in backward.
-    """
+    `now`: the phase. `step_follows`: whether the backward that runs is that of the last micro-batch of its step.
+    `records`: whether autograd records the outermost forward; reentrant checkpoints inside it turn that off for a
+    while. `has_own_backward`: whether the user's own backward runs. `task`: autograd's number of the backward that was
+    admitted last. `TrainStep` sets the first three, `Entrance` the other two. Driver thread, or autograd's threads
+    while the driver waits in backward."""
 
     def __init__(self) -> None:
         self.now = Phase.IDLE
@@ -51,7 +53,7 @@ class CallPhase:
 
     @property
     def pass_name(self) -> str:
-        """ "forward", "backward" or "idle": which pass uses parameters now."""
+        """The pass that uses parameters now: "forward", "backward" or "idle"."""
         if self.has_own_backward or self.now is Phase.BACKWARD:
             return "backward"
         return "forward" if self.now is Phase.FORWARD else "idle"
@@ -59,21 +61,22 @@ class CallPhase:
 
 @final
 class DriverThread:
-    """Admits one thread at a time to an engine and its model; refuses a second one while the first is inside.
+    """Admits one thread at a time, the driver, to an engine and its model; refuses a second one while the first is
+    inside.
 
-    One thread after another is fine. Autograd's own threads work for the thread that waits in backward.
-    """
+    Threads may use the engine one after another. Autograd's own threads work for the thread that waits in backward, and
+    are admitted with it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        """Of the three below. Reentrant: a signal's handler may run inside."""
+        """Guards the three fields below. Reentrant: a signal's handler may run while the lock is held."""
         self._inside: threading.Thread | None = None
         self._depth = 0
         self._in_backward: threading.Thread | None = None
-        """The thread that runs a backward past the engine, or did when an exception ended it."""
+        """The thread that runs a backward past the engine, or that ran one until an exception ended it."""
         self.was_broken_off = False
-        """Whether a KeyboardInterrupt or SystemExit has ended a call, perhaps between any two lines, since the last
-        abort. [Note: Interrupted calls]"""
+        """Whether a KeyboardInterrupt or SystemExit has ended a call since the last abort, perhaps between any two
+        lines. [Note: Interrupted calls]"""
         self.process = OwnProcess()
 
     @contextmanager
@@ -91,7 +94,8 @@ class DriverThread:
             self.leave()
 
     def enter(self, call: str) -> None:
-        """Raises ModelError while another thread is inside, and in a forked child. Pairs with `leave`."""
+        """Admit this thread until `leave`. `call`: what the user called, for the error. Raises ModelError while another
+        thread is inside, and in a forked child."""
         self.process.check()
         thread = threading.current_thread()
         with self._lock:
@@ -110,8 +114,8 @@ class DriverThread:
                 self._inside = None
 
     def begin_backward(self) -> None:
-        """Hold the engine for the backward that runs past it, until `end_backward` or the end of that backward. Raises
-        ModelError while a thread is inside that it does not run for."""
+        """Hold the engine for a backward that runs past it, until `end_backward` or the end of that backward. Raises
+        ModelError while another thread is inside, unless the backward runs for that thread."""
         with self._lock:
             self.check(BACKWARD)
             self._in_backward = _thread_in_backward()
@@ -120,13 +124,13 @@ class DriverThread:
         self._in_backward = None
 
     def check(self, call: str) -> None:
-        """Raises ModelError while another thread is inside."""
+        """Raise ModelError if another thread is inside. `call`: what the user called, for the error."""
         if self._inside is not threading.current_thread() and (other := self.other()) is not None:
             raise _refusal(call, other)
 
     def other(self) -> threading.Thread | None:
-        """Return the other thread that is inside, which this one does not work for. One that ended inside, by an
-        exception that nothing could see, is let go."""
+        """Return the other thread that is inside and for which this one does not work; None if there is none. A thread
+        that ended inside, by an exception that nothing could see, does not count any more."""
         thread = threading.current_thread()
         with self._lock:
             inside = self._inside
@@ -142,7 +146,7 @@ class DriverThread:
 
 
 def find_call(code: CodeType) -> FrameType | None:
-    """Find the innermost call of `code` on the caller's stack."""
+    """Return the Python frame of the innermost call of `code` on the caller's stack; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
@@ -150,7 +154,8 @@ def find_call(code: CodeType) -> FrameType | None:
 
 
 def is_running(call: FrameType | None) -> bool:
-    """Whether `call` is on the caller's stack: torch calls no hook if an interrupt ends it."""
+    """Return whether the Python frame `call` is on the caller's stack. Hooks do not show this: torch calls none if an
+    interrupt ends a call."""
     frame = sys._getframe(1) if call is not None else None
     while frame is not None and frame is not call:
         frame = frame.f_back
@@ -169,17 +174,19 @@ def _refusal(call: str, inside: threading.Thread) -> ModelError:
 
 
 def _works_for(inside: threading.Thread) -> bool:
-    """Whether this thread is one of autograd's, in a backward, and `inside` waits for one."""
+    """Return whether this thread is one of autograd's in a backward, and the thread `inside` waits for a backward."""
     return torch._C._current_graph_task_id() != -1 and _is_autograds() and _waits_in_backward(inside)
 
 
 def _is_autograds() -> bool:
-    """Whether this thread was made in C++, as autograd's are: of a device, or for checkpoints inside of each other."""
+    """Return whether this thread was made in C++, as autograd's threads are: those of devices, and those for
+    checkpoints inside of each other."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _thread_in_backward() -> threading.Thread | None:
-    """The thread that called the backward that runs; None if this is one of autograd's, and several may have."""
+    """Return the thread that called the backward that runs. None if this is autograd's thread, and not exactly one
+    thread waits for a backward."""
     if not _is_autograds():
         return threading.current_thread()
     waiting = [thread for thread in threading.enumerate() if _waits_in_backward(thread)]

@@ -31,13 +31,15 @@ def gathered(
     """Make parameters plain, with full values on the device, for the length of the block.
 
     `target`: a module (all its parameters), one parameter, or several. They must fit the room that
-    stage3_max_live_parameters and the device leave; gather a large model part by part. `modify`: keep changes made
-    inside: they go to the parameters' homes, and the fp32 master of every element that changed is set to its new value
-    (an unchanged element keeps its master's full precision). If the block raises, its changes are lost, at the latest
-    with the next update. Without `modify` a change raises ModelError at the end of the block. What is computed inside
-    may be differentiated after it, until the parameters change. Parameters that no engine pages are left alone. With
-    many ranks every rank enters a block with `modify`, and gets what `modifier_rank` has changed.
-    """
+    stage3_max_live_parameters and the device leave; gather a large model part by part. `modify`: keep the changes that
+    are made inside the block. At its end they are written to the parameters' homes, and the fp32 master of every
+    element that changed is set to the new value (an unchanged element keeps its master's full precision). If the block
+    raises, its changes are lost, at the latest with the next update. Without `modify` a change raises ModelError at the
+    end of the block. `modifier_rank`: with several ranks, every rank enters a block with `modify`, and gets the values
+    that this rank has at its end.
+
+    Results computed inside may be differentiated after the block, until the parameters change. Parameters that no
+    engine pages are left alone."""
     if isinstance(target, nn.Module):
         params = list(target.parameters())
     else:
@@ -52,13 +54,13 @@ def gathered(
 
 
 def paged_by(param: nn.Parameter) -> Pager | None:
-    """Return the pager of the open engine that trains the parameter; None where none does."""
+    """Return the pager of the open engine that trains the parameter; None if there is no such engine."""
     handler = handler_of(param)
     return handler if isinstance(handler, Pager) else None
 
 
 def _saving_views(params: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
-    """Let autograd save views of the units of any engine by name."""
+    """Inside the block, autograd saves views of the units of `params` by name, also if several engines page them."""
     found = {id(pager): pager.saved_views for param in params if (pager := paged_by(param)) is not None}
     return saved_tensors_hooks(partial(_pack, list(found.values())), _unpack) if found else nullcontext()
 
@@ -77,7 +79,8 @@ def _unpack(found: tuple[SavedViews, Saved]) -> torch.Tensor:
 
 @contextmanager
 def gather(params: Iterable[nn.Parameter], modify: bool, modifier_rank: int = 0) -> Iterator[None]:
-    """Hold the units of `params` until the block ends. `modify`: write them back there."""
+    """Hold the units of `params` until the block ends. `modify`: then write the changed values of `modifier_rank` to
+    their homes."""
     with ExitStack() as stack:
         for paged, pager in _paged(params).items():
             stack.enter_context(_gather_unit(pager, paged, modify, modifier_rank))
@@ -85,7 +88,8 @@ def gather(params: Iterable[nn.Parameter], modify: bool, modifier_rank: int = 0)
 
 
 def _paged(params: Iterable[nn.Parameter]) -> dict[PagedUnit, Pager]:
-    """Map each unit once to the pager of its engine. Raises ParameterOffloadedError for one of a closed engine."""
+    """Map the unit of each parameter to the pager of its engine. Raises ParameterOffloadedError for a parameter of a
+    closed engine."""
     found: dict[PagedUnit, Pager] = {}
     for param in params:
         if (pager := paged_by(param)) is not None:
@@ -121,7 +125,7 @@ def _gather_unit(pager: Pager, paged: PagedUnit, modify: bool, modifier_rank: in
 
 @contextmanager
 def _writing(paged: PagedUnit) -> Iterator[None]:
-    """Refuse no change of the unit until the block has written it to its home, or has failed."""
+    """Inside the block, do not raise for changes of the unit: the block writes them to the unit's home, or fails."""
     paged.num_writers += 1
     try:
         yield
@@ -140,8 +144,9 @@ def _write_back(pager: Pager, paged: PagedUnit, old: torch.Tensor | None, modifi
 
 @runs_outside_modes
 def _drop_change(paged: PagedUnit) -> str | None:
-    """Return the name of a parameter that was changed and not written back. Its unit is read again. Called when a
-    `gathered` block ends; inside another one, which looks itself, it returns None."""
+    """Return the name of a parameter that was changed and not written back; None if there is none. Mark its unit as
+    stale. Called when a `gathered` block ends. Inside another block of the unit it returns None: that block looks
+    itself."""
     if paged.num_users > 1 + paged.is_resident:
         return None
     if (changed := paged.storage.end_change()) is not None:

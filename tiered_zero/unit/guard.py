@@ -54,8 +54,8 @@ class FaultHandler(Protocol):
         run."""
 
     def watch(self, param: nn.Parameter) -> None:
-        """Watch the values of a parameter in use: user code is about to get its memory. See [Note: Writes through
-        .data]."""
+        """Watch the values of a parameter in use: user code is about to get its memory. See
+        [Note: Writes through .data]."""
 
 
 _handlers: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -27,29 +27,30 @@ from tiered_zero.unit.saved_views import SAVED_TENSOR_HOOKS
 
 
 class ForwardEvents(Protocol):
-    """Events that the hooks call. Driver thread, `grad_ready` on autograd's."""
+    """Interface of the object that the hooks call. Driver thread; `grad_ready` on autograd's thread."""
 
     pager: Pager
     parameters: ModelParameters
 
     def pre_state_dict(self, module: nn.Module) -> None:
-        """The state_dict of a module begins."""
+        """Prepare for the state_dict of `module`, which begins."""
 
     def pre_forward(
         self, units: Sequence[Unit], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """The forward of `module` begins, with its arguments: make `units` usable until `post_forward`."""
+        """Make `units` usable until `post_forward`: the forward of `module` begins, with these arguments."""
 
     def post_forward(self, *_: Any) -> None:
-        """The forward of the module that began last has ended, perhaps by an exception."""
+        """End the use of units by the module that began last: its forward has ended, perhaps by an exception."""
 
     def grad_ready(self, param: nn.Parameter) -> None:
-        """`param.grad` is complete for one pass: the first post-accumulate hook."""
+        """Take the gradient of `param`: `param.grad` is complete for one pass. The first post-accumulate hook of the
+        parameter."""
 
 
 class _Hook(partial[None]):
-    """A hook of ours on a module. A copy or a pickle of the module has a callable in its place that does nothing, and
-    needs nothing of this package."""
+    """A hook of this package on a module. A copy or a pickle of the module has another callable in its place, which
+    does nothing and needs nothing of this package."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return nullcontext().__exit__  # takes any arguments, returns None, and pickles
@@ -61,7 +62,7 @@ class _Hook(partial[None]):
 class _ForwardHook(_Hook):
     @property
     def __name__(self) -> str:
-        """torch.jit.script asks for it, before anything else."""
+        """Raise ModelError: torch.jit.script asks for this name before anything else."""
         raise ModelError(
             "torch.jit.script cannot compile a module of a tiered_zero engine: its parameters are paged by Python. "
             "Use a model that is built anew, with engine.module.state_dict() loaded."
@@ -69,7 +70,8 @@ class _ForwardHook(_Hook):
 
 
 class _InstanceForward:
-    """A `forward` of ours in the instance of a module. `remove`: the class's own serves again."""
+    """The handle of a `forward` that this package has set in a module's instance. `remove` deletes it, and the
+    `forward` of the module's class serves again."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -79,8 +81,8 @@ class _InstanceForward:
 
 
 def _hide_from_compiler(*functions: Any) -> None:
-    """torch.compile neither compiles what runs between the graphs of a module, or while autograd saves for it, nor
-    what that calls. Unlike torch.compiler.disable this costs nothing per call."""
+    """Make torch.compile compile neither `functions` nor what they call. They run between the graphs of a module, or
+    while autograd saves for backward. Unlike torch.compiler.disable this costs nothing per call."""
     from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
     from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
@@ -92,19 +94,19 @@ def _hide_from_compiler(*functions: Any) -> None:
 
 
 class ModuleHooks:
-    """`install`, once, puts them on a model; `remove` takes everything off again.
+    """Puts hooks on a model (`install`, once), and takes all of them off again (`remove`).
 
     [Note: Frames of modules]
-    Modules that own units (and the root) hold them for the length of their forward. Every other module with parameters
-    can be called directly, past the root, as `generate()` calls an encoder: it then opens a frame without units, which
-    holds what is faulted in. Inside another module's frame its hooks do nothing.
-    """
+    Modules that own units (and the root) hold their units for the length of their forward. Every other module with
+    parameters can be called directly, past the root, as `generate()` calls an encoder. Such a module then opens a frame
+    without units (`Frame` in pager.py), which holds the units that are faulted in. Inside another module's frame its
+    hooks do nothing."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], events: ForwardEvents) -> None:
         self._events = events
         self._handles: list[Any] = []
         self._key: int | None = None
-        """Of the forward hooks in the table of each module."""
+        """The key of the forward hooks in every module's table of hooks."""
         self._model = model
         self._units = units
         # a compiled module's graph ends before paging and goes on after it
@@ -145,7 +147,7 @@ class ModuleHooks:
         self._handles.clear()
 
     def _before_direct(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See [Note: Frames of modules]."""
+        """Open a frame if the module is called directly. See [Note: Frames of modules]."""
         pager = self._events.pager
         if not torch.compiler.is_compiling() and not pager.is_running() and pager.is_called_directly():
             self._events.pre_forward((), module, args, kwargs)
@@ -155,9 +157,10 @@ class ModuleHooks:
             self._events.post_forward()
 
     def _register(self, module: nn.Module, before: _ForwardHook, after: _ForwardHook) -> None:
-        """First of all pre-hooks, so that others find the parameters, and one that raises leaves a frame behind for
-        `after`, which is called all the same: a frame ends also when the module raises (or a recomputation stops
-        early, which raises too)."""
+        """Register `before` as the module's first pre-hook, and `after` as a hook that is called always.
+
+        Other pre-hooks then find the parameters on the device. If one of them raises it leaves a frame behind, which
+        `after` ends; a frame also ends if the module raises (or if a recomputation stops early, which raises too)."""
         handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         self._handles.append(handle)
         self._share_key(handle, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
@@ -167,9 +170,9 @@ class ModuleHooks:
         self._share_key(handle, module._forward_hooks, module._forward_hooks_always_called)
 
     def _share_key(self, handle: RemovableHandle, *tables: dict[int, Any]) -> None:
-        """Register the hook under the same key in every module. torch.compile compares the keys when it looks for code
-        that it has made: with keys of their own, blocks of one class would not share theirs, and those after the
-        eighth (torch._dynamo.config.recompile_limit) would not be compiled."""
+        """Move the hook to one key, the same in every module's `tables` of hooks. torch.compile compares the keys when
+        it looks for code that it has made: with other keys in each module, blocks of one class would not share their
+        code, and those after the eighth (torch._dynamo.config.recompile_limit) would not be compiled."""
         if self._key is None:
             self._key = handle.id
         for table in tables:
@@ -177,8 +180,8 @@ class ModuleHooks:
         handle.id = self._key
 
     def _watch_state_dict(self, module: nn.Module) -> None:
-        """state_dict() gives CPU copies of real shape; load_state_dict() finds its parameters gathered, and writes
-        them back."""
+        """Hook state_dict(), which then gives CPU copies of real shape, and load_state_dict(), which then finds its
+        parameters gathered and writes them back."""
         params = {name: param for name, param in module._parameters.items() if param is not None}
         before_save, after_save = _Hook(self._before_save, params), _Hook(self._after_save, params)
         self._handles.append(module.register_state_dict_pre_hook(before_save))  # type: ignore[no-untyped-call]

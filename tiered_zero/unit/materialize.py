@@ -1,15 +1,15 @@
-"""Give parameters their first values: those that the model was built with, of safetensors files, or of initialisers.
+"""Give parameters their first values: those with which the model was built, those of safetensors files, or those of
+initialisers.
 
-A model built on the meta device has shapes and no bytes. It is materialised module group by module group: values are
-made on the CPU in the dtype that the model declares, go to their tiers, and are dropped before the next group is made,
-so that a model larger than host memory can start.
+A model built on the meta device has shapes and no bytes. It gets its values one module group at a time: they are made
+on the CPU in the dtype that the model declares, go to their tiers, and are dropped before the next group is made. So a
+model larger than host memory can start.
 
 [Note: Initialisers run as they do in a constructor]
-Each module's `reset_parameters()`, then the model's `_init_weights(module)`, children before parents and the group's
-ancestors last: a parent's initialiser overrides its child's. They run on a stand-in of the module tree, in which
-all tensors are on meta but for those that are to be set. So the others may be offloaded already, or not made yet, and
-those that have values keep them.
-"""
+First each module's `reset_parameters()` runs, then the model's `_init_weights(module)`, for children before parents,
+and for the group's ancestors last: a parent's initialiser overrides its child's. They run on a stand-in: a copy of the
+module tree in which all tensors are on meta except those that are to be set. So the other tensors may be offloaded
+already, or not made yet, and those that have values keep them."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from tiered_zero.unit.weights import WeightFiles, format_names, names_of
 logger = logging.getLogger("tiered_zero")
 
 PROGRESS_S = 5.0
-"""Placing the values of a large model logs a line this often."""
+"""A log line appears this often, in seconds, while the values of a large model are placed."""
 
 _TRIM_NBYTES = 4 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Blank:
-    """A parameter or buffer that has just been given memory, under its names, the first of which finds it in the model.
+    """A parameter or buffer that has just been given memory. `names`: all its names; by the first one it is found in
+    the model. `version`: its version counter at that time.
 
-    It is set once it was written to, or replaced by another tensor.
-    """
+    It counts as set once it was written to, or replaced by another tensor."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor
@@ -69,9 +69,9 @@ class _Blank:
 class Materializer:
     """Gives a model's meta parameters and buffers values on the CPU, in place. Driver thread.
 
-    A parameter keeps its identity, so tied names stay tied. What has values keeps them. `weights`: take them from there
-    where they are; None: from initialisers alone.
-    """
+    A parameter keeps its identity, so tied names stay tied. Tensors that have values keep them. `weights`: the files
+    whose tensors are used as values, if they have them; None: all values come from initialisers. `specs`: the
+    parameters."""
 
     def __init__(self, model: nn.Module, weights: WeightFiles | None, specs: Mapping[nn.Parameter, ParamSpec]) -> None:
         self._model = model
@@ -79,15 +79,15 @@ class Materializer:
         self._specs = specs
 
     def fill_buffers(self) -> None:
-        """Fill the buffers of modules without meta parameters. Raises ModelError if nothing fills one."""
+        """Fill the meta buffers of modules without meta parameters. Raises ModelError if nothing fills one of them."""
         for path, module in self._model.named_modules():
             has_meta_buffer = any(buffer.is_meta for buffer in module.buffers(recurse=False))
             if has_meta_buffer and not any(param.is_meta for param in module.parameters(recurse=False)):
                 self._fill(path, {}, {path: module})
 
     def fill(self, prefix: str, params: Sequence[nn.Parameter]) -> None:
-        """Fill `params`, which lie under module `prefix`, and the buffers of their modules. Raises ModelError where
-        nothing initialises one."""
+        """Fill `params`, which lie under the module named `prefix`, and the buffers of their modules. Raises ModelError
+        if nothing initialises one of them."""
         missing = {param: self._specs[param] for param in params if param.is_meta}
         modules = self._model.get_submodule(prefix).named_modules(prefix=prefix)
         owners = {path: m for path, m in modules if any(p in missing for p in m.parameters(recurse=False))}
@@ -95,7 +95,7 @@ class Materializer:
             self._fill(prefix, missing, owners)
 
     def move_buffers(self, device: torch.device, ranks: Collectives) -> None:
-        """Move the buffers of every module, with the values of rank 0, to the device."""
+        """Move the buffers of every module to the device, with the values of rank 0."""
         for name, buffer in self._model.named_buffers():
             ranks.broadcast(buffer, what=f"buffer {name}")
         for module in self._model.modules():
@@ -106,7 +106,8 @@ class Materializer:
 
     @torch.no_grad()
     def _fill(self, prefix: str, params: Mapping[nn.Parameter, ParamSpec], owners: Mapping[str, nn.Module]) -> None:
-        """Memory for `params` and for the meta buffers of `owners`, then their values."""
+        """Give memory to `params` and to the meta buffers of the modules `owners` (path -> module), then give them
+        values."""
         blanks: list[_Blank] = []
         for param, spec in params.items():
             _give_memory(param, spec.name)
@@ -137,7 +138,7 @@ class Materializer:
         return _copy_on_meta(self._model)
 
     def _run_initialisers(self, prefix: str) -> None:
-        """Those of the modules under `prefix`, then of its ancestors. [Note: Initialisers run ...]"""
+        """Run the initialisers of the modules under `prefix`, then of its ancestors. [Note: Initialisers run ...]"""
         general: Callable[[nn.Module], None] | None = getattr(self._stand_in, "_init_weights", None)
 
         def initialise(module: nn.Module) -> None:
@@ -156,11 +157,12 @@ class Materializer:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitPlacer:
-    """Makes parameters views of their unit's flat: fp32 values go to the masters, rounded ones to the unit's home.
+    """Makes parameters views of their unit's flat, and writes fp32 values to the masters and rounded ones to the unit's
+    home.
 
-    `resumed(unit)`: [P] of a resumed run, whose masters are there already: it replaces the model's values; of each rank
-    its own part, at least.
-    """
+    `store_masters(unit, masters)`: writes the masters [P], fp32. `resumed(unit)`: in a resumed run, whose masters are
+    written already, returns the parameters [P] that replace the model's values; at least this rank's part of them is
+    valid."""
 
     pager: Pager
     events: StepEvents
@@ -169,7 +171,7 @@ class UnitPlacer:
     resumed: Callable[[Unit], torch.Tensor] | None = None
 
     def place(self, unit: Unit, params: Sequence[nn.Parameter]) -> None:
-        """Place a unit with the values that `params` have on rank 0, or those of the resumed run."""
+        """Place a unit with the values that `params` have on rank 0, or with those of the resumed run."""
         if self.resumed is not None:
             flat = self.resumed(unit)
         else:
@@ -190,11 +192,11 @@ def materialize_model(
     params_of: Callable[[Unit], Sequence[nn.Parameter]],
     placer: UnitPlacer,
 ) -> None:
-    """Place every unit, module group by module group.
+    """Place every unit, one module group at a time. `params_of(unit)`: returns the unit's parameters.
 
-    The memory that parameters had is freed unit by unit. So what can be foreseen is refused before this, and a failure
-    in the middle leaves a model of which some parameters are gone, and say so when they are read. Freed blocks go back
-    to the system each `_TRIM_NBYTES`, for a walk over the heap takes longer than to place a small unit."""
+    The memory that parameters had is freed unit by unit. So what can be foreseen is refused before this call. After a
+    failure in the middle some parameters of the model are gone, and reading them raises. Freed blocks go back to the
+    system once per `_TRIM_NBYTES`, since a walk over the heap takes longer than placing a small unit."""
     materializer.fill_buffers()
     freed_nbytes = num_placed = 0
     num_parameters, next_line_s = sum(unit.numel for unit in units), time.monotonic() + PROGRESS_S
@@ -217,7 +219,7 @@ def materialize_model(
 
 
 def _flatten(unit: Unit, params: Sequence[nn.Parameter], dtype: torch.dtype) -> torch.Tensor:
-    """The values of `params` as a flat of the unit, [P] of `dtype` on the CPU."""
+    """Return the values of `params` as a flat of the unit, [P] of `dtype` on the CPU."""
     flat = temporary_zeros((unit.numel,), dtype)
     for entry, param in zip(unit.entries, params, strict=True):
         flat[entry.start : entry.stop] = entry.param.flatten(param.detach())
@@ -225,14 +227,15 @@ def _flatten(unit: Unit, params: Sequence[nn.Parameter], dtype: torch.dtype) -> 
 
 
 def _buffer_dtype(module: nn.Module, buffer: torch.Tensor, device: torch.device) -> torch.dtype:
-    """Its own. Only torch's batch norm takes, on the CPU, no statistics of another dtype than its weight's."""
+    """Return the dtype that the buffer gets on the device: its own. Only on the CPU, torch's batch norm needs
+    statistics in the dtype of its weight."""
     if device.type == "cpu" and isinstance(module, _NormBase) and module.weight is not None:
         return module.weight.dtype if buffer.is_floating_point() else buffer.dtype
     return buffer.dtype
 
 
 def _copy_on_meta(module: nn.Module) -> nn.Module:
-    """A copy of the tree with parameters and buffers of its own, on meta."""
+    """Return a copy of the module tree with parameters and buffers of its own, all on meta."""
     twin = module.__class__.__new__(module.__class__)
     twin.__dict__.update(module.__dict__)
     twin._parameters = {
@@ -251,10 +254,9 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """While open, the stand-in has `tensors` wherever `owners` (by path) have them.
+    """Inside the block, the stand-in has `tensors` at the places where the modules `owners` (path -> module) have them.
 
-    Initialisers may replace a buffer: its owner gets what is there in the end.
-    """
+    Initialisers may replace a buffer: its module gets the buffer that is there in the end."""
     held = {id(tensor) for tensor in tensors}
     slots: list[tuple[Any, Any, str, Any]] = []
     for path, owner in owners.items():
@@ -273,7 +275,10 @@ def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequ
 
 
 def _give_memory(param: nn.Parameter, name: str) -> None:
-    """As `torch.utils.swap_tensors` does, which also refuses if there are weak references: those stay good."""
+    """Give a meta parameter memory, in place. `name`: for the error. Raises ModelError if something else holds the
+    parameter.
+
+    `torch.utils.swap_tensors` does the same but refuses parameters with weak references, which stay good here."""
     value = nn.Parameter(temporary_zeros(param.shape, param.dtype), param.requires_grad)
     try:
         if _is_held(param):
@@ -288,7 +293,8 @@ def _give_memory(param: nn.Parameter, name: str) -> None:
 
 
 def _is_held(param: nn.Parameter) -> bool:
-    """Whether more than its Python object and the node that takes its gradients refers to it."""
+    """Return whether anything refers to the parameter besides its Python object and the node that takes its
+    gradients."""
     count = param._use_count()  # type: ignore[attr-defined]
     if count == 2 and param.requires_grad:
         edge = torch.autograd.graph.get_gradient_edge(param)  # makes the node if there is none: then it was not that

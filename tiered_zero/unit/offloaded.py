@@ -1,6 +1,5 @@
-"""Read and write weights at their homes: as plain CPU tensors, for state_dict() and copies of modules, and where user
-code has changed them.
-"""
+"""Read and write weights at their homes, as plain CPU tensors: for state_dict(), for copies of modules, and after user
+code has changed weights."""
 
 from __future__ import annotations
 
@@ -30,9 +29,8 @@ from tiered_zero.unit.unit import PagedUnit, UnitState, UnitTable
 
 @final
 class OffloadedParams:
-    """Reads and writes a unit's parameters at their home. Driver thread; blocks. Where a home holds a shard, every rank
-    makes the same calls.
-    """
+    """Reads and writes a unit's parameters at their home. Driver thread; blocks. If a home holds a shard, every rank
+    makes the same calls."""
 
     def __init__(
         self,
@@ -42,21 +40,23 @@ class OffloadedParams:
         on_change: Callable[[Unit, torch.Tensor, torch.Tensor | None], None],
         cuts: Callable[[Unit], Sequence[int]] | None = None,
     ) -> None:
-        """`on_change(unit, flat, old)`: what is derived from the parameters (the fp32 masters) must follow `flat` [P],
-        on the CPU. `cuts(unit)`: where masters are made of parameters, the first elements of the parts in which the
-        update reads them; they are written in the same parts, which is how their reads are verified, and `on_change` is
-        given `old`."""
+        """`on_change(unit, flat, old)`: updates what is derived from parameters (the fp32 masters) after they have
+        changed. `flat`: the new values, [P] on the CPU. `old`: the values before the change, given if `cuts` is.
+
+        `cuts(unit)`: returns the first element of each part in which the update reads the unit; given if masters are
+        made from parameters. Parameters are then written in the same parts, for a read is verified by the checksum of
+        what was written."""
         self._inventory, self._staging = inventory, staging
         self._accelerator, self._ranks = runtime.accelerator, runtime.collectives
         self._on_change, self._cuts = on_change, cuts
 
     def is_part(self, unit: Unit) -> bool:
-        """Whether the unit's home holds this rank's shard of it."""
+        """Return whether the unit's home holds only this rank's shard of the unit."""
         home = self._inventory.find(unit, "param")
         return home is not None and home.slot.nbytes < unit.nbytes
 
     def read(self, unit: Unit) -> torch.Tensor:
-        """Read the unit, which has a home: [P] of its dtype, a CPU tensor of the caller's own."""
+        """Return the values of a unit that has a home: [P] of its dtype, a CPU tensor of the caller's own."""
         own = self._read_home(unit)
         flat = own if own.numel() == unit.numel else torch.empty(unit.numel, dtype=unit.dtype)
         if flat is not own:
@@ -64,7 +64,8 @@ class OffloadedParams:
         return flat
 
     def read_own(self, unit: Unit) -> torch.Tensor:
-        """Read what this rank has of the unit, which has a home: [P] of its dtype, the other elements undefined."""
+        """Return the values of a unit that has a home, as far as this rank holds them: [P] of its dtype, the other
+        elements undefined."""
         own, elements = self._read_home(unit), self._inventory.home(unit, "param").elements(unit)
         if own.numel() == unit.numel:
             return own
@@ -88,13 +89,14 @@ class OffloadedParams:
 
     @runs_outside_modes
     def remember(self, paged: PagedUnit) -> torch.Tensor | None:
-        """Copy a unit on the device to the CPU before it is changed, if `write_back` needs it as `old`."""
+        """Return a copy on the CPU of a unit that is about to be changed, if `write_back` needs one as `old`; else
+        None."""
         return paged.storage.flat.to("cpu", copy=True) if self._cuts is not None and paged.unit.trainable else None
 
     @contextmanager
     def changing(self, paged: PagedUnit) -> Iterator[None]:
-        """Run user code that changes the unit. If it raises on some ranks and not on all, that ends the run: the
-        others would wait in `write_back`, and what was changed before is on each rank something else."""
+        """Inside the block, user code changes the unit. If the code raises on some ranks only, the run ends: the other
+        ranks would wait in `write_back`, and what was changed before would differ between ranks."""
         try:
             yield
         except Exception as error:
@@ -120,11 +122,10 @@ class OffloadedParams:
 
     @runs_outside_modes
     def write_back(self, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int = 0) -> None:
-        """Write a unit that user code has changed to its home; masters follow if it differs. Every rank calls it, and
-        gets the values of `modifier_rank`.
+        """Write a unit that user code has changed to its home, and let the masters follow. `old`: what `remember` has
+        returned. Every rank calls this, and gets the values of `modifier_rank`.
 
-        Call `TrainStep.before_weights_write` before: no update may run, nor may its state be prefetched.
-        """
+        Call `TrainStep.before_weights_write` before: no update may run, and no state may be prefetched."""
         unit, storage = paged.unit, paged.storage
         paged.renew()
         storage.reattach(keep=True)
@@ -144,8 +145,8 @@ class OffloadedParams:
 
 @final
 class ParamCopies:
-    """Reads each unit once for copies that come in a row. Driver thread. Where a home holds a shard, every rank makes
-    the same calls."""
+    """Copies parameters for user code; reads each unit once for several copies in a row. Driver thread. If a home holds
+    a shard, every rank makes the same calls."""
 
     def __init__(
         self,
@@ -159,11 +160,11 @@ class ParamCopies:
         self._units, self._cache = units, cache
         self._by_param: dict[nn.Parameter, torch.Tensor] = {}
         self._last: list[tuple[Unit, int, torch.Tensor]] = []
-        """Until the next frame: the unit read last, its version and its flat; before it those of the modules around its
-        own, whose parameters come between others."""
+        """Units that were read since a module last began to run, as (unit, its version, its flat): the unit read last,
+        and before it those of the modules around its module, whose parameters come between others."""
         self._depth = 0
         self.call: FrameType | None = None
-        """The frame of torch's call that takes a state_dict."""
+        """The Python frame of torch's call that takes a state_dict."""
 
     @property
     def is_open(self) -> bool:
@@ -171,8 +172,8 @@ class ParamCopies:
         return self._depth > 0
 
     def start(self, before_weights_read: Callable[[], None], params: Iterable[nn.Parameter]) -> None:
-        """Begin a module's state_dict of `params`; those of its children begin and end inside. Raises BudgetError where
-        shards are gathered and host memory has no room for the whole."""
+        """Begin a state_dict of a module, which has `params`. Those of its children begin and end inside. Raises
+        BudgetError if shards must be gathered and host memory has no room for the whole."""
         if self.was_broken_off():
             self._driver.was_broken_off = True
             self.end()
@@ -187,11 +188,12 @@ class ParamCopies:
         self._depth += 1
 
     def was_broken_off(self) -> bool:
-        """Whether an interrupt has ended a state_dict."""
+        """Return whether an interrupt has ended a state_dict."""
         return self.call is not None and not is_running(self.call)
 
     def _check_room(self, params: Iterable[nn.Parameter]) -> None:
-        """Every rank makes a whole copy: ranks of one host share what it has free, and all go on or none does."""
+        """Raise BudgetError if homes hold shards and a host has no room for a whole copy of `params` on each of its
+        ranks. The ranks of a host share what it has free; either all ranks raise, or none does."""
         places = [
             (paged, paged.unit.entries[paged.params[p]]) for p in params if (paged := self._units.by_param.get(p))
         ]
@@ -214,7 +216,7 @@ class ParamCopies:
             self._depth -= 1
 
     def end(self) -> None:
-        """End also a state_dict that was broken off: the next one waits for updates again, and copies anew."""
+        """End the state_dict, also one that was broken off: the next one waits for updates again, and copies anew."""
         if self._depth:
             self._driver.leave()
         self._depth = 0
@@ -224,8 +226,8 @@ class ParamCopies:
 
     @runs_outside_modes
     def take(self, param: nn.Parameter) -> torch.Tensor:
-        """Copy a parameter to the CPU, in its shape, from wherever the bytes are; tied names get the same tensor while
-        a state_dict is taken."""
+        """Return a copy of the parameter on the CPU, in its shape, from wherever its bytes are. While a state_dict is
+        taken, tied names get the same tensor."""
         if param in self._by_param:
             return self._by_param[param]
         if (paged := self._units.by_param.get(param)) is None:  # it has no elements
@@ -238,7 +240,7 @@ class ParamCopies:
         return value
 
     def _read(self, paged: PagedUnit) -> torch.Tensor:
-        """Return the flat of an offloaded unit, from the last reads if it is the same."""
+        """Return the flat of an offloaded unit, from the last reads if its values have not changed since."""
         if self._cache.is_closed:
             self._cache.refuse_closed(paged)
         for unit, version, flat in self._last:

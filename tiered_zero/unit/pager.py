@@ -1,4 +1,5 @@
-"""Track the units in use and their users: the entry points of forward, backward, updates and user code to paging."""
+"""Track the units in use and their users: forward, backward, updates and user code all begin and end the use of a unit
+here."""
 
 from __future__ import annotations
 
@@ -31,10 +32,12 @@ from tiered_zero.unit.unit import FlatStorage, PagedUnit, StepEvents, UnitState,
 
 @dataclass(kw_only=True)
 class Frame:
-    """A running module, or the engine's forward, on `thread`. `held`: units that stay for its whole length, used by
-    the pass `pass_name`. `faulted`: units of functions called in it; any of them is evicted when room is short and no
-    view is held, and fetched again when the next function is called with it. `is_inside_hooks`: hooks for saved
-    tensors were set as it began. `disables_cast_cache`: autocast's, while it runs. [Note: Casts of weights]"""
+    """A module that runs, or the engine's forward: one entry of the pager's stack.
+
+    `thread`: the thread that runs it. `held`: units that stay in use for its whole length, in the pass `pass_name`.
+    `faulted`: units of functions that were called in it. If room is short and no view of such a unit is held, the unit
+    is evicted, and fetched again when the next function is called with it. `is_inside_hooks`: hooks for saved tensors
+    were set when it began. `disables_cast_cache`: autocast's cache is off while it runs. [Note: Casts of weights]"""
 
     thread: int
     pass_name: str = ""
@@ -46,8 +49,8 @@ class Frame:
 
 @dataclass(kw_only=True)
 class DirectCall:
-    """A call of `module` on `thread`, past the engine. `frame`: of torch's call of it; None if that is compiled.
-    `saving`: hooks that were set for it."""
+    """A call of `module` by the user on `thread`, past the engine. `frame`: the Python frame of torch's call of the
+    module; None if the module is compiled. `saving`: the hooks for saved tensors that were set for the call."""
 
     module: nn.Module
     thread: int
@@ -59,9 +62,9 @@ class DirectCall:
 class Pager:
     """Owns the state of every unit. A resident unit is always in use, except while it waits for its update.
 
-    Driver thread, or autograd's while the driver waits in backward. Three objects share the units: `cache` (which are
-    on the device), `copies` (what user code copies) and `saved_views` (what autograd saves).
-    """
+    Driver thread, or autograd's threads while the driver waits in backward. Three objects share the units: `cache`
+    (which units are on the device), `copies` (copies of parameters for user code) and `saved_views` (what autograd
+    saves)."""
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class Pager:
         limits: PagerLimits,
         mover: TensorMover | None = None,
     ) -> None:
-        """`mover`: gets what autograd saves that is no view of a unit."""
+        """`mover`: gets the tensors that autograd saves and that are no views of a unit."""
         self._accelerator = runtime.accelerator
         self._ledger = runtime.ledger
         self._recorder = runtime.recorder
@@ -81,26 +84,28 @@ class Pager:
         self.phase = CallPhase()
         self.driver = DriverThread()
         self.frames: list[Frame] = []
-        """Of the modules that run."""
+        """The stack of modules that run, the innermost last."""
         self.direct: DirectCall | None = None
-        """The module that was called directly and runs, or did when an interrupt ended it."""
+        """The direct call that runs, or that an interrupt has ended without its hook."""
         self.loading: list[AbstractContextManager[None]] = []
-        """Blocks of gathered parameters that a load_state_dict() is in."""
+        """The open blocks of gathered parameters of a load_state_dict() that runs."""
         self.units = UnitTable()
         self.cache = UnitCache(runtime, inventory, limits, self.units)
         self.saved_views = SavedViews(self.units, self._fault_in_saved, mover)
         self.copies = ParamCopies(offloaded_params, runtime, self.driver, self.units, self.cache)
         self.num_uses = 0
-        """Frames, gathers and copies so far: whether weights were used since some moment."""
+        """The number of frames, gathers and copies so far: callers compare it to see whether weights were used in
+        between."""
         self._watched: set[PagedUnit] = set()
-        """Units of which user code was given memory."""
+        """Units whose memory user code was given."""
         self._swapped: dict[tuple[Owner, str], Home] = {}
-        """The homes of units after the next `swap_param_buffers`."""
+        """The homes of units after the next `swap_param_buffers`, by unit and kind."""
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def adopt(self, unit: Unit, params: Sequence[nn.Parameter], events: StepEvents) -> None:
-        """Turn `params` into views of one flat of this unit, which is empty; drop their former bytes."""
+        """Turn `params` into views of one flat of this unit, without memory, and drop their former bytes. `events`: is
+        called before uses of the unit."""
         place = None
         memory: AbstractContextManager[None] = nullcontext()
         if (home := self._inventory.find(unit, "param")) is None:
@@ -121,7 +126,8 @@ class Pager:
         self.units.add(paged)
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Write `flat` [P], on the CPU, as the first values of a unit: to its home, or to the device where it lives."""
+        """Write `flat`, [P] on the CPU, as the first values of a unit: to its home, or to the device if the unit lives
+        there."""
         paged = self.units.by_index[unit.index]
         if not paged.is_resident:
             self.offloaded_params.store(unit, flat)
@@ -134,20 +140,22 @@ class Pager:
     # -- use -------------------------------------------------------------------------------------------------------
 
     def _acquire(self, paged: PagedUnit, pass_name: str) -> None:
-        """Make the unit's parameters usable by what compute launches from now on. Pairs with `_release`."""
+        """Make the unit's parameters usable by all that compute launches from now on, and add a user. Pairs with
+        `_release`."""
         if not paged.unit.trainable:
             paged.storage.count_references(is_recomputed=pass_name == "backward")
         self._bring(paged, pass_name)
         paged.add_user()
 
     def _release(self, paged: PagedUnit, pass_name: str) -> None:
-        """End one use. After the last, forward guards or evicts the unit; backward holds it until it needs the room."""
+        """End one use of the unit. After the last use, forward guards or evicts the unit; backward holds it until its
+        memory is needed."""
         paged.remove_user()
         if pass_name != "backward":
             self.cache.retire(paged)
 
     def _bring(self, paged: PagedUnit, pass_name: str) -> None:
-        """Fetch the unit if it is offloaded, wait for its own update, unguard it. Adds no user."""
+        """Fetch the unit if it is offloaded, wait for its last update, and unguard it. Adds no user."""
         if not paged.is_resident:
             self.cache.note_use(paged, pass_name)
         state = paged.state
@@ -174,8 +182,10 @@ class Pager:
         paged.begin_use()
 
     def _wait_update(self, paged: PagedUnit, unit_update: UnitUpdate) -> None:
-        """Block until the last update of a unit that lives on the device is written; of another until its new
-        parameters are computed: its gradients are not needed any more, and a fetch knows how they come to the device.
+        """Block until the unit's last update is far enough for a use.
+
+        If the unit lives on the device: until the update is written. Else until the new parameters are computed: the
+        update does not need the gradients any more, and a fetch knows from where the parameters come to the device.
         Raises the error of an update that has failed by then."""
         if not unit_update.written.done():
             with self._recorder.span("compute", "wait_update", paged.unit.name):
@@ -184,7 +194,7 @@ class Pager:
             unit_update.written.wait()  # done: returns at once, or raises
 
     def _wait_fetched(self, unit: Unit, fetch: Transfer) -> None:
-        """Order compute after the fetch. Raises its error."""
+        """Order compute after the fetch of the unit. Raises the fetch's error."""
         if fetch.done():
             self._accelerator.wait_on_compute(fetch)
             return
@@ -193,7 +203,7 @@ class Pager:
 
     @runs_outside_modes
     def begin_gather(self, paged: PagedUnit) -> None:
-        """Acquire a unit outside of forward and backward, until `end_gather`."""
+        """Acquire a unit for a block of `gathered`, until `end_gather`."""
         self.num_uses += 1
         self._acquire(paged, self.phase.pass_name)
         paged.num_gathers += 1
@@ -207,7 +217,7 @@ class Pager:
 
     @contextmanager
     def frame(self, units: Sequence[Unit] = ()) -> Iterator[None]:
-        """Hold `units`, and whatever is faulted in inside, until the block ends (also by an exception)."""
+        """Hold `units`, and all units that are faulted in inside, until the block ends (also by an exception)."""
         self.enter_frame(units)
         try:
             yield
@@ -235,7 +245,7 @@ class Pager:
         frame.is_inside_hooks = self.saved_views.begin_module()
 
     def exit_frame(self) -> bool:
-        """Close the frame that this thread has opened last; False if it has none."""
+        """Close the frame that this thread has opened last; return False if it has none."""
         if not self.frames or self.frames[-1].thread != threading.get_ident():
             return False
         frame = self.frames.pop()
@@ -257,13 +267,13 @@ class Pager:
                 self.cache.retire(paged)
 
     def is_running(self) -> bool:
-        """Whether a module of the model runs, on this thread."""
+        """Return whether a module of the model runs on this thread. Raises ModelError if one runs on another thread."""
         if self.frames:
             self.driver.check("A module's forward")
         return bool(self.frames)
 
     def is_called_directly(self) -> bool:
-        """Whether the module whose forward begins is called by the user, past the engine (a direct call)."""
+        """Return whether the user calls the module whose forward begins past the engine (a direct call)."""
         return not self.frames and self.phase.now is Phase.IDLE and torch._C._current_graph_task_id() == -1
 
     # -- modules that are called directly, past the engine -------------------------------------------------------------
@@ -274,7 +284,7 @@ class Pager:
         self.direct = DirectCall(module=module, thread=threading.get_ident(), frame=_find_module_call())
 
     def save_direct(self) -> None:
-        """The module's frame is open: save views by name until `end_direct`."""
+        """Save views by name until `end_direct`. Called once the frame of the direct call is open."""
         if self.direct is not None:
             self.direct.saving = self.saved_views.begin()
 
@@ -285,11 +295,11 @@ class Pager:
             self.driver.leave()
 
     def runs_directly(self) -> bool:
-        """Whether the caller runs inside of a module that was called directly."""
+        """Return whether the caller runs inside of a module that was called directly."""
         return self.direct is not None and is_running(self.direct.frame)
 
     def ends_direct(self, module: nn.Module) -> bool:
-        """Whether the call of `module` that ends, whose hook asks, is the direct one."""
+        """Return whether the call of `module` that ends now is the direct call. Called by the module's forward hook."""
         direct = self.direct
         if direct is None or direct.module is not module:
             return False
@@ -299,10 +309,10 @@ class Pager:
 
     @runs_outside_modes
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
-        """Bring the units of `params` together for `function`, which is called with them; the first is offloaded.
+        """Fetch the units of `params` together for `function`, which is called with these parameters; the first is
+        offloaded.
 
-        Raises ParameterOffloadedError outside of forward and backward. See [Note: Entry points].
-        """
+        Raises ParameterOffloadedError outside of forward and backward. See [Note: Entry points]."""
         paged_units = [self.units.by_param[param] for param in params]
         paged_units[0].events.notice_backward()
         if self.driver.other() is not None or not (self.frames or self._is_in_backward()):
@@ -321,7 +331,8 @@ class Pager:
         self.saved_views.save_recomputed()
 
     def _refuse_if_offloaded(self, param: nn.Parameter, paged: PagedUnit, function: str) -> None:
-        """Raise ParameterOffloadedError for a unit without bytes on the device. A resident one waits for its update."""
+        """Raise ParameterOffloadedError for `param` unless its unit is in use or resident. A resident unit that is not
+        in use only waits for its update."""
         if paged.state is UnitState.IN_USE or paged.is_resident:
             return
         if self.cache.is_closed:
@@ -331,8 +342,8 @@ class Pager:
         raise offloaded_error(function, name, tier, paged.unit.dtype, self._accelerator.device)
 
     def _fault_in_saved(self, unit_index: int, version: int | None) -> FlatStorage:
-        """Bring a unit of which autograd unpacks a view that it saved at `version`. Raises ModelError if its weights
-        have changed since."""
+        """Fetch a unit of which autograd unpacks a view, and return its storage. `version`: the unit's version when the
+        view was saved. Raises ModelError if the unit's weights have changed since."""
         paged = self.units.by_index[unit_index]
         if torch._C._current_graph_task_id() != self.phase.task:
             paged.events.notice_backward()
@@ -344,12 +355,12 @@ class Pager:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def _is_in_backward(self) -> bool:
-        """Whether autograd runs, or the engine's backward is about to."""
+        """Return whether autograd runs a backward, or the engine is about to begin one."""
         return self.phase.now is Phase.BACKWARD or torch._C._current_graph_task_id() != -1
 
     @runs_outside_modes
     def finish_gradients(self, unit: Unit) -> None:
-        """Guard or evict a unit that backward holds: every gradient of it has arrived, so no later node is expected to
+        """Guard or evict a unit that backward holds: all its gradients have arrived, so no later node is expected to
         need it."""
         self.cache.retire(self.units.by_index[unit.index])
 
@@ -365,17 +376,17 @@ class Pager:
     def invalidate(self) -> None:
         """Drop what the device holds of trainable units, whose homes are about to change.
 
-        A storage that is still viewed keeps its memory, without values, and is read again in place at the next use.
-        """
+        If other code holds a view of a unit's flat, the flat keeps its memory, without values, until the unit's next
+        use fetches new values into it."""
         for paged in self.units.by_index.values():
             if paged.unit.trainable:
                 self._invalidate(paged)
         self.cache.refuse()
 
     def invalidate_all(self) -> None:
-        """Drop what the device holds of every unit, frozen ones too: all of them are about to be loaded.
+        """Drop what the device holds of every unit, frozen ones too: all units are about to be loaded.
 
-        A frozen unit that lives on the device is the script's to change at any time."""
+        A frozen unit that lives on the device keeps its bytes: the program may change them at any time."""
         for paged in self.units:
             if paged.unit.trainable or not paged.is_resident:
                 self._invalidate(paged)
@@ -398,22 +409,23 @@ class Pager:
             paged.storage.blank()
 
     def end_update(self) -> None:
-        """Watch resident units that are in use for changes by hand from here on: they have their new values."""
+        """Watch resident units in use for changes by user code from here on: the update has given them their new
+        values."""
         for paged in self.units.by_index.values():
             if paged.is_resident and paged.state is UnitState.IN_USE:
                 paged.storage.begin_watch()
 
     def begin_back_update(self) -> None:
-        """Note the swap that ends a delayed update, which writes the "param_back" homes while compute reads the "param"
-        homes."""
+        """Record the swap of homes that ends a delayed update. The update writes the "param_back" homes while compute
+        reads the "param" homes."""
         find, units = self._inventory.find, [paged.unit for paged in self.units if not paged.is_resident]
         homes = [(unit, back, find(unit, "param")) for unit in units if (back := find(unit, "param_back")) is not None]
         self._swapped = {(unit, "param"): back for unit, back, _ in homes}
         self._swapped |= {(unit, "param_back"): home for unit, _, home in homes if home is not None}
 
     def swap_param_buffers(self) -> None:
-        """Swap the two homes of each unit; of one that lives on the device the back home is copied there. Where this
-        fails it is called again."""
+        """Swap the "param" and "param_back" homes of each unit; copy the latter to the device for a unit that lives
+        there. The caller calls this again after a failure."""
         self.invalidate()
         for paged in self.units:
             if paged.is_resident and (back := self._inventory.find(paged.unit, "param_back")) is not None:
@@ -422,7 +434,7 @@ class Pager:
         self.end_update()
 
     def block_for_update(self) -> None:
-        """Block use of every trainable unit until its own update completes. The step is taken."""
+        """Block use of every trainable unit until the unit's own update completes. Called when the step is taken."""
         begun = {paged for paged in self.units if paged.weights is WeightState.UPDATING}
         self.unblock()
         for paged in self.units:
@@ -434,8 +446,8 @@ class Pager:
         self.cache.refuse()
 
     def block_unit_for_update(self, unit: Unit) -> bool:
-        """Refuse use of a unit, whose update begins in backward, until the step is taken. False, with nothing done,
-        while it is in use."""
+        """Refuse use of a unit, whose update begins in backward, until the step is taken. Return False, with nothing
+        done, if the unit is in use."""
         paged = self.units.by_index[unit.index]
         if paged.storage.is_viewed or (paged.num_users and not paged.is_resident):
             return False
@@ -457,8 +469,8 @@ class Pager:
 
     @runs_outside_modes
     def abort(self) -> None:
-        """End every frame, evict units without users, and count anew: no module runs any more. What a transfer still
-        fetches is left to it, as if it were prefetched."""
+        """End every frame, evict units without users, and count all users and bytes anew. Called after a failure, when
+        no module runs any more. A unit that a transfer still fetches stays, as if it were prefetched."""
         if any(frame.disables_cast_cache and frame.thread == threading.get_ident() for frame in self.frames):
             torch.set_autocast_cache_enabled(True)
         self.frames.clear()
@@ -474,7 +486,8 @@ class Pager:
         self.saved_views.abort()
 
     def close(self) -> None:
-        """Leave parameters that live on the device their values; those of the others end with their tiers."""
+        """Close: parameters that live on the device keep their values; the values of all others end with their
+        tiers."""
         self.cache.is_closed = True
         for paged in self.units:
             had_users = paged.num_users
@@ -497,8 +510,8 @@ class Pager:
 
     @runs_outside_modes
     def watch(self, param: nn.Parameter) -> None:
-        """Copy the values of a parameter in use whose memory user code is about to get. What was watched before it is
-        compared now, where no view of it is left. [Note: Writes through .data]"""
+        """Copy the values of a parameter in use, whose memory user code is about to get. Compare the parameters watched
+        before, if no view of their unit is left. [Note: Writes through .data]"""
         for paged in [other for other in self._watched if not (other.num_writers or other.storage.is_viewed)]:
             self.cache.look(paged)
             self._watched.discard(paged)
@@ -508,13 +521,13 @@ class Pager:
             self._watched.add(paged)
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Copy a parameter to the CPU while a state_dict is taken; else return None."""
+        """Return a copy of the parameter on the CPU while a state_dict is taken; else return None."""
         return self.copies.take(param) if self.copies.is_open else None
 
     @runs_outside_modes
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Copy a parameter to the CPU for a copy of its module; return None where modules run, or the engine is
-        closed."""
+        """Return a copy of the parameter on the CPU, for a copy of its module; return None if modules run, or if the
+        engine is closed."""
         if self.cache.is_closed or self.frames or self._is_in_backward():
             return None
         with self.driver.entered("A copy of a parameter"):
@@ -528,12 +541,11 @@ def _find_module_call() -> FrameType | None:
 
 @final
 class WholeWeights:
-    """Makes whole the units of which ranks update shards, in place: so weights are whole between steps, and one rank
+    """Gathers units of which each rank updates its shard, in place. So weights are whole between steps, and one rank
     alone may evaluate or save them. Driver thread.
 
-    A unit is gathered in place, without other memory, however large it is. `units`: those that the
-    optimizer steps, in static order; none where shards are all, or are gathered for each use.
-    """
+    A unit is gathered in its own flat, without other memory, however large it is. `units`: those that the optimizer
+    steps, in static order; empty if a shard is the whole unit, or if units are gathered for each use."""
 
     def __init__(self, runtime: Runtime, pager: Pager, units: Sequence[Unit]) -> None:
         self._accelerator = runtime.accelerator
@@ -546,15 +558,15 @@ class WholeWeights:
         self._pager.invalidate_all()
 
     def end_update(self) -> None:
-        """Gather every unit, whose shards were changed otherwise than by a step, and take the values of resident units
-        as new. Blocks; raises RankError."""
+        """Gather every unit after its shards were changed otherwise than by a step, and record the values of resident
+        units as new. Blocks; raises RankError."""
         if self.units:
             with self._recorder.span("compute", "wait_param"):
                 wait_all([self.start(unit) for unit in self.units])
         self._pager.end_update()
 
     def start(self, unit: Unit) -> Transfer:
-        """Start to fill the unit with every rank's shard, of which this rank's has its new values."""
+        """Start to fill the unit with the shards of all ranks; this rank's shard has its new values already."""
         flat = self._pager.storage(unit).flat.data  # its version counter is its own: saved views stay valid
         shard = unit.shard(self._collectives.rank)
         own, name = flat[shard.start : shard.stop], f"the parameters of {unit.name}"

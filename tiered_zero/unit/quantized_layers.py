@@ -1,17 +1,16 @@
-"""Page layers that bitsandbytes has quantized to 4 bits (`Linear4bit`): their statistics as well as their weights.
+"""Page layers that bitsandbytes has quantized to 4 bits (`Linear4bit`): their scales as well as their weights.
 
 [Note: Layers of 4 bits]
 bitsandbytes multiplies in an autograd function that keeps the packed weight as an attribute of its context, where hooks
-for saved tensors do not see it: so the memory of every layer of the base would stay from forward to backward. Here the
-same operators run in a function that saves the weight as autograd's own functions do: its unit leaves after forward,
-in a checkpoint of either kind too, and comes again in backward.
-The function takes the place of `forward` in the instance, for a forward hook cannot: hooks run before and after the
-layer's forward, which calls bitsandbytes' function by a global name.
+for saved tensors do not see it. So the memory of every such layer would stay on the device from forward to backward.
+Here the same operators run in a function that saves the weight as autograd's own functions do: the layer's unit is
+evicted after forward, in a checkpoint of either kind too, and is fetched again in backward.
+A `forward` in the instance of the module calls this function. A forward hook cannot do that: hooks run before and after
+the layer's forward, which calls bitsandbytes' function by a global name.
 The scales of the blocks (`absmax`, an eighth of the packed bytes) are plain tensors in the weight's `quant_state`.
-`statistics` makes parameters of them that belong to the layer's unit, in their own dtype, and to no module: the plan
-counts them, they are paged, and `state_dict()` has them under bitsandbytes' own keys. The tables of 16 and 256 values
-stay on the device, as buffers do.
-"""
+`statistics` makes parameters of them, which belong to the layer's unit, in their own dtype, and to no module. So the
+plan counts them, they are paged, and `state_dict()` has them under bitsandbytes' own keys. The tables of 16 and 256
+values stay on the device, as buffers do."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from tiered_zero.unit.guard import OffloadedParameter, require_handler
 
 
 def is_4bit(module: nn.Module) -> bool:
-    """Whether it is a Linear4bit whose weight is packed and frozen."""
+    """Return whether the module is a Linear4bit whose weight is packed and frozen."""
     library: Any = sys.modules.get("bitsandbytes")
     if library is None or not isinstance(module, library.nn.Linear4bit):
         return False
@@ -36,7 +35,8 @@ def is_4bit(module: nn.Module) -> bool:
 
 
 def statistics(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the scales of a layer of 4 bits by the names that bitsandbytes saves them under; nothing of another."""
+    """Return the scales of a layer quantized to 4 bits, by the names under which bitsandbytes saves them; an empty dict
+    for another module."""
     if not is_4bit(module):
         return {}
     weight: Any = module.weight
@@ -44,7 +44,8 @@ def statistics(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _owners(state: Any) -> list[tuple[str, Any]]:
-    """The objects whose `absmax` are the scales, and the scales of these where they are quantized too."""
+    """Return the objects whose `absmax` are a layer's scales, with the names of these scales: the quant_state, and a
+    second state if the scales are quantized too."""
     return [("absmax", state), *([("nested_absmax", state.state2)] if state.nested else [])]
 
 
@@ -56,7 +57,7 @@ def _as_param(owner: Any) -> nn.Parameter:
 
 
 def _with_scales(state: Any, scales: Sequence[torch.Tensor | None]) -> Any:
-    """A shallow copy of a quant_state with other tensors as its scales."""
+    """Return a shallow copy of a quant_state that has `scales` as its scales."""
     state = copy.copy(state)
     if state.nested:
         state.state2 = copy.copy(state.state2)
@@ -66,7 +67,8 @@ def _with_scales(state: Any, scales: Sequence[torch.Tensor | None]) -> Any:
 
 
 class Forward4bit:
-    """The `forward` of a layer of 4 bits whose units are paged. A copy or a pickle of the layer has its class's own."""
+    """The `forward` of a layer quantized to 4 bits whose unit is paged. A copy or a pickle of the layer has the
+    `forward` of the layer's class."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
@@ -96,8 +98,8 @@ class Forward4bit:
         return found.to(x.dtype)
 
     def _class_forward(self, x: torch.Tensor, plain: Any) -> torch.Tensor:
-        """`plain`: the quant_state with tensors in place of parameters: bitsandbytes asks for their address, and so
-        their values would be watched."""
+        """Run the `forward` of the layer's class. `plain`: the quant_state with plain tensors as scales. bitsandbytes
+        asks for their address; if they were parameters, their values would be watched from then on."""
         weight, state = self._module.weight, self._module.weight.quant_state
         weight.quant_state = plain
         try:
@@ -111,14 +113,15 @@ class Forward4bit:
 
 
 def _fault_in(params: Sequence[nn.Parameter], function: str) -> None:
-    """Fetch those that no running module holds: no function of torch is called with them that would."""
+    """Fetch those of `params` that no running module holds: no function of torch that would fetch them is called with
+    them."""
     if guarded := [param for param in params if isinstance(param, OffloadedParameter)]:
         others = [param for param in params if not isinstance(param, OffloadedParameter)]
         require_handler(guarded[0]).fault_in([*guarded, *others], function)
 
 
 class _Matmul4bit(torch.autograd.Function):
-    """bitsandbytes' MatMul4Bit: the same operators in the same order. `quant_state`: with plain tensors as scales."""
+    """bitsandbytes' MatMul4Bit: the same operators in the same order. `quant_state`: has plain tensors as scales."""
 
     @staticmethod
     def forward(

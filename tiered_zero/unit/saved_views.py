@@ -1,10 +1,10 @@
 """Save a unit's views for backward by name (which unit, which version) instead of by address.
 
 [Note: Versions of saved tensors]
-Under saved-tensor hooks autograd compares no version counters, and keeps what `pack` returns as it is. So `pack` notes
-the counter of all that it saves, and `unpack` compares it and raises as torch does. A tensor that has a graph is saved
-detached: a node that holds its own output would keep itself, and the graph behind it, alive for ever.
-"""
+Under saved-tensor hooks autograd compares no version counters, and keeps what `pack` returns as it is. So `pack`
+records the version counter of every tensor that it saves, and `unpack` compares it, and raises torch's error if it has
+moved. A tensor that has a graph is saved detached: a node that holds its own output would keep itself, and the graph
+behind it, alive for ever."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _NO_TRANSFORM = (
 
 @dataclass(frozen=True, kw_only=True)
 class SavedView:
-    """A name that autograd keeps instead of a view of a flat: which unit in which version, and the view's geometry in
-    elements. `counter`: the version counter of the parameter, which changes in place move. Both None inside of a
-    checkpoint, which computes again with the weights as they are then."""
+    """What autograd keeps in place of a view of a flat: the unit, and the view's geometry in elements of `dtype`.
+
+    `version`: the unit's version. `counter`: the version counter of the parameter, which changes in place move. Both
+    are None inside of a checkpoint, whose recomputation uses the weights of its own time."""
 
     unit_index: int
     version: int | None
@@ -45,8 +46,9 @@ class SavedView:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedWrapper:
-    """What autograd keeps of a view of a flat inside a torch.func transform: the transform's wrapper cannot be made
-    anew, so its bytes stay. `view`: keeps them there (`FlatStorage.is_viewed`), for the wrapper itself does not."""
+    """What autograd keeps in place of a view of a flat inside a torch.func transform. The transform's wrapper cannot be
+    made anew, so the bytes stay on the device. `view`: a view of the flat that keeps them there
+    (`FlatStorage.is_viewed`), since the wrapper does not. `inner`: the name of the view."""
 
     wrapper: torch.Tensor
     view: torch.Tensor
@@ -54,29 +56,32 @@ class SavedWrapper:
 
 
 SavedTensor = tuple[torch.Tensor, int]
-"""Any other tensor, and its version counter: see [Note: Versions of saved tensors]."""
+"""A tensor that is no view of a flat, with its version counter. See [Note: Versions of saved tensors]."""
 
 
 class MovedTensor(Protocol):
-    """Any other tensor whose bytes have left the device. `counter` shares its version counter, then at `version`."""
+    """A tensor that is no view of a flat, and whose bytes have left the device. `counter`: shares the tensor's version
+    counter. `version`: the counter's value when the tensor was saved."""
 
     counter: torch.Tensor
     version: int
 
     def unpack(self) -> torch.Tensor:
-        """Return it on the device."""
+        """Return the tensor on the device."""
 
 
 class TensorMover(Protocol):
-    """Moves what autograd saves that is no view of a unit."""
+    """Interface of the object that moves the tensors that autograd saves and that are no views of a unit."""
 
     def pack(self, tensor: torch.Tensor, version: int) -> MovedTensor | None:
-        """Begin to move a detached tensor; None if it stays."""
+        """Begin to move a detached tensor; return None if the tensor stays on the device. `version`: its version
+        counter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByProgram:
-    """What the hooks of the program return for any other tensor, if it has set some around the engine's call."""
+    """What the program's own hooks keep of a tensor that is no view of a flat. `packed`: what their pack hook has
+    returned. `unpack`: their unpack hook."""
 
     packed: Any
     unpack: Callable[[Any], Any]
@@ -98,17 +103,19 @@ class SavedViews:
         fault_in_saved: Callable[[int, int | None], FlatStorage],
         mover: TensorMover | None = None,
     ) -> None:
-        """`fault_in_saved(unit_index, version)`: the unit's storage, filled for the backward that runs. `mover`: gets
-        all else that is saved, where no hooks of the program or of a checkpoint do."""
+        """`fault_in_saved(unit_index, version)`: returns the unit's storage, fetched for the backward that runs.
+        `mover`: gets all other tensors that are saved, unless hooks of the program or of a checkpoint get them."""
         self._units = units
         self._fault_in_saved = fault_in_saved
         self._mover = mover
 
     def close(self) -> None:
-        """Hold nothing of the engine but units that live on the device: a graph that outlives it may need those.
+        """Drop every reference to the engine. Units that live on the device stay: a graph that outlives the engine may
+        need them.
 
-        Autograd's nodes hold this object where the collector does not look. If it led to the error of a failed engine,
-        whose traceback leads to the program's frames, and so to the loss and the graph, none of them would ever end."""
+        Autograd's nodes hold this object where Python's collector does not look. The error of a failed engine has a
+        traceback, which leads to the program's frames, and so to the loss and the graph. If this object led to that
+        error, none of them would ever be freed."""
         self._fault_in_saved = _ClosedUnits(self._units)
         self._units, self._mover = UnitTable(), None
 
@@ -116,7 +123,7 @@ class SavedViews:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """While open, autograd saves views of flats by name instead of by address."""
+        """Inside the block, autograd saves views of flats by name instead of by address."""
         refuse_tracing()
         saving = self.begin()
         try:
@@ -130,7 +137,8 @@ class SavedViews:
                 saving.__exit__()
 
     def begin(self) -> saved_tensors_hooks | None:
-        """Check what must hold of the model when the outermost forward or a backward begins; then save by name."""
+        """Check the model when the outermost forward or a backward begins, then set the hooks that save views by name.
+        Return these for `end`; None if none were set. Raises ModelError."""
         self._check_converted()
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             raise ModelError(_NO_TRANSFORM)
@@ -152,12 +160,12 @@ class SavedViews:
             saving.__exit__()
 
     def abort(self) -> None:
-        """Take off what a forward that was interrupted has left on autograd's stack of hooks: no forward runs."""
+        """Take off the hooks that an interrupted forward has left on autograd's stack: no forward runs."""
         while self._is_saving():
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def _is_saving(self) -> bool:
-        """Whether our hooks for saved tensors are the top of this thread's."""
+        """Return whether the innermost hooks for saved tensors on this thread are those of this object."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return top is not None and self.is_own(top[0])
 
@@ -192,7 +200,7 @@ class SavedViews:
 
     @runs_outside_modes
     def pack_and_move(self, tensor: torch.Tensor) -> Saved:
-        """Save a view of a unit's flat by name, and let the mover have anything else."""
+        """Save a view of a unit's flat by name, and pass any other tensor to the mover."""
         saved = self.pack(tensor)
         if self._mover is None or not isinstance(saved, tuple):
             return saved
@@ -200,10 +208,11 @@ class SavedViews:
             return self._mover.pack(*saved) or saved
 
     def hooks_inside(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack] | None:
-        """The hooks to set inside of those that autograd calls now: `outer` get what is no unit's, as save_on_cpu().
+        """Return the hooks to set inside of `outer`, those that autograd calls now; None if none are to be set.
 
-        None where these are set already, and where those of a checkpoint get all: it counts what is saved, weights too,
-        and what it computes again runs without the engine's call around it."""
+        Tensors that are no views of a unit still go to `outer`, such as save_on_cpu(). None are set if ours are set
+        already. None are set inside the hooks of a checkpoint, which get all tensors: it counts what is saved, weights
+        too, and its recomputation runs without the engine's call around it."""
         if outer is None:
             return (self.pack if self._mover is None else self.pack_and_move), self.unpack
         if self.is_own(outer[0]) or _is_of_checkpoint(outer[0]):
@@ -214,14 +223,14 @@ class SavedViews:
         return pack in (self.pack, self.pack_and_move) or (isinstance(pack, _PackInside) and pack.views is self)
 
     def begin_module(self) -> bool:
-        """Save by name what a module computes: of a recomputation, see `save_recomputed`, or inside of hooks that the
-        program has set in a forward, a checkpoint's too. Returns whether it is inside of some, and `end_inside`
-        follows.
+        """Save by name what a module computes in a recomputation (see `save_recomputed`), or in a forward inside of
+        hooks that the program or a checkpoint has set. Return whether it is inside of such hooks: the caller then calls
+        `end_inside`.
 
-        Such hooks get memory of a unit otherwise, and keep it where they copy nothing (`save_on_cpu` where the CPU
-        computes). A checkpoint would hold the weights of what it has computed again until the backward of its region
-        ends, and their units could not be evicted. A module does the same in forward and in the recomputation, so that
-        the checkpoint counts alike."""
+        Such hooks would get the unit's memory itself, and keep it if they copy nothing (`save_on_cpu` if the CPU
+        computes). A checkpoint would hold the weights of what it has recomputed until the backward of its region ends,
+        and their units could not be evicted. A module does the same in forward and in the recomputation, because the
+        checkpoint counts what is saved."""
         top: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is None:
             self.save_recomputed()
@@ -235,11 +244,11 @@ class SavedViews:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def save_recomputed(self) -> None:
-        """In a backward, save by name also what is computed again, where no other hooks save it.
+        """In a backward, save by name also what is recomputed, unless other hooks save it.
 
-        In one that the user has started past the engine none do, and autograd would save parameters themselves, whose
-        bytes go as their unit is evicted. The hooks stay until the node of the backward that runs has ended: autograd
-        then restores those of its thread."""
+        In a backward that the user has started past the engine no other hooks do. Autograd would save the parameters
+        themselves, whose bytes go when their unit is evicted. The hooks stay until the running node of the backward has
+        ended: autograd then restores the hooks of its thread."""
         if torch._C._current_graph_task_id() == -1 or not self._may_save():
             return
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
@@ -250,10 +259,10 @@ class SavedViews:
         return enabled and torch.is_grad_enabled()
 
     def unpack(self, saved: Saved) -> torch.Tensor:
-        """Return what forward saved, fetched if it is offloaded: an entry point of [Note: Entry points].
+        """Return the tensor that forward saved, fetched if it is offloaded: an entry point of [Note: Entry points].
 
-        Raises RuntimeError, as torch does, for what was changed in place since, and ModelError for weights that a step
-        or `gathered` has changed: no counter of torch moves then."""
+        Raises RuntimeError, as torch does, if the tensor was changed in place since. Raises ModelError if a step or
+        `gathered` has changed the weights, for no counter of torch moves then."""
         if isinstance(saved, tuple):
             tensor, expected = saved
             with torch._C.DisableTorchFunctionSubclass():
@@ -290,7 +299,7 @@ class SavedViews:
 
 @final
 class _ClosedUnits:
-    """What is left of the units of a closed engine for graphs of its forwards."""
+    """Serves graphs that outlive their engine: it holds the units of the closed engine that lived on the device."""
 
     def __init__(self, units: UnitTable) -> None:
         self._names = {paged.unit.index: paged.unit.name for paged in units}
@@ -309,7 +318,7 @@ class _ClosedUnits:
 
 @final
 class _PackInside:
-    """Saves views of units by name, and all else by the hooks of the program."""
+    """A pack hook that saves views of units by name, and passes all other tensors to the hooks of the program."""
 
     def __init__(self, views: SavedViews, outer: tuple[Pack, Unpack]) -> None:
         self.views = views
@@ -340,7 +349,7 @@ def changed_weights(unit_name: str) -> ModelError:
 
 
 def moves_saved_tensors() -> bool:
-    """Whether what autograd saves now goes to the mover of an engine."""
+    """Return whether the tensors that autograd saves now go to the mover of an engine."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and getattr(top[0], "__func__", None) is SavedViews.pack_and_move
 
@@ -350,7 +359,8 @@ def _is_of_checkpoint(pack: Pack) -> bool:
 
 
 def _changed_in_place(tensor: torch.Tensor, found: int, expected: int) -> RuntimeError:
-    """torch's own error. It also names the node that computed the tensor; here it is the one that needs it."""
+    """Return torch's own error for a tensor that was changed in place. torch also names the node that computed the
+    tensor; the node named here is the one that needs it."""
     with torch._C.DisableTorchFunctionSubclass():
         kind, shape = tensor.type(), list(tensor.shape)
     node = torch._C._current_autograd_node()
@@ -364,4 +374,4 @@ def _changed_in_place(tensor: torch.Tensor, found: int, expected: int) -> Runtim
 
 
 SAVED_TENSOR_HOOKS = SavedViews.pack, SavedViews.pack_and_move, SavedViews.unpack, _PackInside.__call__
-"""What autograd calls, on the way of a compiled module too."""
+"""The functions that autograd calls when it saves and unpacks tensors, also between the graphs of a compiled module."""

@@ -1,8 +1,8 @@
 """Read tensors of the safetensors files that `tiered_zero.weights` names, also under names of transformers 5.
 
-`tiered_zero.weights` names files, an index of files, or the directory of a model. A mixture of experts has one tensor
-for each expert in its files, and one for all in memory: transformers' own table of conversions leads from one to the
-other. It is asked for models of transformers alone, which have imported it.
+`tiered_zero.weights` names files, an index of files, or the directory of a model. For a mixture of experts the files
+have one tensor for each expert, and the model has one for all experts in memory. transformers' own table of conversions
+says how to make one from the other. This file reads the table only for models of transformers, which have imported it.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from tiered_zero.sizes import MIB, format_nbytes
 
 WHOLE = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-"""As transformers and huggingface_hub write them: {"weight_map": {name of a tensor: file beside the index}}."""
+"""The end of an index file's name, as transformers and huggingface_hub write it. The file holds {"weight_map": {name of
+a tensor: file beside the index}}."""
 
 _NUM_NAMED = 5
-"""So many names are spelled out in an error about many."""
+"""An error about many names spells out this many of them."""
 _MOST_INDEX_NBYTES = 64 * MIB
-"""That of a large model takes some megabytes."""
+"""The most bytes of an index file; that of a large model takes some megabytes."""
 
 
 def open_safetensors(path: str | Path) -> Any:
-    """Open a safetensors file for torch. Raises OSError for what is no file, as a FIFO, which would block; else what
-    safetensors raises."""
+    """Open a safetensors file for torch. Raises OSError if the path is no regular file (opening a FIFO would block),
+    else what safetensors raises."""
     _nbytes(path)
     return safe_open(path, framework="pt")
 
 
 def _nbytes(path: str | Path) -> int:
-    """Return the size of a file. Raises OSError for what is none."""
+    """Return the size of a regular file in bytes. Raises OSError for anything else."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(f"{path} is {kind_text(status.st_mode)}; expected a file")
@@ -55,7 +56,8 @@ def _nbytes(path: str | Path) -> int:
 
 
 def weight_paths(given: Sequence[str]) -> list[str]:
-    """List the files, each once. Raises ModelError for a directory or an index that does not say which they are."""
+    """List the safetensors files that the paths `given` name, each once. Raises ModelError for a directory or an index
+    that does not say which files these are."""
     return list(dict.fromkeys(str(path) for text in given for path in _files_of(Path(text).expanduser())))
 
 
@@ -69,7 +71,7 @@ def _files_of(path: Path) -> Iterator[Path]:
 
 
 def _of_directory(directory: Path) -> Path:
-    """Return its index, its model.safetensors, or the only file that it has."""
+    """Return the directory's index, its model.safetensors, or the only safetensors file that it has."""
     names = sorted(path.name for path in directory.iterdir())
     files = [name for name in names if name.endswith(".safetensors")]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -109,8 +111,10 @@ def _of_index(path: Path) -> Iterator[Path]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Makes tensors of one side from those of the other. `sources`: (pattern of the table, name), in order; without
-    `converter` the only one is renamed to `target`. `rename`: what is done to names that a converter gives."""
+    """Makes tensors of a model from those of files, or the reverse, as one entry of transformers' table says.
+
+    `sources`: the tensors to read, as (pattern in the table, name), in order. `converter`: the table's entry; if it is
+    None the only source is renamed to `target`. `rename`: is applied to the names that the converter returns."""
 
     model: Any
     target: str
@@ -119,7 +123,8 @@ class Conversion:
     sources: list[tuple[str, str]] = field(default_factory=list)
 
     def convert(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors by name. `read`: a source, by its name. Raises whatever the table's operations do."""
+        """Return the tensors that are made, by name. `read`: returns a source by its name. Raises what the table's
+        operations raise."""
         if self.converter is None:
             return {self.target: read(self.sources[0][1])}
         converter = deepcopy(self.converter)
@@ -130,7 +135,7 @@ class Conversion:
 
 
 def from_files(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
-    """List what makes the tensors of `model` from those of files, which have `names`."""
+    """List the conversions that make tensors of `model` from those of files. `names`: of the tensors in the files."""
     library = _library(model)
     if library is None:
         return []
@@ -145,7 +150,8 @@ def from_files(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
 
 
 def to_files(model: nn.Module, names: Sequence[str]) -> list[Conversion]:
-    """List what makes the tensors that `save_pretrained` writes from those of `model`, which have `names`."""
+    """List the conversions that make the tensors that `save_pretrained` writes from those of `model`. `names`: of the
+    model's tensors."""
     library = _library(model)
     if library is None:
         return []
@@ -188,7 +194,7 @@ def _sorted(library: Any, table: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _library(model: nn.Module) -> Any:
-    """Return the module of transformers 5 that converts, if `model` is one of its own."""
+    """Return the module of transformers 5 that converts tensors, if `model` is one of transformers' own; else None."""
     models: Any = sys.modules.get("transformers.modeling_utils")
     is_own = models is not None and isinstance(model, models.PreTrainedModel)
     return sys.modules.get("transformers.core_model_loading") if is_own else None
@@ -199,17 +205,17 @@ def _table(model: nn.Module, **options: Any) -> list[Any]:
 
 
 class WeightFiles:
-    """Tensors by name from safetensors files. Files are mapped one tensor at a time: mapped pages count as resident.
+    """Reads tensors by name from safetensors files. A file is mapped for one tensor at a time, since mapped pages count
+    as resident memory.
 
-    Raises ModelError for a file that cannot be read.
-    """
+    Raises ModelError for a file that cannot be read."""
 
     def __init__(self, paths: Sequence[str]) -> None:
-        """`paths`: of files, of an index, or of directories of models."""
+        """`paths`: safetensors files, indexes of such files, or directories of models."""
         self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._paths: dict[str, str] = {}
         self._converted: dict[str, Conversion] = {}
-        """By the names that the model has for what it makes."""
+        """Name of a tensor in the model -> the conversion that makes it."""
         for path in weight_paths(paths):
             try:
                 with open_safetensors(path) as file:
@@ -225,8 +231,10 @@ class WeightFiles:
             self._paths.update(dict.fromkeys(names, path))
 
     def check(self, model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> list[str]:
-        """Return warnings about tensors in the files that the model does not use. Raises ModelError: a parameter on
-        meta that no file has, or in another shape, or a dtype that is not converted; no parameter on meta at all."""
+        """Return warnings about tensors in the files that the model does not use. `specs`: the model's parameters.
+
+        Raises ModelError if the model has no parameter on meta, or if one of these is in no file, or is there in
+        another shape or in a dtype that is not converted."""
         missing_values = [spec for param, spec in specs.items() if param.is_meta]
         if not missing_values:
             raise ModelError(
@@ -267,7 +275,8 @@ class WeightFiles:
         return self._find(names) is not None
 
     def fill(self, target: torch.Tensor, names: Iterable[str]) -> None:
-        """Copy the tensor under one of `names` into `target`, rounded to its dtype; leave it alone if there is none."""
+        """Copy the tensor that has one of `names` into `target`, rounded to the dtype of `target`. Without such a
+        tensor, leave `target` as it is."""
         if (name := self._find(names)) is not None:
             with ExitStack() as opened:
                 files: dict[str, Any] = {}
@@ -283,7 +292,8 @@ class WeightFiles:
                 target.copy_(read(name) if conversion is None else conversion.convert(read)[name])
 
     def _convert_names(self, model: nn.Module) -> set[str]:
-        """Find what the files have under other names. Returns these names. Raises ModelError."""
+        """Find the model's tensors that the files have under other names, and record their conversions. Return the
+        names that these read in the files. Raises ModelError."""
         used: set[str] = set()
         for conversion in from_files(model, self._paths):
             try:
@@ -307,7 +317,8 @@ class WeightFiles:
 
 
 def _is_float(dtype: torch.dtype) -> bool:
-    """Whether values are converted to it and from it: float8 has scales elsewhere."""
+    """Return whether values of this dtype are converted to and from other floats. Those of float8 are not: they have
+    scales elsewhere."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
