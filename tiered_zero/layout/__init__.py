@@ -1,6 +1,7 @@
 """Compute the layout of flats and shards: which parameters move together, where each lies, how the optimizer cuts them.
 
-Promise: pure functions of a model's description and a few numbers; no allocation, no I/O, the same result every time.
-Owner: the run's specification and the planner call it once; everything above reads the results. Never: torch, device
-memory, files, gradients. A `dtype` is torch's, used for its `itemsize` only; tensors are only sliced and viewed.
-"""
+Promise: pure functions of a model's description and a few numbers: they allocate nothing, do no I/O, and return the
+same result every time.
+Owner: the run's specification and the planner call them once; everything above reads the results.
+Never: imports torch, touches device memory, files or gradients. A `dtype` is torch's, used for its `itemsize` only;
+tensors are only sliced and viewed."""

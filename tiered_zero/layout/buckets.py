@@ -1,11 +1,10 @@
-"""Cut the gradients of units into buckets, each reduced by ranks in one collective.
+"""Cut the gradients of units into buckets, each of which the ranks reduce in one collective.
 
-[Note: Order of sums over ranks] A bucket has a row for each rank: elements of that rank's shards, whose sums it gets.
-Every rank adds the rows that it receives in rank order, element by element. So sums do not depend on how units and
-buckets are cut, and fp32 averages equal those of a loop that adds the ranks' gradients one after another. If whole
-gradients are kept, micro-batches are summed before the reduction; if each rank keeps shards, after it. A 16-bit bucket
-is summed in fp32 if one of its units has gradients of several backwards.
-"""
+[Note: Order of sums over ranks] A bucket has one row for each rank. The row holds elements of that rank's shards, and
+the rank gets their sums. Every rank adds the rows that it receives in rank order, element by element. So sums do not
+depend on how units and buckets are cut, and fp32 averages equal those of a loop that adds the ranks' gradients one
+after another. If whole gradients are kept, micro-batches are summed before the reduction; if each rank keeps shards,
+after it. A 16-bit bucket is summed in fp32 if one of its units has gradients of several backwards."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from itertools import accumulate, pairwise
 from tiered_zero.layout.flat import Unit
 
 SHARED_NUMEL = 1 << 18
-"""Units share a bucket until it has this many elements, 1 MiB of fp32: a smaller collective takes as long as its
-messages, and a larger one would keep the gradients of many units waiting."""
+"""Units share a bucket until the bucket has this many elements, 1 MiB of fp32. In a smaller bucket the latency of its
+messages decides how long the collective takes; a larger one would keep the gradients of many units waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPart:
-    """A part of one unit in a bucket. `spans`: by rank, the elements of the unit's flat that the rank owns. `starts`:
-    by rank, where they begin in the bucket. `is_first`, `is_last`: no earlier or later bucket holds more of the
-    unit."""
+    """The part of one unit in a bucket. `spans`: by rank, the elements of the unit's flat that the rank owns. `starts`:
+    by rank, the offset in the bucket at which these elements begin. `is_first`, `is_last`: no earlier or no later
+    bucket holds a part of the unit."""
 
     unit: Unit
     spans: tuple[range, ...]
@@ -36,7 +35,8 @@ class BucketPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Parts of units of one dtype. `bounds`: W+1 offsets; rank r's row lies from `bounds[r]` to `bounds[r + 1]`."""
+    """Parts of units of one dtype. `bounds`: W+1 offsets for W ranks; rank r's row lies from `bounds[r]` to `bounds[r +
+    1]`."""
 
     parts: tuple[BucketPart, ...]
     bounds: tuple[int, ...]
@@ -54,8 +54,8 @@ class Bucket:
         return frozenset(part.unit.index for part in self.parts)
 
     def nbytes(self, itemsize: int) -> int:
-        """Return the bytes of the bucket plus room for rows of other ranks; if these are small, for all of them at
-        once."""
+        """Return the bytes of the bucket and of the room in which a rank receives rows of other ranks: all of them at
+        once if they are small, else one. `itemsize`: the bytes of an element."""
         row_numel = max(stop - start for start, stop in pairwise(self.bounds))
         num_others = len(self.bounds) - 2
         room_numel = max(num_others, row_numel, min(num_others * row_numel, SHARED_NUMEL))
@@ -63,8 +63,8 @@ class Bucket:
 
 
 def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> list[Bucket]:
-    """Cut trainable units, in static order, into buckets of at most about `bucket_numel` elements. The last unit comes
-    first, as backward completes them."""
+    """Cut trainable units, given in static order, into buckets of at most about `bucket_numel` elements. The last unit
+    comes first, since backward completes it first."""
     row_numel = max(1, bucket_numel // world_size)
     shared_numel = min(row_numel, max(1, SHARED_NUMEL // world_size))
     buckets: list[Bucket] = []
@@ -95,8 +95,8 @@ def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> li
 
 
 def _bucket(columns: Sequence[tuple[Unit, range, bool]], world_size: int) -> Bucket:
-    """Build a bucket. `columns`: for each part its unit, the elements in every rank's shard, and whether they are the
-    last."""
+    """Build a bucket. `columns`: for each part its unit, the range of elements in every rank's shard, and whether this
+    range ends the shard."""
     ranks = range(world_size)
     spans = [[unit.shard(rank)[part.start : part.stop] for rank in ranks] for unit, part, _ in columns]
     bounds = tuple(accumulate((sum(len(own[rank]) for own in spans) for rank in ranks), initial=0))

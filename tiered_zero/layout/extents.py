@@ -1,4 +1,5 @@
-"""Manage a store's bytes: a free list of page-aligned extents, and their layout over files. Pure arithmetic."""
+"""Divide the bytes of a swap store: a free list of page-aligned extents, and their layout over files. Pure
+arithmetic."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ STRIPES_PER_CYCLE = 64
 
 @final
 class ExtentMap:
-    """Allocates disjoint page-aligned extents of `[0, capacity_nbytes)`; freed neighbours are joined. Not locked. It
-    takes the lowest extent that fits, so consecutive allocations are adjacent and in order."""
+    """Allocates disjoint page-aligned extents of `[0, capacity_nbytes)`; freed neighbours are joined. Not locked.
+    Allocation takes the lowest extent that fits, so consecutive allocations are adjacent and in order."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self.capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)
@@ -38,7 +39,8 @@ class ExtentMap:
         return None
 
     def grow(self, capacity_nbytes: int) -> None:
-        """Add the bytes up to a larger capacity, in whole pages, to the free extents."""
+        """Add the bytes from the present capacity to `capacity_nbytes`, which is larger and whole pages, to the free
+        extents."""
         start, self.capacity_nbytes = self.capacity_nbytes, capacity_nbytes
         if self._free and self._free[-1][1] == start:
             start = self._free.pop()[0]
@@ -63,7 +65,7 @@ class ExtentMap:
         raise ValueError(f"The extent at {offset} of {nbytes} bytes overlaps another or lies outside of the store.")
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Free an allocated extent. Raises ValueError for any other."""
+        """Free an allocated extent. Raises ValueError if the extent is not allocated."""
         start, end = offset, offset + align_up(nbytes, PAGE_NBYTES)
         index = bisect_left(self._free, (start, end))
         before = self._free[index - 1] if index else None
@@ -78,7 +80,8 @@ class ExtentMap:
 
 
 def stripe_cycle(weights: Sequence[float]) -> list[int]:
-    """Return the file index of each stripe in a cycle: file i occurs in proportion to weights[i], evenly spread."""
+    """Return the index of the file that holds each stripe of a cycle: file i occurs in proportion to weights[i], evenly
+    spread."""
     credit = [0.0] * len(weights)
     cycle = []
     for _ in range(STRIPES_PER_CYCLE):
@@ -90,7 +93,7 @@ def stripe_cycle(weights: Sequence[float]) -> list[int]:
 
 
 def file_nbytes(capacity_nbytes: int, weights: Sequence[float]) -> list[int]:
-    """Return the bytes of each file of a store; their sum is exactly the capacity."""
+    """Return the size of each file of a store in bytes; the sizes add up to exactly the capacity."""
     if len(weights) == 1:
         return [capacity_nbytes]
     cycle = stripe_cycle(weights)

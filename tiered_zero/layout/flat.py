@@ -12,16 +12,15 @@ from typing import Any, TypeVar, cast
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 PARAM_ALIGNMENT_NBYTES = 512
-"""Alignment of each parameter in its flat; torch's device allocators align tensors in the same way: GEMM libraries
-choose kernels by the alignment of operands, and another kernel may add in another order."""
+"""Alignment of each parameter in its flat. torch's device allocators align tensors in the same way, and this matters:
+GEMM libraries choose kernels by the alignment of operands, and another kernel may add in another order."""
 
 PACKED_ALIGNMENT_NBYTES = 128
 """Alignment of each buffer among those packed for a checkpoint, where nothing computes."""
 
 CUT_NUMEL = PAGE_NBYTES // 2
-"""Shards and sub-groups end at multiples of this many elements: whole pages even in 16 bits, so that any tier can write
-a part.
-"""
+"""Shards and sub-groups end at multiples of this many elements: whole pages even in 16 bits, since tiers write whole
+pages."""
 
 Memory = TypeVar("Memory")
 """A 1-D, contiguous tensor; this package does not import torch."""
@@ -31,10 +30,10 @@ Memory = TypeVar("Memory")
 class ParamSpec:
     """One parameter, however many names it has.
 
-    `name`: its first fully qualified name. `aliases`: the others (tied weights). `dtype`: on the device. `index`: its
-    place in `model.parameters()`. `embedding`: the table of an nn.Embedding, possibly tied to an output head. `stride`:
-    of its elements in memory, which are dense; None: row-major. `owner`: the class of the module that holds it.
-    """
+    `name`: its first fully qualified name. `aliases`: its other names (tied weights). `dtype`: its dtype on the device.
+    `index`: its place in `model.parameters()`. `embedding`: whether it is the table of an nn.Embedding, possibly tied
+    to an output head. `stride`: the strides of its elements in memory, which are dense; None: row-major. `owner`: the
+    class of the module that holds it."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,7 +51,7 @@ class ParamSpec:
 
     @cached_property
     def order(self) -> tuple[int, ...] | None:
-        """The dimensions from the slowest to the fastest in memory; None if it is row-major."""
+        """The parameter's dimensions from the slowest to the fastest in memory; None if the parameter is row-major."""
         stride = self.stride
         if stride is None:
             return None
@@ -60,16 +59,15 @@ class ParamSpec:
         return None if order == tuple(range(len(order))) else order
 
     def view(self, memory: Memory) -> Memory:
-        """Return `memory`, [numel], as a view in the parameter's shape and strides."""
+        """Return `memory`, [numel], as a view with the parameter's shape and strides."""
         tensor: Any = memory
         if self.stride is None:
             return cast("Memory", tensor.view(self.shape))
         return cast("Memory", tensor.as_strided(self.shape, self.stride, tensor.storage_offset()))
 
     def flatten(self, value: Memory) -> Memory:
-        """Return the elements of `value`, in the parameter's shape, as [numel] in the parameter's memory order; a view
-        if `value` has the parameter's strides.
-        """
+        """Return the elements of `value`, which has the parameter's shape, as [numel] in the parameter's memory order.
+        The result is a view if `value` has the parameter's strides."""
         tensor: Any = value
         if self.stride is None:
             return cast("Memory", tensor.contiguous().view(-1))
@@ -80,7 +78,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class FlatEntry:
-    """A parameter in a flat. `start`: its first element there."""
+    """A parameter in a flat. `start`: the parameter's first element there."""
 
     param: ParamSpec
     start: int
@@ -92,12 +90,11 @@ class FlatEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Parameters that move together: one dtype, trainable or not, persistent or not.
+    """Parameters that move together. All have one dtype; all are trainable or none is; all are persistent or none is.
 
-    `module`: qualified name of the module whose forward uses it ("" is the root). `bounds`: W+1 offsets; rank r owns
-    the elements from `bounds[r]` to `bounds[r + 1]` of the flat. Zeros lie between entries and after the last; they are
-    never read as values.
-    """
+    `module`: the qualified name of the module whose forward uses the unit ("" is the root). `bounds`: W+1 offsets for W
+    ranks; rank r owns the elements from `bounds[r]` to `bounds[r + 1]` of the flat. Zeros lie between entries and after
+    the last one; they are never read as values."""
 
     index: int
     name: str
@@ -146,7 +143,8 @@ def place_params(params: Sequence[ParamSpec]) -> tuple[FlatEntry, ...]:
 
 
 def equal_bounds(stop: int, itemsize: int, world_size: int = 1) -> tuple[int, ...]:
-    """Return the bounds of a flat whose last parameter ends at `stop`: equal shards, of whole pages in any dtype."""
+    """Return the bounds of a flat whose last parameter ends at element `stop`: equal shards, of whole pages in any
+    dtype."""
     shard = align_up(-(-stop // world_size), max(CUT_NUMEL, PAGE_NBYTES // itemsize))
     return tuple(rank * shard for rank in range(world_size + 1))
 
@@ -154,9 +152,9 @@ def equal_bounds(stop: int, itemsize: int, world_size: int = 1) -> tuple[int, ..
 def place_by_rank(
     params: Sequence[ParamSpec], itemsize: int, world_size: int
 ) -> tuple[tuple[FlatEntry, ...], tuple[int, ...]]:
-    """Place parameters one after another, and cut shards between them, for rules that step whole parameters. Each rank
-    owns about as many elements; with more ranks than parameters some own none. Returns entries and bounds, in whole
-    pages of any dtype."""
+    """Place parameters one after another, and cut shards between parameters, for rules that step whole parameters. Each
+    rank owns about as many elements; with more ranks than parameters some own none. Returns the entries, and the bounds
+    in whole pages of any dtype."""
     page = max(CUT_NUMEL, PAGE_NBYTES // itemsize)
     total = max(1, sum(param.numel for param in params))
     entries: list[FlatEntry] = []

@@ -1,4 +1,4 @@
-"""Cut a rank's shards into sub-groups: what the optimizer reads, updates and writes at once."""
+"""Cut a rank's shards into sub-groups: the parts that the optimizer reads, updates and writes at once."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from tiered_zero.layout.flat import CUT_NUMEL, FlatEntry, Memory, ParamSpec, Uni
 from tiered_zero.sizes import align_up
 
 AUTO_SUB_GROUP_NUMEL = 1 << 20
-"""Elements of a sub-group if the config leaves the size open: 12 MiB of fp32 Adam state. With many in flight the disk
-is always busy, and the next forward waits for less at a time; with 48 MiB and three in flight a step took a tenth
-longer.
-"""
+"""Elements of a sub-group if the config leaves the size open: 12 MiB of fp32 Adam state. With many sub-groups in flight
+the disk is always busy, and the next forward waits for less at a time. With 48 MiB and three in flight a step took a
+tenth longer."""
 
 MAX_SUB_GROUP_NUMEL = 1 << 22
-"""Larger sub_group_size values mean the automatic size: most configs have DeepSpeed's default, 1e9, which would make
-one sub-group of a small model, with nothing to transfer during its update.
-"""
+"""A sub_group_size above this means the automatic size. Most configs have DeepSpeed's default, 1e9, which would make
+one sub-group of a small model, with nothing to transfer during its update."""
 
 QUANTIZED_BLOCK_NUMEL = 32
-"""Elements whose 8-bit moments share a scale. Every parameter starts with a block, in any dtype; cuts fall between
-blocks."""
+"""The number of elements in a block, whose 8-bit moments share a scale. Every parameter starts with a block, in any
+dtype; cuts fall between blocks."""
 
 
 SHARED_CORES_SUB_GROUP_NUMEL = 1 << 22
@@ -35,11 +33,12 @@ CPU time.
 IN_PLACE_SUB_GROUP_NUMEL = 1 << 25
 """The most elements of a sub-group if the size is open and an accelerator's state is updated in place. Nothing is
 transferred during the update, and each sub-group costs 0.2 to 0.6 ms between two kernel calls: 1.2 s a step for 7
-billion parameters at the size above. With clipping the next forward waits for all of it. At 1 << 26 a unit of 202
-million waits for parts of the next one."""
+billion parameters at AUTO_SUB_GROUP_NUMEL. With clipping the next forward waits for the whole update. At 1 << 26 a unit
+of 202 million elements waits for parts of the next one."""
 
 LEAST_SUB_GROUPS = 64
-"""The least number of sub-groups of a model: units wait for their own updates."""
+"""The least number of sub-groups of a model for which the automatic size is chosen: with few sub-groups a unit waits
+for the updates of others."""
 
 MAX_SUB_GROUPS = 1024
 """The most sub-groups of a model below a billion elements, since each is a job in every step. DeepSpeed never cuts a
@@ -49,7 +48,7 @@ parameter, so configs contain small sizes; 100 made 84,000 sub-groups of 172 mil
 
 def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = False, shares_cores: bool = False) -> int:
     """Return the number of elements at which sub-groups of `units` are cut. `given`: zero_optimization.sub_group_size.
-    `in_memory`: state rests in memory. `shares_cores`: the CPU computes and updates."""
+    `in_memory`: state rests in memory, not on nvme. `shares_cores`: the CPU computes the model and updates it too."""
     total = sum(unit.numel for unit in units if unit.trainable)
     if given <= MAX_SUB_GROUP_NUMEL:
         return max(given, align_up(min(AUTO_SUB_GROUP_NUMEL, total // MAX_SUB_GROUPS), CUT_NUMEL))
@@ -64,9 +63,8 @@ def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = Fals
 class ParamPiece:
     """The part of one parameter in a sub-group.
 
-    `index`: its place among the sub-group's pieces. `start`: first element in the sub-group. `param_start`: first
-    element in the parameter. `group`: index of the optimizer's param group.
-    """
+    `index`: its place among the sub-group's pieces. `start`: its first element in the sub-group. `param_start`: its
+    first element in the parameter. `group`: the index of the parameter's param group in the optimizer."""
 
     index: int
     param: ParamSpec
@@ -82,8 +80,9 @@ class ParamPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A range of one unit in a sub-group. `unit_start`: first element in the unit's flat. `start`: first element in the
-    sub-group. Elements outside all pieces are padding (zeros), or parameters that no param group holds."""
+    """A range of one unit in a sub-group. `unit_start`: its first element in the unit's flat. `start`: its first
+    element in the sub-group. Elements outside all pieces are padding (zeros), or belong to parameters that no param
+    group holds."""
 
     unit: Unit
     unit_start: int
@@ -116,8 +115,8 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class SubGroup:
-    """Segments that the optimizer steps at once. `numel`: including padding, whole pages in any dtype. `embedding`: it
-    holds embeddings, which are cut separately."""
+    """Segments that the optimizer steps at once. `numel`: the number of elements with padding, whole pages in any
+    dtype. `embedding`: whether it holds embeddings, which are cut separately."""
 
     index: int
     segments: tuple[Segment, ...]
@@ -149,11 +148,11 @@ def cut_subgroups(
     """Cut `rank`'s shards of trainable units into sub-groups of at most `size_numel` elements, rounded up to a page's
     worth.
 
-    `rank`: None: whole units, whose state every rank has. `group_of`: parameter name -> param group; units and
-    parameters without a group are not stepped. An elementwise rule may be cut inside a parameter; for other rules cuts
-    fall between units, so a unit larger than the size is one sub-group. `apart`: embeddings share sub-groups only with
-    each other and with elements in the same page, or, if cuts fall between units, with the rest of their unit.
-    """
+    `rank`: None cuts whole units, whose state every rank has. `group_of`: parameter name -> param group; units and
+    parameters without a group are not stepped. `elementwise`: the rule steps each element by itself, so that a cut may
+    fall inside a parameter; for other rules cuts fall between units, and a unit larger than the size is one sub-group.
+    `apart`: embeddings share sub-groups only with each other and with elements in the same page, or, if cuts fall
+    between units, with the rest of their unit."""
     runs = (
         (unit, *run)
         for unit in units
@@ -169,8 +168,9 @@ def pack_params(
     params: Sequence[tuple[ParamSpec, int]], size_numel: int, *, elementwise: bool, first_index: int = 0
 ) -> list[SubGroup]:
     """Cut separately stored parameters, each a unit without padding, into sub-groups of at most `size_numel` elements,
-    rounded up to a page's worth. A parameter that a rule steps as a whole may be larger. `params`: with their param
-    groups. Every part begins at a multiple of a block in the sub-group. `first_index`: index of the first sub-group."""
+    rounded up to a page's worth. A parameter that the rule steps as a whole (not `elementwise`) may be larger.
+    `params`: the parameters with their param groups. Every part begins at a multiple of a block in the sub-group.
+    `first_index`: the index of the first sub-group."""
     runs = []
     for param, _ in params:
         unit = Unit(
@@ -196,7 +196,8 @@ def _cut(
     elementwise: bool,
     first_index: int = 0,
 ) -> list[SubGroup]:
-    """Place runs of units (unit, start, stop, holds embeddings) one after another, each at a block, and cut them."""
+    """Place runs of units one after another, each at the start of a block, and cut them into sub-groups. `runs`: (unit,
+    start, stop, holds embeddings)."""
     limit = max(CUT_NUMEL, align_up(size_numel, CUT_NUMEL))
     subgroups: list[SubGroup] = []
     segments: list[Segment] = []
@@ -229,7 +230,8 @@ def _cut(
 
 
 def _runs(unit: Unit, shard: range, group_of: Mapping[str, int], elementwise: bool) -> list[tuple[int, int, bool]]:
-    """Return (start, stop, holds embeddings of `group_of`) for the parts of a shard, cut where any tier can write."""
+    """Return the parts of a shard as (start, stop, holds embeddings of `group_of`), cut at page boundaries, where any
+    tier can write."""
     embeddings = [
         (max(entry.start, shard.start), min(entry.stop, shard.stop))
         for entry in unit.entries

@@ -11,23 +11,22 @@ from typing import Any
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit, equal_bounds, place_by_rank, place_params
 
 MAX_UNIT_NUMEL = 1 << 28
-"""The most elements of a unit: half a GiB in 16 bits, far more than any link needs for its full rate."""
+"""The most elements of a unit: half a GiB in 16 bits, far more than any link needs to reach its full rate."""
 
 SMALL_NUMEL = 1 << 20
-"""Small parts of a block are joined up to this size and a 64th of the model: 2 MiB in 16 bits take as long on PCIe as
-the calls that a separate unit costs."""
+"""Small parts of a block are joined up to this many elements, and up to a 64th of the model. To copy 2 MiB, as many
+elements in 16 bits, over PCIe takes as long as the calls that a separate unit costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitRules:
     """How to cut a model into units.
 
-    `size_cap_numel`: the most elements of a unit; None: the walk chooses (at least four units if possible, at most 2^28
-    elements, a compiled block whole). `persistence_numel`: parameters, trainable or frozen, with at most this many
-    elements never leave the device, up to `max_persistent_numel` in total. `world_size`: with several ranks a block is
-    never split into the stacks inside it: ranks may choose different experts, and must gather the same units in the
-    same order. `whole_params`: ranks own whole parameters, which the update rule steps.
-    """
+    `size_cap_numel`: the most elements of a unit; None: `find_units` chooses (at least four units if possible, at most
+    2^28 elements, a compiled block whole). `persistence_numel`: parameters, trainable or frozen, with at most this many
+    elements never leave the device, up to `max_persistent_numel` elements in total. `world_size`: with several ranks a
+    block is never split into the stacks inside it, because ranks may choose different experts, and must gather the same
+    units in the same order. `whole_params`: each rank owns whole parameters, which the update rule steps."""
 
     size_cap_numel: int | None = None
     persistence_numel: int = 0
@@ -38,12 +37,11 @@ class UnitRules:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleSpec:
-    """One module of a tree. `params`: indices, in the list of ParamSpecs, of its own parameters.
+    """One module of a tree. `params`: the indices, in the list of ParamSpecs, of the module's own parameters.
 
-    `is_stack`: holds blocks, or experts, that run one by one. `is_list`: a stack that numbers them. `runs`: has a
-    forward, unlike ModuleList and ModuleDict, whose user may run only some children. `is_compiled`: by torch.compile,
-    which makes one graph of it unless it is cut.
-    """
+    `is_stack`: it holds blocks, or experts, that run one by one. `is_list`: it is a stack that numbers them. `runs`: it
+    has a forward, unlike ModuleList and ModuleDict, of which the model may run only some children. `is_compiled`:
+    torch.compile compiles it, and makes one graph of it unless it is cut."""
 
     name: str = ""
     params: tuple[int, ...] = ()
@@ -75,8 +73,8 @@ class _Kind:
 
 @dataclass(kw_only=True)
 class _Part:
-    """Parameters that become a unit or join one. `module`: its forward uses them. `block`: the module whose small parts
-    are joined; None: they stay separate."""
+    """Parameters that become a unit or join one. `module`: the module whose forward uses them. `block`: the module
+    whose small parts are joined; None: these parameters stay separate."""
 
     module: str
     block: str | None
@@ -89,13 +87,13 @@ class _Part:
 
 
 def find_units(root: ModuleSpec, specs: Sequence[ParamSpec], rules: UnitRules) -> list[Unit]:
-    """Cut the tree into groups, and each group into units by dtype, `requires_grad` and persistence.
+    """Cut the tree into groups, and each group into units by dtype, `requires_grad` and persistence. `specs`: all
+    parameters of the model.
 
-    The walk descends while a module holds a stack of blocks or is larger than the cap. A module where it stops is a
-    group; own parameters of a descended module are a group of that module. Small parts of one block are joined. A tied
-    parameter belongs to the first group that has it. Units are in the order of the walk, which is the order of use in
-    most models.
-    """
+    The walk descends while a module holds a stack of blocks or is larger than the cap. A module at which it stops is a
+    group. If it descends into a module, the module's own parameters are a group. Small parts of one block are joined. A
+    tied parameter belongs to the first group that has it. Units are in the order of the walk, which is the order of use
+    in most models."""
     total = sum(spec.numel for spec in specs)
     cap = rules.size_cap_numel or min(MAX_UNIT_NUMEL, max(1, total // 4))
     parts = _join_small(_cut_parts(root, specs, cap, rules), min(SMALL_NUMEL, cap, total // 64))
@@ -145,8 +143,8 @@ def _cut_parts(root: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: Un
 
 
 def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
-    """Join parts of one block and one kind, in the place of the first, up to `most_numel` elements together. So
-    parameters that a batch does not use, such as some experts, are fetched only up to this size."""
+    """Join parts of one block and one kind, in the place of the first part, up to `most_numel` elements together. The
+    limit bounds what is fetched without need: parameters that a batch does not use, such as some experts."""
     joined: list[_Part] = []
     open_parts: dict[tuple[str, _Kind], _Part] = {}
     for part in parts:
@@ -173,9 +171,11 @@ def _place(
 def _walk(
     module: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: UnitRules, above: tuple[ModuleSpec, ...] = ()
 ) -> Iterator[tuple[str, tuple[int, ...], str | None]]:
-    """Yield (module name, its parameters, the block to which they belong) for each group. With several ranks stop at a
-    block of a list that holds stacks, even if it is one itself, unless it runs all of it in order. `above`: the modules
-    around `module`, root first."""
+    """Yield (module name, its parameters, the block to which they belong) for each group.
+
+    With several ranks the walk stops at a block of a list that holds stacks, even if the block is a stack itself,
+    unless the block runs all of its children in order. `cap`: the most elements of a unit. `above`: the modules around
+    `module`, root first."""
     numel = sum(specs[index].numel for index in module.all_params)
     in_list = any(outer.is_list for outer in above)
     is_whole = rules.world_size > 1 and in_list and module.holds_stack and not (module.is_stack and module.runs)
@@ -191,7 +191,8 @@ def _walk(
 
 
 def _block(above: Sequence[ModuleSpec]) -> str | None:
-    """Return the innermost of these modules that is a block of a list, runs, and holds a stack for which it is cut."""
+    """Return the name of the innermost module in `above` that is a block of a list, runs, and holds a stack for which
+    it is cut; None if there is none."""
     blocks = [
         module.name
         for outer, module in pairwise(above)
