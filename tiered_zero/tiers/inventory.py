@@ -1,7 +1,6 @@
 """Record in one table which slot holds what, and copy plain CPU tensors to and from slots.
 
-The copies are for initial values, state_dict and changes by hand. They are slow: they block.
-"""
+The copies serve initial values, state_dict and changes by user code. They are slow: they block."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ Owner = Unit | SubGroup
 
 @dataclass(frozen=True)
 class Home:
-    """A slot and its tier. `start`: the element of the owner's flat with which the slot begins; not 0 if the slot holds
-    only this rank's shard."""
+    """A slot and its tier. `start`: the element of the owner's flat with which the slot begins. The owner is a unit or
+    a sub-group. `start` is not 0 if the slot holds only this rank's shard."""
 
     tier: Tier
     slot: Slot
@@ -36,12 +35,12 @@ class Home:
         return slice(self.start, self.start + self.slot.nbytes // unit.itemsize)
 
     def offset_of(self, segment: Segment) -> int:
-        """Return the byte of the slot at which the segment begins, in the unit's dtype."""
+        """Return the first byte of the segment in the slot, which holds the unit's dtype."""
         return (segment.unit_start - self.start) * segment.unit.itemsize
 
     def view_of(self, segment: Segment) -> torch.Tensor | None:
-        """Return a view of the segment's elements in the slot, [numel] of the unit's dtype; None if it cannot be
-        addressed."""
+        """Return a view of the segment's elements in the slot, [numel] of the unit's dtype; None if memory cannot
+        address the slot."""
         if (raw := self.tier.view(self.slot)) is None:
             return None
         start = (segment.unit_start - self.start) * segment.unit.itemsize
@@ -50,7 +49,7 @@ class Home:
 
 class Inventory:
     """The table of homes, (unit or sub-group, kind) -> home, and the last update of each unit. A unit without a "param"
-    home rests on the device, in its own storage. Driver thread; the update thread reads too."""
+    home rests on the device, in its own storage. Driver thread; the update thread reads the table too."""
 
     def __init__(self) -> None:
         self._homes: dict[tuple[type, int, str], Home] = {}
@@ -74,8 +73,8 @@ class Inventory:
         self._homes.update({(type(owner), owner.index, kind): home for (owner, kind), home in homes.items()})
 
     def set_last_update(self, unit: Unit, unit_update: UnitUpdate) -> None:
-        """Set the unit's last update. Once that is written, the unit's home (or device storage) holds the new
-        parameters."""
+        """Set the unit's last update. Once the update is written, the unit's home (or its storage on the device) holds
+        the new parameters."""
         self._last_updates[unit.index] = unit_update
 
     def last_update(self, unit: Unit) -> UnitUpdate | None:
@@ -89,8 +88,8 @@ class Inventory:
 
 
 def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None) -> torch.Tensor:
-    """Return the slot's bytes from `offset`, [nbytes] uint8 on the CPU; through staging buffers if it cannot be
-    addressed."""
+    """Return `nbytes` of the slot's bytes from `offset`, [nbytes] uint8 on the CPU. They pass through a buffer of
+    `staging` if memory cannot address the slot."""
     view = home.tier.view(home.slot)
     if view is not None:
         return view[offset : offset + nbytes].to("cpu", copy=True)
@@ -112,7 +111,8 @@ def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None)
 
 
 def _verified_window(home: Home, wanted: range, buffer_nbytes: int) -> range:
-    """Extend the range to whole checksum chunks, if the buffer can hold them: a part of a chunk cannot be verified."""
+    """Extend the range `wanted` to whole checksum chunks, if the buffer can hold them: a part of a chunk cannot be
+    verified."""
     start = wanted.start // MIB * MIB
     stop = min(align_up(wanted.stop, MIB), home.slot.nbytes)
     if stop - start > buffer_nbytes:
@@ -127,7 +127,7 @@ def _read(home: Home, window: range, staging: StagingPool) -> torch.Tensor:
 
 
 def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool | None) -> None:
-    """Write a contiguous tensor of whole pages to the slot's bytes from `offset`."""
+    """Write `data`, a contiguous tensor of whole pages, to the slot's bytes from `offset`."""
     raw = as_bytes(data)
     view = home.tier.view(home.slot)
     if view is not None:
@@ -146,8 +146,9 @@ def leased_slot(
     home: Home, staging: StagingPool | None, read: slice, write: slice | None = None
 ) -> Iterator[torch.Tensor]:
     """Lend a slot's bytes, [nbytes] uint8, inside the block: in place, possibly on the device, or in a staging buffer.
-    `read`, `write`: the bytes (from, to, whole pages) that are read into a staging buffer before the block and written
-    back after it; ignored if the slot is lent in place."""
+
+    `read`: the bytes (from, to, in whole pages) that are read into the staging buffer before the block. `write`: the
+    bytes that are written back from there after it. Both are ignored if the slot is lent in place."""
     view = home.tier.view(home.slot)
     if view is not None:
         yield view

@@ -1,4 +1,4 @@
-"""Keep slots in swap files, as a tier, and move their bytes through staging buffers to the device."""
+"""Keep slots in swap files, as a tier, and move their bytes to the device through staging buffers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from tiered_zero.tiers.unit_update import StartCopy, UnitUpdate
 
 @dataclass(kw_only=True)
 class _Chunk:
-    """A part of a fetch. `part`: its bytes on the device. `lease`: its staging buffer; None while none is free, or if
-    the disk writes to the device's memory itself. `read`: None until it begins."""
+    """A part of a fetch. `part`: its bytes on the device. `offset`: its first byte in the slot. `lease`: its staging
+    buffer; None until one is free, or if the disk writes to the device's memory itself. `read`: the disk's transfer;
+    None until it begins."""
 
     part: torch.Tensor
     offset: int
@@ -35,8 +36,9 @@ class _Chunk:
 
 @dataclass(kw_only=True)
 class _Fetch:
-    """A record on its way to `target`. `pages`: the target's memory, if the disk can write to it. `update`: the update
-    under way, if any. `is_deferred`: the job on the lane leases staging buffers."""
+    """The fetch of a record to `target`, on the device. `pages`: the target's memory if the disk can write to it, else
+    None. `update`: the update that still writes the record, if any. `is_deferred`: the job on the lane leases staging
+    buffers itself."""
 
     record: Record
     target: torch.Tensor
@@ -55,7 +57,8 @@ def _release_all(chunks: list[_Chunk]) -> None:
 
 
 class NvmeTier(Tier):
-    """A tier whose slots are records of `store`. `staging` carries parameters on their way to the device."""
+    """A tier whose slots are records of `store`, in swap files. `staging`: the buffers through which parameters pass to
+    the device."""
 
     name = "nvme"
 
@@ -69,9 +72,9 @@ class NvmeTier(Tier):
         self._recovered = store.records()
         """Records of a resumed run that have no slot yet."""
         self._charged: dict[str, list[tuple[str, int]]] = {}
-        """Slot -> kind and bytes of each place that it has on disk."""
+        """Slot -> the kind and the bytes of each place that the slot has on disk, as the ledger counts them."""
         self._once: set[str] = set()
-        """Slots that are written once; they take a second place if they are written again."""
+        """Slots that are written once; such a slot takes a second place on disk if it is written again."""
         self._deferred = 0
         self._lock = threading.Lock()
 
@@ -96,7 +99,7 @@ class NvmeTier(Tier):
         return None
 
     def read(self, slot: Slot, out: HostBuffer, offset: int = 0, *, urgent: bool = False) -> Transfer:
-        """Read as `Tier.read` says. `urgent`: see `IOEngine.read`."""
+        """Read as `Tier.read` says. `urgent`: compute waits for this read; see `IOEngine.read`."""
         return self.store.read(self._records[slot.name], out.memory, offset, urgent=urgent)
 
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
@@ -107,7 +110,7 @@ class NvmeTier(Tier):
         return transfer
 
     def _charge(self, slot: Slot, num_places: int) -> None:
-        """Charge the slot's places on disk that are not charged yet, up to `num_places`."""
+        """Charge the slot's places on disk to the ledger, those that are not charged yet, up to `num_places` in all."""
         charged = self._charged[slot.name]
         while len(charged) < num_places:
             kind = COMMIT_KINDS.get(slot.kind, slot.kind) if charged else slot.kind
@@ -117,14 +120,13 @@ class NvmeTier(Tier):
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         """Fetch a slot in chunks, in one job on the fetch lane. See `Tier.fetch`.
 
-        The disk writes to the device's memory if it can; else each chunk goes through a staging buffer. If an update is
-        under way, parts that it has not written are copied from its buffers, and the job reads the rest.
+        If the disk can write to the device's memory it does; else each chunk goes through a staging buffer. If an
+        update is under way, parts that it has not written yet are copied from its buffers, and the job reads the rest.
 
-        Chunks are read at once while buffers are free; the job leases buffers for the others. While such a job is
-        queued, later fetches lease none in advance, so a job waits only for buffers of jobs ahead of it on the lane.
-        The reads are urgent, unlike those of state: compute waits for them, and the prefetch limit bounds how long they
-        delay state.
-        """
+        Reads of chunks begin at once while buffers are free; the job leases buffers for the other chunks. While such a
+        job is queued, later fetches lease no buffers before their jobs run, so a job waits only for buffers of jobs
+        ahead of it on the lane. The reads are urgent, unlike those of state: compute waits for them, and the prefetch
+        limit bounds how long they delay reads of state."""
         if after is not None and after.written.done():
             after.written.wait()  # raises if the update failed, before any buffer is leased
             after = None
@@ -148,8 +150,9 @@ class NvmeTier(Tier):
             raise
 
     def _copier(self, compute: Transfer, in_place: bool) -> StartCopy:
-        """Return the function that copies from an update's buffers: at once if device memory is host memory; else after
-        `compute`, on a lane whose jobs never wait for an update (jobs of the fetch lane do)."""
+        """Return the function that copies from an update's buffers to the target. `in_place`: device memory is host
+        memory, so the function copies at once. Else it copies after `compute`, on a lane whose jobs never wait for an
+        update (jobs of the fetch lane do)."""
         copy = self._accelerator.copy
 
         def copy_at_once(target: torch.Tensor, source: torch.Tensor) -> Transfer:
@@ -162,8 +165,8 @@ class NvmeTier(Tier):
         return lambda target, source: submit(partial(copy, target, source), after=[compute], holds=[target])
 
     def _cut(self, fetch: _Fetch, spans: Sequence[tuple[int, int]], takes_buffers: bool = False) -> None:
-        """Add the chunks of `spans` (from, to), and begin to read those that have memory: pages, or a free staging
-        buffer."""
+        """Add the chunks of `spans` (from, to) to the fetch, and begin to read those that have memory: the target's
+        pages or, if `takes_buffers`, a free staging buffer."""
         pages, record = fetch.pages, fetch.record
         most = self._staging.buffer_nbytes if pages is None else fetch.target.numel()
         for start, end in ((at, min(at + most, stop)) for begin, stop in spans for at in range(begin, stop, most)):
@@ -178,7 +181,8 @@ class NvmeTier(Tier):
                 takes_buffers = False
 
     def _land(self, fetch: _Fetch) -> None:
-        """Copy each chunk to the device, on the fetch lane. Releases every lease even if a chunk fails."""
+        """Copy each chunk to the device, as the job on the fetch lane. Releases every leased buffer, even if a chunk
+        fails."""
         record, chunks = fetch.record, fetch.chunks
         try:
             if fetch.update is not None:
@@ -202,12 +206,12 @@ class NvmeTier(Tier):
                 self._deferred -= fetch.is_deferred
 
     def drain(self) -> None:
-        """Wait for all requests to the disk. The lanes are idle."""
+        """Wait for all requests to the disk. Called when no lane has a job."""
         self.store.drain_all()
         self._deferred = 0
 
     def close(self) -> None:
-        """Discharge all slots. The store itself is closed elsewhere."""
+        """Discharge all slots from the ledger. The store itself is closed elsewhere."""
         for charged in self._charged.values():
             for kind, nbytes in charged:
                 self._ledger.discharge(self.name, kind, nbytes)

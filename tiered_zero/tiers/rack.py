@@ -1,4 +1,4 @@
-"""Build the tiers of one run, without an engine: swap stores, host arena, staging pools."""
+"""Build the tiers of one run, without an engine: stores of swap files, host memory, staging buffers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("tiered_zero")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdoptedStore:
-    """A committed state from which a store resumes: its directory, step and metadata."""
+    """A committed state from which a store of swap files resumes: its directory, step and metadata."""
 
     directory: Path
     step: int
@@ -42,9 +42,9 @@ class AdoptedStore:
 class TierRack:
     """Allocates what the plan needs on every tier, and the staging buffers for parameters, state and gradients.
 
-    `resources` closes everything: pools and tiers, arena, stores, disk engines, directories. Swap directories with a
-    commit are then released and their files kept; others are removed. Driver thread.
-    """
+    `resources`, which closes the run, then closes all of it: staging buffers and tiers, host memory, stores, disk
+    engines, directories. Swap directories with a commit are released and their files kept; other swap directories are
+    removed. Driver thread."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class TierRack:
         model_name: str = "",
         adopted: Mapping[tuple[str, ...], AdoptedStore] | None = None,
     ) -> None:
-        """`model_name`: written to the owner files. `adopted`: swap paths -> the state to resume from. Raises
-        ConfigError, StoreError and BudgetError."""
+        """`model_name`: is written to the file in each swap directory that says whose the directory is. `adopted`: swap
+        paths -> the committed state from which that store resumes. Raises ConfigError, StoreError and BudgetError."""
         zero, accelerator = config.zero_optimization, runtime.accelerator
         self._config, self._runtime, self._resources, self._model_name = config, runtime, resources, model_name
         self._pools: list[StagingPool] = []
@@ -93,12 +93,12 @@ class TierRack:
             resources.callback(tier.close)
 
     def drain(self) -> None:
-        """Wait for all requests to the disks. The lanes are idle."""
+        """Wait for all requests to the disks. Called when no lane has a job."""
         for tier in self._all_nvme:
             tier.drain()
 
     def reclaim(self) -> None:
-        """Release every staging buffer: lanes and disks are idle, and no step is open."""
+        """Release every staging buffer. Called when no lane has a job, no disk has a request, and no step is open."""
         for pool in self._pools:
             pool.reclaim()
 
@@ -172,8 +172,8 @@ class TierRack:
 
 
 def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...], int]]:
-    """Return kind -> (directories, bytes) for data with a store of its own, which no commit names: a failure there does
-    not affect parameters and state."""
+    """Return kind -> (directories, bytes) for gradients and activations on NVMe. Each kind has a store of its own,
+    which no commit names, so a failure there does not affect parameters and state."""
     paths = {
         "gradient": config.zero_optimization.offload_optimizer.nvme_paths,
         "activation": config.tiered_zero.activations.nvme_paths,
@@ -182,7 +182,8 @@ def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...]
 
 
 def nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
-    """Return directories that are striped together -> bytes of parameters and state that the plan puts there."""
+    """Return, for directories over which one store is striped, the bytes of parameters and state that the plan puts
+    there."""
     zero = config.zero_optimization
     needs: dict[tuple[str, ...], int] = {}
     param, state = zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths
@@ -198,8 +199,8 @@ def on_one_drive(paths: Sequence[Path]) -> bool:
 
 
 def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
-    """Return each directory's weight for striping, by its measured speed; equal weights on one drive. Raises
-    StoreError."""
+    """Return each directory's weight for striping `nbytes`: its measured speed, or equal weights if all are on one
+    drive. Raises StoreError."""
     if on_one_drive(paths):
         return [1.0] * len(paths)
     try:

@@ -1,18 +1,19 @@
 """Hold the gradients of one step until its update has read them: in memory, or on NVMe behind windows of host memory.
 
-[Note: Gradients on NVMe] A unit's gradients come one by one and are added up over micro-batches, so they are collected
-in a window: one of a few host memory buffers, each as large as the largest such unit. When all windows are taken, the
-one opened first is written to its record; a flat that is opened again is read back. So memory does not grow with the
-model. What a window holds at the end of backward is never written: the update copies it from there and reads the rest
-of a sub-group's gradients together with its state. If an update that began in backward has all it needs of a unit, the
-unit's window is kept for it: backward then waits for the update instead of a write, and the gradient never goes to
-disk. But an update that waits for gradients to arrive frees no window, and those gradients may need one: until they are
-there, kept windows are written like others.
+[Note: Gradients on NVMe] A unit's gradients come one by one and are added up over micro-batches. So they are collected
+in a window: a buffer in host memory, as large as the largest unit whose gradients go to NVMe. There are only a few
+windows. When all are taken, the one opened first is written to its record on NVMe; a flat of gradients that is opened
+again is read back. So memory does not grow with the model.
 
-A flat is written in the parts that the update reads, so that each has checksums of its own. Records are scratch: no
+What a window holds at the end of backward is never written: the update copies it from the window, and reads the rest of
+a sub-group's gradients together with the sub-group's state. If an update that began in backward has all that it needs
+of a unit, the unit's window is kept for it. Backward then waits for the update instead of a write, and the gradients
+never go to disk. But an update that waits for gradients to arrive frees no window, and those gradients may need one.
+Until they are there, kept windows are written like others.
+
+A flat is written in the parts that the update reads, so each part has checksums of its own. Records are scratch: no
 commit names them, and they end with the run. A checkpoint holds the state between two steps, when there are no
-gradients.
-"""
+gradients."""
 
 from __future__ import annotations
 
@@ -38,9 +39,10 @@ from tiered_zero.tiers.tier import BufferView
 
 @dataclass(frozen=True, kw_only=True)
 class UnitShare:
-    """One unit's gradients in a step. `flat`: the gradients from element `start` of the unit's flat, in place: all, or
-    a rank's shard. `present`: indices of parameters with a gradient. `last`: the transfer that completes last.
-    `on_device`: `flat` is on the device. `paged`: set if the home is NVMe; `flat` is then empty."""
+    """One unit's gradients in a step. `flat`: the gradients from element `start` of the unit's flat, in place; all of
+    them, or a rank's shard. `present`: the indices of the parameters that have a gradient. `last`: the transfer to
+    `flat` that completes last. `on_device`: whether `flat` is on the device. `paged`: the gradients' flat on NVMe, if
+    their home is there; `flat` is then empty."""
 
     flat: torch.Tensor
     start: int
@@ -51,8 +53,8 @@ class UnitShare:
 
 
 class GradientSource(ABC):
-    """The gradients that one update reads, segment by segment. Unless a method is overridden they are all in host
-    memory. One thread at a time."""
+    """The gradients that one update reads, segment by segment. Methods that a subclass does not override say that all
+    of them are in host memory. One thread at a time."""
 
     @abstractmethod
     def has(self, unit: Unit, param: ParamSpec) -> bool:
@@ -60,7 +62,7 @@ class GradientSource(ABC):
 
     @abstractmethod
     def part(self, segment: Segment) -> torch.Tensor:
-        """Return a view of the gradients of a segment, [numel], which must rest in memory; elements of parameters
+        """Return a view of the gradients of a segment, [numel]. They must rest in memory. Elements of parameters
         without a gradient are undefined."""
 
     def on_device(self, unit: Unit) -> bool:
@@ -72,15 +74,16 @@ class GradientSource(ABC):
         return True
 
     def wait_transfers(self, unit: Unit) -> None:
-        """Block until the unit's gradients are readable by `part`."""
+        """Block until `part` can read the unit's gradients."""
         return
 
     def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
-        """Start to read the gradients of a segment from NVMe into all of `out`. Return None if they are not there."""
+        """Start to read the gradients of a segment from NVMe until `out` is full, and return the transfer. Return None
+        if they are not on NVMe."""
         return None
 
     def release(self, unit: Unit) -> None:
-        """Release the unit's gradients: its update is computed."""
+        """Release the unit's gradients: the unit's update is computed."""
         return
 
     def release_all(self) -> None:
@@ -144,13 +147,12 @@ class StepGradients(GradientSource):
 
 @final
 class PagedFlat:
-    """The flat [numel] of one unit's gradients, or of a rank's shard, in one step. Only `FlatWindows` changes its
-    fields.
+    """The flat [numel] of one unit's gradients, or of a rank's shard of them, in one step, with its home on NVMe. Only
+    `FlatWindows` changes its fields.
 
-    Its bytes are undefined until it is opened, and after `FlatWindows.drop`. `dtype`: dtype of the elements. `cuts`:
-    the first elements of parts that are read separately; 0 is always one. `padding`: elements between and after
-    entries, which are zero in every window.
-    """
+    Its bytes are undefined until it is opened, and after `FlatWindows.drop`. `dtype`: of its elements. `cuts`: the
+    first elements of the parts that are read separately; 0 is always one. `padding`: the elements between and after
+    entries, which are zero in every window."""
 
     def __init__(
         self,
@@ -166,15 +168,15 @@ class PagedFlat:
         self.dtype, self.numel, self.padding = dtype, numel, padding
         self.cuts = tuple(sorted({0, numel, *cuts}))
         self.lease: Lease | None = None
-        """The lease of its window, whose bytes are newer than the record's."""
+        """The lease of its window, if it has one. The window's bytes are newer than the record's."""
         self.arriving: Transfer = COMPLETED
         """The last job that launches copies to its window. See [Note: Waits for gradients]."""
         self.writing: Transfer | None = None
-        """The write of its window to the record."""
+        """The write of its window to the record, while it is under way."""
         self.is_stored = False
-        """Whether the record holds its bytes."""
+        """Whether the record holds the flat's bytes."""
         self.num_users = 0
-        """The number of threads that have it open."""
+        """The number of threads that have the flat open."""
         self.is_kept = False
         """Whether the window is kept for an update under way, which copies from it and frees it."""
         self.was_opened = False
@@ -182,7 +184,8 @@ class PagedFlat:
         """The flat of an earlier step with the same record; dropped when this one is opened."""
 
     def next(self) -> PagedFlat:
-        """Return the flat for the next step. It is opened only when nothing needs this one."""
+        """Return the flat for the next step: this one if it was never opened, else a new one. The caller opens the new
+        flat only when nothing needs this one any more."""
         if not self.was_opened:
             return self
         flat = PagedFlat(self.home, self.windows, self.dtype, self.numel, cuts=self.cuts, padding=self.padding)
@@ -195,7 +198,7 @@ class PagedFlat:
 
 
 def _write(flat: PagedFlat, lease: Lease) -> Transfer:
-    """Start to write a window to the flat's record."""
+    """Start to write the window `lease` to the flat's record."""
     parts: list[Transfer] = []
     try:
         for first, stop in pairwise(index * flat.dtype.itemsize for index in flat.cuts):
@@ -210,22 +213,22 @@ def _write(flat: PagedFlat, lease: Lease) -> Transfer:
 
 @final
 class FlatWindows:
-    """Leases windows to flats and takes them back. Any thread. `writes_ahead`: start to write the oldest window when
-    the last free one is taken, so that the next flat finds one."""
+    """Leases windows (buffers in host memory) to flats of gradients, and takes them back. Any thread. `writes_ahead`:
+    start to write the oldest window when the last free one is taken, so the next flat finds a free one sooner."""
 
     def __init__(self, pool: StagingPool, recorder: Recorder, *, writes_ahead: bool) -> None:
         self._pool, self._recorder = pool, recorder
         self._writes_ahead = writes_ahead
         self._changed = threading.Condition()
         self._open: list[PagedFlat] = []
-        """Flats with a window, in the order in which they got it."""
+        """The flats that have a window, in the order in which they got it."""
         self._num_awaited = 0
         """The number of updates that wait for gradients to arrive."""
 
     @contextmanager
     def open(self, flat: PagedFlat, lane: str) -> Iterator[torch.Tensor]:
-        """Give the flat a window inside the block: [numel], to be read and changed. Waits for a window and for the
-        bytes, in a span of `lane`. Raises transfer errors."""
+        """Give the flat a window inside the block, and yield its elements: [numel], to be read and changed. Waits for a
+        window and for the flat's bytes, in a recorded span of `lane`. Raises transfer errors."""
         self._begin_use(flat, lane)
         try:
             assert flat.lease is not None, "`_begin_use` has leased a window"
@@ -236,8 +239,8 @@ class FlatWindows:
                 self._changed.notify_all()
 
     def read(self, flat: PagedFlat, offset: int, out: BufferView) -> Transfer | None:
-        """Copy or start to read the flat's bytes from `offset` into all of `out`. Return None if it holds nothing.
-        Raises StoreError."""
+        """Copy, or start to read, the flat's bytes from `offset` until `out` is full. Return None if the flat holds no
+        bytes. Raises StoreError."""
         with self._changed:
             if flat.lease is not None:
                 out.tensor.copy_(flat.lease.tensor[offset : offset + out.tensor.numel()])
@@ -245,7 +248,7 @@ class FlatWindows:
             return flat.home.tier.read(flat.home.slot, out, offset) if flat.is_stored else None
 
     def keep(self, flat: PagedFlat) -> None:
-        """Keep the flat in its window until `drop`: an update copies it from there."""
+        """Keep the flat in its window until `drop`: an update copies the flat from there."""
         with self._changed:
             flat.is_kept = flat.lease is not None
 
@@ -262,7 +265,7 @@ class FlatWindows:
                 self._num_awaited -= 1
 
     def drop(self, flat: PagedFlat) -> None:
-        """Free the window and discard the bytes: nothing needs them any more."""
+        """Free the flat's window and discard its bytes: nothing needs them any more."""
         with self._changed:
             writing = flat.writing
         if writing is not None:
@@ -283,7 +286,7 @@ class FlatWindows:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _begin_use(self, flat: PagedFlat, lane: str) -> None:
-        """Give the flat a window that holds its bytes, and count a user."""
+        """Give the flat a window that holds the flat's bytes, and count a user."""
         flat.was_opened = True
         if flat.previous is not None:
             self.drop(flat.previous)
@@ -335,9 +338,12 @@ class FlatWindows:
             wait_quietly(oldest[1])
 
     def _next_write(self) -> tuple[PagedFlat, Transfer] | None:
-        """Start to write the oldest unused window, and return it with the write. If a write is under way, return that;
-        if copies to the window are, return those, which must end first. None if an update will free a window, or all
-        are in use. Under the lock."""
+        """Return a flat with a window, and the transfer to wait for before that window can be freed. Called under the
+        lock.
+
+        The transfer is a write under way if there is one. Else it is a new write of the oldest unused window; if copies
+        to this window are under way, it is these copies, which must end first. Return None if an update will free a
+        window, or if all windows are in use."""
         for flat in self._open:
             if flat.writing is not None:
                 return flat, flat.writing
@@ -352,7 +358,8 @@ class FlatWindows:
         return None
 
     def _finish_write(self, flat: PagedFlat, writing: Transfer, lane: str = "update") -> None:
-        """Wait for a write, and free its window unless it failed. `writing` may also be copies to the window."""
+        """Wait for a write, and free the flat's window unless the write failed. `writing`: the write; or copies to the
+        window, for which this only waits."""
         is_stored = False
         try:
             with self._recorder.span(lane, "wait_grad", flat.name):
@@ -367,7 +374,7 @@ class FlatWindows:
                 self._changed.notify_all()
 
     def _free(self, flat: PagedFlat) -> None:
-        """Release the flat's window. Under the lock."""
+        """Release the flat's window. Called under the lock."""
         assert flat.lease is not None, "only flats with a window are freed"
         flat.lease.release()
         flat.lease = None

@@ -17,9 +17,8 @@ from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 class HostBuffer(Protocol):
-    """Page-aligned host memory: an arena slot or a staging lease. `tensor`, [nbytes] uint8, and `memory` share the
-    bytes.
-    """
+    """Page-aligned host memory: a slot of the host arena, or a leased staging buffer. `tensor`, [nbytes] uint8, and
+    `memory` are the same bytes."""
 
     @property
     def tensor(self) -> torch.Tensor: ...
@@ -29,7 +28,7 @@ class HostBuffer(Protocol):
 
 @dataclass(frozen=True)
 class BufferView:
-    """A part of a lease, as a host buffer."""
+    """A part of a leased buffer, as a host buffer."""
 
     tensor: torch.Tensor
     memory: memoryview
@@ -37,7 +36,8 @@ class BufferView:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A named region of a tier, of fixed size. `nbytes`: whole pages. `kind`: the ledger's category."""
+    """A named region of a tier, of fixed size. `nbytes`: whole pages. `kind`: the category under which the ledger, the
+    run's account of bytes, counts it."""
 
     name: str
     nbytes: int
@@ -45,38 +45,38 @@ class Slot:
 
 
 class Tier(ABC):
-    """A place where bytes rest. Offsets and lengths are bytes, in whole pages. Transfers raise TransferError or
-    CorruptionError. The driver or the update thread calls it.
-    """
+    """A place where bytes rest. Offsets and lengths are in bytes, and whole pages. Transfers raise TransferError or
+    CorruptionError. Called by the driver or the update thread."""
 
     name: str
 
     @abstractmethod
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
-        """Return a new slot, whose bytes are undefined until written. Raises BudgetError or StoreError if the tier is
-        full. `num_durable`: how many places on disk the slot has, as part of its store's commits: 1 if it is written
-        once, else 2; 0 means no part of commits. Tiers in memory ignore it."""
+        """Return a new slot, whose bytes are undefined until they are written. `kind`: see `Slot`. `num_durable`: how
+        many places on disk the slot has in the commits of its store: 1 if it is written once, else 2; 0 if it is in no
+        commit. Tiers in memory ignore it. Raises BudgetError or StoreError if the tier is full."""
 
     @abstractmethod
     def view(self, slot: Slot) -> torch.Tensor | None:
-        """Return the slot's own bytes, [nbytes] uint8, for use in place; None if they cannot be addressed (nvme)."""
+        """Return the slot's own bytes, [nbytes] uint8, for use in place; None if memory cannot address them (nvme)."""
 
     @abstractmethod
     def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
-        """Start to read slot bytes from `offset` into all of `out`. The caller leaves `out` alone until the transfer is
-        done."""
+        """Start to read the slot's bytes from `offset` until `out` is full. The caller leaves `out` alone until the
+        transfer is done."""
 
     @abstractmethod
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
-        """Start to write all of `data` to slot bytes from `offset`. The caller leaves `data` alone until the transfer
-        is done. `after`: a mark of what compute has launched, which may still read a slot on the device. Required on a
-        lane; None: everything that compute has launched."""
+        """Start to write all of `data` to the slot's bytes from `offset`. The caller leaves `data` alone until the
+        transfer is done. `after`: a mark of what compute has launched, which may still read a slot on the device; the
+        write begins after it. None: all that compute has launched so far. A caller on a lane must give a mark."""
 
     @abstractmethod
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
-        """Copy the whole slot to `out`, a contiguous device tensor of at most as many bytes, on the fetch lane. Starts
-        after what compute has launched, since compute may just have released the memory of `out`. `after`: an update
-        that still writes the slot; wait for it, or copy its new bytes to `out`."""
+        """Start to copy the slot to `out`, on the fetch lane. `out`: a contiguous device tensor of at most as many
+        bytes. The copy starts after what compute has launched, since compute may just have released the memory of
+        `out`. `after`: an update that still writes the slot; the fetch waits for the update, or copies its new bytes to
+        `out`."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -88,8 +88,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostTier(Tier):
-    """A tier whose slots lie in `arena` (pinned if the machine allows it) and are used in place. An empty slot takes no
-    memory."""
+    """A tier whose slots lie in host memory, `arena` (pinned if the machine allows it), and are used in place. An empty
+    slot takes no memory."""
 
     name = "host"
 
@@ -131,7 +131,7 @@ class HostTier(Tier):
 
 
 class DeviceTier(Tier):
-    """A tier whose slots are device tensors, charged to the ledger's tier "device"."""
+    """A tier whose slots are device tensors, counted in the ledger's tier "device"."""
 
     name = "device"
 

@@ -1,4 +1,4 @@
-"""Track one unit's update, and copy its new bytes to a fetch before they are written."""
+"""Track one unit's update, and copy the update's new bytes to a fetch of the unit before they are written."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ import torch
 from tiered_zero.concurrency.transfer import Completion, Transfer, wait_all, wait_quietly
 
 StartCopy = Callable[[torch.Tensor, torch.Tensor], Transfer]
-"""start_copy(target, source). It must not wait for anything that waits for an update."""
+"""start_copy(target, source): start a copy and return its transfer. The copy must not wait for anything that waits for
+an update."""
 
 
 class UnitUpdate:
     """The completion of one unit's update. `computed`: all new parameters are in staging memory or in their slot.
-    `written`: all are in their slot. Any thread.
+    `written`: all of them are in their slot. Any thread.
 
-    Bytes that are computed and not written can be forwarded, as a processor forwards a store to a load: a fetch names
-    its target and reads only written bytes; the other parts are copied to the target before their staging memory is
-    reused.
-    """
+    Bytes that are computed and not written can be forwarded to a fetch, as a processor forwards a store to a load. The
+    fetch names its target and reads only written bytes; all other parts are copied to the target before the update
+    reuses their staging memory."""
 
     def __init__(self) -> None:
         self.computed = Completion()
         self.written = Completion()
         self._lock = threading.Lock()
         self._pending: dict[int, torch.Tensor] = {}
-        """First byte -> a part that is computed and not written."""
+        """First byte of a part that is computed and not written -> the part."""
         self._retired: dict[int, int] = {}
         """First byte of a written part -> its last byte + 1."""
         self._target: torch.Tensor | None = None
         self._start_copy: StartCopy | None = None
         self._covered: dict[int, int] = {}
-        """First byte -> last byte + 1 of the parts that were copied to the target, or that the fetch reads itself."""
+        """First byte -> last byte + 1 of each part that was copied to the target, or that the fetch reads itself."""
         self._copies: list[tuple[int, Transfer]] = []
-        """First byte of a part, and its copy to a target."""
+        """The first byte of a part and its copy to a target, for each copy that was started."""
 
     # -- the update worker ---------------------------------------------------------------------------------------------
 
     def add_pending(self, start: int, part: torch.Tensor) -> None:
-        """Add a computed part: [n] uint8, the unit's new bytes from `start`, which stay in place until `retire`
-        returns."""
+        """Add a computed part of the unit. `part`: [n] uint8, the unit's new bytes from byte `start`. The part stays in
+        its memory until `retire` returns."""
         with self._lock:
             self._pending[start] = part
             self._forward(start)
 
     def retire(self, start: int) -> None:
-        """Mark a part as written and wait until no copy reads it: its memory is about to be reused."""
+        """Mark the part at byte `start` as written, and wait until no copy reads it: its memory is about to be
+        reused."""
         with self._lock:
             self._forward(start)
             part = self._pending.pop(start, None)
@@ -62,7 +63,8 @@ class UnitUpdate:
         self.written.complete()
 
     def fail(self, error: BaseException) -> None:
-        """Fail every wait for this update with `error`, unless the unit is written. Wait until no copy reads a part."""
+        """Fail every wait for this update with `error`, unless the unit is written already. Wait until no copy reads a
+        part."""
         if not self.written.done():
             self.computed.fail(error)  # first, so that a fetch without pending parts sees the error
             with self._lock:
@@ -75,24 +77,27 @@ class UnitUpdate:
     # -- a fetch -------------------------------------------------------------------------------------------------------
 
     def forward_to(self, target: torch.Tensor, start_copy: StartCopy) -> list[tuple[int, int]]:
-        """Start to copy the parts that are not written to `target`, and return the written bytes (from, to), which the
-        caller must read. `target`: [n] uint8, memory for the whole unit. `start_copy` may write to it until
-        `finish_forward` returns.
-        """
+        """Start to copy the parts that are not written to `target`. Return the ranges of written bytes (from, to),
+        which the caller must read.
+
+        `target`: [n] uint8, memory for the whole unit. `start_copy`: may write to the target until `finish_forward`
+        returns."""
         with self._lock:
             self._target, self._start_copy, self._covered = target, start_copy, dict(self._retired)
             return sorted(self._covered.items())
 
     def cancel_forward(self) -> None:
-        """Start no more copies to the target and wait for those under way. Raises the error of a copy."""
+        """Start no more copies to the target, and wait for those under way. Raises the error of a copy that has
+        failed."""
         with self._lock:
             self._target = self._start_copy = None
             copies = [copy for _, copy in self._copies]
         wait_all(copies)
 
     def finish_forward(self) -> list[tuple[int, int]]:
-        """Block until the unit is computed and its parts are copied. Return the bytes (from, to) that the caller must
-        still read: the update leaves them unchanged. Raises the error of a failed update."""
+        """Block until the unit is computed and its parts are copied. Return the ranges of bytes (from, to) that the
+        caller must still read, because the update leaves them unchanged. Raises the error of an update that has failed.
+        """
         try:
             self.computed.wait()
             with self._lock:
@@ -109,7 +114,8 @@ class UnitUpdate:
         return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
     def _forward(self, start: int) -> None:
-        """Start to copy a pending part to the target, if there is a target without it. Under the lock."""
+        """Start to copy the pending part at byte `start` to the target, unless there is no target or it has the part
+        already. Called under the lock."""
         part = self._pending.get(start)
         if self._target is None or self._start_copy is None or part is None or start in self._covered:
             return
