@@ -1,6 +1,5 @@
-"""Run checkpoints as DeepSpeed does: recompute with the random numbers that forward drew, also from generators that a
-program keeps by name.
-"""
+"""Run checkpoints as DeepSpeed does: recompute with the random numbers that forward drew, also those from generators
+that a program keeps by name."""
 
 from __future__ import annotations
 
@@ -20,9 +19,8 @@ MODEL_PARALLEL = "model-parallel-rng"
 
 @final
 class RandomStates:
-    """Named states of the device's random generator, for parts of a model that draw from their own. Method names are
-    those of DeepSpeed's CudaRNGStatesTracker. Used on the threads of forward and of backward.
-    """
+    """Named states of the device's random generator, for parts of a model that draw from states of their own. Method
+    names are those of DeepSpeed's CudaRNGStatesTracker. Used on the threads of forward and of backward."""
 
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}
@@ -33,7 +31,7 @@ class RandomStates:
         self._states, self._seeds = {}, set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """Return name -> present state."""
+        """Return name -> the present state of that name."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
@@ -54,7 +52,7 @@ class RandomStates:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from the state `name` inside the block. Raises ModelError if there is none."""
+        """Inside the block, draw from the state `name`. Raises ModelError if there is none."""
         if name not in self._states:
             raise ModelError(
                 f"RNG tracker: expected one of the states {sorted(self._states)}; found {name!r}. Call "
@@ -70,7 +68,7 @@ class RandomStates:
 
 @contextmanager
 def _kept_state() -> Iterator[Any]:
-    """Yield torch's module for the device's generator, and restore its state after the block."""
+    """Yield the torch module that has the device's generator, and restore the generator's state after the block."""
     device = find_device("auto").type
     generator: Any = torch if device == "cpu" else torch.get_device_module(device)
     state = generator.get_rng_state()
@@ -91,13 +89,14 @@ def seed_generators(states: RandomStates, seed: int, rank: int = 0) -> None:
 def run_checkpointed(
     function: Callable[..., Any], args: tuple[Any, ...], states: RandomStates, *, reentrant: bool
 ) -> Any:
-    """Run `function` now, and again in backward with the present generators and `states`."""
+    """Run `function` with `args` now, and again in backward with the states that the generators and `states` have now.
+    `reentrant`: which of torch's two kinds of checkpoint runs it."""
     return checkpoint(_Tracked(function, states), *args, use_reentrant=reentrant)
 
 
 @final
 class _Tracked:
-    """A function whose later calls, in recomputations, use `states` as the first call did."""
+    """A function whose later calls, in recomputations, begin with the named states that the first call began with."""
 
     def __init__(self, function: Callable[..., Any], states: RandomStates) -> None:
         self._function, self._states = function, states

@@ -26,15 +26,17 @@ MAX_SHARE_OF_STORAGE = 4
 """A view of less than this fraction of its storage stays on the device, with the storage."""
 
 NUM_AHEAD = 2
-"""Records that are read before backward asks for them, if there is room."""
+"""How many records are read before backward asks for them, if there is room."""
 
 MAX_GAP = 32
-"""Records searched for those: others in between were dropped or are there already."""
+"""How many records are searched for those to read ahead: others in between were dropped or are on the device
+already."""
 
 
 @final
 class _Reference:
-    """Shared by autograd's `SavedActivation`s of one record; when the last of them is gone the record is dropped."""
+    """Shared by the `SavedActivation`s of one record, which autograd keeps. When the last of these is gone, this object
+    is collected and its record is dropped."""
 
     __slots__ = ("__weakref__", "_dropped", "index", "step")
 
@@ -42,14 +44,15 @@ class _Reference:
         self.index, self.step, self._dropped = index, step, dropped
 
     def __del__(self) -> None:
-        """Note the drop, at any time and on any thread; the driver does the rest."""
+        """Note that the record can be dropped. Runs at any time and on any thread; the driver thread does the rest."""
         self._dropped.append((self.step, self.index))
 
 
 @final
 @dataclass(eq=False, kw_only=True)
 class _Record:
-    """One moved storage. `key`: see `ActivationMover._find`. `counter`: see `SavedActivation`. `at`: its extent."""
+    """One moved storage. `key`: (storage, version), see `ActivationMover._find`. `counter`: see `SavedActivation`.
+    `at`: the first byte of its extent in the budget."""
 
     index: int
     key: tuple[int, int]
@@ -59,9 +62,9 @@ class _Record:
     at: int
     nbytes: int
     num_left: int = 0
-    """The number of saved activations of this record for which backward has not asked yet."""
+    """The number of saved activations of this record that backward has not asked for yet."""
     target: torch.Tensor | None = None
-    """Its bytes on the device, once `reading` is complete."""
+    """The record's bytes on the device, once `reading` is complete."""
     reading: Transfer | None = None
 
 
@@ -93,7 +96,7 @@ def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_shared(counter: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return whether the two share one version counter: change it, compare, and restore it."""
+    """Return whether `counter` and `tensor` share one version counter: move the counter, compare, and restore it."""
     before = tensor._version
     with _unsafe_preserve_version_counter(counter):
         increment_version(counter)
@@ -102,7 +105,7 @@ def _is_shared(counter: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 @final
 class ActivationMover:
-    """Moves the activations of one engine. Driver thread, or autograd's while the driver waits in backward."""
+    """Moves the activations of one engine. Driver thread, or autograd's threads while the driver waits in backward."""
 
     def __init__(
         self, place: Place, plan: ActivationPlan, asked: ActivationCheckpointingSection, runtime: Runtime
@@ -114,7 +117,7 @@ class ActivationMover:
         self._by_key: dict[tuple[int, int], _Record] = {}
         self._writing: deque[tuple[Transfer, torch.Tensor]] = deque()
         self._dropped: deque[tuple[int, int]] = deque()
-        """(step, index) of records to which nothing refers any more."""
+        """(step, index) of each record to which nothing refers any more."""
         self._next_index = self._step = 0
         self._in_flight_nbytes = 0
         self._is_closed = False
@@ -123,7 +126,8 @@ class ActivationMover:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor, version: int) -> SavedActivation | None:
-        """Begin to move the storage of `tensor`, detached. Return None if it stays on the device."""
+        """Begin to move the storage of `tensor`, which is detached. Return None if the tensor stays on the device.
+        `version`: its version counter."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return None
         if torch._C._current_graph_task_id() != -1 or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -141,14 +145,17 @@ class ActivationMover:
             return SavedActivation(self, reference, tensor, version)
 
     def _fits(self, tensor: torch.Tensor, nbytes: int) -> bool:
-        """Return whether the tensor is plain memory and a large enough part of its storage."""
+        """Return whether the tensor is plain memory and a large enough part of its storage, which has `nbytes`."""
         if nbytes > MAX_SHARE_OF_STORAGE * tensor.nbytes or nbytes % tensor.itemsize or tensor.is_quantized:
             return False
         return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or 0 in tensor.stride())
 
     def _find(self, key: tuple[int, int], tensor: torch.Tensor) -> _Reference | None:
-        """Return the record of this storage in this version, if both live. It must also share the version counter:
-        another one at the same version, as `.data` makes, does not show what was written since."""
+        """Return the record of the tensor's storage in its present version, if record and storage still exist; else
+        None.
+
+        The tensor must also share the record's version counter. A tensor with another counter at the same version, as
+        `.data` makes, does not show what was written since. `key`: (storage, version)."""
         record = self._by_key.get(key)
         if record is None or record.storage.expired():  # type: ignore[no-untyped-call]
             return None
@@ -199,7 +206,9 @@ class ActivationMover:
         return reference
 
     def _wait_written(self, allowed_nbytes: int, *, on_host: bool = False) -> None:
-        """Free the oldest sources until at most `allowed_nbytes` are in flight, and all whose transfers are done."""
+        """Free the oldest sources until at most `allowed_nbytes` are in flight; also free all whose transfers are done.
+        A source is the device memory that a transfer reads. `on_host`: block until the transfers are done, instead of
+        ordering compute after them."""
         while self._writing and (self._in_flight_nbytes > allowed_nbytes or self._writing[0][0].done()):
             written, source = self._writing[0]
             try:
@@ -217,8 +226,9 @@ class ActivationMover:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def restore(self, reference: _Reference, *, is_first: bool) -> torch.Tensor:
-        """Return a record's bytes on the device, [n] uint8, and begin to read those that backward needs next.
-        `is_first`: this node asks for the first time. Raises ModelError after the step that saved them."""
+        """Return a record's bytes on the device, [n] uint8, and begin to read the records that backward needs next.
+        `is_first`: this saved activation is asked for the first time. Raises ModelError after the step that saved the
+        record."""
         with self._profiled("unpack"):
             if self._is_closed or reference.step != self._step:
                 raise ModelError(
@@ -256,7 +266,7 @@ class ActivationMover:
         record.reading = self._accelerator.lane(LANE).submit(read, after=after, holds=[target], waits=place.waits)
 
     def _read_ahead(self, index: int) -> None:
-        """Begin to read the records that were packed just before this one."""
+        """Begin to read the records that were packed just before record `index`."""
         num_left = NUM_AHEAD
         for before in range(index - 1, max(-1, index - 1 - MAX_GAP), -1):
             record = self._records.get(before)
@@ -272,7 +282,8 @@ class ActivationMover:
                 return
 
     def _make_room(self, nbytes: int) -> None:
-        """Free sources whose transfers are done, then targets that later nodes need, the latest packed first."""
+        """Make room for `nbytes` in flight: free sources whose transfers are done, then targets that later nodes of
+        backward need, the one packed last first."""
         allowed_nbytes = self._plan.in_flight_nbytes - nbytes
         self._wait_written(allowed_nbytes)
         if self._in_flight_nbytes > allowed_nbytes:
@@ -282,7 +293,7 @@ class ActivationMover:
                 self._release(record)
 
     def _release(self, record: _Record) -> None:
-        """Free a record's memory on the device; it can be read again."""
+        """Free the record's memory on the device. The record can be read again."""
         reading, record.reading, record.target = record.reading, None, None
         if reading is not None:
             self._accelerator.wait_on_compute(reading)
@@ -291,7 +302,7 @@ class ActivationMover:
     # -- the ends of a step --------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Free everything saved in the step that was taken. Raises transfer errors."""
+        """Free all that was saved in the step that was taken. Raises transfer errors."""
         if self._next_index:
             written = self._accelerator.lane(LANE).submit(self._place.finish)
             with nullcontext() if written.done() else self._recorder.span("compute", "wait_activation"):
@@ -302,25 +313,25 @@ class ActivationMover:
             self._clear()
 
     def abort(self) -> None:
-        """Free everything saved in the step that is dropped."""
+        """Free all that was saved in the step that is dropped."""
         if self._next_index:
             wait_quietly(self._accelerator.lane(LANE).submit(self._place.finish))
             self._clear()
 
     def close(self) -> None:
-        """Free everything. The lane has ended."""
+        """Free everything. Called when the lane has ended."""
         self._is_closed = True
         with suppress(TieredZeroError):  # nothing needs these bytes any more
             self._place.finish()
         self._clear()
 
     def take_counts(self) -> dict[str, int]:
-        """Return what was moved, and what did not fit, since the last call."""
+        """Return counts and bytes of what was moved, and of what did not fit, since the last call."""
         counts, self._counts = dict(self._counts), Counter()
         return counts
 
     def _clear(self) -> None:
-        """Drop all records of the step. No job is queued, and every transfer is complete."""
+        """Drop all records of the step. Called when no job is queued and every transfer is complete."""
         self._step += 1
         self._next_index = 0
         self._records.clear()
@@ -332,7 +343,7 @@ class ActivationMover:
         self._ledger.correct("device", "activation_in_flight", 0)
 
     def _free_dropped(self) -> None:
-        """Free the extents of records whose graph is gone."""
+        """Free the extents of records whose graphs are gone."""
         while self._dropped:
             step, index = self._dropped.popleft()
             if step != self._step:

@@ -1,4 +1,4 @@
-"""Transfer saved activations to their place, one budget of host memory or NVMe, and back."""
+"""Transfer saved activations to their place, a budget of bytes in host memory or on NVMe, and back."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from tiered_zero.tiers.tier import BufferView, HostTier
 
 LANE = "activations"
 MAX_HOLES_NBYTES = 64 * MIB
-"""Holes in malloc's heap to leave alone if the CPU computes, see `HeapTrim`; less if less is in flight."""
+"""The most bytes of holes to leave in malloc's heap if the CPU computes, see `HeapTrim`; less if less is in flight."""
 
 
 class Place(Protocol):
-    """The bytes of a budget. `write` and `read` run on the lane, in the order of their submission."""
+    """Interface to the bytes of a budget. `write` and `read` run on the lane, in the order of their submission."""
 
     waits: bool
-    """Whether a job waits for more than earlier jobs."""
+    """Whether a job waits for other things than earlier jobs, such as a disk."""
 
     def write(self, at: int, source: torch.Tensor) -> None:
-        """Copy `source`, on the device, to the budget's bytes from `at`. `source` is free when the job is complete."""
+        """Copy `source`, on the device, to the budget's bytes from `at`. When the job is complete `source` may be
+        freed."""
 
     def read(self, at: int, target: torch.Tensor) -> None:
-        """Copy the budget's bytes from `at` to `target`, which `new_target` made."""
+        """Copy the budget's bytes from `at` until `target` is full. `new_target` has made `target`."""
 
     def new_target(self, nbytes: int) -> torch.Tensor:
-        """Return device memory of `nbytes`, [n] uint8, that `read` can fill."""
+        """Return device memory that `read` can fill: [nbytes] uint8."""
 
     def finish(self) -> None:
         """Wait for every write. Raises the first error."""
@@ -43,7 +44,7 @@ class Place(Protocol):
 
 @final
 class HostPlace:
-    """A place in one slot of host memory, pinned if the machine allows it."""
+    """A place in one slot of host memory, which is pinned if the machine allows it."""
 
     waits = False
 
@@ -66,9 +67,9 @@ class HostPlace:
 
 @final
 class NvmePlace:
-    """A place in one record of a swap store. Writes go through staging buffers and continue after their job; if the CPU
-    computes, the disk reads straight into the target. A write that is under way is waited for before its bytes are read
-    or written again."""
+    """A place in one record of a swap store. Writes go through staging buffers and continue after their job. If the CPU
+    computes, the disk reads straight into the target. Before bytes are read or written again, their earlier write is
+    waited for."""
 
     waits = True
 
@@ -162,7 +163,7 @@ class NvmePlace:
 
 
 def _pages(target: torch.Tensor) -> BufferView:
-    """Return the whole pages of a target that the pool has mapped."""
+    """Return a target's memory in whole pages, as the pool has mapped them."""
     pages = torch.empty(0, dtype=torch.uint8).set_(target.untyped_storage())
     array: Any = pages.numpy()
     return BufferView(pages, memoryview(array))
