@@ -15,13 +15,13 @@ logger = logging.getLogger("tiered_zero")
 class Teardown:
     """Calls the acts that free what a run has built, in the order of their names. One thread at a time.
 
-    Earlier acts (ending the lanes) stop threads from using memory that later ones free. So all later acts are called
-    after one that raises, and an act that a second Ctrl-C has interrupted is called again by the next `close`: acts are
-    idempotent.
-    """
+    Earlier acts (such as ending the lanes) stop threads from using memory that later acts free. If an act raises, the
+    later ones are called all the same. If a second Ctrl-C interrupts an act, the next `close` calls that act again:
+    acts are idempotent."""
 
     def __init__(self, order: Sequence[str] = ("",)) -> None:
-        """`order`: every name; acts of one name are called in reverse order."""
+        """`order`: all names, in the order in which their acts are called; acts of one name are called last added
+        first."""
         self._acts: dict[str, list[Callable[[], Any]]] = {name: [] for name in order}
 
     def add(self, name: str, act: Callable[[], Any]) -> None:
@@ -49,9 +49,8 @@ class Teardown:
         return self
 
     def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        """Free everything if the block failed, also after a second Ctrl-C: the caller gets no engine to close. If it
-        did not fail, the run owns the teardown.
-        """
+        """If the block failed, free everything, also after a second Ctrl-C: the caller gets no engine to close. If the
+        block did not fail, the run owns the teardown."""
         if error is None:
             return
         try:
@@ -64,8 +63,8 @@ class Teardown:
 
 
 def once(act: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that calls `act` the first time only, even if that call was interrupted: no later act depends
-    on it."""
+    """Return a function that calls `act` the first time only, even if that call was interrupted. For acts on whose end
+    no later act depends."""
     called: list[None] = []
 
     def call() -> None:

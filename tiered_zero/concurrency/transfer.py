@@ -13,24 +13,23 @@ from typing import Final, NoReturn, final
 from tiered_zero.errors import EngineFailedError, StoreError, TieredZeroError
 
 STOPPED_S = 5.0
-"""A blocked wait that checks the clock later than this was stopped with its process (Ctrl-Z, a machine that slept): its
-timeout does not count that time."""
+"""If a blocked wait checks the clock this many seconds late, its process was stopped (Ctrl-Z, a machine that slept):
+the wait's timeout does not count that time."""
 
 
 class Transfer(ABC):
     """One asynchronous operation: a job of a lane, a disk request, a milestone of an update.
 
-    It completes once, with or without an error, which it carries. Until then it alone uses the memory that it reads or
-    writes, and the caller keeps that memory alive. Any thread.
-    """
+    A transfer completes once, with or without an error, which it carries. Until then it alone uses the memory that it
+    reads or writes, and the caller keeps that memory alive. Any thread."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Return whether it is complete, with or without an error. Never blocks."""
+        """Return whether the transfer is complete, with or without an error. Never blocks."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until it is complete. If it failed, raise its error, at every call."""
+        """Block until the transfer is complete. If it failed, raise its error, at every call."""
 
 
 @final
@@ -66,8 +65,8 @@ COMPLETED.complete()
 
 
 def wait_quietly(transfer: Transfer) -> None:
-    """Wait until a transfer is complete, and drop its error. Raises a MemoryError of the wait itself: the transfer may
-    still use its memory."""
+    """Wait until a transfer is complete, and drop its error. Raises a MemoryError that comes from the wait and not from
+    the transfer, which may then still use its memory."""
     try:
         transfer.wait()
     except Exception as error:
@@ -107,11 +106,11 @@ class Joined(Transfer):
 
 @final
 class SharedWork(Transfer):
-    """Work that is done by the first thread that needs its result; other threads wait for that one.
+    """Work that the first thread that needs its result does; other threads wait for that thread.
 
-    Example: the end of a disk request, which waits for the engine's transfers and verifies their bytes. A `Worker` does
-    it, unless a thread that waits does it earlier, so that it does not wait for requests submitted before.
-    """
+    Example: the end of a disk request, which waits for the disk engine's transfers and verifies their bytes. A `Worker`
+    does the work, unless a thread that waits for it does it earlier. Such a thread does not wait for requests that were
+    submitted before."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._lock = threading.Lock()
@@ -122,7 +121,7 @@ class SharedWork(Transfer):
         return self._work is None
 
     def run(self) -> None:
-        """Do the work if it is not done. Raises nothing."""
+        """Do the work if it is not done. Raises nothing; `wait` raises the work's error."""
         with self._lock:
             if self._work is None:
                 return
@@ -140,10 +139,11 @@ class SharedWork(Transfer):
 
 @final
 class Worker:
-    """A daemon thread that runs callables in order; they must not raise. It ends when the object is collected."""
+    """A daemon thread that runs callables in order; they must not raise. The thread ends when this object is
+    collected."""
 
     def __init__(self, name: str) -> None:
-        """Raises StoreError if the thread cannot be started."""
+        """Start the thread. Raises StoreError if it cannot be started."""
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         weakref.finalize(self, self._queue.put, None).atexit = False  # a finalizer of its owner may need it then
         self._thread = threading.Thread(target=_run_in_order, args=(self._queue,), name=name, daemon=True)
@@ -159,7 +159,7 @@ class Worker:
         self._queue.put(work)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Run all submitted callables and stop; wait at most `timeout_s` for the end. Idempotent."""
+        """Run all submitted callables and stop; wait at most `timeout_s` seconds for the end. Idempotent."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -172,18 +172,18 @@ def _run_in_order(queue: SimpleQueue[Callable[[], None] | None]) -> None:
 
 @final
 class FailureLatch:
-    """Remembers the first failure of a component, and refuses every later use of it. Any thread.
+    """Remembers the first failure of a component, and refuses every later use of the component. Any thread.
 
     The component calls `set` when it fails and `check` before each use. The object that the user calls wraps its entry
-    points in `surfacing`: the user then sees the original error once, and after that the errors of `check`.
-    """
+    points in `surfacing`: the user then sees the original error once, and after that the errors of `check`."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         """The first failure."""
         self._lock = threading.Lock()
         self.has_surfaced = False
-        """Whether `surfacing` has raised. The user's object resets it when work succeeds again."""
+        """Whether `surfacing` has raised the original error. The object that the user calls resets it when work
+        succeeds again."""
 
     def set(self, error: BaseException) -> None:
         """Remember `error` if it is the first."""
@@ -194,9 +194,8 @@ class FailureLatch:
     def check(self, refusal: Callable[[BaseException], str] | None = None) -> None:
         """Raise if a failure is remembered.
 
-        `refusal(error)`: returns the text of an EngineFailedError, raised from the original error: what cannot be used
-        any more, and from where to resume. None: raises the original error itself, at every call.
-        """
+        `refusal(error)`: returns the text of the EngineFailedError that is raised from the original error. It says what
+        cannot be used any more, and from where to resume. None: the original error itself is raised, at every call."""
         if self.error is None:
             return
         if refusal is None:
@@ -205,14 +204,15 @@ class FailureLatch:
 
     @contextmanager
     def surfacing(self) -> Iterator[None]:
-        """Raise the original error the first time that the block raises, and the block's own error after that."""
+        """Raise the original error the first time that a block raises, and a block's own error after that."""
         try:
             yield
         except Exception as error:
             self.surface(error)
 
     def surface(self, error: Exception) -> NoReturn:
-        """Raise the original error of `error`, which is being handled, the first time; `error` itself after that."""
+        """Raise the original error behind `error` the first time, and `error` itself after that. Called while `error`
+        is being handled."""
         has_surfaced, self.has_surfaced = self.has_surfaced, True
         if has_surfaced or (cause := root_cause(error)) is error:
             raise  # what is handled now
@@ -220,7 +220,8 @@ class FailureLatch:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the failure from which a refusal was raised, through every latch; `error` itself if it is no refusal."""
+    """Return the failure from which the refusal `error` was raised, through every latch; `error` itself if it is no
+    refusal."""
     while isinstance(error, EngineFailedError) and isinstance(error.__cause__, TieredZeroError):
         if isinstance(error.__cause__, EngineFailedError) and error.__cause__.__cause__ is None:
             break  # of a component that was latched without a failure: the refusal says what to do
