@@ -9,7 +9,8 @@ GOOD, POOR, BAD = "ok", "slow", "off"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. `state`: "ok", "slow" (works, but not at full speed) or "off". `fix`: what to do; "" for nothing."""
+    """One line of `tiered-zero doctor`. `name`: what was looked at. `state`: "ok", "slow" (works, but not at full
+    speed) or "off". `found`: what was found. `fix`: what the user can do; "" for nothing."""
 
     name: str
     state: str

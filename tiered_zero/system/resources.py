@@ -19,11 +19,10 @@ logger = logging.getLogger("tiered_zero")
 
 @final
 class Descriptor(int):
-    """An open descriptor of this process, from `opened`.
+    """An open file descriptor of this process, made by `opened`.
 
-    `close`, the end of a `with` block or the end of the object closes it. It is an int for the calls that take one; the
-    object must live as long as they use it.
-    """
+    It is closed by `close`, at the end of a `with` block, or when the object is collected. It is an int, for the calls
+    that take one; the object must live as long as they use it."""
 
     closed = False
 
@@ -45,7 +44,7 @@ class Descriptor(int):
 
 
 def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> Descriptor:
-    """Open as os.open does. Raises OSError."""
+    """Open a file as os.open does, and return its descriptor. Raises OSError."""
     return Descriptor(os.open(path, flags, mode, dir_fd=dir_fd))
 
 
@@ -56,10 +55,9 @@ CLOSED.closed = True
 
 
 def map_memory(nbytes: int, *advice: str, flags: int = 0) -> mmap.mmap:
-    """Map private, page-aligned zeros, which take memory as they are touched.
+    """Map private, page-aligned memory of zeros. A page takes memory when it is first touched.
 
-    `advice`: names of madvise(2) constants, such as "MADV_HUGEPAGE"; those that the system refuses are skipped.
-    """
+    `advice`: names of madvise(2) constants, such as "MADV_HUGEPAGE"; those that the system refuses are skipped."""
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
     for name in advice:
         if hasattr(mmap, name):
@@ -80,10 +78,9 @@ def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[in
     """Allocate the pages of a mapping on several threads; their content stays.
 
     Called before pages are pinned, which would allocate them on one thread: the system clears each page at its first
-    use, in 0.4 s of a core per GiB (0.05 s in huge pages). `cpus`: run the threads on these processors, so that the
-    pages lie on their NUMA node. Does nothing if the mapping is too small for two threads and no processor is named, or
-    if the system refuses.
-    """
+    use, in 0.4 s of a core per GiB (0.05 s in huge pages). `cpus`: the threads run on these processors, and so the
+    pages lie on the NUMA node of these. Does nothing if the mapping is too small for two threads and no processor is
+    named, or if the system refuses."""
     stretch_nbytes = align_up(max(_LEAST_STRETCH_NBYTES, -(-nbytes // num_threads)), PAGE_NBYTES)
     if sys.platform != "linux" or (nbytes <= stretch_nbytes and not cpus):
         return
