@@ -23,7 +23,7 @@ from tiered_zero.layout.extents import ExtentMap
 from tiered_zero.plan.activations import ActivationPlan
 
 MAX_SHARE_OF_STORAGE = 4
-"""A view of less than this fraction of its storage stays on the device, with the storage."""
+"""A view that is smaller than its storage by more than this factor stays on the device, with the storage."""
 
 NUM_AHEAD = 2
 """How many records are read before backward asks for them, if there is room."""
@@ -70,7 +70,8 @@ class _Record:
 
 @final
 class SavedActivation:
-    """What autograd keeps of a moved tensor. `counter`: an empty tensor that shares the tensor's version counter."""
+    """What autograd keeps in place of a moved tensor. `counter`: an empty tensor that shares the moved tensor's version
+    counter."""
 
     __slots__ = ("_mover", "_was_unpacked", "counter", "dtype", "offset", "reference", "size", "stride", "version")
 
