@@ -34,7 +34,7 @@ class Transfer(ABC):
 
 @final
 class Completion(Transfer):
-    """A transfer that its owner completes by a call."""
+    """A transfer that its owner completes by calling `complete` or `fail`."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -92,7 +92,7 @@ def wait_all(transfers: Iterable[Transfer | None]) -> None:
 
 @final
 class Joined(Transfer):
-    """Several transfers as one."""
+    """Several transfers as one, which is complete when all of them are."""
 
     def __init__(self, *parts: Transfer) -> None:
         self._parts = parts
