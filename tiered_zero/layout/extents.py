@@ -13,7 +13,7 @@ STRIPE_NBYTES = 4 << 20
 """Bytes of a stripe: large enough for a disk's full rate, small enough that one record uses every disk."""
 
 STRIPES_PER_CYCLE = 64
-"""Stripes in one cycle over all paths; each path's share is within 1/128 of its weight."""
+"""Stripes in one cycle over all files of a store; each file's share of them is within 1/128 of its weight."""
 
 
 @final

@@ -42,8 +42,7 @@ for the updates of others."""
 
 MAX_SUB_GROUPS = 1024
 """The most sub-groups of a model below a billion elements, since each is a job in every step. DeepSpeed never cuts a
-parameter, so configs contain small sizes; 100 made 84,000 sub-groups of 172 million elements.
-"""
+parameter, so configs contain small sizes: a sub_group_size of 100 made 84,000 sub-groups of 172 million elements."""
 
 
 def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = False, shares_cores: bool = False) -> int:
