@@ -69,7 +69,7 @@ class Inventory:
         return home
 
     def move(self, homes: Mapping[tuple[Owner, str], Home]) -> None:
-        """Set the home of each (owner, kind)."""
+        """Set new homes. `homes`: (owner, kind) -> its home from now on."""
         self._homes.update({(type(owner), owner.index, kind): home for (owner, kind), home in homes.items()})
 
     def set_last_update(self, unit: Unit, unit_update: UnitUpdate) -> None:

@@ -93,7 +93,8 @@ class GradientSource(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class StepGradients(GradientSource):
-    """The gradients of one step of an engine, by unit index. The driver adds each unit before the update reaches it."""
+    """The gradients of one step of an engine, by unit index. The driver thread adds each unit before the update reaches
+    it."""
 
     shares: dict[int, UnitShare] = field(default_factory=dict)
 
@@ -140,7 +141,7 @@ class StepGradients(GradientSource):
                 share.paged.windows.drop(share.paged)
 
     def fill(self, later: StepGradients) -> None:
-        """Add from `later` the units that are not here yet."""
+        """Add the units of `later` that are not here yet."""
         for index, share in later.shares.items():
             self.shares.setdefault(index, share)
 
@@ -170,7 +171,7 @@ class PagedFlat:
         self.lease: Lease | None = None
         """The lease of its window, if it has one. The window's bytes are newer than the record's."""
         self.arriving: Transfer = COMPLETED
-        """The last job that launches copies to its window. See [Note: Waits for gradients]."""
+        """The last job that launches copies to the flat's window. See [Note: Waits for gradients]."""
         self.writing: Transfer | None = None
         """The write of its window to the record, while it is under way."""
         self.is_stored = False
@@ -254,7 +255,7 @@ class FlatWindows:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Keep no windows inside the block: an update waits for gradients to arrive."""
+        """Inside the block, write also windows that are kept for an update: an update waits for gradients to arrive."""
         with self._changed:
             self._num_awaited += 1
             self._changed.notify_all()
