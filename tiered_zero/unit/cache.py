@@ -28,7 +28,7 @@ Use = tuple[str, PagedUnit]
 """One use of a unit: ("forward" or "backward", the unit)."""
 
 Pair = tuple[Use | None, Use | None]
-"""Two successive uses."""
+"""Two successive uses; None in place of a use before the first one."""
 
 
 @final
@@ -172,7 +172,7 @@ class UnitCache:
         self._kept_nbytes = 0
         """The bytes of offloaded units whose memory a view keeps."""
         self._shares_order = runtime.collectives.world_size > 1
-        """Whether every rank must decide alike. [Note: Order of gathers]"""
+        """Whether every rank must make the same decisions. [Note: Order of gathers]"""
         self._has_warned = False
         self.is_closed = False
         self._refusal: ModelError | None = None
@@ -193,7 +193,7 @@ class UnitCache:
                 self._order.move_to_end(paged)
 
     def refuse_closed(self, paged: PagedUnit) -> None:
-        """Raise ParameterOffloadedError: the engine is closed."""
+        """Raise ParameterOffloadedError for a use of `paged`: the engine is closed."""
         ClosedEngine(paged.unit.name).fault_in((), "This call")
 
     # -- fetch -----------------------------------------------------------------------------------------------------

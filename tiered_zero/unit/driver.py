@@ -81,7 +81,8 @@ class DriverThread:
 
     @contextmanager
     def entered(self, call: str) -> Iterator[None]:
-        """Hold the engine until the block ends. `call`: what the user called, for the error."""
+        """Admit this thread for the length of the block, as `enter` does. `call`: what the user called, for the
+        error."""
         self.enter(call)
         try:
             yield

@@ -189,7 +189,7 @@ class VisibleGradients:
         self.is_open = self.home.has_gradients
 
     def hide(self) -> None:
-        """Hide gradients: a forward, a backward or a step begins, or they are dropped."""
+        """Hide gradients: a forward, a backward or a step begins, or the gradients are dropped."""
         self.is_open = False
 
     def close(self) -> None:

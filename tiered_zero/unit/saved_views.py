@@ -155,7 +155,7 @@ class SavedViews:
                 paged.storage.check_converted()
 
     def end(self, saving: saved_tensors_hooks | None) -> None:
-        """Take off what `begin` returned, unless an interrupt has taken it off already."""
+        """Take off `saving`, the hooks that `begin` has returned, unless an interrupt has taken them off already."""
         if saving is not None and self._is_saving():
             saving.__exit__()
 
@@ -173,7 +173,7 @@ class SavedViews:
 
     @runs_outside_modes
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView | SavedWrapper:
-        """Save a view of a unit's flat by name, anything else with its version counter."""
+        """Save a view of a unit's flat by name, and any other tensor with its version counter."""
         inner = tensor
         while torch._C._functorch.is_functorch_wrapped_tensor(inner):
             inner = torch._C._functorch.get_unwrapped(inner)
@@ -306,8 +306,8 @@ class _ClosedUnits:
         self._resident = {paged.unit.index: (paged.storage, paged.version) for paged in units if paged.is_resident}
 
     def __call__(self, unit_index: int, version: int | None) -> FlatStorage:
-        """Return the storage of a unit that lived on the device. Raises ParameterOffloadedError for another, and
-        ModelError for one that has changed since it was saved."""
+        """Return the storage of a unit that lived on the device. Raises ParameterOffloadedError for any other unit, and
+        ModelError if the unit's weights have changed since `version`, at which the view was saved."""
         if unit_index not in self._resident:
             ClosedEngine(self._names[unit_index]).fault_in((), "This call")
         storage, current = self._resident[unit_index]
