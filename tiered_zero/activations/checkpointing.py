@@ -79,8 +79,8 @@ def _kept_state() -> Iterator[Any]:
 
 
 def seed_generators(states: RandomStates, seed: int, rank: int = 0) -> None:
-    """Seed the device's generator, and the generator of split modules with another seed for each model-parallel `rank`.
-    `states`: gets the state of the latter in place of all that it had."""
+    """Seed the device's generator with `seed`, and the generator of split modules with another seed for each
+    model-parallel `rank`. `states`: the object that keeps the latter's state; its former states are dropped."""
     device = find_device("auto").type
     states.reset()
     (torch if device == "cpu" else torch.get_device_module(device)).manual_seed(seed)
