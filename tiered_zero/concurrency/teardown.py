@@ -16,8 +16,8 @@ class Teardown:
     """Calls the acts that free what a run has built, in the order of their names. One thread at a time.
 
     Earlier acts (such as ending the lanes) stop threads from using memory that later acts free. If an act raises, the
-    later ones are called all the same. If a second Ctrl-C interrupts an act, the next `close` calls that act again:
-    acts are idempotent."""
+    later acts are still called. If a second Ctrl-C interrupts an act, the next `close` calls that act again: acts are
+    idempotent."""
 
     def __init__(self, order: Sequence[str] = ("",)) -> None:
         """`order`: all names, in the order in which their acts are called; acts of one name are called last added
