@@ -148,8 +148,8 @@ def cut_subgroups(
     worth.
 
     `rank`: None cuts whole units, whose state every rank has. `group_of`: parameter name -> param group; units and
-    parameters without a group are not stepped. `elementwise`: the rule steps each element by itself, so that a cut may
-    fall inside a parameter; for other rules cuts fall between units, and a unit larger than the size is one sub-group.
+    parameters without a group are not stepped. `elementwise`: the rule steps each element by itself, and cuts may fall
+    inside a parameter; for other rules cuts fall between units, and a unit larger than the size is one sub-group.
     `apart`: embeddings share sub-groups only with each other and with elements in the same page, or, if cuts fall
     between units, with the rest of their unit."""
     runs = (

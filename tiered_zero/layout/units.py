@@ -144,7 +144,7 @@ def _cut_parts(root: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: Un
 
 def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
     """Join parts of one block and one kind, in the place of the first part, up to `most_numel` elements together. The
-    limit bounds what is fetched without need: parameters that a batch does not use, such as some experts."""
+    limit bounds fetches without need: of parameters that a batch does not use, such as some experts."""
     joined: list[_Part] = []
     open_parts: dict[tuple[str, _Kind], _Part] = {}
     for part in parts:
