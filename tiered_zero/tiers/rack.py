@@ -56,8 +56,9 @@ class TierRack:
         model_name: str = "",
         adopted: Mapping[tuple[str, ...], AdoptedStore] | None = None,
     ) -> None:
-        """`model_name`: is written to the file in each swap directory that says whose the directory is. `adopted`: swap
-        paths -> the committed state from which that store resumes. Raises ConfigError, StoreError and BudgetError."""
+        """`model_name`: the name to write to the file in each swap directory that says whose the directory is.
+        `adopted`: swap paths -> the committed state from which that store resumes. Raises ConfigError, StoreError and
+        BudgetError."""
         zero, accelerator = config.zero_optimization, runtime.accelerator
         self._config, self._runtime, self._resources, self._model_name = config, runtime, resources, model_name
         self._pools: list[StagingPool] = []

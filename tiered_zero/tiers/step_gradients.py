@@ -151,9 +151,9 @@ class PagedFlat:
     """The flat [numel] of one unit's gradients, or of a rank's shard of them, in one step, with its home on NVMe. Only
     `FlatWindows` changes its fields.
 
-    Its bytes are undefined until it is opened, and after `FlatWindows.drop`. `dtype`: of its elements. `cuts`: the
-    first elements of the parts that are read separately; 0 is always one. `padding`: the elements between and after
-    entries, which are zero in every window."""
+    Its bytes are undefined until it is opened, and after `FlatWindows.drop`. `dtype`: the dtype of its elements.
+    `cuts`: the first elements of the parts that are read separately; 0 is always one. `padding`: the elements between
+    and after entries, which are zero in every window."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class PagedFlat:
         """Whether the window is kept for an update under way, which copies from it and frees it."""
         self.was_opened = False
         self.previous: PagedFlat | None = None
-        """The flat of an earlier step with the same record; dropped when this one is opened."""
+        """The flat of an earlier step that has the same record; it is dropped when this one is opened."""
 
     def next(self) -> PagedFlat:
         """Return the flat for the next step: this one if it was never opened, else a new one. The caller opens the new
