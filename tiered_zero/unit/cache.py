@@ -58,7 +58,7 @@ class Schedule:
         self._tip: Pair = (None, None)
         """The pair that ends with the last expected use; with the last use if none is expected."""
         self.expected: dict[PagedUnit, int] = {}
-        """Unit -> how many of the expected uses are uses of it; only units with at least one."""
+        """Unit -> the number of expected uses of that unit; units without any are not in it."""
         self._counted: set[PagedUnit] = set()
         """Expected units that `expected_numel` counts: all but one that was in use as it became expected."""
         self.expected_numel = 0
@@ -375,8 +375,8 @@ class UnitCache:
         return [paged for paged in self._order if paged.is_kept and not paged.storage.is_viewed]
 
     def _missing_nbytes(self, paged: PagedUnit) -> int:
-        """Return by how many bytes the device would exceed its limit with `paged` on it; at most 0 if there is room.
-        Counts memory as decisions do: [Note: Order of gathers]."""
+        """Return by how many bytes the device would exceed its limit if it held `paged` too; at most 0 if there is
+        room. Counts memory as decisions do: [Note: Order of gathers]."""
         if self._shares_order:
             counted_nbytes, is_counted = self._live_nbytes - self._kept_nbytes, paged.state is not UnitState.OFFLOADED
         else:

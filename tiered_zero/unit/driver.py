@@ -21,7 +21,7 @@ class Phase(Enum):
 
     IDLE: no call runs; weights may be read through `gathered` and `state_dict`. FORWARD, BACKWARD: the engine's forward
     or backward runs. DROP: gradients of the step are being dropped. STEP: `step()` runs, and its update has not begun.
-    UPDATE: from the begin of the update until the step is complete.
+    UPDATE: from the start of the update until the step is complete.
 
     A call enters its phase as its first act, and leaves it as its last; if it raises, it leaves the phase on its way
     out (`Entrance.call`)."""
@@ -61,8 +61,8 @@ class CallPhase:
 
 @final
 class DriverThread:
-    """Admits one thread at a time, the driver, to an engine and its model; refuses a second one while the first is
-    inside.
+    """Admits one thread at a time, the driver thread, to an engine and its model. While it is inside, another one is
+    refused.
 
     Threads may use the engine one after another. Autograd's own threads work for the thread that waits in backward, and
     are admitted with it."""

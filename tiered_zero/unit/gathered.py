@@ -145,8 +145,8 @@ def _write_back(pager: Pager, paged: PagedUnit, old: torch.Tensor | None, modifi
 @runs_outside_modes
 def _drop_change(paged: PagedUnit) -> str | None:
     """Return the name of a parameter that was changed and not written back; None if there is none. Mark its unit as
-    stale. Called when a `gathered` block ends. Inside another block of the unit it returns None: that block looks
-    itself."""
+    stale. Called when a `gathered` block ends. Returns None inside another block of the unit, which calls this at its
+    own end."""
     if paged.num_users > 1 + paged.is_resident:
         return None
     if (changed := paged.storage.end_change()) is not None:

@@ -179,8 +179,8 @@ class VisibleGradients:
     def set_hidden(self, updates_in_backward: bool = False) -> None:
         """Refuse to read or assign gradients until step(), if an update or other ranks change them.
 
-        `updates_in_backward`: whether updates begin in backward. The caller passes the same in every step, although the
-        first step's update never begins in backward."""
+        `updates_in_backward`: whether updates begin in backward. The caller passes one value in every step, although
+        the first step's update never begins in backward."""
         by_ranks = _HIDDEN_BY_RANKS if self._num_ranks > 1 else None
         self.home.set_hidden(_HIDDEN_BY_UPDATE if updates_in_backward else by_ranks)
 
@@ -366,7 +366,7 @@ def keyed(plain: torch.Tensor) -> torch.Tensor:
 
 @final
 class without_key(torch._C._ExcludeDispatchKeyGuard):
-    """A block inside of which torch's own kernels serve offloaded parameters: for calls that need no bytes."""
+    """Inside the block, torch's own kernels serve offloaded parameters: for calls that need no bytes."""
 
     def __init__(self) -> None:
         super().__init__(_KEYS)
@@ -392,8 +392,8 @@ _METADATA_METHODS = frozenset(
 def offloaded_error(
     function: str, param: str, tier: str, dtype: torch.dtype, device: torch.device
 ) -> ParameterOffloadedError:
-    """Return the error for `function`, which would read or convert an offloaded parameter. `param`: its name. `tier`:
-    where it rests. `dtype`, `device`: what it has wherever it is used."""
+    """Return the error for `function`, which would read or convert an offloaded parameter. `param`: the parameter's
+    name. `tier`: the name of the tier of its home. `dtype`, `device`: those that it has wherever it is used."""
     if function in _CONVERSIONS:
         return ParameterOffloadedError(
             f"{function} cannot move or convert parameter {param!r}: it is {dtype} on {device} wherever it is used, "

@@ -157,10 +157,11 @@ class ModuleHooks:
             self._events.post_forward()
 
     def _register(self, module: nn.Module, before: _ForwardHook, after: _ForwardHook) -> None:
-        """Register `before` as the module's first pre-hook, and `after` as a hook that is called always.
+        """Register `before` as the module's first pre-hook, and `after` as a hook that is always called.
 
-        Other pre-hooks then find the parameters on the device. If one of them raises it leaves a frame behind, which
-        `after` ends; a frame also ends if the module raises (or if a recomputation stops early, which raises too)."""
+        Other pre-hooks then find the parameters on the device. If one of these raises, the frame that `before` has
+        opened is left behind, and `after` ends it. A frame also ends if the module raises (or if a recomputation stops
+        early, which raises too)."""
         handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         self._handles.append(handle)
         self._share_key(handle, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
@@ -170,9 +171,9 @@ class ModuleHooks:
         self._share_key(handle, module._forward_hooks, module._forward_hooks_always_called)
 
     def _share_key(self, handle: RemovableHandle, *tables: dict[int, Any]) -> None:
-        """Move the hook to one key, the same in every module's `tables` of hooks. torch.compile compares the keys when
-        it looks for code that it has made: with other keys in each module, blocks of one class would not share their
-        code, and those after the eighth (torch._dynamo.config.recompile_limit) would not be compiled."""
+        """Give the hook one key in every module's `tables` of hooks. torch.compile compares the keys when it looks for
+        code that it has made. With a key of their own in each module, blocks of one class would not share their code,
+        and those after the eighth (torch._dynamo.config.recompile_limit) would not be compiled."""
         if self._key is None:
             self._key = handle.id
         for table in tables:

@@ -39,7 +39,7 @@ from tiered_zero.unit.weights import WeightFiles, format_names, names_of
 logger = logging.getLogger("tiered_zero")
 
 PROGRESS_S = 5.0
-"""A log line appears this often, in seconds, while the values of a large model are placed."""
+"""Seconds from one log line to the next while the values of a large model are placed."""
 
 _TRIM_NBYTES = 4 * MIB
 
@@ -275,10 +275,9 @@ def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequ
 
 
 def _give_memory(param: nn.Parameter, name: str) -> None:
-    """Give a meta parameter memory, in place. `name`: for the error. Raises ModelError if something else holds the
-    parameter.
-
-    `torch.utils.swap_tensors` does the same but refuses parameters with weak references, which stay good here."""
+    """Give a meta parameter memory, in place. `name`: its name, for the error. Raises ModelError if something else
+    holds the parameter. Does what `torch.utils.swap_tensors` does; but that function refuses parameters with weak
+    references, which stay valid here."""
     value = nn.Parameter(temporary_zeros(param.shape, param.dtype), param.requires_grad)
     try:
         if _is_held(param):

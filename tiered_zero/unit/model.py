@@ -236,8 +236,8 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @final
 class ModelParameters:
-    """Checks that a model still has the parameters with which its run began. `trains`: whether the run trains, so that
-    frozen parameters must stay frozen."""
+    """Checks that a model still has the parameters with which its run began. `trains`: whether the run trains; frozen
+    parameters must then stay frozen."""
 
     def __init__(self, model: nn.Module, trains: bool) -> None:
         self.model = model

@@ -40,12 +40,13 @@ class OffloadedParams:
         on_change: Callable[[Unit, torch.Tensor, torch.Tensor | None], None],
         cuts: Callable[[Unit], Sequence[int]] | None = None,
     ) -> None:
-        """`on_change(unit, flat, old)`: updates what is derived from parameters (the fp32 masters) after they have
-        changed. `flat`: the new values, [P] on the CPU. `old`: the values before the change, given if `cuts` is.
+        """`on_change(unit, flat, old)`: is called after parameters have changed; the fp32 masters, which are derived
+        from them, must follow. `flat`: the new values, [P] on the CPU. `old`: the values before the change; None
+        without `cuts`.
 
-        `cuts(unit)`: returns the first element of each part in which the update reads the unit; given if masters are
-        made from parameters. Parameters are then written in the same parts, for a read is verified by the checksum of
-        what was written."""
+        `cuts(unit)`: given if masters are made from parameters; returns the first element of each part that the update
+        reads. Parameters are then written in the same parts, because a read is verified by the checksum of what was
+        written."""
         self._inventory, self._staging = inventory, staging
         self._accelerator, self._ranks = runtime.accelerator, runtime.collectives
         self._on_change, self._cuts = on_change, cuts
@@ -64,8 +65,8 @@ class OffloadedParams:
         return flat
 
     def read_own(self, unit: Unit) -> torch.Tensor:
-        """Return the values of a unit that has a home, as far as this rank holds them: [P] of its dtype, the other
-        elements undefined."""
+        """Return this rank's values of a unit that has a home: [P] of its dtype, with the elements of other ranks
+        undefined."""
         own, elements = self._read_home(unit), self._inventory.home(unit, "param").elements(unit)
         if own.numel() == unit.numel:
             return own
@@ -96,7 +97,7 @@ class OffloadedParams:
     @contextmanager
     def changing(self, paged: PagedUnit) -> Iterator[None]:
         """Inside the block, user code changes the unit. If the code raises on some ranks only, the run ends: the other
-        ranks would wait in `write_back`, and what was changed before would differ between ranks."""
+        ranks would wait in `write_back`, and changes made before would differ between ranks."""
         try:
             yield
         except Exception as error:
@@ -193,7 +194,7 @@ class ParamCopies:
 
     def _check_room(self, params: Iterable[nn.Parameter]) -> None:
         """Raise BudgetError if homes hold shards and a host has no room for a whole copy of `params` on each of its
-        ranks. The ranks of a host share what it has free; either all ranks raise, or none does."""
+        ranks. The ranks of a host share its free memory; either all ranks raise, or none does."""
         places = [
             (paged, paged.unit.entries[paged.params[p]]) for p in params if (paged := self._units.by_param.get(p))
         ]

@@ -104,8 +104,8 @@ class Pager:
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def adopt(self, unit: Unit, params: Sequence[nn.Parameter], events: StepEvents) -> None:
-        """Turn `params` into views of one flat of this unit, without memory, and drop their former bytes. `events`: is
-        called before uses of the unit."""
+        """Turn `params` into views of one flat of this unit, without memory, and drop their former bytes. `events`: the
+        object that is called before uses of the unit."""
         place = None
         memory: AbstractContextManager[None] = nullcontext()
         if (home := self._inventory.find(unit, "param")) is None:
@@ -486,7 +486,7 @@ class Pager:
         self.saved_views.abort()
 
     def close(self) -> None:
-        """Close: parameters that live on the device keep their values; the values of all others end with their
+        """End the pager. Parameters that live on the device keep their values; the values of all others end with their
         tiers."""
         self.cache.is_closed = True
         for paged in self.units:

@@ -121,7 +121,8 @@ def _fault_in(params: Sequence[nn.Parameter], function: str) -> None:
 
 
 class _Matmul4bit(torch.autograd.Function):
-    """bitsandbytes' MatMul4Bit: the same operators in the same order. `quant_state`: has plain tensors as scales."""
+    """bitsandbytes' MatMul4Bit: the same operators in the same order. `quant_state`: the layer's, with plain tensors as
+    scales."""
 
     @staticmethod
     def forward(

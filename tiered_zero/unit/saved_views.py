@@ -211,8 +211,8 @@ class SavedViews:
         """Return the hooks to set inside of `outer`, those that autograd calls now; None if none are to be set.
 
         Tensors that are no views of a unit still go to `outer`, such as save_on_cpu(). None are set if ours are set
-        already. None are set inside the hooks of a checkpoint, which get all tensors: it counts what is saved, weights
-        too, and its recomputation runs without the engine's call around it."""
+        already, or inside the hooks of a checkpoint. A checkpoint must get all tensors: it counts the saved ones,
+        weights too, and its recomputation runs without the engine's call around it."""
         if outer is None:
             return (self.pack if self._mover is None else self.pack_and_move), self.unpack
         if self.is_own(outer[0]) or _is_of_checkpoint(outer[0]):
@@ -228,9 +228,9 @@ class SavedViews:
         `end_inside`.
 
         Such hooks would get the unit's memory itself, and keep it if they copy nothing (`save_on_cpu` if the CPU
-        computes). A checkpoint would hold the weights of what it has recomputed until the backward of its region ends,
-        and their units could not be evicted. A module does the same in forward and in the recomputation, because the
-        checkpoint counts what is saved."""
+        computes). A checkpoint would hold recomputed weights until the backward of its region ends, and their units
+        could not be evicted. Modules save alike in forward and in the recomputation, because the checkpoint counts the
+        saved tensors."""
         top: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is None:
             self.save_recomputed()
@@ -244,11 +244,11 @@ class SavedViews:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def save_recomputed(self) -> None:
-        """In a backward, save by name also what is recomputed, unless other hooks save it.
+        """Save by name what is recomputed in a backward, unless other hooks save it.
 
-        In a backward that the user has started past the engine no other hooks do. Autograd would save the parameters
-        themselves, whose bytes go when their unit is evicted. The hooks stay until the running node of the backward has
-        ended: autograd then restores the hooks of its thread."""
+        In a backward that the user has started past the engine there are no other hooks. Autograd would save the
+        parameters themselves, whose bytes go when their unit is evicted. The hooks stay until the running node of the
+        backward has ended: autograd then restores the hooks of its thread."""
         if torch._C._current_graph_task_id() == -1 or not self._may_save():
             return
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:

@@ -74,8 +74,8 @@ class FlatStorage:
         handler: FaultHandler,
         place: PageRange | None = None,
     ) -> None:
-        """`handler`: is asked for the bytes of a guarded parameter. `place`: the huge pages in which the flat lies;
-        None: the device's allocator gives the flat memory at each `fill`."""
+        """`handler`: the object that brings the bytes of a guarded parameter. `place`: the huge pages in which the flat
+        lies; None: the device's allocator gives the flat memory at each `fill`."""
         self.unit = unit
         self._place = place
         self._device = device
@@ -126,7 +126,7 @@ class FlatStorage:
 
     @property
     def _num_uses(self) -> int:
-        """The number of references to both storages, since parameters move from one to the other."""
+        """The number of references to the flat's storage and to the guarded one; parameters move between the two."""
         count = torch._C._storage_Use_Count
         return int(count(self.key)) + int(count(self._guarded_bytes._cdata))
 
@@ -278,7 +278,7 @@ class FlatStorage:
                 set_data(param, view)
 
     def view(self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the saved view with this geometry, on the bytes as they are now. `size`, `stride`, `offset`: in
+        """Return the saved view with this geometry, on the present bytes. `size`, `stride`, `offset`: counted in
         elements of `dtype`."""
         flat = self.flat if dtype == self.unit.dtype else self.flat.view(dtype)
         return flat.as_strided(size, stride, offset)
@@ -329,8 +329,8 @@ class WeightState(Enum):
 
     CURRENT: those of the last step; the fetch waits for the parts of that step's update that are still under way.
     UPDATING: those of a step that is not taken yet, because its update began in backward; any use of the unit is
-    refused. STALE: older ones than user code has written to the device; what was written is dropped at the end of its
-    use."""
+    refused. STALE: older ones than user code has written to the device; the written ones are dropped at the end of
+    their use."""
 
     __hash__ = object.__hash__
     CURRENT = "current"
@@ -492,7 +492,7 @@ class PagedUnit:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing uses the unit and its state allows to evict it, whatever else holds a view of it."""
+        """Whether nothing uses the unit and its state allows eviction, whatever views of it other code holds."""
         return not self.num_users and self.state is not UnitState.OFFLOADED
 
     @property

@@ -114,7 +114,8 @@ class Conversion:
     """Makes tensors of a model from those of files, or the reverse, as one entry of transformers' table says.
 
     `sources`: the tensors to read, as (pattern in the table, name), in order. `converter`: the table's entry; if it is
-    None the only source is renamed to `target`. `rename`: is applied to the names that the converter returns."""
+    None the only source is renamed to `target`. `rename`: the function that is applied to names that the converter
+    returns."""
 
     model: Any
     target: str
@@ -135,7 +136,8 @@ class Conversion:
 
 
 def from_files(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
-    """List the conversions that make tensors of `model` from those of files. `names`: of the tensors in the files."""
+    """List the conversions that make tensors of `model` from those of files. `names`: the names of the tensors in the
+    files."""
     library = _library(model)
     if library is None:
         return []
@@ -150,8 +152,8 @@ def from_files(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
 
 
 def to_files(model: nn.Module, names: Sequence[str]) -> list[Conversion]:
-    """List the conversions that make the tensors that `save_pretrained` writes from those of `model`. `names`: of the
-    model's tensors."""
+    """List the conversions that make the tensors that `save_pretrained` writes from those of `model`. `names`: the
+    names of the model's tensors."""
     library = _library(model)
     if library is None:
         return []
