@@ -1,7 +1,7 @@
-"""Run the optimizer over sub-groups: when an update runs (policy), how state streams through it (pipeline,
-subgroup_io), how state is read and written between updates (state_view), what the user holds (handle).
+"""Run the optimizer over sub-groups. policy.py decides when an update runs; pipeline.py and subgroup_io.py read, update
+and write state; state_view.py reads and writes state between updates; handle.py is the optimizer that the user holds.
 
 Promise: every sub-group with a gradient is updated once a step, in the order in which the next forward needs its units,
-whatever the tiers and the policy; the numbers depend on the rule alone. Owner: the update worker owns the leases of its
-sub-group; the driver owns everything else. Never: a collective or a module on the update worker.
+whatever the tiers and the policy; the results depend only on the rule. Owner: the thread that updates a sub-group owns
+its staging buffers; the driver thread owns everything else. Never: calls a collective or a module on the update lane.
 """

@@ -1,5 +1,5 @@
-"""Provide the torch.optim.Optimizer that the user holds: its `step` is the engine's, and it shares its param groups
-with the user's optimizer and schedulers."""
+"""Provide the torch.optim.Optimizer that `initialize()` returns: its `step` calls the engine's, and it shares its param
+groups with the user's own optimizer and with schedulers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ NO_COPY = "An optimizer whose state rests on tiers cannot be copied or pickled. 
 
 
 def creates_state(groups: Sequence[Mapping[str, Any]], grads: Collection[torch.Tensor]) -> bool:
-    """Return whether this is the step by which torch.distributed.checkpoint creates state: lr is 0 in every group and
-    all `grads` are 0. The caller has checked that the optimizer has no state."""
+    """Return whether torch.distributed.checkpoint calls this step only to have state created: lr is 0 in every group,
+    and all `grads` are 0. The caller has checked that the optimizer has no state."""
     return bool(grads) and all(group.get("lr") == 0 for group in groups) and not any(grad.any() for grad in grads)
 
 
@@ -51,7 +51,8 @@ def refuse_state(*_: object) -> NoReturn:
 
 @final
 class OffloadedState:
-    """The value of `optimizer.state[param]`: lists the names of the state tensors and refuses every other use."""
+    """The value of `optimizer.state[param]`. Iterating over it gives the names of the state tensors; every other use
+    raises ModelError."""
 
     def __init__(self, access: StateAccess, param: nn.Parameter) -> None:
         self._access, self._param = access, param
@@ -65,12 +66,13 @@ class OffloadedState:
 
 @final
 class StateAccess(Mapping[nn.Parameter, ParamState]):
-    """The `state` mapping of an optimizer whose state rests on the tiers: iterates over the parameters that have state.
-    Its items refuse to be used, because a change to them would be lost. Driver thread.
+    """The `state` mapping of an optimizer whose state rests on the tiers. Its keys are the parameters that have state.
+    Using a value raises ModelError, because a change to it would be lost. Used on the driver thread, the one that calls
+    the engine.
     """
 
     def __init__(self, policy: UpdatePolicy) -> None:
-        """`policy`: of the run whose state this is."""
+        """`policy`: the update policy of the run whose state this is."""
         self._policy = policy
         self._view: StateView | None = policy.view
 
@@ -87,7 +89,8 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         return OffloadedState(self, param)  # type: ignore[return-value]
 
     def __setitem__(self, param: nn.Parameter, value: object) -> None:
-        """Accept an item that this mapping returned: code that moves state to a device assigns it back."""
+        """Accept, and ignore, a value that this mapping has returned: code that moves state to a device assigns it
+        back. Raises ModelError for any other value."""
         if not isinstance(value, OffloadedState):
             refuse_state()
 
@@ -97,15 +100,17 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         raise ModelError(NO_COPY)
 
     def read(self, only: nn.Parameter | None = None) -> dict[nn.Parameter, ParamState]:
-        """Copy the state of all parameters that have any, or of `only`, after the updates under way."""
+        """Wait for the updates under way, and return copies of the state of all parameters that have any, or of the
+        parameter `only`."""
         return self._flushed().read(only)
 
     def check_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Raise ModelError if a step fails with these values of the param groups."""
+        """Raise ModelError if a step would fail with these values of the param groups."""
         self._flushed().check_groups(groups)
 
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
-        """Replace the whole state. `groups`: the values that the param groups get next. Raises ModelError."""
+        """Replace the state of all parameters by `states`. `groups`: the values that the param groups will get. Raises
+        ModelError."""
         view = self._open()
 
         def check() -> None:
@@ -131,7 +136,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         return self._view is not None
 
     def close(self) -> None:
-        """Refuse every access from now on: the run ends and its tiers are closed."""
+        """Make every later access raise ModelError: the run ends and its tiers are closed."""
         self._view = None
 
     def _flushed(self) -> StateView:
@@ -148,7 +153,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
 
 @final
 class ZeroGradients(GradientSource):
-    """Zeros for the parameters in `names`."""
+    """A source of gradients that gives zeros for the parameters in `names`, and no gradient for others."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -164,16 +169,17 @@ class ZeroGradients(GradientSource):
 
 
 class TierStateOptimizer(Optimizer):
-    """An optimizer whose `state` is a `StateAccess`. `_source`: a plain torch optimizer of the same class."""
+    """A base class of optimizers whose state rests on tiers: their `state` is a `StateAccess`. `_source`: a plain torch
+    optimizer of the user's class, which is never stepped."""
 
     _source: Optimizer
     _access: StateAccess
     _copies: dict[nn.Parameter, ParamState] | None = None
-    """The state while torch's own code makes a state_dict of it."""
+    """Copies of the state while torch's own code makes a state_dict from them; else None."""
 
     @property  # type: ignore[override]
     def state(self) -> Mapping[nn.Parameter, ParamState]:
-        """The parameters that have state. Assign an empty mapping to reset the state of all parameters."""
+        """A mapping whose keys are the parameters that have state. Assigning an empty mapping resets all state."""
         return self._state_access() if self._copies is None else self._copies
 
     @state.setter
@@ -193,19 +199,19 @@ class TierStateOptimizer(Optimizer):
         self._access.replace({}, self.param_groups)
 
     def create_state(self, params: Collection[nn.Parameter]) -> None:
-        """Create the state that a step with zero gradients would leave. The engine calls this; it does not count as a
-        step."""
+        """Create the state that a step with zero gradients would leave for `params`, without counting a step. The
+        engine calls this."""
         self._access.create(params)
 
     @hold_interrupts()
     def state_dict(self) -> dict[str, Any]:
-        """Copy the state in torch's own format: fp32 CPU tensors in the parameters' shapes, from any tier and state
-        format.
+        """Return a copy of the state in torch's own format: fp32 CPU tensors in the parameters' shapes, from any tier
+        and any state format.
 
-        Waits for the updates under way. It leaves out the fp32 masters: they follow `module.state_dict()`, so the
-        masters of a 16-bit model lose the bits that 16 bits do not hold. Raises BudgetError if the tensors do not fit
-        into free host memory. If state is sharded (many ranks, stage 1 and up) every rank calls this and gets the whole
-        state.
+        Waits for the updates under way. The fp32 masters are not part of it: after loading they are made from the
+        parameters of `module.state_dict()`, so the masters of a 16-bit model lose the bits that 16 bits do not hold.
+        Raises BudgetError if the tensors do not fit into free host memory. If state is sharded (many ranks, stage 1 and
+        up) every rank calls this and gets the whole state.
         """
         before, self._copies = self._copies, self._state_access().read()
         try:
@@ -215,10 +221,10 @@ class TierStateOptimizer(Optimizer):
 
     @hold_interrupts()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict()`, from this class or a plain torch optimizer of the same class.
+        """Load the result of `state_dict()` of such an optimizer, or of a plain torch optimizer of the user's class.
 
-        Param groups change in place, so that schedulers and the engine share one list. Arrays are rounded if
-        tiered_zero.state_format has fewer bits, with a warning. Raises ModelError, with nothing changed, if groups,
+        Param groups are changed in place: schedulers and the engine keep sharing one list. State tensors are rounded,
+        with a warning, if tiered_zero.state_format has fewer bits. Raises ModelError, with nothing changed, if groups,
         shapes or keys do not fit. With many ranks every rank calls this with the whole state.
         """
         given = dict(state_dict)
@@ -231,7 +237,8 @@ class TierStateOptimizer(Optimizer):
 
     @hold_interrupts()
     def read_state(self, param: nn.Parameter) -> ParamState:
-        """Return one parameter's state as in `state_dict()`, on every rank; empty before its first step."""
+        """Return one parameter's state as `state_dict()` has it, on every rank; empty before the parameter's first
+        step."""
         return self._state_access().read(param).get(param, {})
 
     def _replace_state(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
@@ -243,7 +250,8 @@ class TierStateOptimizer(Optimizer):
         raise ModelError(NO_COPY)
 
     def _matched(self, given: Mapping[str, Any]) -> tuple[dict[nn.Parameter, ParamState], list[dict[str, Any]]]:
-        """Match the state to this optimizer's parameters and complete the loaded groups. Raises ModelError."""
+        """Return the state in `given`, a state_dict, by this optimizer's parameters, and its param groups with missing
+        options filled in. Raises ModelError."""
         try:
             states, saved = given["state"], deepcopy(given["param_groups"])
             sizes = [len(group["params"]) for group in saved]
@@ -290,7 +298,7 @@ class TierStateOptimizer(Optimizer):
 
 
 def replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
-    """Replace the values of each group in place."""
+    """Replace the contents of each group in place by those of `values`."""
     for group, new in zip(groups, values, strict=True):
         group.clear()
         group.update(new)
@@ -300,11 +308,11 @@ def replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -
 
 
 class TieredOptimizer(TierStateOptimizer):
-    """The optimizer that `initialize()` returns. Its `param_groups` are live; its state rests on the tiers.
+    """The optimizer that `initialize()` returns. Its state rests on the tiers.
 
-    Any torch LR scheduler works with it, and a changed group value takes effect at the next step. If the user passed an
-    optimizer (`source`), both share the same group dicts, so schedulers built on `source` still work; hooks registered
-    on either run for both.
+    A value that is changed in `param_groups` takes effect at the next step, so any torch LR scheduler works. If the
+    user passed an optimizer (`source`), both optimizers share the same group dicts, so schedulers built on `source`
+    still work; a hook registered on one of them runs for calls of both.
     """
 
     overflow = False
@@ -315,7 +323,8 @@ class TieredOptimizer(TierStateOptimizer):
         self.param_groups = source.param_groups
         self._source = source
         self._engine: Any = None
-        """The engine, a higher floor of the house: it steps, drops gradients and knows the loss scale."""
+        """The engine, whose `step`, `zero_grad` and `loss_scale` this optimizer uses; None before `connect`. Typed Any,
+        because this file cannot import the engine's."""
         self._refused: Any = None
         for name in _HOOKS:
             setattr(self, name, getattr(source, name))
@@ -325,9 +334,9 @@ class TieredOptimizer(TierStateOptimizer):
         return self._access
 
     def take_reset(self) -> None:
-        """Reset the state if the program has assigned an empty mapping to `state` of its own optimizer. Every use of
-        the state calls this first. Raises once if an update has begun in backward: the step may then be taken with the
-        old state, and the next use resets it."""
+        """Reset the state if the program has assigned an empty mapping to `state` of the user's own optimizer. Called
+        before every use of the state. If an update has begun in backward, raise ModelError, but only once: the step can
+        then be made with the old state, and the first use after it resets the state."""
         given = self._source.state
         if given is self._access or not isinstance(self._access, StateAccess) or not self._access.is_open:
             return
@@ -351,8 +360,9 @@ class TieredOptimizer(TierStateOptimizer):
     cur_scale = loss_scale
 
     def connect(self, engine: Any, policy: UpdatePolicy, at_end: Callable[[Callable[[], None]], None]) -> None:
-        """Connect the optimizer to the built run: calls go to `engine`, state is on its tiers, and calls of the user's
-        own optimizer come here. `at_end(act)` registers an act that undoes a part of this when the run closes."""
+        """Connect the optimizer to the built run: from now on its calls go to `engine`, its state is on the tiers of
+        `policy`, and calls of the user's own optimizer are redirected to it. `at_end(act)` registers a function that
+        undoes a part of this when the run closes."""
         self._engine = engine
         self.state = access = StateAccess(policy)
         at_end(access.close)
@@ -360,8 +370,9 @@ class TieredOptimizer(TierStateOptimizer):
         self._source.state = access  # type: ignore[assignment]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Call the closure, if any, then `engine.step()`, and return the closure's result. Counts a micro-batch;
-        updates at an accumulation boundary; clips only if the config says so. Pre-step hooks run after the closure."""
+        """Call the closure, if any, then `engine.step()`, and return the closure's result. The step counts a
+        micro-batch, updates the weights after the last one of an accumulation, and clips gradients only if the config
+        has gradient_clipping. Pre-step hooks run after the closure."""
         calls, loss = self._calls(), None
         if closure is not None:
             with torch.enable_grad():
@@ -390,8 +401,8 @@ class TieredOptimizer(TierStateOptimizer):
             )
 
     def update(self, act: Callable[[], None]) -> None:
-        """Run one optimizer step, `act`, between the step hooks. The engine calls this at accumulation boundaries. A
-        skipped step runs no hooks, as with torch's GradScaler."""
+        """Run `act`, which makes one optimizer step, between the pre-step and post-step hooks. The engine calls this
+        for each update. A skipped step runs no hooks, as with torch's GradScaler."""
 
         @Optimizer.profile_hook_step
         def run(_: TieredOptimizer) -> None:
@@ -407,21 +418,21 @@ class TieredOptimizer(TierStateOptimizer):
         self._calls().zero_grad(set_to_none)
 
     def group_options(self) -> list[dict[str, Any]]:
-        """Return the options of each param group, with the number of its parameters as "params"."""
+        """Return the option values of each param group, with the number of its parameters as "params"."""
         return [{**group, "params": len(group["params"])} for group in self.param_groups]
 
     def checked_group_options(self, options: Any) -> list[dict[str, Any]]:
-        """Validate and complete `options`, which are untrusted. Raises ModelError if the optimizer cannot step with
-        them."""
+        """Return `options`, which are untrusted, checked and completed. They have the form of `group_options()`. Raises
+        ModelError if the optimizer cannot step with them."""
         completed = self._completed_options(options)
         self._state_access().check_groups(completed)
         return completed
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Set the options of the param groups to what `checked_group_options` returned. Groups change in place, so that
-        schedulers and the engine share one list; a learning rate that is a tensor stays that tensor. Options missing
-        from `options` keep their values, and so do `fused` and the like, which a checkpoint may have chosen
-        otherwise."""
+        """Set the param groups to `options`, the result of `checked_group_options`. Groups are changed in place:
+        schedulers and the engine keep sharing one list, and a learning rate that is a tensor remains the same tensor.
+        Options that `options` lacks keep their values, and so do fused, capturable and differentiable, which may differ
+        in the run that saved the checkpoint."""
         for group, new in zip(self.param_groups, options, strict=True):
             for name, value in new.items():
                 own = group.get(name)
@@ -466,15 +477,16 @@ class TieredOptimizer(TierStateOptimizer):
 
 @final
 class ParamGroupWatch:
-    """Refuses changes of param groups that the run cannot follow: a new list, other parameters, another choice of torch
-    code.
+    """Raises ModelError for changes of param groups that the run cannot follow: another list of groups, other
+    parameters in a group, other values of fused, capturable or differentiable.
 
-    Group values are read at each step; which parameters a group has is laid out once. The optimizers may be freed
-    before the engine. Driver thread, at each call: it only compares pointers.
+    Other group values are read at each step and may change; the place of each parameter's state is decided once, when
+    the run starts. The optimizers may be freed before the engine. Used on the driver thread at each call, which costs
+    only comparisons of pointers.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        """`optimizers`: they share one list of groups."""
+        """`optimizers`: all optimizers that share the one list of param groups."""
         self._groups: list[dict[str, Any]] = optimizers[0].param_groups if optimizers else []
         self._params: list[list[nn.Parameter]] = [list(group["params"]) for group in self._groups]
         self._chosen = [[bool(group.get(option)) for option in _CODE_OPTIONS] for group in self._groups]
@@ -482,20 +494,21 @@ class ParamGroupWatch:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
 
     def values(self) -> list[dict[str, str]]:
-        """Return the group values that the update reads, as text. They must be equal on all ranks."""
+        """Return the option values of each group that the update reads, as text. They must be equal on all ranks."""
         return [
             {name: _describe(group[name]) for name in self._names if isinstance(group.get(name), _VALUES)}
             for group in self._groups
         ]
 
     def take_reset(self) -> None:
-        """Reset the state if the program has assigned an empty mapping to `state` of its own optimizer."""
+        """Reset the state if the program has assigned an empty mapping to `state` of the user's own optimizer."""
         for ref in self._optimizers[:1]:
             if isinstance(handle := ref(), TieredOptimizer):
                 handle.take_reset()
 
     def check(self) -> None:
-        """Raise ModelError if the list, the parameters of a group or its choice of torch code changed."""
+        """Raise ModelError if the list of groups, the parameters of a group, or one of its options fused, capturable
+        and differentiable has changed."""
         for ref in self._optimizers:
             if (owner := ref()) is not None and owner.param_groups is not self._groups:
                 raise ModelError(
@@ -528,7 +541,8 @@ class ParamGroupWatch:
 
 
 _CODE_OPTIONS = ("fused", "capturable", "differentiable")
-"""`foreach` is not here: its results equal those of the for-loop form bit for bit."""
+"""Options that choose by which code torch steps. `foreach` is not among them: its results equal those of the for-loop
+form bit for bit."""
 _VALUES = (bool, int, float, str, tuple, list, Tensor)
 
 
@@ -538,7 +552,8 @@ def _describe(value: Any) -> str:
 
 @contextmanager
 def restored_on_error(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Restore the param groups if the run does not start: schedulers set learning rates when they are built."""
+    """Restore the values of the param groups if the block raises, because schedulers set learning rates when they are
+    built."""
     before = [dict(group) for group in groups]
     try:
         yield
@@ -553,8 +568,8 @@ _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_
 
 
 def _redirect(source: Optimizer, handle: TieredOptimizer, at_end: Callable[[Callable[[], None]], None]) -> None:
-    """Send the calls of the user's own optimizer to `handle`, without keeping it alive. `at_end` registers the
-    undoing."""
+    """Redirect the calls of the user's own optimizer, `source`, to `handle`, without keeping `handle` alive. `at_end`
+    registers the function that undoes this."""
     owner = weakref.ref(handle)
     before = {name: vars(source)[name] for name in _REDIRECTED if name in vars(source)}
     redirects = {name: MethodType(_redirected(name, owner), source) for name in _REDIRECTED}
@@ -583,8 +598,8 @@ def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[...,
 
 
 def make_scheduler(given: Any, section: SchedulerSection | None, handle: TieredOptimizer | None) -> Any:
-    """Return the user's scheduler, or the one that the user's callable or the config makes; None if nothing is trained.
-    Raises ConfigError."""
+    """Return the learning rate scheduler: `given`, the result of calling `given`, or the one that the config's
+    `section` describes. None if there is none, or if nothing is trained (`handle` is None). Raises ConfigError."""
     if handle is None:
         if given is not None:
             raise ConfigError(

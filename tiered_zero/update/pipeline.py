@@ -1,7 +1,8 @@
-"""Run the update over sub-groups: read i+1 | update i | write i-1.
+"""Run the update over sub-groups: read sub-group i+1 while i is updated and i-1 is written.
 
-One loop runs every update: it begins to read the sub-groups that are ready, updates the first, and retires those that
-are written. A `ReadyQueue` feeds it, in step() or in backward; `Prefetcher` reads ahead from step to step.
+One loop runs every update: it begins to read the sub-groups that are ready, updates the first, and frees the buffers of
+those that are written. A `ReadyQueue` gives it sub-groups, in step() or in backward; `Prefetcher` reads the state for
+the next step ahead.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ POLL_S = 0.002
 
 
 class ReadyQueue:
-    """A queue of the sub-groups that are ready to be updated, in the order in which the next forward needs them. Any
-    thread.
+    """A queue of the sub-groups that are ready to be updated, in the order in which the next forward needs them. May be
+    used from any thread.
 
-    The shallowest ready sub-group comes first: its gradients are complete last and its forward runs first, so windows
-    are nested. One whose gradients have arrived goes ahead of it, because an accelerator's backward is launched ahead
-    of the device. After `close` nothing is added. `take_skipped` returns the sub-groups that this step does not update.
+    The shallowest ready sub-group (the first in forward) comes first, because the next forward needs it first. During
+    backward a sub-group whose gradients have arrived comes before one whose gradients are still on their way, because
+    backward is launched ahead of the accelerator. After `close` nothing is added. `take_skipped` returns the sub-groups
+    that this step does not update.
     """
 
     def __init__(self, ready: Iterable[StateLayout] = (), skipped: Iterable[StateLayout] = ()) -> None:
         self._changed = threading.Condition()
         self._ready = {layout.subgroup.index: layout for layout in ready}
-        """Sub-group -> its layout, in the order in which they became ready."""
+        """Index of a sub-group -> its layout, in the order in which they became ready."""
         self._skipped = list(skipped)
         self._closed = False
 
@@ -70,8 +72,8 @@ class ReadyQueue:
             return self._ready[min(self._ready)] if self._ready else None
 
     def choose(self, gradients: GradientSource) -> StateLayout | None:
-        """Return the shallowest ready sub-group whose gradients have arrived. If none have arrived, return the one that
-        became ready first: gradients arrive in that order."""
+        """Return the shallowest ready sub-group whose gradients have arrived. If there is none, return the one that
+        became ready first, because gradients arrive in that order; None if the queue is empty."""
         with self._changed:
             for index in sorted(self._ready):
                 layout = self._ready[index]
@@ -85,7 +87,7 @@ class ReadyQueue:
             self._ready.pop(layout.subgroup.index, None)
 
     def take_among(self, subgroups: Collection[int]) -> list[StateLayout]:
-        """Remove and return the ready ones of `subgroups`, in their order."""
+        """Remove and return those of `subgroups` that are ready, in their order."""
         with self._changed:
             if not self._ready:  # `subgroups` are those that the next step begins with
                 return []
@@ -102,7 +104,8 @@ class ReadyQueue:
             return self._closed and not self._ready
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a sub-group is ready (True), none is left in a closed queue, or `timeout_s` is over (False)."""
+        """Block until a sub-group is ready, and return True. Return False once the queue is closed and empty, or after
+        `timeout_s` seconds."""
         with self._changed:
             while not (self._ready or self._closed) and self._changed.wait(timeout_s):
                 pass
@@ -113,14 +116,15 @@ class ReadyQueue:
 class UpdateJob:
     """The input of one update.
 
-    `groups`: copies of the param groups' values when the step was taken. `after`: what compute had launched by then; it
-    may read parameters on the device, so they are written after it. `after_of`: sub-group -> the same, for a sub-group
-    that became ready later. `param_kind`: the slots that take the new parameters: "param", or "param_back" for a
-    delayed update. `unit_updates`: unit index -> the `UnitUpdate` to complete. `every_subgroup`: process sub-groups
-    without a gradient too, so that their parameters are written to the new slots. `queue`: delivers sub-groups as they
-    become ready; None: process all that have a gradient. `on_device`: process only sub-groups whose state rests on the
-    device (True) or elsewhere (False), and count the others as written. `computed`: completes when every update is
-    computed (the last may still be written) or the job fails.
+    `grad_scale`: the factor for gradients. `groups`: copies of the param groups' values, made when the job was made.
+    `after`: ends when the work that compute had launched by then is done; this work may read parameters on the device,
+    so they are written only after it. `after_of`: index of a sub-group that became ready later -> such a transfer for
+    it. `unit_updates`: unit index -> the `UnitUpdate` to complete. `param_kind`: the slots that get the new parameters:
+    "param", or "param_back" for a delayed update. `every_subgroup`: also process sub-groups without a gradient, which
+    writes their parameters to the new slots. `queue`: gives sub-groups as they become ready; None: process all that
+    have a gradient. `on_device`: process only sub-groups whose state rests on the device (True) or elsewhere (False),
+    and count the others as written; None: process all. `computed`: completes when every update is computed (the last
+    may still be written) or the job fails.
     """
 
     gradients: GradientSource
@@ -145,8 +149,8 @@ def has_gradient(subgroup: SubGroup, gradients: GradientSource) -> bool:
 
 
 class UpdatePipeline:
-    """Updates sub-groups. With state on NVMe as many are in flight as there are staging buffers. One step at a time, on
-    the thread that calls `step`."""
+    """Updates sub-groups, one step at a time, on the thread that calls `step`. With state on NVMe, as many sub-groups
+    are read, updated and written at once as there are staging buffers."""
 
     def __init__(
         self,
@@ -155,17 +159,18 @@ class UpdatePipeline:
         params: ParameterSink,
         gradient_dtypes: Mapping[int, torch.dtype] | None = None,
     ) -> None:
-        """`params`: the parameters to write. `gradient_dtypes`: unit index -> dtype of gradients that rest on NVMe."""
+        """`params`: writes the new parameters. `gradient_dtypes`: index of a unit with gradients on NVMe -> their
+        dtype."""
         self.view = view
         self._rule = view.rule
         self.runtime = runtime
         self._io = SubGroupIO(view.inventory, runtime, view.staging, params, gradient_dtypes or {})
         self.io = SubGroupIO(view.inventory, runtime, view.staging, params)
-        """For saves and loads: its leases have no room for gradients."""
+        """Reads and writes sub-groups for saves and loads; its staging buffers hold no gradients."""
         self._prefetcher = Prefetcher(self._io, self._open_nowait)
         self._stages = view.staging is not None
         self._held: Mapping[int, Transfer] = {}
-        """Sub-group -> the transfer that ends when a save has read its state."""
+        """Index of a sub-group -> the transfer that ends when a save has read its state."""
         self._reading: Transfer = COMPLETED
 
     @cached_property
@@ -179,44 +184,47 @@ class UpdatePipeline:
         return any(map(self._io.reads, self.view.layouts))
 
     def freeze_groups(self) -> list[dict[str, Any]]:
-        """Copy the live param groups for this step, since schedulers change them while it runs. The live groups get the
-        values that the step itself computes."""
+        """Return copies of the live param groups, from which this step reads, because schedulers may change the live
+        groups while it runs. If the step itself changes values of a group, such as a count, change the live groups
+        now."""
         frozen = list(map(copied_group, self.view.groups))
         self._rule.advance_groups(self.view.groups, frozen)
         return frozen
 
     def record_compute(self) -> Transfer:
-        """Return a mark of what compute has launched; it may still read parameters that an update writes. Driver
-        thread."""
+        """Return a transfer that ends when the work that compute has launched so far is done; this work may still read
+        parameters that an update writes. Called on the driver thread."""
         return self.runtime.accelerator.record_compute()
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """Start to read the sub-groups with which the next step probably begins, unless they are being read."""
+        """Start to read the sub-groups that the next step probably updates first, unless they are being read."""
         if self._stages:
             self._prefetcher.read()
 
     def cancel_prefetch(self) -> None:
-        """Drop what was read ahead, because state changes or the next step needs other sub-groups."""
+        """Drop the state that was read ahead. Called before state changes, or if the next step needs other
+        sub-groups."""
         self._prefetcher.cancel()
 
     def hold(self, until: Mapping[int, Transfer], reading: Transfer = COMPLETED) -> None:
-        """Delay the update of each sub-group until its transfer in `until` is done: a save reads it in place. `reading`
-        ends when the save has read everything, parameters too; it never fails. Called on the thread that steps."""
+        """Delay updates while a save reads state in place. `until`: index of a sub-group -> the transfer after which it
+        may be updated. `reading` ends when the save has read everything, parameters too; it never fails. Called on the
+        thread that updates."""
         self._held, self._reading = until, reading
 
     def wait_held(self) -> None:
-        """Wait until a save has read everything: the caller is about to change state or parameters, or to take buffers
-        back."""
+        """Wait until the running save has read everything. Called before state or parameters change, or buffers are
+        freed."""
         self._reading.wait()
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, job: UpdateJob) -> None:
-        """Update every sub-group that has a gradient once; return when everything is written. Raises TransferError or
-        CorruptionError before a sub-group is changed from bytes that cannot be trusted; sub-groups stepped before that
-        stay stepped. A failure fails every unit update that is not complete."""
+        """Update every sub-group that has a gradient once, and return when everything is written. If bytes that were
+        read cannot be trusted, raise TransferError or CorruptionError before their sub-group changes; sub-groups
+        updated before stay updated. On any error every unit update that is not complete fails with it."""
         step = _Step(job, job.queue or self._queue_all(job), self.view.layouts)
         reads_ahead = self._stages and not job.on_device
         if reads_ahead:
@@ -237,7 +245,7 @@ class UpdatePipeline:
 
     def _begin(self, step: _Step) -> None:
         """Begin to read ready sub-groups: first all that were prefetched, then others in order while buffers are free.
-        If nothing needs to be read, open one at a time, since a shallower one may become ready in backward."""
+        If nothing needs to be read, begin only one sub-group, because a shallower one may become ready in backward."""
         step.count_skipped(step.queue.take_skipped())
         if self._reads:
             for prefetched in map(self._prefetcher.take, step.queue.take_among(self._prefetcher.subgroups)):
@@ -258,7 +266,7 @@ class UpdatePipeline:
                 return
 
     def _read_gradients(self, work: SubGroupWork, job: UpdateJob) -> None:
-        """Read the gradients together with the state if step() has waited for all of them."""
+        """Start to read gradients from NVMe together with the state, if step() has already waited for all gradients."""
         if job.queue is None:
             self._io.read_gradients(work, job.gradients)
 
@@ -280,9 +288,10 @@ class UpdatePipeline:
         step.written.append(step.opened.popleft())
 
     def _retire(self, step: _Step) -> None:
-        """Release the buffers of written sub-groups, oldest first, and prefetch into buffers that no ready one needs.
+        """Release the buffers of written sub-groups, oldest first, and read ahead into buffers that no ready sub-group
+        needs.
 
-        Wait for a write only if nothing becomes ready any more, or if what is ready needs the buffer."""
+        Wait for a write only if no sub-group becomes ready any more, or if a ready one needs the buffer."""
         ended = not step.opened and step.queue.has_ended()
         if ended:  # count those skipped last: forward waits for them
             step.count_skipped(step.queue.take_skipped())
@@ -333,9 +342,9 @@ class UpdatePipeline:
 
     @contextmanager
     def _gradients(self, work: SubGroupWork, gradients: GradientSource) -> Iterator[list[torch.Tensor]]:
-        """Return each segment's gradients on the device of its state. If a unit's state is split over tiers its
-        gradients rest in host memory. The part for state on the device is copied back into the room of gradients in
-        flight, which is empty by now."""
+        """Yield each segment's gradients, on the device of its state. If a unit's state is split over tiers, its
+        gradients rest in host memory; then the part for state on the device is copied there. That memory is planned for
+        gradients in flight, of which there are none by now."""
         segments = work.layout.subgroup.segments
         read = work.grads or [None] * len(segments)
         grads = [gradients.part(s) if part is None else part for s, part in zip(segments, read, strict=True)]
@@ -402,8 +411,8 @@ class UpdatePipeline:
         self.view.scalars.replace(layout, scalars)
 
     def _spans(self, segment: Segment, gradients: GradientSource, scalars: PieceScalars) -> list[list[ParamPiece]]:
-        """Return runs of neighbouring pieces that one `Run` can take: with gradients, in one group, sharing one object
-        of scalars (as pieces do that were stepped together from the start)."""
+        """Return lists of neighbouring pieces that one `Run` can step: they have gradients, are in one param group, and
+        share one object of scalars (as pieces do that were always stepped together)."""
         spans: list[list[ParamPiece]] = []
         last: ParamPiece | None = None
         for piece in segment.pieces:
@@ -424,16 +433,17 @@ class UpdatePipeline:
 
 
 class _Step:
-    """One step under way. `opened`: sub-groups being read. `written`: sub-groups being written.
+    """The progress of one step. `opened`: sub-groups being read. `written`: sub-groups being written.
 
-    Completes a unit's update when the last sub-group with a part of it is computed and, later, written."""
+    A unit's `computed` completes when the last sub-group with a part of the unit is computed, `written` when it is
+    written."""
 
     def __init__(self, job: UpdateJob, queue: ReadyQueue, layouts: Sequence[StateLayout]) -> None:
         self.job, self.queue = job, queue
         self.opened: deque[SubGroupWork] = deque()
         self.written: deque[SubGroupWork] = deque()
         self._uncomputed: Counter[int] = Counter()
-        """Unit -> the number of its parts that are not computed."""
+        """Unit index -> the number of the unit's parts that are not computed."""
         for layout in layouts:
             for segment in layout.subgroup.segments:
                 self._uncomputed[segment.unit.index] += 1
@@ -477,13 +487,13 @@ class Prefetcher:
     """Reads the sub-groups that a step will need next, in the order of the step before, into free staging buffers; it
     leaves one buffer free.
 
-    [Note: Reading ahead] While an update waits for gradients, the disk can read the state that they will need. Once a
-    step has begun all of its sub-groups, it can read those that the next step begins with: during its own last writes,
-    the forward and the head's part of backward, which completes no gradient. Code that changes state between two steps
-    calls `cancel` first.
+    [Note: Reading ahead] While an update waits for gradients, the disk can read the state that it will need. Once a
+    step has begun all of its sub-groups, it can read the first sub-groups of the next step: during its own last writes,
+    the forward, and the beginning of backward, which completes no gradient yet. Code that changes state between two
+    steps calls `cancel` first.
 
-    `open_nowait(layout, param_kind)`: starts the reads of a sub-group; None while no buffer is free. One thread at a
-    time: the one that steps, and between steps the driver.
+    `open_nowait(layout, param_kind)`: starts the reads of a sub-group; returns None while no buffer is free. Used by
+    one thread at a time: the one that updates, and between steps the driver.
     """
 
     def __init__(self, io: SubGroupIO, open_nowait: Callable[[StateLayout, str], SubGroupWork | None]) -> None:
@@ -491,7 +501,7 @@ class Prefetcher:
         self._open_nowait = open_nowait
         self._param_kind = "param"
         self._works: dict[int, SubGroupWork] = {}
-        """Sub-group -> its work, in the order of the reads."""
+        """Index of a sub-group that was read ahead -> its work, in the order of the reads."""
         self._expected: deque[StateLayout] = deque()
         """Sub-groups to read after those in `_works`."""
         self._order: list[StateLayout] = []
@@ -502,12 +512,12 @@ class Prefetcher:
 
     @property
     def subgroups(self) -> Collection[int]:
-        """The indices of the sub-groups that are being read or were read."""
+        """The indices of the sub-groups that are being read ahead or were."""
         return self._works.keys()
 
     def read(self) -> None:
-        """Start to read the next expected sub-groups while buffers are free. If a read is refused, stop: the step that
-        needs it raises the error."""
+        """Start to read the next expected sub-groups while buffers are free. If starting a read fails, stop; the step
+        that needs the sub-group reads it again and raises the error."""
         with suppress(TieredZeroError):
             while self._io.num_free > 1 and (layout := self._next()) is not None:
                 if (work := self._open_nowait(layout, self._param_kind)) is None:
@@ -524,7 +534,8 @@ class Prefetcher:
         return None
 
     def evict_last(self) -> bool:
-        """Free the buffer of the last sub-group read, for one that was not expected. Return False if there is none."""
+        """Free the buffer of the sub-group that was read ahead last, for a sub-group that was not expected. Return
+        False if none was read ahead."""
         if not self._works:
             return False
         _, last = self._works.popitem()
@@ -533,7 +544,7 @@ class Prefetcher:
         return True
 
     def cancel(self) -> None:
-        """Drop what was read: state is about to change, or the order differs from the expected one."""
+        """Drop all sub-groups that were read ahead. Called before state changes, or if the order is not as expected."""
         self._begun.clear()
         self._expected = deque(self._order)
         for index, work in list(self._works.items()):
@@ -549,16 +560,16 @@ class Prefetcher:
         self._ended, self._all_begun = [], False
 
     def take(self, layout: StateLayout) -> SubGroupWork:
-        """Begin a prefetched sub-group."""
+        """Return the work of a sub-group that was read ahead: the step begins its update."""
         self._begun.add(layout.subgroup.index)
         return self._works.pop(layout.subgroup.index)
 
     def note_begun(self, work: SubGroupWork) -> None:
-        """Note that a sub-group which was not prefetched is begun."""
+        """Record that the step has begun a sub-group that was not read ahead."""
         self._begun.add(work.layout.subgroup.index)
 
     def note_ended(self, work: SubGroupWork) -> None:
-        """Note that a sub-group is written. They end in the order in which they were begun."""
+        """Record that a sub-group is written. Sub-groups are written in the order in which they were begun."""
         if work.lease is None or not work.reads or work.on_device:
             return
         self._ended.append(work.layout)
@@ -566,8 +577,8 @@ class Prefetcher:
             self._expected.append(work.layout)
 
     def expect_next_step(self) -> None:
-        """Expect the sub-groups of the next step: this one has begun all of its own, and the rest of the expected ones
-        will not come."""
+        """Read ahead for the next step from now on: this step has begun all of its sub-groups, and does not need the
+        others that were expected."""
         if not self._all_begun:
             self._all_begun = True
             self.cancel()

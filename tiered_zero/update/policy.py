@@ -3,12 +3,12 @@
 [Note: Update policies]
 `barrier`: step() returns when every weight is updated, as in DeepSpeed.
 `overlapped`: step() returns after the gradient check. The update runs on its own lane in the order in which the next
-forward needs the units; using a unit waits for that unit's update only. Update windows are nested (the last gradient to
-complete belongs to the first unit of forward), so this order is optimal, and results are exact. Without clipping and
-overflow check a unit's update begins in backward, as soon as its gradients are complete. A second backward in such a
-step, or reading weights or gradients before step(), would see both old and new values and is refused
-(`tiered_zero.optimizer_in_backward: false` allows them). Such a backward begins once every update of the last step is
-computed; the last writes go on, ahead of those that backward starts.
+forward needs the units; a forward that uses a unit waits only for that unit's update. The last gradient to complete
+belongs to the first unit of forward, so the times that units have for their updates are nested, and this order is
+optimal. Results are exact. Without clipping and overflow check a unit's update begins in backward, as soon as its
+gradients are complete. A second backward in such a step, or reading weights or gradients before step(), would see both
+old and new values and is refused (`tiered_zero.optimizer_in_backward: false` allows them). Such a backward begins once
+every update of the last step is computed; the last writes go on, ahead of those that backward starts.
 `delayed`: ZeRO-Offload's one-step delayed parameter update (Ren et al. 2021, section 5.2). After `delay_start_step`
 exact steps the update of step i runs while forward and backward of step i+1 compute with the parameters from before
 it: theta(i+1) = update(theta(i), gradient at theta(i-1)). New 16-bit parameters go to separate back slots and
@@ -18,14 +18,14 @@ gradients are double-buffered, so neither side sees half of the other's work; th
 If ranks hold shards of the state but whole parameters, `barrier` runs on every rank: the update lane steps this rank's
 shards, and the driver starts to gather each unit once its shard is written, in static order. So gathers overlap the
 updates of later units, every rank issues them in the same order, and weights are whole when step() returns.
-`overlapped` would leave gathers to the next forward, which one rank alone may run; `delayed` to the first read of
-weights, which may differ between ranks.
+With `overlapped` the next forward would have to gather, but one rank may run a forward alone; with `delayed` the first
+read of weights would, and it may come at different times on the ranks.
 
 [Note: State on several tiers]
-The driver updates sub-groups whose state rests on the device inside step(), in compute's own order: running them later
-gains nothing, since compute would wait for itself, and this order needs no synchronization of streams. The other
-sub-groups follow as above, but do not begin in backward. `delayed` is refused with such state; if all state is on the
-device, `barrier` is used.
+The driver updates sub-groups whose state rests on the device inside step(), on the stream of compute: running them
+later gains nothing, since compute would wait for itself, and this order needs no synchronization of streams. The other
+sub-groups are updated as above, but not in backward. `delayed` is refused with state on the device; if all state is on
+the device, `barrier` is used.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from tiered_zero.update.pipeline import ReadyQueue, UpdateJob, UpdatePipeline, h
 
 
 class UpdatePolicy(ABC):
-    """Runs updates. The driver calls it between backward and forward. `failures`: keeps the error of a failed update.
-    State is rewritten in place, so no later step runs."""
+    """Decides when updates run, and runs them. The driver thread calls it between backward and forward. `failures`:
+    keeps the error of a failed update; no step runs after one, because state is rewritten in place."""
 
     def __init__(self, pipeline: UpdatePipeline, pager: Pager | None) -> None:
-        """`pager`: keeps compute from using weights of before an update; None without an engine."""
+        """`pager`: keeps compute from using the weights from before an update; None without an engine."""
         self._pipeline = pipeline
         self._pager = pager
         self.view = pipeline.view
@@ -61,13 +61,14 @@ class UpdatePolicy(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Finish the updates under way and block compute from what is about to change. If this raises, or `drop`
-        follows, nothing has changed."""
+        """Prepare a step: finish the updates under way, and block compute from using the weights that are about to
+        change. If this raises, or if `drop` follows, no weight has changed."""
 
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
-        """Run the update of the prepared step now, or block every read of weights that must wait for it. If this
-        raises, half an update may be done: the caller then calls `latch`."""
+        """Run the update of the prepared step, or start it and block every read of weights that must wait for it.
+        `grad_scale`: the factor for gradients. If this raises, half an update may be done, and the caller has to call
+        `latch`."""
 
     @abstractmethod
     def _finish(self) -> None:
@@ -76,11 +77,11 @@ class UpdatePolicy(ABC):
     # -- ways to end an update -----------------------------------------------------------------------------------------
 
     def finish(self, *, before_write: bool = False) -> None:
-        """Return when every update so far is done and visible.
+        """Wait until every update so far is done and visible.
 
-        Raises the error of an update that fails during the wait, and EngineFailedError if one has failed before, since
-        state is then partly new. `before_write`: the caller is about to change state or parameters, so drop what was
-        read ahead and wait for a save that reads them.
+        `before_write`: whether the caller is about to change state or parameters; then also drop the state that was
+        read ahead, and wait for a save that reads them. Raises the error of an update that fails during the wait, and
+        EngineFailedError if an update has failed before, because state is then partly new.
         """
         self._finish()
         if before_write:
@@ -88,14 +89,14 @@ class UpdatePolicy(ABC):
             self._pipeline.wait_held()
 
     def drop(self, drain: Callable[[], None]) -> None:
-        """Drop the step: begin no more of its updates and drop what was read ahead. `drain`: blocks until the lanes are
-        idle. Raises only what `drain` raises. Latches if half of the update is done."""
+        """Drop the step: begin no more of its updates, and drop the state that was read ahead. `drain`: blocks until
+        the lanes are idle. Latches if the update is partly done. Raises only what `drain` raises."""
         drain()
         self._cancel_prefetch()
 
     def latch(self, why: str) -> None:
-        """Record a change of weights or state that was not completed, and wake every thread that waits for it. From now
-        on `check` raises."""
+        """Record, with the reason `why`, that a change of weights or state was not completed, and wake every thread
+        that waits for an update. From now on `check` raises."""
         self.failures.set(EngineFailedError(why))
 
     # -- in a step -----------------------------------------------------------------------------------------------------
@@ -106,39 +107,41 @@ class UpdatePolicy(ABC):
             self.failures.check(_refusal)
 
     def check_untouched(self, act: str) -> None:
-        """Raise ModelError if an eager update is open, so that `act` comes too late."""
+        """Raise ModelError if an update has begun in backward and its step() has not come: it is too late for `act`,
+        the first words of the error message."""
         return
 
     def update_now(self, gradients: GradientSource) -> None:
-        """Run an update on this thread, between two steps, that changes no weight and does not count as a step. It
-        needs no other rank."""
+        """Run an update with `gradients`, all zero, on this thread, to create state: it changes no weight and does not
+        count as a step. Called between two steps; other ranks need not call it."""
         self.finish(before_write=True)
         self._step(self._job(gradients, 1.0))
         self._end_update()
 
     def begin_backward(self) -> None:
-        """Prepare for the only backward of a step: read its state ahead and allow updates of complete units."""
+        """Prepare for the only backward of a step: start to read state ahead, and if updates begin in backward, let
+        them begin."""
         self._prefetch()
 
     def unit_ready(self, unit: Unit) -> None:
-        """Begin the unit's update, now that its gradients are complete, if updates begin in backward."""
+        """Begin the unit's update if updates begin in backward. Called when the unit's gradients are complete."""
         return
 
     @property
     def is_open(self) -> bool:
-        """Whether an eager update runs or waits for gradients, before step() has taken its step."""
+        """Whether an update has begun in backward, and its step() has not come yet."""
         return False
 
     def prepare_evaluation(self) -> None:
-        """Make every update visible to the forward that begins. Exact policies do nothing here: using a unit waits for
-        its update."""
+        """Make every update visible to the evaluation forward that begins. Exact policies do nothing here, because each
+        use of a unit waits for its update."""
         return
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Run `job` between two updates: after every write of the last, before the next begins. An asynchronous save
-        starts there. It runs on the update lane if updates do, else at once. `finish` waits for it; the transfer
-        carries its error. Raises ModelError while an update is open in backward, and EngineFailedError after a
-        failure."""
+        """Run `job` after all writes of the last update and before the next update begins; an asynchronous save starts
+        there. The job runs on the update lane if updates run there, else at once. `finish` waits for it. Return a
+        transfer that ends with the job and carries its error. Raises ModelError while an update that began in backward
+        waits for its step(), and EngineFailedError after a failure."""
         self.check_untouched("State is to be saved")
         self.check()
         cut = Completion()
@@ -146,11 +149,11 @@ class UpdatePolicy(ABC):
         return cut
 
     def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
-        """Run `act` after the update that is under way."""
+        """Run `act` after the update that is under way, and after the transfers in `after`."""
         act()
 
     def _cancel_prefetch(self) -> None:
-        """Drop the state that was read ahead, unless an update runs, which reads ahead itself."""
+        """Drop the state that was read ahead, unless an update runs: it reads ahead itself."""
         if self._is_idle():
             self._pipeline.cancel_prefetch()
 
@@ -192,20 +195,20 @@ class UpdatePolicy(ABC):
             self._end(job)
 
     def _end_update(self) -> None:
-        """Mark the values of resident units as new."""
+        """Tell the pager that the parameters of resident units have new values."""
         if self._pager is not None:
             self._pager.end_update()
 
     @staticmethod
     def _end(job: UpdateJob) -> None:
-        """Release the job's gradients and complete it, even if it was never launched."""
+        """Release the job's gradients and complete `computed`, even if the job was never launched."""
         if not job.on_device:  # the job for the other tiers still needs the gradients
             job.gradients.release_all()
         job.computed.complete()
 
 
 def _refusal(error: BaseException) -> str:
-    """Explain why nothing can go on after `error`, and what to do."""
+    """Return the message of the EngineFailedError that later calls raise after `error`: why, and what to do."""
     if isinstance(error, EngineFailedError) and error.__cause__ is None:  # set by `latch`
         text = f"{error}; weights and state are partly new and partly those before."
     else:
@@ -217,7 +220,7 @@ def _refusal(error: BaseException) -> str:
 
 
 class BarrierPolicy(UpdatePolicy):
-    """Runs updates inside step()."""
+    """Runs each update inside step(): `barrier`."""
 
     def prepare(self) -> None:
         if self._pager is not None:
@@ -235,8 +238,8 @@ class BarrierPolicy(UpdatePolicy):
         units: Sequence[Unit],
         written: Callable[[Unit], None],
     ) -> None:
-        """Apply on the update lane. For each of `units` that has a gradient, in order, call `written` on the driver
-        once its parameters are written, while later units are updated."""
+        """Run the update on the update lane. For each of `units` that has a gradient, in order, call `written` on the
+        driver thread once the unit's parameters are written, while later units are still being updated."""
         self.num_applied += 1
         runtime = self._pipeline.runtime
         changed = [u for u in units if any(gradients.has(u, entry.param) for entry in u.entries)]
@@ -256,7 +259,7 @@ class BarrierPolicy(UpdatePolicy):
 
 
 class GatheringPolicy(BarrierPolicy):
-    """Updates this rank's shards inside step() and gathers those of all ranks. See [Note: Update of shards]."""
+    """Updates this rank's shards inside step(), and gathers the shards of all ranks. See [Note: Update of shards]."""
 
     def __init__(self, pipeline: UpdatePipeline, pager: Pager, gather: WholeWeights) -> None:
         super().__init__(pipeline, pager)
@@ -273,10 +276,11 @@ class GatheringPolicy(BarrierPolicy):
 
 
 class EagerUpdate:
-    """Queues a sub-group of a running job as soon as the gradients of all its units are complete. Driver thread.
+    """An update that begins in backward: adds a sub-group to a running job as soon as the gradients of all its units
+    are complete. Used on the driver thread.
 
     `freeze(unit, into)` moves a unit's gradients from the gradient store to the job. `keep(unit)` is called once every
-    sub-group of the unit is queued: its gradients may then stay in place until they are used.
+    sub-group of the unit is queued: gradients from NVMe may then stay in host memory until the update has read them.
     """
 
     def __init__(
@@ -289,7 +293,7 @@ class EagerUpdate:
     ) -> None:
         self._layouts = layouts
         self._layouts_of: dict[int, list[StateLayout]] = {}
-        """Unit -> the sub-groups that hold a part of it."""
+        """Unit index -> the sub-groups that hold a part of the unit."""
         self._freeze, self._keep = freeze, keep
         self._queue = ReadyQueue()
         self._waits_for = {
@@ -307,11 +311,13 @@ class EagerUpdate:
         return unit.index in self._layouts_of
 
     def incomplete(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return the units whose gradients were not complete in backward."""
+        """Return those of `units` whose update has not begun, because their gradients were not complete in
+        backward."""
         return [unit for unit in units if unit.index not in self.job.unit_updates]
 
     def add(self, unit: Unit, after: Transfer) -> None:
-        """Begin the unit's update: its gradients are complete, and compute reads its parameters only until `after`."""
+        """Begin the unit's update, now that its gradients are complete. `after`: ends when compute no longer reads the
+        unit's parameters."""
         self._freeze(unit, self._gradients)
         for layout in self._layouts_of[unit.index]:
             waits_for = self._waits_for[layout.subgroup.index]
@@ -325,8 +331,8 @@ class EagerUpdate:
                         self._keep(segment.unit)
 
     def finish(self, gradients: StepGradients, after: Transfer) -> None:
-        """Queue the remaining sub-groups that have a gradient, skip the others, and close the queue. `step()` calls
-        this. `after`: what compute has launched."""
+        """Queue the remaining sub-groups that have a gradient in `gradients`, skip the others, and close the queue.
+        `step()` calls this. `after`: ends when the work that compute has launched before is done."""
         self._gradients.fill(gradients)
         skipped: list[StateLayout] = []
         for layout in self._layouts:
@@ -340,15 +346,15 @@ class EagerUpdate:
         self._queue.close(skipped)
 
     def cancel(self) -> bool:
-        """End the job without the sub-groups that it has not begun. Return whether it may have begun any."""
+        """End the job without the sub-groups that it has not begun. Return whether it may have begun some."""
         self._queue.clear()
         self._queue.close()
         return bool(self._queued)
 
 
 class OverlappedPolicy(UpdatePolicy):
-    """Runs updates on the update lane, under compute. A unit is blocked until its last update, which the inventory
-    has, is done."""
+    """Runs updates on the update lane while compute goes on: `overlapped`. Each use of a unit waits until the unit's
+    last update, which the inventory keeps, is done."""
 
     def __init__(
         self,
@@ -356,8 +362,8 @@ class OverlappedPolicy(UpdatePolicy):
         pager: Pager,
         open_eagerly: Callable[[Sequence[Mapping[str, Any]], Transfer], EagerUpdate] | None = None,
     ) -> None:
-        """`open_eagerly`: opens an update in backward, from frozen groups and a mark of what compute has launched; None
-        if a gradient check comes first."""
+        """`open_eagerly`: makes an update that begins in backward, from copies of the param groups and a transfer that
+        ends when the work launched by compute is done; None if a gradient check comes first."""
         super().__init__(pipeline, pager)
         self._inventory = self.view.inventory
         segments = [segment for layout in self.view.layouts for segment in layout.subgroup.segments]
@@ -368,7 +374,7 @@ class OverlappedPolicy(UpdatePolicy):
         self._open: EagerUpdate | None = None
         self._started: UpdateJob | None = None
         self._running: list[Transfer] = []
-        """Jobs on the update lane, in order: at most one that still writes and one that follows it."""
+        """The jobs on the update lane, in order: at most one that still writes, and one after it."""
 
     def begin_backward(self) -> None:
         if self._open_eagerly is None:
@@ -458,7 +464,7 @@ class OverlappedPolicy(UpdatePolicy):
         return all(event.done() for event in self._running)
 
     def _join(self) -> None:
-        """Wait for the updates under way. Raises their first error, once; later `check` raises."""
+        """Wait for the updates under way. Raises their first error, but only once; after that `check` raises."""
         if not self._running:
             return
         errors: list[Exception] = []
@@ -475,7 +481,7 @@ class OverlappedPolicy(UpdatePolicy):
             raise errors[0]
 
     def _wait_computed(self) -> None:
-        """Block until the last update has read its gradients; it may still write."""
+        """Block until the last update is computed and needs its gradients no more; its writes may go on."""
         self.check_untouched("Another backward begins")
         if self._started is not None:
             with self._runtime.recorder.span("compute", "wait_update"):
@@ -498,8 +504,8 @@ class OverlappedPolicy(UpdatePolicy):
 
 
 class DelayedPolicy(UpdatePolicy):
-    """Runs updates one step late, into the back slots of the units. `exact`: the policy of the first `start_step`
-    steps; its lane runs all updates."""
+    """Runs updates one step late: `delayed`. They write to the back slots, a second set of slots for parameters.
+    `exact`: the policy of the first `start_step` steps; its lane runs all updates."""
 
     def __init__(self, exact: OverlappedPolicy, start_step: int) -> None:
         super().__init__(exact._pipeline, exact.pager)
@@ -507,14 +513,15 @@ class DelayedPolicy(UpdatePolicy):
         self._exact = exact
         self._start_step = start_step
         self._is_unpublished = False
-        """Whether an update of the back slots was begun and is not published yet."""
+        """Whether an update to the back slots has begun whose values are not visible yet."""
         self._is_publishing = False
 
     def begin_backward(self) -> None:
-        """Do nothing: the update that runs reads ahead itself."""
+        """Do nothing: the update that runs under this backward reads ahead itself."""
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Publish the delayed update first, so that a save holds the state of one step."""
+        """Make the delayed update visible first, so that a save holds the state of one step; then do what
+        `UpdatePolicy.at_cut` says."""
         self._finish()
         return super().at_cut(job)
 

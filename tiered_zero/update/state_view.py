@@ -1,4 +1,5 @@
-"""Read and write a rank's optimizer state: masters and arrays in the slots of sub-groups, scalars in memory."""
+"""Read and write a rank's optimizer state: masters and state arrays are in the slots of sub-groups, scalars (such as
+step counts) in memory."""
 
 from __future__ import annotations
 
@@ -36,21 +37,21 @@ ParamState = dict[str, Any]
 """One parameter's state as `torch.optim.Optimizer.state` holds it: arrays of any shape, 0-d tensors, plain values."""
 
 PieceScalars = Mapping[int, Mapping[str, Any]]
-"""Index of a piece -> its `Run.scalars`."""
+"""Index of a piece (the part of a parameter in a sub-group) -> its `Run.scalars`."""
 
 
 @final
 class Scalars:
-    """The scalars of the pieces that were stepped, by sub-group. A sub-group without an entry has masters and no other
-    state; a piece without an entry has no state. Neighbouring pieces that share one object of scalars are stepped
-    together."""
+    """The scalars of the stepped pieces (parts of parameters) of each sub-group. A sub-group without scalars has
+    masters but no other state; a piece without scalars has no state. Neighbouring pieces whose scalars are one object
+    are stepped together."""
 
     def __init__(self, layouts: Sequence[StateLayout], of_subgroups: Mapping[int, PieceScalars] | None = None) -> None:
         self._layouts = layouts
         self._of = dict(of_subgroups or {})
 
     def has_state(self, layout: StateLayout) -> bool:
-        """Return whether the sub-group's slot holds state in addition to masters, as it does after its first update."""
+        """Return whether the sub-group's slot holds state in addition to masters, as after its first update."""
         return layout.subgroup.index in self._of
 
     @property
@@ -67,20 +68,22 @@ class Scalars:
         return [piece for piece in layout.subgroup.pieces if own.get(piece.index)]
 
     def replace(self, layout: StateLayout, scalars: PieceScalars) -> None:
-        """Replace the sub-group's scalars: its slot now holds state."""
+        """Replace the sub-group's scalars. From now on `has_state` is true for it."""
         self._of[layout.subgroup.index] = scalars
 
     def drop(self, layout: StateLayout) -> None:
-        """Drop the sub-group's scalars: its slot now holds masters alone, and its next step initializes state."""
+        """Drop the sub-group's scalars. Its slot then counts as holding masters alone, and its next step initializes
+        the state."""
         self._of.pop(layout.subgroup.index, None)
 
     def copy(self) -> Scalars:
-        """Copy the present scalars. An update replaces entries and changes none."""
+        """Return a copy that later updates do not change: an update replaces the scalars of a sub-group and never
+        modifies them."""
         return Scalars(self._layouts, self._of)
 
     def by_name(self) -> dict[str, Mapping[str, Any]]:
-        """Return parameter name -> scalars for all parameters with state. Raises InternalError if pieces of one
-        disagree."""
+        """Return parameter name -> scalars for all parameters with state. Raises InternalError if the pieces of one
+        parameter have different scalars."""
         found: dict[str, Mapping[str, Any]] = {}
         for layout in self._layouts:
             scalars = self.of(layout)
@@ -96,11 +99,11 @@ class Scalars:
 
 @final
 class ParamShards:
-    """Keeps the ranks in step while they read and change masters and state. `trained`: names of the parameters in
-    `units` that have any, on any rank.
+    """Lets all ranks read and change masters and state together. `trained`: names of the parameters in `units` that
+    have masters and state on some rank. `is_sharded`: whether each rank holds only its shards of the state.
 
     If state is sharded, every rank makes each call in the same order and waits for the others. Otherwise a rank may
-    read alone, and changes are still made on all ranks together. Driver thread.
+    read alone, but changes are still made on all ranks together. Used on the driver thread.
     """
 
     def __init__(
@@ -113,24 +116,26 @@ class ParamShards:
 
     @property
     def readers(self) -> Collectives:
-        """The ranks that take part in a read: all if state is sharded, else this one."""
+        """The ranks that take part in a read: all ranks if state is sharded, else only this rank."""
         return self.ranks if self.is_sharded else SingleRank()
 
     def read(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on the readers and return this rank's result; an error on one rank is raised on all."""
+        """Run `act` on all `readers`, and return this rank's result. If it raises on one rank, every reader raises.
+        `call`: what the ranks do, for error messages."""
         return _run(self.readers, call, act)
 
     def change(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on every rank and return this rank's result; an error on one rank is raised on all."""
+        """Run `act` on every rank, and return this rank's result. If it raises on one rank, every rank raises. `call`:
+        what the ranks do, for error messages."""
         return _run(self.ranks, call, act)
 
     def spec(self, name: str) -> ParamSpec:
-        """Return the spec of the parameter called `name`."""
+        """Return the description of the parameter called `name`."""
         return self._places[name][1].param
 
     def gather(self, param: ParamSpec, flat: torch.Tensor) -> torch.Tensor:
-        """Fill `flat` with the other ranks' parts of the parameter, and return it. It holds this rank's part: [numel]
-        on the CPU, in the parameter's memory order."""
+        """Fill `flat` with the other ranks' parts of the parameter, and return it. `flat`: [numel] on the CPU, in the
+        parameter's memory order; it already holds this rank's part."""
         if not self.is_sharded:
             return flat
         unit, entry = self._places[param.name]
@@ -142,7 +147,7 @@ class ParamShards:
         return flat
 
     def same(self, value: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return rank 0's `value`, as `dtype` on the CPU. Its shape is the same on all ranks."""
+        """Return a copy of rank 0's `value`, as `dtype` on the CPU. `value` must have one shape on all ranks."""
         whole = value.detach().to("cpu", dtype, copy=True)
         self.ranks.broadcast(whole, 0, "a value that is set")
         return whole
@@ -156,14 +161,14 @@ def _run(ranks: Collectives, call: str, act: Callable[[], Result]) -> Result:
 
 @final
 class StateView:
-    """The masters, state arrays and scalars of this rank's sub-groups, on whatever tier their slots are.
+    """Reads and writes the masters, state arrays and scalars of this rank's sub-groups, on any tier.
 
-    The only class that knows how they are stored: all reads and writes between two updates go through it. It keeps one
-    invariant: a parameter's value is its master rounded to the parameter's dtype. Used by the driver between steps and
-    by the stepping thread within them; access to a slot blocks.
+    Only this class knows how they are stored: all reads and writes between two updates go through it. It keeps one
+    invariant: a parameter's value is its master rounded to the parameter's dtype. Used on the driver thread between
+    steps, and within a step on the thread that updates; access to a slot blocks.
 
-    In torch's format state leaves out fp32 masters, which follow the parameters. Moving it to a plain torch optimizer
-    and back, any number of times, keeps its bits if the state format is lossless.
+    State in torch's format does not include fp32 masters, which follow the parameters. If the state format is lossless,
+    state that is moved to a plain torch optimizer and back keeps its bits.
     """
 
     def __init__(
@@ -176,8 +181,8 @@ class StateView:
         params: Mapping[str, nn.Parameter],
         shards: ParamShards,
     ) -> None:
-        """`groups`: the live param groups. `params`: parameters by name. `shards`: the ranks' parts of the state; if it
-        is sharded, all ranks must call `read` together."""
+        """`staging`: staging buffers, for slots on NVMe. `groups`: the live param groups. `params`: parameters by name.
+        `shards`: lets the ranks read and change state together."""
         self.layouts = layouts
         self.rule = rule
         self.inventory = inventory
@@ -187,7 +192,7 @@ class StateView:
         self._params = params
         self.scalars = Scalars(layouts)
         self._segments_of: dict[int, list[tuple[StateLayout, Segment]]] = {}
-        """Unit -> its parts, in order."""
+        """Unit index -> the parts of the unit that sub-groups hold, in order."""
         for layout in layouts:
             for segment in layout.subgroup.segments:
                 self._segments_of.setdefault(segment.unit.index, []).append((layout, segment))
@@ -196,7 +201,7 @@ class StateView:
 
     @property
     def need_params(self) -> bool:
-        """Whether masters are computed from the parameters and stored bits."""
+        """Whether masters are computed from the parameters and the stored bits, so reads of masters need parameters."""
         return any(layout.masters.needs_params for layout in self.layouts)
 
     def cuts(self, unit: Unit) -> list[int]:
@@ -211,8 +216,8 @@ class StateView:
             self._write(layout, segment, parts)
 
     def replace_masters(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Set every master of the unit from `flat`, [P] fp32 on the CPU. The parameters already hold the rounded
-        values."""
+        """Set every master of the unit to its value in `flat`, [P] fp32 on the CPU. The caller has set the parameters
+        to the rounded values."""
         for layout, segment in self._segments(unit):
             parts = self._read(layout, segment)
             layout.masters.replace(parts, segment.part_of(flat))
@@ -220,16 +225,16 @@ class StateView:
 
     def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
         """Update the masters after user code changed the parameters: a master that does not round to its new parameter
-        takes that value. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: the former ones, [P],
-        if masters need them."""
+        becomes equal to the parameter. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: the
+        parameters before the change, [P], if the format of the masters needs them."""
         for layout, segment in self._segments(unit):
             before = None if old is None else segment.part_of(old)
             if parts := layout.masters.follow(self._read(layout, segment), segment.part_of(flat), before):
                 self._write(layout, segment, parts)
 
     def read_masters(self, unit: Unit, params: torch.Tensor | None = None) -> torch.Tensor:
-        """Read the unit's masters, [P] fp32, to the CPU; zeros where no sub-group holds the unit. `params`: the
-        parameters, [P], if masters need them."""
+        """Return the unit's masters, [P] fp32 on the CPU, with zeros for elements that no sub-group holds. `params`:
+        the parameters, [P], if `need_params` is true."""
         flat = torch.zeros(unit.numel)
         for layout, segment in self._segments(unit):
             own = None if params is None else segment.part_of(params)
@@ -254,7 +259,7 @@ class StateView:
     def _leased(
         self, layout: StateLayout, read: slice, write: slice | None = None
     ) -> AbstractContextManager[torch.Tensor]:
-        """Lease the bytes of a sub-group's slot; see `leased_slot`."""
+        """Return a context with the bytes of a sub-group's slot in memory; see `leased_slot`."""
         return leased_slot(self.inventory.home(layout.subgroup, "state"), self.staging, read, write)
 
     def initialize(
@@ -264,7 +269,7 @@ class StateView:
         pieces: Sequence[ParamPiece],
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Initialize the state of `pieces` in `raw`, the slot's bytes, which are zero there."""
+        """Set the initial state of `pieces` in `raw`, the slot's bytes, where their state is zero."""
         views = layout.views(raw)
         for piece in pieces:
             self.rule.init_state(layout.state(raw, piece, piece.start, piece.stop, views), groups[piece.group])
@@ -301,8 +306,9 @@ class StateView:
         *,
         anew: bool,
     ) -> int:
-        """Set the pieces of `given` (by index) from the state of their whole parameters: the inverse of `_export`.
-        `anew`: also initialize all other pieces. Returns the number of arrays that were rounded."""
+        """Write state in torch's format to `raw`, the slot's bytes: the inverse of `_export`. `given`: index of a piece
+        -> the state of its whole parameter. `anew`: also initialize the state of all other pieces. Returns the number
+        of arrays that were rounded."""
         marks = layout.marks(raw)
         signs = None if marks is None else marks.clone()
         before: PieceScalars = {} if anew else self.scalars.of(layout)
@@ -361,13 +367,14 @@ class StateView:
         return frozenset(name for name, param in self._params.items() if param in params)
 
     def is_stepped(self, param: nn.Parameter) -> bool:
-        """Return whether a parameter has state on any rank. Every rank calls it."""
+        """Return whether a parameter has state on any rank. Every rank calls this."""
         is_own = agree(self.shards.ranks, "optimizer state is set", lambda: any(own is param for own in self.stepped()))
         return any(is_own)
 
     def read(self, only: nn.Parameter | None = None) -> dict[nn.Parameter, ParamState]:
-        """Copy the state of all parameters that have any, or of `only`, to the CPU; formats below fp32 become fp32.
-        Raises BudgetError if the copies do not fit into free host memory."""
+        """Return copies on the CPU of the state of all parameters that have any, or of the parameter `only`; formats
+        with fewer bits become fp32. If state is sharded, every rank calls this. Raises BudgetError if the copies do
+        not fit into free host memory."""
         if self.shards.is_sharded:
             found = self._read_sharded(only)
         else:
@@ -381,7 +388,8 @@ class StateView:
         }
 
     def _read_own(self, only: nn.Parameter | None) -> dict[nn.Parameter, ParamState]:
-        """Copy this rank's state. In an array that is split over ranks the other ranks' elements are undefined."""
+        """Return copies of this rank's state. In an array that is split over ranks, the elements of other ranks are
+        undefined."""
         found: dict[nn.Parameter, ParamState] = {}
         for layout in self.layouts:
             stepped, scalars = self._stepped(layout, only), self.scalars.of(layout)
@@ -398,7 +406,7 @@ class StateView:
         return found
 
     def _read_sharded(self, only: nn.Parameter | None) -> dict[nn.Parameter, ParamState]:
-        """Return the state joined from all ranks, on every rank."""
+        """Return the whole state, joined from all ranks. Every rank calls this."""
         shards, ranks, own = self.shards, self.shards.readers, dict[nn.Parameter, ParamState]()
         sizes = agree(ranks, "optimizer state is read", lambda: self._needed_nbytes(only))
         names = {param: name for name, param in self._params.items()}
@@ -442,7 +450,7 @@ class StateView:
         return array
 
     def _needed_nbytes(self, only: nn.Parameter | None) -> int:
-        """Return the bytes that copies of this rank's state take."""
+        """Return the number of bytes that copies of this rank's state take."""
         return sum(
             self._exported_nbytes(layout, piece) for layout in self.layouts for piece in self._stepped(layout, only)
         )
@@ -463,7 +471,8 @@ class StateView:
         return sum(field.nbytes for field in fields) + masters
 
     def check(self, states: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ModelError if `write` cannot go on from `states` with the values of `groups`."""
+        """Raise ModelError if training cannot continue from `states`, in torch's format, with the values of `groups`.
+        Called before `write`."""
         for layout in self.layouts:
             for piece in layout.subgroup.pieces:
                 param, hyper = self._params[piece.param.name], groups[piece.group]
@@ -479,7 +488,8 @@ class StateView:
             logger.warning("optimizer state of %d parameters that are not trained is left out", idle)
 
     def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ModelError if a step fails with the values of `groups` but not with those of now."""
+        """Raise ModelError if a step fails with the values of `groups`, but not with the present values of the param
+        groups."""
         own = self.groups
         changed = [index for index, new in enumerate(groups) if new["params"] and changes(own[index], new)]
         for index in changed:
@@ -494,7 +504,8 @@ class StateView:
                     self._check_planned(layout, piece, groups[piece.group])
 
     def _try_group(self, group: Mapping[str, Any]) -> Exception | None:
-        """Take a few steps on a small parameter; return the exception that they raise, or None."""
+        """Make a few trial steps on a small parameter with the values of `group`; return the exception that they raise,
+        or None."""
         shape = tuple(min(length, 3) for length in group["params"][0].shape)
         shape = (max(1, math.prod(shape)),) if self.rule.elementwise else shape
         try:
@@ -525,8 +536,9 @@ class StateView:
         groups: Sequence[Mapping[str, Any]] | None = None,
         only: nn.Parameter | None = None,
     ) -> None:
-        """Replace the state of all parameters, or of `only`, by `states`, which `check` has accepted. Parameters that
-        `states` lacks start without state. `groups`: the values that the param groups get next, if these change."""
+        """Replace the state of all parameters, or of the parameter `only`, by `states`, which `check` has accepted.
+        Parameters that `states` lacks are left without state. `groups`: the values that the param groups will get;
+        None: they keep theirs."""
         num_rounded = 0
         for layout in self.layouts:
             pieces = layout.subgroup.pieces if only is None else self._stepped(layout, only)
@@ -553,19 +565,20 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _cut(piece: ParamPiece, value: torch.Tensor) -> torch.Tensor:
-    """Return the piece's elements, [numel], of an array over its whole parameter."""
+    """Return the piece's elements, [numel], of `value`, an array in the shape of the whole parameter."""
     return piece.param.flatten(value.detach())[piece.param_start : piece.param_start + piece.numel]
 
 
 def check_name(name: str, known: Collection[str]) -> None:
-    """Raise ModelError unless a parameter's state has a tensor called `name`."""
+    """Raise ModelError unless `name` is in `known`, the names of a parameter's state tensors."""
     if name not in known:
         expected = " or ".join(map(repr, sorted(known))) or "of no name (this rule keeps none)"
         raise ModelError(f"Expected optimizer state {expected}; found {name!r}.")
 
 
 def _described(values: ParamState) -> dict[str, list[Any]]:
-    """Describe each value as JSON: dtype and shape of an array, or the value itself."""
+    """Return name -> a description of each value that JSON can hold: dtype and shape of an array, or the value
+    itself."""
     found: dict[str, list[Any]] = {}
     for name, value in values.items():
         if not isinstance(value, torch.Tensor):

@@ -1,4 +1,5 @@
-"""Move the state, parameters and gradients of sub-groups to staging buffers and back to their homes."""
+"""Read the state, parameters and gradients of sub-groups to where they are updated, and write the results to their
+homes."""
 
 from __future__ import annotations
 
@@ -23,29 +24,30 @@ from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 class ParameterSink(Protocol):
-    """The parameters that an update writes, segment by segment. Used by the thread that steps. `kind`: "param", or
-    "param_back" for a delayed update."""
+    """The interface to the parameters that an update writes, segment by segment (a segment is the part of a unit in one
+    sub-group). Used by the thread that updates. `kind`: the slots to write, "param", or "param_back" for a delayed
+    update. `window`: the part of a staging buffer for the segment's parameters."""
 
     def view(self, segment: Segment, kind: str, *, on_device: bool) -> torch.Tensor | None:
-        """Return a view, [numel] of the unit's dtype, that the update can write in place; None if new values go through
-        a staging buffer."""
+        """Return a view of the parameters, [numel] of the unit's dtype, that the update can write in place; None if new
+        values pass through a staging buffer. `on_device`: whether the update runs on the device."""
 
     def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
-        """Start to copy the present values to `window` or, if that is None, to the view of `kind`. Return None if they
-        are there already."""
+        """Start to copy the present values to `window`, or, if it is None, to the slots of `kind`. Return the transfer;
+        None if there is nothing to wait for."""
 
     def write(
         self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
     ) -> tuple[Transfer, int | None]:
-        """Start to write new values from host memory to their home. Returns the transfer and the offset of the bytes
-        that `unit_update` forwards until it is done. `after`: what compute has launched; it may still read the
-        parameters."""
+        """Start to write new values from `window`, in host memory, to their home, once `after` is done: work launched
+        before, which may still read the parameters. Return the transfer. If `unit_update` is given and lends the new
+        values to readers until they are written, return also their first byte in the unit; else None."""
 
 
 @dataclass(eq=False, repr=False)
 class UnitParameters:
-    """The parameters of an engine's units, in their homes or in the flats of units that live on the device.
-    `_device_flat`: returns the flat of a unit that lives on the device."""
+    """The ParameterSink of an engine: writes parameters to their homes, or to the flats of resident units, which have
+    no other home. `_device_flat`: returns the flat of a resident unit."""
 
     _inventory: Inventory
     _runtime: Runtime
@@ -91,15 +93,17 @@ class UnitParameters:
 
 @dataclass(kw_only=True)
 class SubGroupWork:
-    """One sub-group in flight.
+    """One sub-group that is being read, updated or written.
 
-    `param_kind`: the slots that take the new parameters. `raw`: its state, [n] uint8, in place or in the lease.
-    `lease`: the staged state, then the staged 16-bit parameters. `home`: the slot of the state. `is_staged`: the state
-    cannot be addressed in its slot. `on_device`: the state rests and is updated on the device. `reads`: the transfers
-    that fill the state and, if masters need them, the parameters. `outs`: for each segment, where the rule writes its
-    parameters: [numel] of the unit's dtype. `windows`: for each segment, the staging memory of its parameters; None if
-    they are written in place. `grads`: for each segment, its gradients as read, [numel]; None if they rest in memory.
-    `pending`: the staged parameters, by their first byte in the unit, that can be forwarded until they are written.
+    `param_kind`: the slots that get the new parameters. `raw`: the state, [n] uint8, in place or in the staging buffer.
+    `lease`: the staging buffer, with the staged state, then the staged 16-bit parameters. `home`: the slot of the
+    state. `is_staged`: whether the state passes through the staging buffer. `on_device`: whether the state rests and is
+    updated on the device. `reads`: the transfers that read the state and, if masters need them, the parameters. `outs`:
+    for each segment, the memory to which the rule writes its parameters: [numel] of the unit's dtype. `windows`: for
+    each segment, the part of the staging buffer for its parameters; None if they are written in place. `grads`: for
+    each segment, its gradients read from NVMe, [numel]; None if they rest in memory. `writes`: the transfers that write
+    the results. `pending`: the unit update, and the first byte in the unit, of staged parameters that readers may use
+    until they are written.
     """
 
     layout: StateLayout
@@ -122,10 +126,10 @@ class SubGroupWork:
 
 @dataclass(eq=False, repr=False)
 class SubGroupIO:
-    """Reads sub-groups to where they are updated, and writes them to their homes. One thread at a time.
+    """Reads sub-groups to where they are updated, and writes them to their homes. Used by one thread at a time.
 
     A staging buffer holds one sub-group's state, then its parameters unless they are updated in place, then its
-    gradients if they rest on NVMe. `_gradient_dtypes`: unit index -> dtype of such gradients.
+    gradients if they rest on NVMe. `_gradient_dtypes`: index of a unit with gradients on NVMe -> their dtype.
     """
 
     _inventory: Inventory
@@ -143,7 +147,7 @@ class SubGroupIO:
         return self._inventory.home(subgroup, "state").tier.name == "device"
 
     def reads(self, layout: StateLayout) -> bool:
-        """Return whether the sub-group's state, parameters or gradients are copied before its update."""
+        """Return whether the sub-group's state, parameters or gradients have to be read before its update."""
         home = self._inventory.home(layout.subgroup, "state")
         is_staged = home.tier.view(home.slot) is None
         return is_staged or layout.masters.needs_params or bool(self._gradient_dtypes)
@@ -153,10 +157,10 @@ class SubGroupIO:
     def open_nowait(
         self, layout: StateLayout, param_kind: str, *, initialized: bool, reads: bool = True
     ) -> SubGroupWork | None:
-        """Start the reads of a sub-group. Return None while no staging buffer is free.
+        """Start the reads of a sub-group, and return its work; None if it needs a staging buffer and none is free.
 
-        `initialized`: it has state in addition to its masters. `reads`: False if everything is about to be
-        replaced."""
+        `param_kind`: the slots that get the new parameters. `initialized`: whether the slot holds state in addition to
+        masters. `reads`: False if everything is about to be replaced, so nothing is read."""
         home = self._inventory.home(layout.subgroup, "state")
         raw = home.tier.view(home.slot)
         staged, on_device = raw is None, home.tier.name == "device"
@@ -198,14 +202,16 @@ class SubGroupIO:
         return work
 
     def _read_params(self, work: SubGroupWork) -> None:
-        """Read the old parameters to where the new ones will be written, unless they are there already."""
+        """Start to read the old parameters to the memory to which the new ones will be written, unless they are there
+        already."""
         for segment, _, window in self._places(work):
             read = self._params.read(segment, work.param_kind, window)
             if read is not None:
                 work.reads.append(read)
 
     def bind_outputs(self, work: SubGroupWork) -> None:
-        """Choose where the rule writes: to the lease, after the state, or to the parameters' home."""
+        """Set `work.outs` and `work.windows`, the memory to which the rule writes parameters: the staging buffer, after
+        the state, or the parameters' home."""
         work.outs, work.windows = [], []
         for segment, view, window in self._places(work):
             if view is None and work.on_device:
@@ -221,8 +227,8 @@ class SubGroupIO:
             work.windows.append(window)
 
     def _places(self, work: SubGroupWork) -> list[tuple[Segment, torch.Tensor | None, BufferView | None]]:
-        """Return where each segment's parameters are: in place, or in the lease after the state. Call it again after a
-        delayed update has swapped homes."""
+        """Return for each segment the view of its parameters in place, or its part of the staging buffer, after the
+        state; the other of the two is None. Call it again after a delayed update has swapped homes."""
         places: list[tuple[Segment, torch.Tensor | None, BufferView | None]] = []
         start = work.layout.nbytes if work.is_staged else 0
         for segment in work.layout.subgroup.segments:
@@ -236,12 +242,13 @@ class SubGroupIO:
         return places
 
     def _gradient_nbytes(self, segment: Segment) -> int:
-        """Return the bytes of the segment's gradients in the lease."""
+        """Return the number of bytes of the segment's gradients in the staging buffer; 0 if they rest in memory."""
         dtype = self._gradient_dtypes.get(segment.unit.index)
         return 0 if dtype is None else segment.numel * dtype.itemsize
 
     def read_gradients(self, work: SubGroupWork, gradients: GradientSource) -> None:
-        """Start to read the gradients that rest on NVMe, at most once. They must all have arrived."""
+        """Start to read the sub-group's gradients that rest on NVMe, all of which must have arrived. A second call does
+        nothing."""
         if not self._gradient_dtypes or work.grads is not None:
             return
         work.grads = []
@@ -268,9 +275,9 @@ class SubGroupIO:
         *,
         masters_alone: bool = False,
     ) -> None:
-        """Start the writes of state and parameters. `unit_updates`: unit index -> the update that forwards parameters
-        until they are written. `after`: what compute had launched; it may still read the parameters on the device.
-        `masters_alone`: there is no state but the masters."""
+        """Start the writes of state and parameters. `unit_updates`: unit index -> the unit's update, from which readers
+        get staged parameters until these are written. `after`: ends when the work launched before, which may still read
+        parameters on the device, is done. `masters_alone`: whether there is no state besides the masters."""
         home, on_device = work.home, work.on_device
         if work.is_staged:
             assert work.lease is not None
@@ -292,7 +299,7 @@ class SubGroupIO:
             work.writes.append(self._runtime.accelerator.record())
 
     def finish(self, work: SubGroupWork) -> None:
-        """Wait until the work is written and release its buffer."""
+        """Wait until all writes of the work are done, and release its staging buffer."""
         for event in reversed(work.writes):  # a lane completes in order: wait once, for its last write
             self.wait(event, work)
         for unit_update, offset in work.pending:
@@ -301,7 +308,8 @@ class SubGroupIO:
             work.lease.release()
 
     def cancel(self, works: Sequence[SubGroupWork]) -> None:
-        """Release the buffers of works that are not needed, after all transfers that use them have ended."""
+        """Release the staging buffers of `works`, which are not needed any more, after all transfers that use them have
+        ended."""
         for work in works:
             for event in (*work.reads, *work.writes):
                 with self._span(work):
