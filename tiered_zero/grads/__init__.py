@@ -1,11 +1,12 @@
-"""Carry gradients from autograd's hooks to the flats that the update reads: once, in 16 bits.
+"""Move gradients from autograd's hooks to the flats that the update reads.
 
-Promise: a gradient crosses the link once. Sums over micro-batches are fp32, in the order of arrival, in which plain
-PyTorch (and DistributedDataParallel, if each rank keeps whole gradients) adds them too. The gradient check (finite?
-norm, clip) uses the arithmetic of `clip_grad_norm_`.
+Promise: a gradient crosses the link between device and host once, in 16 bits. Sums over micro-batches are fp32, added
+in the order of arrival, in which plain PyTorch (and DistributedDataParallel, if each rank keeps whole gradients) adds
+them too. The gradient check (finiteness, norm, clip factor) uses the arithmetic of `clip_grad_norm_`.
 
-Owner: the store owns every gradient between its hook and the end of the step. Until then `param.grad` is a view of the
-gradient's home, or a copy if that is NVMe: autograd's own attribute can hold neither another device nor an fp32 sum.
-Gradients that users may have changed are measured again whatever their tensor versions, because `.data` has versions of
-its own. Never: parameters' bytes, optimizer state, disk.
+Owner: GradientStore owns every gradient between its hook and the end of the step. Until then `param.grad` is a view of
+the gradient's home, or a copy if the home is NVMe: autograd's own attribute can hold neither a gradient on another
+device nor an fp32 sum. The norms of gradients that users may have changed are always computed again: a change through
+`.data` leaves no mark, because `.data` has a tensor version of its own. Never: uses parameters' bytes, optimizer state
+or disk files.
 """

@@ -20,17 +20,18 @@ from tiered_zero.layout.flat import Unit
 @final
 @dataclass(eq=False, repr=False)
 class GradientArrivals:
-    """Passes each gradient that autograd has completed to the store, after the users' hooks. Runs on autograd's thread
-    while the driver waits.
+    """Passes each gradient that autograd has completed to the gradient store, after the user's own hooks. Runs on
+    autograd's thread while the driver thread waits.
 
-    `take` is the first post-accumulate hook of every parameter. Users' own hooks find the gradient in `param.grad`,
-    summed with earlier backwards of the step as in plain PyTorch; what they leave there goes to the store with the next
-    gradient, or when the backward ends.
+    `take` is the first post-accumulate hook of every parameter. The user's hooks run after it and find the gradient in
+    `param.grad`, summed with earlier backwards of the step as in plain PyTorch. The tensor that they leave there is
+    passed to the store when the next gradient arrives, or when the backward ends.
 
     Gradients of a backward that the engine did not start (`loss.backward()`) are divided by `_num_micro_batches`, as in
-    DeepSpeed, unless `engine.scale` made the loss. With `_scales_loss` (fp16) such a backward is refused.
+    DeepSpeed, unless `engine.scale` made the loss. With `_scales_loss` (fp16) such a backward raises ModelError.
 
-    `_reducer`: with many ranks. `_on_unit_complete`: called when every gradient of a unit has arrived in a backward.
+    `_reducer`: averages gradients over ranks; None on one rank. `_on_unit_complete`: called when every gradient of a
+    unit has arrived in a backward.
     """
 
     _store: GradientStore
@@ -39,19 +40,19 @@ class GradientArrivals:
     _on_unit_complete: Callable[[Unit], None]
     _reducer: GradientReducer | None
     _waiting: list[nn.Parameter] = field(default_factory=list, init=False)
-    """Parameters whose users' hooks may still run."""
+    """Parameters whose gradients are not passed to the store yet, because the user's hooks may still run."""
     _is_engines: bool = field(default=False, init=False)
     _frees_graph: bool = field(default=False, init=False)
     """Whether the engine's own backward runs, and frees its graph."""
     _is_scaled: bool = field(default=False, init=False)
     num_own_backwards: int = field(default=0, init=False)
-    """Backwards since `reset` that the engine did not start and that brought gradients."""
+    """The number of backwards since `reset` that the engine did not start and that produced gradients."""
     _is_counted: bool = field(default=False, init=False)
 
     @contextmanager
     def engine_backward(self, *, is_last: bool, frees_graph: bool) -> Iterator[None]:
-        """Run the engine's own backward inside. Raises errors of the gradients' transfers. `is_last`: the step's last
-        one."""
+        """Run the block, which makes the engine's own backward. `is_last`: whether it is the step's last backward.
+        `frees_graph`: whether it frees the graph. Raises errors of the gradients' transfers."""
         self._is_engines, self._frees_graph = True, frees_graph
         try:
             self._begin_reduction(is_last)
@@ -64,7 +65,8 @@ class GradientArrivals:
             self._store.end_backward()
 
     def take(self, param: nn.Parameter) -> None:
-        """Take `param.grad`, which is complete for this pass, after the users' hooks."""
+        """Pass `param.grad`, which is complete for this backward, to the store: at once, or after the user's hooks on
+        the parameter have run."""
         if self._waiting:
             self._take_waiting()
         if not self._is_engines:
@@ -81,24 +83,25 @@ class GradientArrivals:
             self._accumulate(param)
 
     def refuse(self, param: nn.Parameter) -> None:
-        """Drop what a refused backward has added to `param.grad`."""
+        """Drop the gradient that a refused backward has left in `param.grad`."""
         with torch._C.DisableTorchFunctionSubclass():
             GRAD_SLOT.__set__(param, None)
 
     def note_use(self, units: Sequence[Unit], inputs: Sequence[Any]) -> None:
-        """Note that the forward of a module that owns `units` begins, with `inputs`, and that autograd records or will
-        recompute it. Driver thread."""
+        """Record that the forward of a module that owns `units` begins, with the tensors `inputs`, and that autograd
+        records or will recompute it. Called on the driver thread."""
         if self._reducer is not None:
             self._reducer.note_use(units, inputs, self._pass_mark)
 
     def note_backward(self, unit: Unit) -> None:
-        """Note that a backward begins to use a unit that is gathered for it."""
+        """Record that a backward begins to use a unit, whose shards are gathered for it."""
         if self._reducer is not None and self._reducer.is_open:
             self._take_waiting()
             self._reducer.note_backward(unit.index)
 
     def _pass_mark(self, mark: UseMark) -> None:
-        """Note that a backward has reached a mark. It may be one that reduces nothing (`torch.autograd.grad`)."""
+        """Record that a backward has reached a mark (a hook on a module's input). This may be a backward that reduces
+        nothing, such as `torch.autograd.grad`."""
         if self._reducer is not None and self._reducer.is_open:
             self._take_waiting()
             self._reducer.pass_mark(mark)
@@ -107,8 +110,8 @@ class GradientArrivals:
 
     def begin_own_backward(self) -> None:
         """Begin a backward that the engine did not start. If it gathers parameters, begin its reduction now, before the
-        first gather: if it began with the first gradient, two ranks might begin on two sides of a gather and wait for
-        each other."""
+        first gather. If the reduction began with the first gradient, one rank might begin it before a gather and
+        another rank after it, and the two would wait for each other."""
         self._is_counted = False
         if self._reducer is not None and self._reducer.shards_params and self._brings_gradients():
             self._begin_reduction(is_last=False)
@@ -123,17 +126,17 @@ class GradientArrivals:
             return False
 
     def expect(self, scaled: torch.Tensor) -> None:
-        """Take the gradients of `scaled` without dividing them: `engine.scale` made this loss."""
+        """Do not divide the gradients of the backward of `scaled`, a loss that `engine.scale` has made."""
         scaled.register_hook(self._begin_scaled)  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
-        """Clear the counts of a step, whose gradients are dropped or taken."""
+        """Clear the counts of a step. Called when its gradients are dropped, or when its update has them."""
         self._waiting.clear()
         self._is_scaled = False
         self.num_own_backwards = 0
 
     def abort(self) -> None:
-        """Clear everything: no backward runs any more."""
+        """Clear everything. Called when no backward runs any more."""
         self.reset()
         self._is_engines = self._frees_graph = False
 

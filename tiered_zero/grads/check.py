@@ -1,4 +1,5 @@
-"""Check a step's gradients: norms bit for bit as torch takes them, the clip factor, the loss scale, skipped steps."""
+"""Check a step's gradients: compute norms (with torch's bits) and the clip factor, adapt the loss scale, and skip steps
+whose gradients are not finite."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ _FACTOR = 2.0
 """The factor by which the loss scale changes."""
 
 SQUARES_CHUNK_NUMEL = 1 << 18
-"""Elements whose squares are summed at once in fp64: 2 MiB of extra memory, and the same order of sums everywhere."""
+"""Elements whose squares are summed at once in fp64: this takes 2 MiB of extra memory, and fixes the order of sums."""
 
 NONE_BAD = -1
 Norm = float | torch.Tensor
-"""An fp32 norm: a number if it was taken in host memory, else a 0-d tensor on the gradient's device."""
+"""An fp32 norm: a number if the gradient was in host memory, else a 0-d tensor on the gradient's device."""
 
 _DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 _fused_tails: dict[str, bool | None] = {}
@@ -37,8 +38,8 @@ _fused_tails: dict[str, bool | None] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class GradCopy:
-    """A gradient `source` [n], of the parameter `index`, to be copied or added to `target` [n] in host memory, in the
-    target's dtype."""
+    """A copy that is still to be made: the gradient `source` [n] of the parameter `index` is copied to `target` [n] in
+    host memory, or added to it if `adds`, in the target's dtype."""
 
     index: int
     target: torch.Tensor
@@ -48,10 +49,11 @@ class GradCopy:
 
 @final
 class GradNorm:
-    """Takes the fp32 norm that `clip_grad_norm_` takes of one gradient; not finite if an element is not. Any thread.
+    """Computes the fp32 norm of single gradients with the bits of `clip_grad_norm_`. A norm is not finite if an element
+    is not. Any thread.
 
-    torch converts 16-bit gradients in one pass and adds in another; the kernel gives the same bits in one pass. Whether
-    it does on this machine is tried once; if not (ARM, another compiler), torch is used.
+    torch converts 16-bit gradients in one pass and adds squares in another; the native kernel gives the same bits in
+    one pass. Whether it does so on this machine is tested once; if not (ARM, another compiler), torch is used.
     """
 
     def __init__(self, kernel: UpdateKernel | None) -> None:
@@ -67,19 +69,19 @@ class GradNorm:
         return self.in_memory([grad])[0] if grad.is_cpu else self.on_device([grad])[0]
 
     def in_memory(self, grads: Sequence[torch.Tensor]) -> list[float]:
-        """Return the norms of gradients [n] in host memory. The kernel, if it can take them, uses one thread for
-        each."""
+        """Return the norms of gradients [n] in host memory. The kernel, if it supports their dtypes, uses one thread
+        for each gradient."""
         if self._kernel is None or any(grad.dtype not in _DTYPES for grad in grads):
             return [float(torch.linalg.vector_norm(grad, 2, dtype=torch.float32).item()) for grad in grads]
         return self._kernel.copy_norms(list(map(_scan, grads)), fused_tail=self._fused_tail, threaded=True)
 
     def on_device(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Launch the norms of gradients [n] on an accelerator, 0-d each, with the call that `clip_grad_norm_` makes:
-        the order of sums is the same wherever the gradients rest. Driver or autograd's thread."""
+        """Return the norms of gradients [n] on an accelerator, each a 0-d tensor, without waiting for them. The call is
+        the one that `clip_grad_norm_` makes, so the order of sums is the same. Driver thread or autograd's."""
         return torch._foreach_norm(list(grads), 2, dtype=torch.float32) if grads else []
 
     def fuses(self, copies: Sequence[GradCopy]) -> bool:
-        """Return whether `copy` can take these copies."""
+        """Return whether `copy` and `copy_threaded` can make these copies."""
         if self._kernel is None:
             return False
         for copy in copies:
@@ -89,12 +91,13 @@ class GradNorm:
         return True
 
     def copy(self, copies: Sequence[GradCopy]) -> list[float]:
-        """Make the copies in order, and return the norm of what each target then holds."""
+        """Make the copies in order, and return the norm of each target afterwards. `fuses` must have returned True."""
         assert self._kernel is not None, "`fuses` was asked"
         return self._kernel.copy_norms(list(map(_row, copies)), fused_tail=self._fused_tail)
 
     def copy_threaded(self, copies: Sequence[GradCopy]) -> None:
-        """Make the copies on the kernel's threads, without norms. No two have the same target."""
+        """Make the copies on the kernel's threads, without norms. No two may have the same target. `fuses` must have
+        returned True."""
         assert self._kernel is not None, "`fuses` was asked"
         self._kernel.copy(list(map(_row, copies)))
 
@@ -121,8 +124,9 @@ def _find_fused_tail(kernel: UpdateKernel) -> bool | None:
 
 
 def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, list[torch.Tensor]]:
-    """Sum the squares of averages in fp64, by parameter: lists of 0-d tensors. `values`: [n], elements `span` of the
-    unit's gradients. Launches on their device."""
+    """Return parameter index -> fp64 sums of squares of its gradient, each a 0-d tensor for one chunk. `values`: [n],
+    elements `span` of the unit's averaged gradients. The sums are computed on the device of `values`, without waiting
+    for them."""
     squares: dict[int, list[torch.Tensor]] = {entry.param.index: [] for entry in unit.entries}
     for entry in unit.entries:
         stop = min(entry.stop, span.stop)
@@ -135,9 +139,8 @@ def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, lis
 
 def sum_squares(units: Iterable[UnitGradients], spans: Mapping[int, Sequence[range]]) -> tuple[float, int]:
     """Return the fp64 sum of squares of the averaged gradients in this rank's shards, and the index of the first
-    parameter whose gradient is not finite, or NONE_BAD. `spans`: unit -> the elements that this rank reduces, as its
-    buckets cut them. Gradients that were not measured on arrival are read at their home. The host waits once for the
-    device."""
+    parameter whose gradient is not finite, or NONE_BAD. `spans`: unit index -> the parts into which buckets cut this
+    rank's shard. Squares that were not summed on arrival are computed now. The host waits once for the device."""
     found: list[tuple[int, list[torch.Tensor]]] = []
     for each in units:
         if not each.present:
@@ -161,7 +164,7 @@ def sum_squares(units: Iterable[UnitGradients], spans: Mapping[int, Sequence[ran
 
 
 def _on_host(numbers: Sequence[torch.Tensor]) -> list[float]:
-    """Return the values of 0-d tensors in their order. Those on the device are copied together."""
+    """Return the values of 0-d tensors, in their order. The values on the device are copied to the host together."""
     on_device = [number for number in numbers if not number.is_cpu]
     came = iter(torch.stack(on_device).tolist() if on_device else ())
     return [float(number) if number.is_cpu else next(came) for number in numbers]
@@ -169,9 +172,9 @@ def _on_host(numbers: Sequence[torch.Tensor]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class GradCheck:
-    """The result of a gradient check. `norm`: global L2 norm of the unscaled gradients. `grad_scale`: the factor by
-    which the update multiplies gradients, to unscale and clip at once. `first_bad`: the first parameter whose gradient
-    is not finite."""
+    """The result of a gradient check. `finite`: whether all gradients are finite. `norm`: the global L2 norm of the
+    unscaled gradients. `grad_scale`: the factor by which the update multiplies gradients, to unscale and clip them at
+    once. `first_bad`: the name of the first parameter whose gradient is not finite."""
 
     finite: bool
     norm: float
@@ -185,12 +188,12 @@ def check_gradients(
     max_norm: float,
     device: torch.device = CPU,
 ) -> GradCheck:
-    """Compute the global norm and clip factor as torch.nn.utils.clip_grad_norm_ does from the norms of parameters, in
-    fp32.
+    """Check the gradients of one rank: compute the global norm and the clip factor from the norms of single gradients,
+    in fp32, as torch.nn.utils.clip_grad_norm_ does.
 
-    `norms`: norms of gradients scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not
-    clip. `device`: adds up all norms; it is the device of compute, whatever tier gradients rest on. The host waits
-    once.
+    `norms`: each parameter and the norm of its gradient, multiplied by `loss_scale`, in the order of
+    `model.parameters()`. `max_norm`: the largest norm that is not clipped; 0 does not clip. `device`: the device that
+    adds up the norms: the one of compute, whatever tier the gradients rest on. The host waits for it once.
     """
     on_host = torch.tensor([norm for _, norm in norms if isinstance(norm, float)], dtype=torch.float32, device="cpu")
     numbers = iter(on_host.to(device).unbind())
@@ -209,8 +212,9 @@ def check_gradients(
 
 
 def check_squares(squares: float, first_bad: str | None, loss_scale: float, max_norm: float) -> GradCheck:
-    """Check the gradients of many ranks. `squares`: the fp64 sum of squares over all ranks, of gradients scaled by
-    `loss_scale`, the same on every rank. `first_bad`: the first parameter whose gradient is not finite on any rank."""
+    """Check the averaged gradients of many ranks. `squares`: the fp64 sum of squares over all ranks, of gradients
+    multiplied by `loss_scale`; equal on every rank. `first_bad`: the name of the first parameter whose gradient is not
+    finite on any rank. `max_norm`: the largest norm that is not clipped; 0 does not clip."""
     finite = first_bad is None
     norm = math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
     total = torch.tensor(norm, dtype=torch.float64, device="cpu")
@@ -219,18 +223,20 @@ def check_squares(squares: float, first_bad: str | None, loss_scale: float, max_
 
 
 class LossScaler:
-    """Holds `scale`, the factor of the loss. Call `update` once a step with whether the gradients overflowed.
+    """Holds `scale`, the factor by which the loss is multiplied, and adapts it at the end of each step.
 
-    `loss_scale` > 0 is static. 0 is dynamic, starting at 2**initial_scale_power. Each overflow uses up one of
-    `hysteresis` credits, except the last: from then on every overflow halves the scale, down to `min_loss_scale`. The
-    scale doubles when the steps since the last overflow, less one, are a positive multiple of `loss_scale_window`.
-    Credits are refilled when the scale doubles, or, with `consecutive_hysteresis`, by every good step.
+    fp16.loss_scale > 0 is a fixed scale. 0 means a dynamic scale, which starts at 2**initial_scale_power. The first
+    `hysteresis` - 1 overflows each use up a credit; after them every overflow halves the scale, down to
+    `min_loss_scale`. The scale doubles when the steps since the last overflow, less one, are a positive multiple of
+    `loss_scale_window`. Credits are refilled when the scale doubles, or, with `consecutive_hysteresis`, by every step
+    without overflow.
 
     Source: DeepSpeed 0.19, runtime/fp16/loss_scaler.py, DynamicLossScaler.update_scale.
     """
 
     def __init__(self, section: Fp16Section) -> None:
-        """Raises ConfigError if the floor is above the first scale; the section has checked the rest."""
+        """`section`: the config's fp16 section, whose fields are checked. Raises ConfigError if `min_loss_scale` is
+        above the first scale."""
         power, floor = section.initial_scale_power, section.min_loss_scale
         self.dynamic = section.loss_scale == 0
         self.scale = 2.0**power if self.dynamic else float(section.loss_scale)
@@ -245,7 +251,8 @@ class LossScaler:
         self._credits = section.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Adapt `scale` at the end of a step. Raises NonFiniteError, without a change, on an overflow at the floor."""
+        """Adapt `scale` at the end of a step. `overflow`: whether its gradients were not finite. Raises NonFiniteError,
+        with nothing changed, on an overflow at `min_loss_scale`."""
         if not self.dynamic:
             return
         if overflow:
@@ -274,12 +281,13 @@ class LossScaler:
         self.scale = max(self.scale / _FACTOR, floor)
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return plain numbers. With the same settings, `load_state_dict` continues from them bit for bit."""
+        """Return the state as plain numbers. With the same config, `load_state_dict` continues from them exactly."""
         counts = {"step": self._step, "last_overflow": self._last_overflow, "credits": self._credits}
         return {"scale": self.scale, **counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state. A static scale keeps the config's value, which is the newer one."""
+        """Continue from `state`, the result of `state_dict()`. A fixed scale keeps the config's value. Raises
+        ConfigError if `state` is incomplete or its scale is not finite and above 0."""
         if not self.dynamic:
             return
         missing = self.state_dict().keys() - state.keys()
@@ -296,7 +304,8 @@ class LossScaler:
 
 @dataclass(frozen=True, kw_only=True)
 class OverflowCounts:
-    """Counts of steps. `nonfinite_in_a_row` includes steps that were applied because nothing checks for overflow."""
+    """Counts of steps with gradients that are not finite. `nonfinite_in_a_row` includes steps that were applied
+    because nothing checks for overflow."""
 
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -305,8 +314,8 @@ class OverflowCounts:
 
 @final
 class OverflowGuard:
-    """Skips steps whose gradients are not finite, and adapts the loss scale. Driver thread. `checks`: False applies
-    such steps with a warning, as plain PyTorch does in fp32."""
+    """Decides to skip steps whose gradients are not finite, and adapts the loss scale. Used on the driver thread.
+    `scaler`: None without fp16. `checks`: False applies such steps with a warning, as plain PyTorch does in fp32."""
 
     def __init__(self, scaler: LossScaler | None, checks: bool) -> None:
         self.scaler = scaler
@@ -326,14 +335,14 @@ class OverflowGuard:
         return self.counts, self.scaler.state_dict() if self.scaler is not None else None
 
     def restore(self, state: tuple[OverflowCounts, Mapping[str, Any] | None]) -> None:
-        """Restore what `state()` returned before a step that is dropped."""
+        """Set counts and loss scale back to `state`, the result of `state()` before the step that is dropped."""
         self.counts, scaler_state = state
         if self.scaler is not None and scaler_state is not None:
             self.scaler.load_state_dict(scaler_state)
 
     def allows(self, check: GradCheck, step: int) -> bool:
-        """Count the gradient check of `step`, update the loss scale, and return whether to apply the step. Raises
-        NonFiniteError if training cannot go on; the step is counted then, too."""
+        """Return whether to apply the step `step` with the gradient check `check`. Count the step, and adapt the loss
+        scale. Raises NonFiniteError if training cannot go on; the step is counted all the same."""
         counts = self.counts
         in_a_row = 0 if check.finite else counts.nonfinite_in_a_row + 1
         warns = in_a_row & (in_a_row - 1) == 0  # warn at 1, 2, 4, ... in a row

@@ -1,4 +1,4 @@
-"""Hold one unit's gradients at their home, and what users see of them as `param.grad`."""
+"""Hold one unit's gradients at their home, and the tensors that users get as `param.grad`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tiered_zero.tiers.tier import Tier
 
 
 class ExpiredGradient(torch.Tensor):
-    """A `param.grad` kept beyond its step. Its memory holds other values now, so every use is refused."""
+    """The class of a `param.grad` that the user has kept beyond its step. Its memory holds other values now, so every
+    use raises ModelError."""
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -37,21 +38,23 @@ class ExpiredGradient(torch.Tensor):
 
 @dataclass(kw_only=True)
 class UnitGradients:
-    """The gradients of one unit. All sets and dicts hold parameter indices. The store changes it, on the driver or
-    autograd's thread.
+    """The gradients of one unit. All sets and dicts have parameter indices as elements and keys. GradientStore changes
+    the object, on the driver thread or autograd's.
 
-    `flat`: [P] of the unit's dtype, or fp32 if micro-batches are summed; zeros between entries. Empty for gradients on
-    NVMe, which `paged` and `paged_spare` hold; `opened` returns the flat in both cases. `spare`: a second flat, if the
-    update of one step runs under the next backward. `present`: parameters with a gradient in this step. `arrived`:
-    those of this backward. `norms`: norms of gradients that were measured on arrival. `squares`: parts of the sum of
-    squares of averages measured on arrival, in this rank's shard. `last`: the transfer that left the device last.
-    `frozen`: the update of these gradients has begun. `shown`: what users got as `param.grad`: a view of the flat in
-    the parameter's shape; a copy under a loss scale or on NVMe; or the user's own tensor for those in `assigned`, which
-    `store_assigned` copies into the flat. `zeroed`: present with value 0, so nothing is added. `earlier`: had a
-    gradient since zero_grad() last set gradients to None. `shard`: with many ranks, if each keeps the sums of its own
-    shard only, the elements of the unit's flat that `flat` holds; None: all. `num_sums`: how many reductions `flat` (of
-    a whole unit: this rank's shard of it) is the sum of; if 0, the content of a shard is undefined. `waiting`: this
-    rank's gradients [numel] of a shard or of a reduced unit that no bucket has taken, in fp32 if they are sums.
+    `flat`: the gradients, [P] of the unit's dtype, or fp32 if micro-batches are summed; zeros between entries. For
+    gradients on NVMe `flat` is empty, and `paged` and `paged_spare` hold them; `opened` gives the flat in both cases.
+    `spare`: a second flat, if the update of one step runs under the next backward. `present`: parameters with a
+    gradient in this step. `arrived`: parameters with a gradient in this backward. `norms`: norms that were computed on
+    arrival. `squares`: sums of squares of averaged gradients in this rank's shard, computed on arrival. `last`: the
+    last transfer of gradients to their home. `frozen`: whether the update of these gradients has begun. `shown`: the
+    tensors that users got as `param.grad`: a view of the flat in the parameter's shape; a copy, with a loss scale or on
+    NVMe; or the user's own tensor for parameters in `assigned`, which is copied to the flat later. `zeroed`: parameters
+    whose gradient was set to 0, so the next gradient replaces it. `earlier`: parameters that had a gradient since
+    zero_grad() last set gradients to None. `shard`: the elements of the unit's flat that `flat` holds, if each of many
+    ranks keeps only the sums of its shard; None: all. `num_sums`: how many reductions of this step have been added up
+    in `flat` (if it holds the whole unit, in this rank's shard of it); while 0, the content of a shard is undefined.
+    `waiting`: gradients [numel] of this rank, of a shard or of a unit that was reduced before, that no bucket has
+    copied yet; fp32 if they are sums.
     """
 
     unit: Unit
@@ -87,8 +90,9 @@ class UnitGradients:
         windows: FlatWindows | None = None,
         cuts: Iterable[int] = (),
     ) -> UnitGradients:
-        """Reserve the slots for the unit's gradients, `nbytes` each. `windows`: for a tier that cannot be addressed.
-        `cuts`: the first elements of the parts that the update reads, in the unit's flat."""
+        """Reserve slots of `nbytes` each on `tier` for the unit's gradients. `has_spare`: whether to reserve a second
+        slot. `windows`: buffers in host memory for a tier that cannot be addressed (NVMe). `cuts`: the first elements,
+        in the unit's flat, of the parts that the update reads."""
         start = 0 if shard is None else shard.start
         numel = unit.numel if shard is None else len(shard)
         padding = tuple(_padding(unit)) if shard is None else ()
@@ -133,24 +137,25 @@ class UnitGradients:
 
     @property
     def holds_sums(self) -> bool:
-        """Whether this rank's gradients of the unit are fp32, as sums over micro-batches are."""
+        """Whether this rank's gradients of the unit are fp32; sums over micro-batches are."""
         own = [*([self.flat] if self.shard is None else []), *self.waiting.values()]
         return any(values.dtype == torch.float32 for values in own)
 
     @property
     def is_unreduced(self) -> bool:
-        """Whether this rank has gradients of the unit that no bucket has taken."""
+        """Whether this rank has gradients of the unit that no bucket has copied for a reduction."""
         return bool(self.waiting if self.shard is not None or self.num_sums else self.present)
 
     def opened(self, lane: str = "compute") -> AbstractContextManager[torch.Tensor]:
-        """Return a context with `flat` in memory; if it rests on NVMe, only inside the block. On `lane`, or on the
-        driver for "compute"."""
+        """Return a context that gives the unit's gradients as one tensor in memory; gradients on NVMe are there only
+        inside the block. `lane`: the lane that uses it; "compute" for the driver thread."""
         return nullcontext(self.flat) if self.paged is None else self.paged.windows.open(self.paged, lane)
 
     def submit(
         self, lane: Lane, job: Callable[[], None], after: Sequence[Transfer], holds: Sequence[torch.Tensor]
     ) -> Transfer:
-        """Submit a job that launches copies to `opened`. The window is written to NVMe only after they are complete."""
+        """Submit a job that launches copies to the tensor of `opened`, and return its transfer. Gradients on NVMe are
+        written to disk only after these copies are complete."""
         if (paged := self.paged) is None:
             return lane.submit(job, after=after, holds=holds, waits=False)
         transfer = LaneTransfer(launched=threading.Event())
@@ -172,7 +177,7 @@ class UnitGradients:
         )
 
     def swap(self) -> None:
-        """Exchange `flat` and `spare`, if there is one: an update reads the old `flat` under the next backward."""
+        """Exchange `flat` and `spare`, if there is a spare: an update reads the old `flat` under the next backward."""
         if self.spare is not None:
             self.flat, self.spare = self.spare, self.flat
         if self.paged_spare is not None:
@@ -196,17 +201,19 @@ class UnitGradients:
             self.paged = self.paged.next()
 
     def wait_transfers(self) -> None:
-        """Block until every gradient that has left the device is at its home. Raises the errors of the transfers."""
+        """Block until every gradient that was sent to its home is there. Raises the errors of the transfers."""
         if self.last is not None:
             self.last.wait()
 
     def copy(self, entry: FlatEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Copy one parameter's gradient, in the parameter's shape. `dtype`: None keeps that of the flat."""
+        """Return a copy of one parameter's gradient in the parameter's shape. `dtype`: None keeps the dtype of the
+        flat."""
         with self.opened() as flat:
             return entry.param.view(flat[entry.start : entry.stop]).to(dtype or flat.dtype, copy=True)
 
     def show(self, entry: FlatEntry, loss_scale: float) -> torch.Tensor:
-        """Return the `param.grad` of a present gradient: the same object until the step ends."""
+        """Return the tensor that users get as `param.grad` of a parameter with a gradient: the same object until the
+        step ends. With a loss scale, or on NVMe, it is an unscaled copy."""
         index = entry.param.index
         if index not in self.assigned:
             self.wait_transfers()
@@ -221,8 +228,8 @@ class UnitGradients:
         return self.copy(entry) if loss_scale == 1.0 else self.copy(entry, torch.float32).mul_(1 / loss_scale)
 
     def take_changed(self, loss_scale: float) -> list[tuple[FlatEntry, torch.Tensor]]:
-        """Expire the copies that users hold as `param.grad`, and return the gradients that they assigned or changed,
-        unscaled."""
+        """Return the gradients that users assigned, and the copies that users changed, unscaled. Copies that users hold
+        as `param.grad` raise ModelError from then on."""
         if not self.shown:
             return []
         self.wait_transfers()
@@ -239,18 +246,18 @@ class UnitGradients:
         return found
 
     def entries_present(self) -> dict[int, torch.Tensor]:
-        """Return a view [numel] of each gradient at its home, by parameter."""
+        """Return parameter index -> a view [numel] of the gradient at its home."""
         present = (entry for entry in self.unit.entries if entry.param.index in self.present)
         return {entry.param.index: self.flat[entry.start : entry.stop] for entry in present}
 
     def take_waiting(self) -> dict[int, torch.Tensor]:
-        """Return and clear this rank's gradients that wait for a bucket, by parameter. Call `GradientStore.free_taken`
-        later."""
+        """Remove this rank's gradients that wait for a bucket, and return them by parameter index. The caller calls
+        `GradientStore.free_taken` once buckets have copied them."""
         taken, self.waiting = self.waiting, {}
         return taken
 
     def check_new(self, entry: FlatEntry, grad: torch.Tensor) -> None:
-        """Raise ModelError if the unit cannot take this gradient of the parameter."""
+        """Raise ModelError if `grad` is sparse, or if the unit's update has begun, so it cannot be added."""
         if grad.layout is not torch.strided:
             raise ModelError(
                 f"The gradient of {entry.param.name} is sparse; gradients are reduced as dense arrays. "
@@ -278,12 +285,11 @@ class UnitGradients:
             owner.discard(index)
 
     def adds_to(self, index: int) -> bool:
-        """Return whether a further gradient of the parameter is added rather than stored."""
+        """Return whether the next gradient of the parameter is added to the present one, not copied over it."""
         return index in self.present and index not in self.zeroed
 
     def store_assigned(self) -> None:
-        """Copy the tensors that users assigned into the flat. torch sums the norm in the order of a tensor's memory,
-        which the copy changes: if strides differ, take the norm of the user's own tensor."""
+        """Copy the tensors that users assigned into the flat."""
         if not self.assigned:
             return
         self.wait_transfers()
@@ -293,7 +299,8 @@ class UnitGradients:
                 self.assigned.discard(index)
 
     def replace(self, entry: FlatEntry, value: torch.Tensor) -> None:
-        """Copy `value`, in the parameter's shape, to the gradient's home."""
+        """Copy `value`, in the parameter's shape, to the gradient's home. torch sums a norm in the order of a tensor's
+        memory: if the copy has another order, compute the norm of `value` now."""
         with self.opened() as flat:
             view = entry.param.view(flat[entry.start : entry.stop])
             view.copy_(value)
@@ -302,7 +309,7 @@ class UnitGradients:
             self.norms[entry.param.index] = torch.linalg.vector_norm(value, 2, dtype=torch.float32)
 
     def set_zero(self) -> None:
-        """Set to 0 every gradient since `zero_grad()` last set gradients to None."""
+        """Set to 0 the gradient of every parameter that had one since `zero_grad()` last set gradients to None."""
         self.wait_transfers()
         self.present |= self.earlier
         self.waiting.clear()
@@ -324,7 +331,8 @@ class UnitGradients:
         self.norms.clear()
 
     def expire_views(self, indices: Iterable[int] | None = None) -> None:
-        """Expire the views of the flat that users may hold: its memory is used again."""
+        """Make every use of the views that users hold as `param.grad` raise ModelError, because their memory is used
+        again. `indices`: of these parameters; None: of all."""
         for index in tuple(self.shown) if indices is None else indices:
             view = self.shown.pop(index, None)
             if view is not None and index not in self.assigned:
@@ -332,14 +340,14 @@ class UnitGradients:
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Compare the bits of tensors of one dtype; a NaN equals itself."""
+    """Return whether two tensors of one dtype have the same bits; a NaN equals itself."""
     bits = torch.int32 if left.itemsize == 4 else torch.int16
     return torch.equal(left.view(bits), right.view(bits))
 
 
 def _padding(unit: Unit) -> Iterator[slice]:
-    """Yield the gaps between entries and after the last, which must be zeroed. The rest of the flat is written before
-    it is read, and takes no memory until then."""
+    """Yield the gaps in the unit's flat between entries and after the last entry, which must be set to zero. The rest
+    of the flat is written before it is read, and occupies no memory until then."""
     stops = [0, *(entry.stop for entry in unit.entries)]
     starts = [*(entry.start for entry in unit.entries), unit.numel]
     for stop, start in zip(stops, starts, strict=True):

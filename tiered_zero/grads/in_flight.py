@@ -1,10 +1,11 @@
-"""Move gradients from the device to host memory, limit how many are under way, and free their device memory.
+"""Move gradients from the device to host memory, limit how many bytes are under way, and free their device memory.
 
 [Note: Waits for gradients]
 Copies start as gradients come, and the host waits for a whole unit at a time: the lane's stream is in order, so waiting
-for the last copy is enough. One of three waits first: autograd's thread, when a third unit's gradients find no room;
-the update, when it needs them; or a window of gradients on NVMe, before it is written. The others find the transfer
-complete. For sums in host memory the lane waits, buffer by buffer.
+for the last copy is enough. One of three waits first: autograd's thread, when there is no memory for a third unit's
+gradients; the update, when it needs the gradients; or the write of a window (a buffer in host memory for one unit's
+gradients on NVMe), before it starts. Later waits find the transfer complete. For sums in host memory the reduce lane
+waits, buffer by buffer.
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.sizes import align_up
 
 SUM_CHUNK_NUMEL = 1 << 15
-"""Elements that the reduce lane adds at once: few enough that torch stays on the lane's one thread."""
+"""Elements that the reduce lane adds at once: so few that torch uses only the lane's own thread."""
 
 BATCH_NBYTES = 1 << 20
-"""Gradients of a unit are sent together once they reach this size or the unit's last one has come: a job of the lane
-costs more than the copy of a bias. Those that are added up in host memory fill a staging buffer instead, since each job
-waits."""
+"""Gradients of a unit are sent together once they reach this size or the unit's last gradient has come, because a job
+of the lane costs more than the copy of a bias. Gradients that are added up in host memory are sent together once they
+fill a staging buffer, because each such job waits."""
 
 STAGED_ALIGNMENT = 64
 """Alignment in bytes of gradients in one staging buffer: a cache line."""
 
 NUM_KEPT = 4
-"""Transferred batches kept before they are freed. Autograd's thread frees them, in order, so that every step meets the
-same heap: when the reduce lane freed them, at varying times, they left holes of 25 MiB.
+"""The number of transferred batches that are kept before they are freed. Autograd's thread frees them, in order, so
+that every step finds the heap in the same state: when the reduce lane freed them, at varying times, they left holes of
+25 MiB.
 """
 
 
 def copy_or_add(source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: float = 1.0) -> None:
-    """Copy or add `source` [n], after dividing it in place by `divisor`, to the first elements of `target`. On the
-    reduce lane."""
+    """Divide `source` [n] in place by `divisor`, and copy it to the first elements of `target`, or add it to them if
+    `adds`. Runs on the reduce lane."""
     for low in range(0, source.numel(), SUM_CHUNK_NUMEL):
         chunk = source[low : low + SUM_CHUNK_NUMEL]
         into = target[low:][: chunk.numel()]
@@ -54,8 +56,8 @@ def copy_or_add(source: torch.Tensor, target: torch.Tensor, *, adds: bool, divis
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """One gradient on its way: `source` [n] of the parameter `index`, for elements `place` of its unit's flat. `adds`:
-    add it."""
+    """One gradient on its way to its home: `source` [n] of the parameter `index`, for elements `place` of its unit's
+    flat. `adds`: add it to the gradient there, instead of replacing that."""
 
     index: int
     place: slice
@@ -65,11 +67,12 @@ class Arrival:
 
 @final
 class GradientBatch(Transfer):
-    """Gradients of one unit that one job moves to their home. It is sent when it is full or complete, or when the
-    driver or autograd's thread waits for it. `measures`: also take their norms."""
+    """The transfer of gradients of one unit that one job moves to their home. The job is submitted ("sent") when the
+    batch is full, when the unit's last gradient has come, or when the driver or autograd's thread waits for it.
+    `measures`: whether to compute their norms too."""
 
     def __init__(self, gradients: UnitGradients, measures: bool, send: Callable[[], None]) -> None:
-        """`send`: sends the open batch."""
+        """`send`: sends this batch, while it is open."""
         self.gradients, self.measures = gradients, measures
         self.arrivals: list[Arrival] = []
         self.nbytes = 0
@@ -88,7 +91,7 @@ class GradientBatch(Transfer):
 
 @dataclass(eq=False, kw_only=True)
 class _Load:
-    """One staging buffer in use. `parts`: gradients whose sources are in the buffer once `arrival` is done."""
+    """One staging buffer in use. `parts`: the copies and sums to make from the buffer once `arrival` is done."""
 
     lease: Lease
     parts: list[GradCopy] = field(default_factory=list)
@@ -97,11 +100,12 @@ class _Load:
 
 @final
 class InFlightGradients:
-    """Limits the gradients on the device whose transfer has not ended. Driver or autograd's thread."""
+    """Sends gradients from the device to their homes, and limits the bytes of those whose transfer has not ended. Used
+    on the driver thread or autograd's."""
 
     def __init__(self, runtime: Runtime, limit_nbytes: int, staging: StagingPool | None, norms: GradNorm) -> None:
-        """`limit_nbytes`: beyond it autograd waits for the oldest. `staging`: used where gradients are summed in host
-        memory."""
+        """`limit_nbytes`: the number of bytes beyond which autograd waits for the oldest gradients. `staging`: buffers
+        for gradients that are added up in host memory."""
         self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
         self._span = runtime.accelerator.timer(runtime.recorder)
         self._limit_nbytes = limit_nbytes
@@ -109,16 +113,16 @@ class InFlightGradients:
         self._norms = norms
         self._open: GradientBatch | None = None
         self._batches: deque[GradientBatch] = deque()
-        """Batches that were sent, oldest first."""
+        """Batches that were sent and have not ended, oldest first."""
         self._in_flight_nbytes = 0
         """Bytes of the open batch and of `_batches`."""
         self._transferred: deque[GradientBatch] = deque()
-        """Batches whose gradients are to be freed, oldest first."""
+        """Batches that have ended and whose gradients are not freed yet, oldest first."""
         self._transferred_nbytes = 0
 
     def send(self, gradients: UnitGradients, arrival: Arrival, *, measures: bool) -> None:
-        """Send a gradient, possibly together with the next ones of its unit. Wait for the oldest until there is
-        room."""
+        """Add a gradient to the open batch of its unit, which is sent now or with later gradients. If too many bytes
+        are under way, wait for the oldest gradients first. `measures`: whether to compute its norm."""
         nbytes, batch = arrival.source.nbytes, self._open
         sums = self._staging if arrival.adds and not arrival.source.is_cpu else None
         if batch is not None and (
@@ -151,14 +155,15 @@ class InFlightGradients:
         self._batches.append(batch)
 
     def _measure_on_device(self, batch: GradientBatch) -> None:
-        """Launch the norms of gradients that are not added to others. On the CPU the copy takes norms in the same
-        pass."""
+        """Start to compute, on the device, the norms of the batch's gradients that are not added to others. (For
+        gradients on the CPU the copy computes the norms in the same pass.)"""
         new = [arrival for arrival in batch.arrivals if not arrival.adds]
         norms = self._norms.on_device([arrival.source for arrival in new])
         batch.gradients.norms.update((arrival.index, norm) for arrival, norm in zip(new, norms, strict=True))
 
     def _bring(self, batch: GradientBatch) -> None:
-        """Launch the copies, on the reduce lane. Wait only for those that are added up in host memory."""
+        """Launch the copies of a batch, on the reduce lane. Wait only for gradients that are added up in host
+        memory."""
         gradients, norms = batch.gradients, batch.gradients.norms
         on_device = not batch.arrivals[0].source.is_cpu
         for arrival in batch.arrivals:
@@ -189,8 +194,8 @@ class InFlightGradients:
                 norms.update(zip(left, self._norms.in_memory(list(left.values())), strict=True))
 
     def receive(self, source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: float) -> None:
-        """Copy or add `source` [n], divided in place by `divisor`, to `target`. On the reduce lane; the host waits for
-        the device if it adds in host memory."""
+        """Divide `source` [n] in place by `divisor`, and copy it to `target`, or add it if `adds`. Runs on the reduce
+        lane, which waits for the device only to add in host memory."""
         if source.is_cpu and target.is_cpu:
             copy_or_add(source, target, adds=adds, divisor=divisor)
             return
@@ -205,8 +210,9 @@ class InFlightGradients:
             self._add([GradCopy(index=-1, target=target, source=source, adds=adds)])
 
     def _add(self, copies: Sequence[GradCopy]) -> None:
-        """Add gradients to fp32 sums in host memory through staging buffers. Fill each buffer, wait for it once, add
-        its parts; with two buffers one is filled while the other is added. On the reduce lane."""
+        """Make copies and sums in host memory through staging buffers: fill each buffer from the device, wait for it
+        once, then copy or add its parts. With two buffers one is filled while the other is added. Runs on the reduce
+        lane."""
         coming: deque[_Load] = deque()
         try:
             for parts in self._loads(copies):
@@ -229,7 +235,7 @@ class InFlightGradients:
                 load.lease.release()
 
     def _loads(self, copies: Sequence[GradCopy]) -> Iterator[list[tuple[int, GradCopy]]]:
-        """Cut the copies into lists that fill one staging buffer each: (first byte in the buffer, part)."""
+        """Yield the parts of `copies` that fill one staging buffer, each with its first byte in the buffer."""
         room = 0 if self._staging is None else self._staging.buffer_nbytes
         parts: list[tuple[int, GradCopy]] = []
         used = 0
@@ -256,13 +262,15 @@ class InFlightGradients:
         coming.popleft().lease.release()
 
     def end_backward(self) -> None:
-        """Wait until the gradients under way are within the limit, and free the rest. Raises transfer errors."""
+        """Wait until at most `limit_nbytes` are under way, and free all gradients whose transfers have ended. Raises
+        transfer errors."""
         self.flush()
         self._wait(self._limit_nbytes)
         self._free(0, 0)
 
     def wait_all(self) -> None:
-        """Block until every transfer has ended, including those of empty gradients. Raises one error per call."""
+        """Block until every transfer has ended, including those of gradients without elements. Raises at most one
+        error per call."""
         self._wait(-1)
 
     def drain(self) -> None:
@@ -278,7 +286,7 @@ class InFlightGradients:
             raise failure
 
     def clear(self) -> None:
-        """Free everything, including what a failed wait has left. The lanes are idle."""
+        """Free all gradients, including those that a failed wait has left. The lanes must be idle."""
         for batch in (*self._batches, *self._transferred):
             batch.arrivals.clear()
         self._open = None
@@ -288,7 +296,8 @@ class InFlightGradients:
         self._ledger.correct("device", "gradient_in_flight", 0)
 
     def _wait(self, allowed_nbytes: int) -> None:
-        """Wait for the oldest batches until at most `allowed_nbytes` are in flight or not freed yet."""
+        """Wait for the oldest batches, and free their gradients, until at most `allowed_nbytes` are in flight or not
+        freed yet."""
         while self._batches or self._open is not None:
             is_over = self._in_flight_nbytes > allowed_nbytes
             if not self._batches:
@@ -309,8 +318,9 @@ class InFlightGradients:
         self._free(NUM_KEPT, allowed_nbytes - self._in_flight_nbytes)
 
     def _awaited(self, allowed_nbytes: int) -> Transfer:
-        """Return the batch to wait for when too much is in flight: the last of the oldest unit; the oldest batch if all
-        are of one unit, so that its others go on; the last of all if none may be left."""
+        """Return the batch to wait for when more than `allowed_nbytes` are in flight: the last batch of the oldest
+        unit; the oldest batch if all are of one unit, so that the others go on; the very last batch if `allowed_nbytes`
+        is negative and none may be left."""
         if allowed_nbytes < 0:
             return self._batches[-1]
         oldest = self._batches[0]
@@ -319,7 +329,8 @@ class InFlightGradients:
         return next(batch for batch in reversed(self._batches) if batch.gradients is oldest.gradients)
 
     def _free(self, num_kept: int, allowed_nbytes: int) -> None:
-        """Free the oldest transferred batches until at most `num_kept`, and `allowed_nbytes`, are left."""
+        """Free the oldest transferred batches until at most `num_kept` batches, and at most `allowed_nbytes` bytes, are
+        left."""
         while len(self._transferred) > num_kept or (self._transferred and self._transferred_nbytes > allowed_nbytes):
             freed = self._transferred.popleft()
             freed.arrivals.clear()

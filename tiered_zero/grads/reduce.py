@@ -1,10 +1,11 @@
-"""Average gradients over ranks: in backward if each rank keeps its shard of them or `overlap_comm` says so, else in
-step().
+"""Average gradients over ranks: in backward if each rank keeps only its shard of gradients or `overlap_comm` is set,
+else in step().
 
-Collectives go in the order of `layout.buckets`. Ranks first agree which buckets to reduce: in backward those of units
-that some rank has used in forward, in step() those of parameters with a gradient on some rank. Neither this nor the
-place of a reduction among gathers ([Note: Places of reductions]) depends on when a gradient or a transfer is complete.
-Numbers: see [Note: Order of sums over ranks].
+Gradients are reduced in buckets (memory for the gradients of several units), in the order of `layout.buckets`. Ranks
+first agree which buckets to reduce: in backward those of units that some rank has used in forward, in step() those of
+parameters with a gradient on some rank. Neither this choice nor the place of a reduction among gathers
+([Note: Places of reductions]) depends on when a gradient or a transfer is complete. The order in which gradients are
+added is in [Note: Order of sums over ranks].
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ _BACKWARD, _STEP = b"b", b"s"
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """How gradients are reduced. `buckets`: in their order. `gathers`: every rank gets the whole average, not only that
-    of its shards. `before`, `after`: divisors of the gradients and of their sums. `dtype`: dtype of the sums; None: the
-    gradients' own. `overlaps`: backward goes on while a bucket is reduced. `shards_params`: backward gathers parameters
-    between buckets. `in_backward`: the last backward of a step reduces whole gradients."""
+    """How gradients are reduced. `buckets`: all buckets, in their order. `gathers`: whether every rank gets the whole
+    average, not only that of its shards. `before`, `after`: divisors of the gradients before they are added and of
+    their sums. `dtype`: dtype of the sums; None: the dtype of the gradients. `overlaps`: whether backward goes on while
+    a bucket is reduced. `shards_params`: whether backward gathers parameters between buckets. `in_backward`: whether
+    the last backward of a step reduces whole gradients."""
 
     buckets: Sequence[Bucket]
     gathers: bool
@@ -54,22 +56,24 @@ class Reduction:
 
 @final
 class GradientReducer:
-    """Averages the gradients of all ranks, bucket by bucket. Driver thread, or autograd's while the driver waits.
+    """Averages the gradients of all ranks, bucket by bucket. Used on the driver thread, or on autograd's while the
+    driver waits.
 
-    Afterwards each rank's shard of a unit's flat holds the average, and `present` of every unit is the union over
-    ranks: a parameter that some rank's backward has not reached counts as zeros there.
+    Afterwards each rank's shard of a unit's flat holds the average. `present` of every unit is then the union over
+    ranks: on a rank whose backward has not reached a parameter, its gradient counts as zeros.
 
     [Note: Gradients of shards] If each rank keeps only its shards of gradients, every backward reduces. A bucket is
     reduced after the one before it, once this rank's gradients of its units are complete, while backward goes on; if
-    backward gathers parameters, once backward has passed its units ([Note: Places of reductions]). A unit that this
-    rank's forward has not used is complete at once, with zeros. Buckets that are left when backward ends are reduced
-    then, as they are. A gradient that comes after its unit's bucket was reduced (of a unit not noticed in forward, or a
-    parameter that had none before) waits for step() or for the next backward, which reduces it first. A bucket without
-    memory waits for the oldest, which every rank has started before.
+    backward gathers parameters, once backward has passed the bucket's units ([Note: Places of reductions]). A unit that
+    this rank's forward has not used is complete at once, with zeros. Buckets that are left when backward ends are
+    reduced then, as they are. A gradient that comes after its unit's bucket was reduced (of a unit not noticed in
+    forward, or of a parameter that had none before) waits for step() or for the next backward, which reduces it first.
+    If no memory for a bucket is free, the bucket waits for the oldest one, which every rank has started before.
 
     [Note: Whole gradients in backward] With `overlap_comm` and gradients on the device, the last backward of a step
-    does the same with whole gradients, whose flats hold the sum over micro-batches. This rank's shard of a reduced unit
-    then holds the average. Later gradients of the unit wait as gradients of shards do, and their average is added.
+    reduces in this way too, but whole gradients, whose flats hold the sum over micro-batches. This rank's shard of a
+    reduced unit then holds the average. Later gradients of the unit wait as gradients of shards do, and their average
+    is added.
     """
 
     def __init__(
@@ -80,7 +84,8 @@ class GradientReducer:
         memory: Sequence[torch.Tensor],
         reduction: Reduction,
     ) -> None:
-        """`units`: all trainable units, in static order. `memory`: for each bucket, [n] uint8."""
+        """`units`: the gradients of all trainable units, in static order. `memory`: arrays, [n] uint8, that each hold
+        one bucket while it is reduced."""
         self._store = store
         self._units = {each.unit.index: each for each in units}
         self._runtime = runtime
@@ -89,7 +94,7 @@ class GradientReducer:
         self._accelerator = runtime.accelerator
         self._memory = BucketMemory(memory, runtime)
         self._own_spans: dict[int, list[range]] = {}
-        """Unit -> the parts of this rank's shard, as buckets cut it; squares are summed part by part."""
+        """Unit index -> the parts into which buckets cut this rank's shard; squares are summed part by part."""
         for bucket in reduction.buckets:
             for part in bucket.parts:
                 self._own_spans.setdefault(part.unit.index, []).append(part.spans[self._collectives.rank])
@@ -99,20 +104,20 @@ class GradientReducer:
         self._queue: deque[Bucket] = deque()
         """Buckets that this backward still has to reduce."""
         self._receiving: frozenset[int] = frozenset()
-        """Units that this backward reduces."""
+        """Indices of the units that this backward, or step(), reduces."""
         self._adding: frozenset[int] = frozenset()
-        """Units among `_receiving` that hold sums of earlier reductions of this step."""
+        """Those of `_receiving` that hold sums of earlier reductions of this step."""
         self._sources: dict[int, Mapping[int, torch.Tensor]] = {}
-        """Unit -> this rank's gradients [numel] that fill its buckets, by parameter. A gradient that comes after its
-        first bucket was filled waits instead."""
+        """Unit index -> parameter index -> this rank's gradient [numel], from which the unit's buckets are filled. A
+        gradient that comes after the unit's first bucket was filled waits instead."""
         self._uses = UnitUses()
         """Decides when a bucket is reduced if parameters are whole."""
         self._order = UseOrder()
-        """Decides it if parameters are gathered in backward."""
+        """Decides when a bucket is reduced if parameters are gathered in backward."""
         parts = [part for bucket in reduction.buckets for part in bucket.parts]
         self._bucket_order = [part.unit.index for part in parts if part.is_first]
         self._wide: frozenset[int] = frozenset()
-        """Units that are reduced in fp32, because some rank adds up gradients of several backwards."""
+        """Indices of units that are reduced in fp32, because some rank adds up gradients of several backwards."""
         self.is_open = False
         """Whether a backward that reduces has begun and not ended."""
         self._is_last = False
@@ -127,8 +132,8 @@ class GradientReducer:
     # -- in backward ---------------------------------------------------------------------------------------------------
 
     def note_use(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[[UseMark], None]) -> None:
-        """Note that the forward of a module that owns `units` begins and that autograd records or recomputes it.
-        `on_met` must call `pass_mark`. See [Note: Marks of uses]."""
+        """Record that the forward of a module that owns `units` begins, with `inputs`, and that autograd records or
+        recomputes it. `on_met` must call `pass_mark`. See [Note: Marks of uses]."""
         self._uses.note(units, inputs, on_met)
 
     @property
@@ -137,11 +142,11 @@ class GradientReducer:
         return self.reduces_in_backward and not self.shards_params
 
     def note_forward(self, index: int) -> None:
-        """Note that a forward begins to use a gathered unit and that autograd records or recomputes it."""
+        """Record that a forward, which autograd records or recomputes, begins to use a gathered unit."""
         self._order.note_forward(index)
 
     def note_backward(self, index: int) -> None:
-        """Note that a backward begins to use a gathered unit, and reduce the buckets that it has passed."""
+        """Record that a backward begins to use a gathered unit, and reduce the buckets whose units it has passed."""
         if not self.is_open:
             return
         self._order.note_backward(index)
@@ -150,13 +155,13 @@ class GradientReducer:
 
     @property
     def reduces_in_backward(self) -> bool:
-        """Whether a backward may reduce; every rank must then run it."""
+        """Whether a backward may reduce gradients; every rank must then run each backward."""
         return self.is_sharded or self._reduction.in_backward
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Agree with the other ranks on the units that this backward reduces. Raises RankError if a rank does something
-        else. Does nothing inside another backward (autograd recomputes) or if step() reduces. `is_last`: whether it is
-        the step's last one; the same on every rank."""
+        """Agree with the other ranks on the units that this backward reduces. Do nothing inside another backward (where
+        autograd recomputes a forward), or if step() reduces. `is_last`: whether this is the step's last backward; it
+        must be equal on every rank. Raises RankError if another rank makes another call."""
         if self.is_open or not (self.is_sharded or (is_last and self._reduction.in_backward)):
             return
         self.is_open = True
@@ -180,26 +185,27 @@ class GradientReducer:
         self._order.begin_backward(index for index in self._bucket_order if index in self._receiving)
 
     def pass_mark(self, mark: UseMark) -> None:
-        """Note that the backward has reached a mark of `note_use`."""
+        """Record that the backward has reached a mark that `note_use` has set, and reduce complete buckets."""
         self._uses.meet(mark)
         self.reduce_complete()
 
     def reduce_complete(self) -> None:
-        """Reduce the next buckets whose gradients are complete on this rank. Called when a gradient has come."""
+        """Reduce the next buckets, in order, while their gradients are complete on this rank. Called when a gradient
+        has come."""
         if self.shards_params:
             return
         while self._queue and all(map(self._is_complete, self._queue[0].units & self._receiving)):
             self._reduce(self._queue.popleft())
 
     def end_backward(self) -> None:
-        """Reduce the remaining buckets as they are."""
+        """End a backward: reduce the remaining buckets as they are."""
         while self._queue:
             self._reduce(self._queue.popleft())
         self.is_open = False
         self._uses.end_backward(self._units.values())
 
     def abort(self) -> None:
-        """Drop the open backward, on every rank."""
+        """Drop the backward that is under way. Every rank calls this."""
         self._queue.clear()
         self._sources.clear()
         self._uses.abort()
@@ -210,7 +216,7 @@ class GradientReducer:
         return index in self._sources or self._uses.is_complete(self._units[index])  # an earlier bucket took it
 
     def _waits_apart(self, index: int) -> bool:
-        """Return whether buckets take the unit's waiting gradients instead of its flat."""
+        """Return whether buckets are filled from the unit's waiting gradients instead of its flat."""
         return self._units[index].shard is not None or index in self._adding
 
     def _receive_next(self, units: Iterable[int]) -> None:
@@ -219,8 +225,8 @@ class GradientReducer:
         self._adding = frozenset(index for index in self._receiving if self._units[index].num_sums)
 
     def _widen(self, flags: Iterable[bool]) -> None:
-        """Choose the units to reduce in fp32. `flags`: agreed, for each unit: whether a rank may have added up several
-        backwards."""
+        """Set the units that are reduced in fp32. `flags`: for each unit, whether some rank may have added up several
+        backwards; equal on all ranks."""
         self._wide = frozenset(index for index, is_wide in zip(self._units, flags, strict=True) if is_wide)
 
     # -- in step() -----------------------------------------------------------------------------------------------------
@@ -233,9 +239,9 @@ class GradientReducer:
         max_norm: float,
         group_values: Sequence[Mapping[str, str]] = (),
     ) -> GradCheck:
-        """Reduce the rest of this step's gradients and check them. Every rank gets the same norm, factor and decision.
-        `micro_steps`, `global_steps`, `group_values` (of each param group) must be equal on all ranks. Raises RankError
-        if they differ."""
+        """Reduce the rest of this step's gradients, and check the averages. Every rank gets the same result.
+        `group_values`: the option values of each param group. Raises RankError if `micro_steps`, `global_steps` or
+        `group_values` differ between ranks."""
         with self._runtime.recorder.span("compute", "reduce_ranks"):
             self._is_last = True
             self._reduce_all(self._agree_on_presence(micro_steps, global_steps))
@@ -287,14 +293,14 @@ class GradientReducer:
     # -- one bucket ----------------------------------------------------------------------------------------------------
 
     def _reduce_all(self, units: Iterable[int]) -> None:
-        """Reduce what these units, the same on every rank, have."""
+        """Reduce the buckets of `units`, which are the same on every rank."""
         self._receive_next(units)
         for bucket in self._reduction.buckets:
             if bucket.units & self._receiving:
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Start to reduce a bucket and to bring its sums to their homes."""
+        """Start to reduce a bucket and to move its sums to their homes."""
         for index in bucket.units & self._receiving:
             if self._waits_apart(index) and index not in self._sources:
                 self._sources[index] = self._units[index].take_waiting()
@@ -337,7 +343,8 @@ class GradientReducer:
                 self._store.free_taken(sources)
 
     def _fill(self, out: torch.Tensor, unit: Unit, span: range, sources: Mapping[int, torch.Tensor]) -> None:
-        """Fill `out` with elements `span` of the unit."""
+        """Fill `out` with elements `span` of the unit's gradients. `sources`: parameter index -> gradient [numel];
+        others count as zeros."""
         position = span.start
         for entry in unit.entries:
             first, stop = max(entry.start, span.start), min(entry.stop, span.stop)
@@ -350,7 +357,7 @@ class GradientReducer:
         out[position - span.start :].zero_()
 
     def _divide(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Divide by `Reduction.before`, in the wider of the two dtypes."""
+        """Write `values`, divided by `Reduction.before`, to `out`; the division is in the wider of the two dtypes."""
         if values.device != out.device:
             values = values.to(out.device)
         if out.itemsize > values.itemsize:
@@ -358,8 +365,8 @@ class GradientReducer:
         torch.div(values, self._reduction.before, out=out)
 
     def _receive(self, bucket: Bucket, packed: torch.Tensor, done: Transfer) -> Transfer:
-        """Bring a bucket's sums to their homes once it is reduced. Return the last of the transfers, which complete in
-        order."""
+        """Start to move the sums of a bucket from `packed` to their homes once `done`, its reduction, has ended. Return
+        the last of these transfers, which complete in order."""
         rank = self._collectives.rank
         for part in bucket.parts:
             if part.unit.index not in self._receiving:
@@ -385,16 +392,16 @@ class GradientReducer:
 
 @final
 class BucketMemory:
-    """The memory of buckets, each free or with a reduction under way. Used on the reducer's thread. A bucket without
-    memory waits for the oldest, which bounds the gradients on the device."""
+    """The memory of buckets: arrays that are free or hold a bucket while it is reduced. Used on the thread of the
+    reducer. If no array is free, a bucket waits for the oldest one, which limits the gradients on the device."""
 
     def __init__(self, memory: Sequence[torch.Tensor], runtime: Runtime) -> None:
-        """`memory`: for each bucket, [n] uint8."""
+        """`memory`: the arrays, [n] uint8."""
         self._runtime = runtime
         self.on_device = any(not each.is_cpu for each in memory)
         self._free = deque(memory)
         self._under_way: deque[tuple[torch.Tensor, Transfer]] = deque()
-        """The memory of each bucket under way and the transfer that frees it, oldest first."""
+        """The array of each bucket that is being reduced, and the transfer after which it is free, oldest first."""
 
     def close(self) -> None:
         """Drop the memory."""
@@ -402,13 +409,13 @@ class BucketMemory:
         self._under_way.clear()
 
     def take(self) -> torch.Tensor:
-        """Take the memory of one bucket; wait for the oldest if none is free."""
+        """Return an array for one bucket; if none is free, wait for the oldest bucket."""
         if not self._free:
             self._finish_oldest()
         return self._free.popleft()
 
     def hold(self, memory: torch.Tensor, received: Transfer) -> None:
-        """Keep memory until `received`: its bucket's sums are at their homes."""
+        """Keep the array `memory` in use until `received` ends, when the sums of its bucket are at their homes."""
         self._under_way.append((memory, received))
 
     def finish_all(self) -> None:
@@ -417,8 +424,8 @@ class BucketMemory:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        """Wait until the oldest bucket's sums are at their homes. On a device make compute wait, which fills the memory
-        next."""
+        """Wait until the sums of the oldest bucket are at their homes, and free its array. On a device only the stream
+        of compute waits, because it fills the array next."""
         memory, received = self._under_way.popleft()
         with self._runtime.recorder.span("compute", "wait_grad"):
             if self.on_device:
@@ -430,11 +437,12 @@ class BucketMemory:
 
 @final
 class RankCalls:
-    """Exchanges flags between ranks when a backward that reduces begins and in step(); returns which are set on any
-    rank.
+    """Exchanges flags between ranks, when a backward that reduces begins and in step(). `begin_backward` and
+    `begin_step` return for each of `flags` whether it is set on any rank.
 
-    Raises RankError on every rank if one makes another call. Driver thread, or autograd's while the driver waits.
-    `num_sums`: reductions of this step whose sums this rank holds; the others must hold the same number.
+    They raise RankError on every rank if one rank makes another call. `num_sums`: the number of reductions of this step
+    whose sums this rank holds; it must be equal on all ranks. Used on the driver thread, or on autograd's while the
+    driver waits.
     """
 
     def __init__(self, ranks: Collectives) -> None:
@@ -450,8 +458,9 @@ class RankCalls:
         return self._agree((_STEP, global_steps, micro_steps, num_sums), flags, f"step {global_steps}")
 
     def add_squares(self, squares: float, bad: int, group_values: bytes) -> tuple[float, int]:
-        """Return the sum of all ranks' `squares`, in rank order, and their first `bad` parameter, or NONE_BAD. Raises
-        RankError if ranks differ in `group_values`, the JSON of the values of param groups."""
+        """Return the sum of `squares` over all ranks, added in rank order, and the lowest `bad`, the index of a
+        parameter whose gradient is not finite, of any rank; NONE_BAD if there is none. `group_values`: the values of
+        the param groups as JSON. Raises RankError if they differ between ranks."""
         message = _SQUARES.pack(squares, bad, crc32(group_values))
         found = [_SQUARES.unpack(each) for each in self._ranks.exchange(message, "the gradient norm")]
         if len({values for _, _, values in found}) > 1:
@@ -490,8 +499,8 @@ def _text(call: tuple[bytes, int, int, int], counts: bool) -> str:
 
 
 def _other_values(messages: Sequence[bytes]) -> RankError:
-    """Return the error that names the values that differ. `messages`: for each rank, the JSON of its param groups'
-    values."""
+    """Return the error that names the value that differs between ranks. `messages`: for each rank, the values of its
+    param groups as JSON."""
     ranks = [json.loads(message) for message in messages]
     for index, groups in enumerate(zip(*ranks, strict=True)):
         for name in groups[0]:

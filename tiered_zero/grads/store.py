@@ -1,4 +1,5 @@
-"""Store the gradients of a step, from autograd's hooks to the update: sums, `param.grad`, norms."""
+"""Store the gradients of a step between autograd's hooks and the update: add them up, show them as `param.grad`, and
+compute their norms."""
 
 from __future__ import annotations
 
@@ -42,10 +43,11 @@ _CHANGED_GRADIENT = (
 
 
 class GradientStore:
-    """Takes each gradient from autograd and adds it up at its unit's home, on the device or in host memory.
+    """Takes each gradient from autograd, and copies or adds it to its home, on the device, in host memory or on NVMe.
 
-    Sums on the device run on compute; copies and sums to host memory run on the reduce lane. A gradient first waits for
-    the unit's last update, which may still read the one before. Driver or autograd's thread.
+    Sums on the device run on the stream of compute; copies and sums to host memory run on the reduce lane. A gradient
+    first waits for the unit's last update, which may still read the unit's earlier gradients. Used on the driver thread
+    or autograd's.
     """
 
     def __init__(
@@ -58,14 +60,18 @@ class GradientStore:
         norms: GradNorm,
         overflow: OverflowGuard,
     ) -> None:
-        """`overflow`: holds the loss scale, which multiplies gradients at their homes."""
+        """`params`: trainable parameter -> its unit and its place there. `units`: the gradients of each unit.
+        `in_flight`: moves gradients from the device to host memory. `overflow`: has the loss scale, by which gradients
+        at their homes are multiplied."""
         self._units = {gradients.unit.index: gradients for gradients in units}
         self._places = {param: (self._units[unit.index], entry) for param, (unit, entry) in params.items()}
-        """Parameter -> its unit's gradients and its entry. An empty parameter is in no unit and not here."""
+        """Parameter -> its unit's gradients and its place in the unit. Parameters without elements are missing: no unit
+        holds them."""
         self._storages = {storage for each in self._units.values() for storage in each.storages()}
-        """Identities of the memory of all homes."""
+        """The identities of the memory of all homes, to recognize views of them."""
         self._windows = {each.paged.windows for each in self._units.values() if each.paged is not None}
-        """Host memory windows of gradients that rest on NVMe."""
+        """The windows of gradients that rest on NVMe: buffers in host memory that each hold one unit's gradients while
+        they are changed or read."""
         self._inventory, self._in_flight = inventory, in_flight
         self._norms, self._overflow = norms, overflow
         self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
@@ -74,18 +80,18 @@ class GradientStore:
         self._hidden: str | None = None
         """The reason for which `param.grad` cannot be read or assigned."""
         self._extra_nbytes: Counter[str] = Counter()
-        """Tier -> bytes beyond the plan, see `promote`."""
+        """Tier -> number of bytes allocated beyond the plan, by `promote`."""
 
     # -- filling -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Measure gradients during their transfer if this is the step's last backward; a later one would change the
-        norms."""
+        """Begin a backward. If it is the step's last, norms are computed as gradients are transferred; before that a
+        later backward would change them."""
         self._measures_norms = is_last
 
     def accumulate(self, param: nn.Parameter) -> Unit | None:
-        """Move `param.grad` to its home, adding it to what is there, and set `param.grad` to None. Returns the
-        parameter's unit once all of its gradients of this backward have arrived."""
+        """Move the gradient that autograd has left on `param` to its home, added to earlier ones of this step. Return
+        the parameter's unit if this was the last of its gradients in this backward; else None."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
             GRAD_SLOT.__set__(param, None)
@@ -112,7 +118,7 @@ class GradientStore:
         return unit
 
     def _store(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
-        """Move a gradient [numel] to its home. The home holds whole units."""
+        """Copy or add `source`, a parameter's gradient [numel], to its home, which holds the unit's whole gradients."""
         index = entry.param.index
         if not gradients.arrived:  # else an earlier gradient of this unit has waited
             self.wait_update(gradients.unit)
@@ -134,8 +140,8 @@ class GradientStore:
             gradients.flat[place].copy_(source)
 
     def _keep_waiting(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
-        """Keep this rank's gradient [numel] on the device until a bucket takes it; add it in fp32 to one that is kept
-        already."""
+        """Keep `source`, this rank's gradient [numel] of a parameter, on the device until a bucket (gradients that are
+        reduced together) copies it. If one is kept already, keep their fp32 sum."""
         waiting, index = gradients.waiting, entry.param.index
         if index in waiting:
             total = waiting[index].to(torch.float32) + source
@@ -146,7 +152,7 @@ class GradientStore:
         waiting[index] = source
 
     def free_taken(self, taken: Mapping[int, torch.Tensor]) -> None:
-        """Free the memory of what buckets have copied out of `UnitGradients.waiting`."""
+        """Count the memory of `taken` as free: gradients from `UnitGradients.waiting` that buckets have copied."""
         self._ledger.discharge("device", "gradient_in_flight", sum(source.nbytes for source in taken.values()))
 
     def receive(
@@ -160,13 +166,13 @@ class GradientStore:
         divisor: float = 1.0,
         measures: bool = False,
     ) -> Transfer:
-        """Move reduced gradients to elements `span` of their unit's flat. Every gradient of a shard takes this way.
-        Driver or autograd's thread.
+        """Start to move reduced gradients to elements `span` of their unit's flat, and return the transfer. All
+        gradients of shards arrive by this call, on the driver thread or autograd's.
 
-        `source`: [n], complete once `after` is done; it may be read until the returned transfer is done. `adds`: add in
-        fp32 to what earlier reductions of this step brought, instead of replacing it. `divisor`: divide `source` by it,
-        in place. `measures`: also sum the squares of the averages: on the device if nothing more is added there, in
-        host memory at their home.
+        `source`: [n], complete once `after` is done; it is read until the returned transfer is done. `adds`: add it in
+        fp32 to the sums of earlier reductions of this step; False replaces them. `divisor`: `source` is divided by it,
+        in place. `measures`: also sum the squares of the averages: for a `source` in host memory at their home, for one
+        on the device there, unless `adds`.
         """
         unit, squares = gradients.unit, gradients.squares
         self.wait_update(unit)
@@ -189,9 +195,9 @@ class GradientStore:
         return gradients.last
 
     def show_sum(self, param: nn.Parameter) -> None:
-        """Add the gradient at home to `param.grad`, so that hooks see the sum, as in plain PyTorch; the sum replaces it
-        at home. If ranks keep shards of the unit, or it has been reduced, hooks see this rank's gradient of this
-        backward instead."""
+        """Add the gradient at its home to `param.grad`: the user's hooks then see the sum, as in plain PyTorch, and
+        what they leave there replaces the gradient at its home. If ranks keep only shards of the unit's gradients, or
+        if these have been reduced, hooks see this rank's gradient of this backward instead."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
         if grad is None or (place := self._places.get(param)) is None:
@@ -212,7 +218,7 @@ class GradientStore:
             GRAD_SLOT.__set__(param, total)
 
     def finish_transfers(self) -> None:
-        """End a backward: keep on the device only gradients whose transfers have not ended. Raises transfer errors."""
+        """End a backward: free all gradients on the device whose transfers have ended. Raises transfer errors."""
         self._in_flight.end_backward()
         for gradients in self._units.values():
             if gradients.shown:  # users may hold views of the flat
@@ -223,14 +229,14 @@ class GradientStore:
             gradients.arrived.clear()
 
     def wait_update(self, unit: Unit) -> None:
-        """Block until the unit's last update has read its gradients. Raises the error of a failed update."""
+        """Block until the unit's last update no longer needs its gradients. Raises the error of a failed update."""
         update = self._inventory.last_update(unit)
         if update is not None and not update.written.done():
             with self._recorder.span("compute", "wait_update", unit.name):
                 update.computed.wait()
 
     def wait_transfers(self) -> None:
-        """Block until every gradient so far is at its home, including empty ones."""
+        """Block until every gradient so far is at its home."""
         self._in_flight.wait_all()
         for gradients in self._units.values():
             if gradients.shard is not None or gradients.num_sums:
@@ -239,8 +245,8 @@ class GradientStore:
             windows.finish_writes()
 
     def promote(self, gradients: UnitGradients, why: str = _SECOND_BACKWARD) -> None:
-        """Convert the unit's gradients to fp32, as a second gradient in one step needs: a 16-bit sum would round.
-        `why`: the warning to log, if a second backward is not the cause."""
+        """Convert the unit's gradients to fp32. A second backward in one step needs this, because a 16-bit sum would
+        round. `why`: the warning to log when memory beyond the plan is first used."""
         if gradients.flat.dtype == torch.float32:
             return
         if gradients.paged is not None:
@@ -268,7 +274,8 @@ class GradientStore:
         self._storages |= gradients.storages()
 
     def freeze(self, unit: Unit, into: StepGradients) -> None:
-        """Detach a unit's gradients for an update that begins in backward; later gradients of this step are refused."""
+        """Pass a unit's gradients to `into`, for an update that begins in backward. From now on a gradient of the unit
+        in this step raises ModelError."""
         gradients = self._units[unit.index]
         self.store_shown(gradients)
         gradients.expire_views()
@@ -276,14 +283,14 @@ class GradientStore:
         gradients.frozen = True
 
     def keep(self, unit: Unit) -> None:
-        """Keep a unit's gradients from NVMe in memory once they are there: the update under way will soon be done with
-        them."""
+        """Keep a unit's gradients, if their home is NVMe, in host memory until the running update has read them,
+        instead of writing them to disk."""
         if (flat := self._units[unit.index].paged) is not None:
             self._accelerator.lane("reduce").submit(partial(flat.windows.keep, flat), waits=False)
 
     def detach_step(self) -> StepGradients:
         """Return this step's gradients for its update, and begin the next step without gradients. The update reads them
-        in place: a unit's next gradient waits for its update, or goes to the spare flat."""
+        in place, so the next gradient of a unit waits for the unit's update, or goes to the unit's spare flat."""
         step = StepGradients()
         for gradients in self._units.values():
             step.shares[gradients.unit.index] = gradients.share()
@@ -310,11 +317,12 @@ class GradientStore:
             self.take_unstored()
 
     def abort(self) -> None:
-        """Free what a failed `discard` left behind. The lanes are idle."""
+        """Free the gradients that a failed `discard` left behind. The lanes must be idle."""
         self._in_flight.clear()
 
     def zero(self) -> None:
-        """Set gradients to 0 instead of None, including those of earlier steps since they were last set to None."""
+        """Set to 0, not None, all gradients of this step, and those of earlier steps since they were last set to
+        None."""
         for gradients in self._units.values():
             if gradients.present or gradients.earlier or gradients.num_sums:
                 self.wait_update(gradients.unit)
@@ -322,7 +330,7 @@ class GradientStore:
                 gradients.set_zero()
 
     def reset_zero(self) -> None:
-        """Clear the record of what `zero` sets to 0: all gradients were set to None."""
+        """Forget which gradients of earlier steps `zero` would set to 0. Called when gradients are set to None."""
         for gradients in self._units.values():
             gradients.earlier.clear()
 
@@ -339,24 +347,27 @@ class GradientStore:
         return any(map(_PRESENT, self._units.values()))
 
     def set_hidden(self, why: str | None) -> None:
-        """Refuse to read and assign `param.grad` from now on, with the reason `why`; None allows both again."""
+        """Make every read and assignment of `param.grad` raise ModelError from now on, with the reason `why`; None
+        allows both again."""
         self._hidden = why
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return `param.grad` between backward and step(): a live view of the gradient's home that users may change in
-        place. Under a loss scale it is an fp32 copy without that factor, whose changes count too. Waits until the
-        gradient is there. Raises ModelError while hidden. Driver thread."""
+        """Return `param.grad` between backward and step(): a live view of the gradient's home, which users may change
+        in place. With a loss scale, or a home on NVMe, it is a copy (fp32 and unscaled, with a loss scale); changes of
+        the copy are written to the home. Waits until the gradient is at its home. Returns None without a gradient.
+        Raises ModelError while gradients are hidden. Called on the driver thread."""
         if (place := self._places.get(param)) is None or place[1].param.index not in place[0].present:
             return None
         self._refuse_if_hidden(place[1])
         return place[0].show(place[1], self._overflow.loss_scale)
 
     def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
-        """Do `param.grad = value`; None drops the gradient. The tensor itself is the gradient until the next backward
-        or step() copies it to its home.
+        """Make `value` the gradient of `param`, as the user's `param.grad = value`; None drops the gradient. `value`
+        itself is the gradient until the next backward or step() copies it to the gradient's home.
 
-        `value`: has the parameter's shape, and the dtype and device of the parameter or of the gradient's home; under a
-        loss scale also fp32, without that factor. Raises ModelError for others, and while hidden. Driver thread."""
+        `value` must have the parameter's shape, and the dtype and device of the parameter or of the gradient's home;
+        with a loss scale it is unscaled, and may be fp32. Raises ModelError for other tensors, and while gradients are
+        hidden. Called on the driver thread."""
         if (place := self._places.get(param)) is None:
             return
         gradients, entry = place
@@ -388,8 +399,8 @@ class GradientStore:
         gradients.assign(entry, value)
 
     def collect_assigned(self) -> None:
-        """Copy the gradients that users assigned to their homes before a step, including those assigned during forward
-        or backward."""
+        """Copy all gradients that users assigned, also during forward or backward, to their homes. Called before a
+        step."""
         for param, grad in self.take_unstored():
             self.assign(param, grad)
         for gradients in self._units.values():
@@ -406,7 +417,8 @@ class GradientStore:
         return {param: grad for param, grad in found.items() if grad is not None}
 
     def store_shown(self, gradients: UnitGradients) -> None:
-        """Copy to their homes the gradients of a unit that users assigned, and the copies that users changed."""
+        """Copy to their homes the gradients of a unit that users assigned, and the copies from `read` that users
+        changed."""
         for entry in gradients.unit.entries if self._hidden is not None else ():
             if entry.param.index in gradients.assigned:
                 self._refuse_if_hidden(entry)
@@ -420,7 +432,8 @@ class GradientStore:
                 gradients.replace(entry, value if scale == 1.0 else value.to(torch.float32) * scale)
 
     def take_unstored(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Take the gradients out of autograd's own attribute that no hook has moved to their homes."""
+        """Return the gradients in autograd's own attributes, which no hook has moved to their homes, and set these
+        attributes to None."""
         found = []
         with torch._C.DisableTorchFunctionSubclass():
             for param in self._places:
@@ -436,8 +449,8 @@ class GradientStore:
     # -- norms -------------------------------------------------------------------------------------------------------
 
     def norms(self) -> Sequence[tuple[ParamSpec, Norm]]:
-        """Return the parameters with a gradient, and its norm, in the order of `model.parameters()`. Computes the norms
-        that were not taken on arrival."""
+        """Return each parameter with a gradient and the norm of the gradient, in the order of `model.parameters()`.
+        Computes the norms that were not computed on arrival."""
         found = self._found()
         norms: dict[int, Norm] = {}
         missing: dict[int, torch.Tensor] = {}
@@ -465,7 +478,7 @@ class GradientStore:
             return self._norms.of(flat[entry.start : entry.stop])
 
     def _found(self) -> list[tuple[UnitGradients, FlatEntry]]:
-        """Return the gradients of the step, in the order of `model.parameters()`."""
+        """Return the place of each gradient of the step, in the order of `model.parameters()`."""
         found = {}
         for gradients in self._units.values():
             for entry in gradients.unit.entries:
@@ -474,7 +487,7 @@ class GradientStore:
         return list(map(found.__getitem__, sorted(found)))
 
     def close(self) -> None:
-        """Drop all gradients. The lanes have ended."""
+        """Drop all gradients. Called after the lanes have ended."""
         self._in_flight.clear()
         self._places.clear()
         self._units.clear()
@@ -484,7 +497,8 @@ class GradientStore:
 
 
 def _sum_nbytes(gradients: UnitGradients) -> int:
-    """Return the bytes of the unit's gradients as fp32 sums; 0 for an fp32 unit, whose gradients are fp32 anyway."""
+    """Return the number of bytes of the unit's gradients as fp32 sums; 0 for an fp32 unit, whose gradients are fp32
+    anyway."""
     if gradients.unit.dtype == torch.float32:
         return 0
     return 4 * gradients.flat.numel() * (1 if gradients.spare is None else 2)

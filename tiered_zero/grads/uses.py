@@ -1,4 +1,4 @@
-"""Decide when a backward has passed a unit, so that its gradients can be reduced: by marks, or by the order of uses."""
+"""Decide when a backward has passed a unit (it brings no more gradients of the unit), so that these can be reduced."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ NO_MARK = 1 << 62
 
 @final
 class UseMark:
-    """A hook on the input of one call of a module. It lives as long as the graph that autograd recorded of the call.
+    """A hook on an input of one call of a module. It exists as long as the graph that autograd recorded of the call.
 
-    `number`: in the order of calls. `is_met`: whether a backward has reached it."""
+    `number`: its place in the order of calls. `is_met`: whether a backward has reached the hook. `on_met`: called when
+    it does."""
 
     __torch_unserializable__ = True  # users may save a tensor that has the hook
 
@@ -36,32 +37,32 @@ class UseMark:
 
 @final
 class UnitUses:
-    """Tells when a unit gets no more gradients in a backward, even if some of its parameters get none. Driver or
-    autograd's thread.
+    """Tells when a unit gets no more gradients in a backward, even if some of its parameters get none. Used on the
+    driver thread or autograd's.
 
     [Note: Marks of uses] Autograd runs nodes in the reverse order of forward if it can. So the gradient of a module's
     input is complete after all gradients of the module's parameters, and a hook on the input sees them all. `note` puts
     such a hook, a mark, on an input of each call of a module that owns units. When backward meets a mark, it has passed
     that call and all later ones, including those that the loss does not depend on. So a unit is passed when backward
     has met or passed the marks of all its calls. A call without such an input (token ids), or a parameter used outside
-    of its module, has no mark; the unit is then passed once all parameters that ever had a gradient have one. A
-    gradient that comes later all the same waits in the store, which costs memory and time only.
+    of its module, has no mark; the unit is then passed once all of its parameters that ever had a gradient have one. If
+    a gradient comes later all the same, it waits in the gradient store, which only costs memory and time.
     """
 
     def __init__(self) -> None:
         self._numbers = count()
         self._marks: dict[int, WeakSet[UseMark]] = {}
-        """Unit -> its uses in graphs that still exist."""
+        """Unit index -> the marks of its uses in graphs that still exist."""
         self._unmarked: set[int] = set()
-        """Units used since the last step() without a mark."""
+        """Indices of units that were used since the last step() without a mark."""
         self._front = NO_MARK
         """The number of the earliest mark that the running backward has met."""
         self._seen: dict[int, set[int]] = {}
-        """Unit -> parameters that have had a gradient."""
+        """Unit index -> indices of its parameters that ever had a gradient."""
 
     def note(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[[UseMark], None]) -> None:
-        """Note that the forward of a module that owns `units` begins, with `inputs`. `on_met` is called with the mark
-        when a backward reaches it."""
+        """Record that the forward of a module that owns `units` begins, and put a mark on one of `inputs`. `on_met` is
+        called with the mark when a backward reaches it."""
         indices = [unit.index for unit in units]
         # an input that autograd has computed: hooks of leaves do not run in the order of forward
         marked = next((each for each in inputs if isinstance(each, torch.Tensor) and each.grad_fn is not None), None)
@@ -74,7 +75,7 @@ class UnitUses:
             self._unmarked.update(indices)
 
     def meet(self, mark: UseMark) -> None:
-        """Note that a backward has reached a mark."""
+        """Record that a backward has reached a mark."""
         mark.is_met = True
         self._front = min(self._front, mark.number)
 
@@ -83,7 +84,7 @@ class UnitUses:
         return bool(self._marks.get(index)) or index in self._unmarked
 
     def is_complete(self, each: UnitGradients) -> bool:
-        """Return whether all of this rank's gradients of the unit have come in the running backward."""
+        """Return whether the running backward brings no more gradients of the unit on this rank."""
         index = each.unit.index
         if not self.is_expected(index) or len(each.arrived) == len(each.unit.entries):
             return True
@@ -104,7 +105,7 @@ class UnitUses:
         self._unmarked.clear()
 
     def abort(self) -> None:
-        """Clear the step: no backward runs any more, and the step is dropped."""
+        """Clear everything. Called when the step is dropped and no backward runs any more."""
         self._front = NO_MARK
         self._marks.clear()
         self.end_step()
@@ -112,7 +113,8 @@ class UnitUses:
 
 @final
 class UseOrder:
-    """Tells which units a backward has passed, from uses of units alone. Driver thread, or autograd's while it waits.
+    """Tells which units a backward has passed, only from the order in which units are used. Used on the driver thread,
+    or on autograd's while the driver waits.
 
     [Note: Places of reductions] At stage 3 gathers and reductions are collectives of one group, so every rank must make
     them in one order. All ranks gather the same units in the same order ([Note: Order of gathers]), but which gradients
@@ -126,15 +128,15 @@ class UseOrder:
 
     def __init__(self) -> None:
         self._left: Counter[int] = Counter()
-        """Unit -> uses by forwards that no backward has repeated; has a key for each unit used since the last
-        step()."""
+        """Unit index -> the number of uses in forward that no backward has repeated; has a key for each unit used since
+        the last step()."""
         self._awaited: deque[int] = deque()
-        """Units that this backward reduces and has not passed, in the order of buckets."""
+        """Indices of units that this backward reduces and has not passed, in the order of buckets."""
         self._used: set[int] = set()
-        """Units that this backward has used."""
+        """Indices of units that this backward has used."""
 
     def note_forward(self, index: int) -> None:
-        """Note that a forward which autograd records or recomputes begins to use the unit."""
+        """Record that a forward, which autograd records or recomputes, begins to use the unit."""
         self._left[index] += 1
 
     def is_expected(self, index: int) -> bool:
@@ -147,7 +149,7 @@ class UseOrder:
         self._used.clear()
 
     def note_backward(self, index: int) -> None:
-        """Note that the backward begins to use the unit."""
+        """Record that the backward begins to use the unit."""
         if self._left[index]:
             self._left[index] -= 1
         self._used.add(index)
