@@ -1,4 +1,5 @@
-"""Resolve the optimizer that the user names in JSON or passes as an object: its class, param groups and rule.
+"""Find the class, the param groups and the update rule of the optimizer that a user names in JSON or passes as an
+object.
 
 Source of names and defaults: DeepSpeed 0.19, runtime/config.py and runtime/engine.py (_configure_basic_optimizer).
 """
@@ -39,7 +40,7 @@ _CLASSES: dict[str, type[Optimizer]] = {
 
 _FLAG_OR_NULL = ("foreach", "fused")
 _TORCH_CODE = ("fused", "foreach", "capturable", "differentiable")
-"""Options with which torch's own code must take the step."""
+"""Options of torch's optimizers with which torch's own code has to make the step."""
 _REFUSED_OPTIONS = {"capturable", "differentiable"}
 _NATIVE: dict[type, type[NativeRule]] = {torch.optim.SGD: SgdRule, torch.optim.Adagrad: AdagradRule, Lion: LionRule}
 """Classes that the native kernel steps, in addition to Adam and AdamW."""
@@ -47,8 +48,9 @@ _NATIVE: dict[type, type[NativeRule]] = {torch.optim.SGD: SgdRule, torch.optim.A
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptimizer:
-    """A named optimizer: `optimizer_class(params, **defaults)` is the plain torch optimizer whose bits the rule
-    reproduces. `text`: a description. `bias_correction`: False for Adam without it, which torch does not have."""
+    """An optimizer that the config names: `optimizer_class(params, **defaults)` is the plain torch optimizer whose bits
+    the update rule reproduces. `text`: a description for the log. `bias_correction`: False for Adam without bias
+    correction, which torch does not have."""
 
     optimizer_class: type[Optimizer]
     defaults: dict[str, Any]
@@ -62,8 +64,8 @@ def make_optimizer(
     optimizer: Optimizer | Callable[[Any], Optimizer] | None,
     model_parameters: Iterable[Any] | None,
 ) -> Optimizer:
-    """Return the torch optimizer whose param groups and defaults the run uses; it is never stepped itself. If none is
-    given and the config names none, it has no groups."""
+    """Return the torch optimizer whose param groups and defaults the run uses: the user's, or one made from the
+    config's `section`. It is never stepped itself. If there is neither, return one without groups."""
     if isinstance(optimizer, Optimizer):
         return _chosen(optimizer, section)
     if optimizer is None and section is None:
@@ -97,7 +99,8 @@ def make_optimizer(
 
 
 def _chosen(given: Optimizer, section: OptimizerSection | None) -> Optimizer:
-    """Return the user's optimizer; warn if the config names one too."""
+    """Return `given`, the user's optimizer; warn if the config names one too. Raises ModelError if its param groups
+    switch bias correction off."""
     if section is not None:
         logger.warning("config: optimizer %s is not used, for initialize() was given one", section.type)
     if type(given) in (torch.optim.Adam, torch.optim.AdamW) and _is_uncorrected(given):
@@ -113,7 +116,8 @@ def _is_uncorrected(optimizer: Optimizer) -> bool:
 
 
 def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> dict[str, int]:
-    """Return each parameter's name -> the index of its param group. Raises ModelError."""
+    """Return the name of each parameter in the optimizer `source` -> the index of its param group. Raises ModelError if
+    a parameter is not the model's, or if none requires a gradient."""
     group_of: dict[str, int] = {}
     for index, group in enumerate(source.param_groups):
         for param in group["params"]:
@@ -133,12 +137,12 @@ def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> 
 def make_rule(
     source: Optimizer, state_format: str = "fp32", *, steps_parts: bool = False, num_threads: int | None = None
 ) -> UpdateRule:
-    """Make the rule for an optimizer: on the native kernel if it has one (torch's code on a GPU), else on torch's
-    class.
+    """Make the update rule that gives the results of the optimizer `source`. Adam, AdamW, SGD, Adagrad and Lion get a
+    rule on the native kernel, which uses torch's operations for state on a GPU; other classes step with torch's code.
 
-    `steps_parts` of parameters, or another state format than fp32, exclude torch's fused and foreach code.
-    `num_threads`: threads of the kernel; None: all that this process may use. Raises ConfigError if the rule cannot
-    keep its state in the format.
+    `steps_parts`: whether parameters are stepped in parts. If they are, or if `state_format` is not fp32, the options
+    fused and foreach, which ask for torch's own code, have no effect. `num_threads`: threads of the kernel; None: all
+    that this process may use. Raises ConfigError if the rule cannot keep its state in `state_format`.
     """
     is_own = steps_parts or state_format != "fp32"
     given = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]
@@ -167,8 +171,8 @@ def make_rule(
 
 
 def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOptimizer:
-    """Resolve `optimizer.type` and `optimizer.params` after `config.load`, which fills "auto" and refuses keys by its
-    table. Raises ConfigError naming the key."""
+    """Return the torch optimizer that the config's `optimizer.type` and `optimizer.params` describe. `config.load` has
+    replaced "auto" and refused unsupported keys before. Raises a ConfigError that names the wrong key."""
     name = type_name.strip().lower()
     kind = _CLASSES.get(name)
     if kind is None:
@@ -185,8 +189,8 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOpti
 
 
 def check_sections(config: Config) -> None:
-    """Build the config's optimizer and schedule over one element, so that `plan` and `explain` refuse what a run
-    refuses."""
+    """Build the config's optimizer and schedule over one element, only for their errors: so `plan` and `explain` refuse
+    every config that a run would refuse. Raises ConfigError."""
     optimizer, scheduler = config.optimizer, config.scheduler
     resolved = resolve_optimizer(*(("Adam", {}) if optimizer is None else (optimizer.type, optimizer.params)))
     if scheduler is None or any(path.startswith("scheduler.") for path in config.unfilled):
@@ -199,9 +203,9 @@ def check_sections(config: Config) -> None:
 
 
 def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bool]:
-    """Choose AdamW or Adam as DeepSpeed does (Adam only if type is "Adam" and adam_w_mode is false), and bias
-    correction. Removes its keys from `options`. DeepSpeed's own kernels default to weight_decay 0, torch's AdamW to
-    0.01; `torch_adam` asks for torch's."""
+    """Return AdamW or Adam, chosen as DeepSpeed does (Adam only if type is "Adam" and adam_w_mode is false), and
+    whether it corrects the bias. The keys read here are removed from `options`. Without weight_decay, DeepSpeed's own
+    kernels use 0, and torch's AdamW 0.01; the key torch_adam asks for torch's default."""
     flags: dict[str, Any] = {"adam_w_mode": True, "torch_adam": False, BIAS_CORRECTION: True}
     for key in flags:
         given = options.pop(key, flags[key])
@@ -220,7 +224,8 @@ def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bo
 
 
 def _checked(kind: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the constructor's keyword arguments. Values are checked by the constructor itself."""
+    """Return `options` as keyword arguments for the constructor of `kind`. Raises ConfigError for unknown names and
+    wrong types; the constructor itself checks the values."""
     accepted = {name: p.default for name, p in inspect.signature(kind).parameters.items() if name != "params"}
     defaults: dict[str, Any] = {}
     for key, value in options.items():

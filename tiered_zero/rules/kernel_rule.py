@@ -1,4 +1,4 @@
-"""Step rules on the native kernel; without one, with torch's own code.
+"""Define update rules that run on the native kernel, or with torch's own code if the kernel is missing.
 
 [Note: bits of torch] On fp32 gradients the kernel gives, element by element, the bits of the torch optimizer's
 for-loop and foreach forms: the same operations in the same order, with fused multiply-add exactly where ATen's AVX2
@@ -52,7 +52,7 @@ _DTYPE = attrgetter("dtype")
 _IS_CPU = attrgetter("is_cpu")
 _MASTER, _GRAD = attrgetter("master"), attrgetter("grad")
 _torch_bits: dict[Hashable, bool] = {}
-"""Whether a rule on a kernel has torch's bits; found once per process."""
+"""Key of a rule and a kernel -> whether together they give torch's bits; tested once per process."""
 
 _ROOTS = Flag(0), Flag.NEWTON_ROOT, Flag.TORCH_ROOT
 """The kernel's square roots, fastest first."""
@@ -78,7 +78,8 @@ _ROUNDS_OTHERWISE = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """Runs of one param group, phase, scale and set of dtypes. `table` holds the address of `hyper`."""
+    """Runs that one call of the kernel steps with the same numbers. `table`: one row per run, with the addresses of its
+    arrays and of `hyper`. `scalars`: the scalars of the runs after the step."""
 
     runs: list[Run]
     table: numpy.ndarray[Any, Any]
@@ -87,7 +88,8 @@ class _Batch:
 
 
 class NativeRule(UpdateRule):
-    """An elementwise rule on the native kernel. Runs on the CPU go there in one call, all others through torch.
+    """An elementwise rule on the native kernel. One call of the kernel steps all runs on the CPU; torch steps the
+    others.
 
     A run's master is fp32 or, if the rule has an `unsigned_field`, the int16 remainders of its bf16 `out` ([Note: bf16
     and remainder]). State arrays are fp32, or bf16 with stochastic rounding, which is lossy. Scalars are those of
@@ -99,11 +101,12 @@ class NativeRule(UpdateRule):
     _takes_root = False
     _counts_steps = True
     _variants: Sequence[Mapping[str, Any]] = ()
-    """Hyper values that, applied one after another to the defaults, exercise every operation of the rule."""
+    """Values of param groups for the test of torch's bits: with the defaults, they use every operation of the rule."""
 
     def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        """`kernel`: None for torch alone. `options`: options of the class, for keys that a run's hyper lacks. Raises
-        ModelError for a state dtype other than float32 and bfloat16.
+        """`kernel`: None steps with torch alone. `state_dtype`: dtype of the state arrays. `options`: arguments of the
+        optimizer class, used where `Run.hyper` lacks a value. Raises ModelError for a state dtype other than float32
+        and bfloat16.
         """
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"Optimizer state in float32 or bfloat16 was expected; found {state_dtype}.")
@@ -121,18 +124,19 @@ class NativeRule(UpdateRule):
 
     @abstractmethod
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
-        """Compute one step's factors, in double precision as torch does. The caller fills in dtypes and scale."""
+        """Return the factors of one step, computed in double precision as torch does. The caller adds dtypes and the
+        gradient scale."""
 
     def _phase(self, scalars: Mapping[str, Any]) -> float:
-        """Return the part of a run's scalars on which its next step depends: the number of steps, or, for a rule that
-        does not count them, whether a step has filled its state."""
+        """Return the number on which the factors of a run's next step depend: the number of steps made, or, for a rule
+        that does not count steps, 1 if a step has filled its state and 0 if not."""
         return float(scalars.get("step", 0)) if self._counts_steps else float("initialized" in scalars)
 
     def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
         return {"step": self._phase(scalars) + 1} if self._counts_steps else {"initialized": True}
 
     def _torch_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert scalars to those of TorchRule."""
+        """Convert this rule's scalars to those of TorchRule."""
         return {"step": torch.tensor(self._phase(scalars))} if self._counts_steps else dict(scalars)
 
     def _reference_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,18 +144,18 @@ class NativeRule(UpdateRule):
         return self._torch_scalars(scalars)
 
     def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Invert `_torch_scalars`."""
+        """Convert the scalars of TorchRule to this rule's: the inverse of `_torch_scalars`."""
         return {"step": float(scalars["step"])} if self._counts_steps else dict(scalars)
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rule's scalars from a checkpoint's, whether this rule or torch's own code wrote them."""
+        """Convert the scalars of a checkpoint, written by this rule or by torch's own code, to this rule's."""
         own = self._own_scalars(scalars)
         if self._counts_steps and not 0 <= own["step"] <= _MOST_STEPS:
             raise ValueError(f"expected a number of steps; found {own['step']}")
         return own
 
     def _completed(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete a param group's values with the class's defaults; torch's fused code is never used."""
+        """Return a param group's values completed with the class's defaults, and with fused switched off."""
         return {**self._defaults, **hyper, **_UNFUSED}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
@@ -174,7 +178,8 @@ class NativeRule(UpdateRule):
         return self._own_scalars(self._reference.import_state(values, state, self._completed(hyper)))
 
     def update(self, runs: Sequence[Run]) -> None:
-        """Take one step on every run. Raises InternalError, with nothing written, if a run breaks the contract."""
+        """Make one step on every run. Raises InternalError, with nothing written, if the arrays of a run do not have
+        the form that `Run` describes."""
         alike: dict[Hashable, list[Run]] = {}
         for run in runs:
             alike.setdefault(self.kind_of(run), []).append(run)
@@ -190,12 +195,12 @@ class NativeRule(UpdateRule):
                 self._update_by_torch(group)
 
     def kind_of(self, run: Run) -> Hashable:
-        """Return a key that is equal for runs stepped with the same numbers."""
+        """Return a key that is equal for runs that can be stepped together, with the same factors."""
         dtypes = run.master.dtype, run.grad.dtype, None if run.out is None else run.out.dtype
         return id(run.hyper), self._phase(run.scalars), run.grad_scale, run.master.is_cpu, run.grad.is_cpu, dtypes
 
     def announce(self) -> None:
-        """Log what runs the update; a warning if it is a fallback."""
+        """Log whether the kernel or torch computes the update; a warning if torch replaces the kernel."""
         if not self.kernel:
             _LOG.warning("%s runs on torch's own operations. %s", self.name, missing_kernel())
             return
@@ -216,8 +221,8 @@ class NativeRule(UpdateRule):
         return self.torch_bits or run.grad.dtype is not torch.float32
 
     def _pack(self, runs: list[Run]) -> _Batch:
-        """Check alike runs and lay them out as a table, column by column: with 10,000 small runs each microsecond
-        counts."""
+        """Check runs of one kind and put the addresses of their arrays into a table, column by column: with 10,000
+        small runs each microsecond counts. Raises InternalError."""
         first = runs[0]
         values = self._completed(first.hyper)
         hyper = self._kernel_hyper(values, first.scalars)
@@ -256,8 +261,8 @@ class NativeRule(UpdateRule):
         return _Batch(runs=runs, table=table, hyper=hyper, scalars=self._next_scalars(values, first.scalars))
 
     def _update_by_torch(self, runs: Sequence[Run]) -> None:
-        """Step alike runs with torch's own code. TorchRule itself cuts plain fp32 runs and batches them on a device;
-        other formats go through fp32 copies of chunks."""
+        """Step runs of one kind with torch's own code. TorchRule steps fp32 masters and state as they are; other
+        formats are stepped through fp32 copies, chunk by chunk."""
         first = runs[0]
         hyper = self._completed(first.hyper)
         self._reference.refuse_unplanned(set(self._array_names(hyper)) - first.state.keys(), first.state)
@@ -272,7 +277,7 @@ class NativeRule(UpdateRule):
             run.scalars = self._next_scalars(hyper, run.scalars)
 
     def _update_copies(self, kept: Run, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-        """Step a run of another format through fp32 copies."""
+        """Step a run whose master or state is not fp32 through fp32 copies, and convert the results back."""
         joined, lossy = kept.master.dtype is torch.int16, self.state_dtype is not torch.float32
         seed = self._kernel_hyper(hyper, kept.scalars).seed
         state = {name: array.float() for name, array in kept.state.items()}
@@ -295,7 +300,8 @@ class NativeRule(UpdateRule):
             marked.copy_(torch.where(mark, -marked.abs(), marked.abs()))
 
     def _find_torch_bits(self) -> bool:
-        """Return whether fp32 gradients give torch's bits, and choose the square root: see [Note: bits of torch]."""
+        """Choose the kernel's square root, and return whether the kernel gives torch's bits for fp32 gradients: see
+        [Note: bits of torch]."""
         kernel = self.kernel
         root_flag = choose_root(kernel) if kernel and self._takes_root else Flag(0)
         if kernel is None or root_flag is None:
@@ -308,9 +314,9 @@ class NativeRule(UpdateRule):
         return _torch_bits[key]
 
     def _steps_agree(self, hyper: Mapping[str, Any]) -> bool:
-        """Compare one step of the kernel and of torch, from a state without zeros, to see whether they fuse the same
-        operations. An operation fused in only one of them changes a tenth of all elements or more. The run lengths
-        cover every remainder after ATen's vectors, where its code is compiled separately."""
+        """Return whether one step of the kernel and of torch, from a state without zeros, gives the same bits: then
+        both fuse the same operations. An operation fused in only one of them changes a tenth of all elements or more.
+        The run lengths cover every remainder after ATen's vectors, where its code is compiled separately."""
         ours, theirs = self._trial_runs(hyper), self._trial_runs(hyper)
         self.update(ours)
         self._update_by_torch(theirs)
@@ -339,20 +345,21 @@ class NativeRule(UpdateRule):
 
 
 def open_kernel(level: str | None = None, num_threads: int | None = None) -> UpdateKernel | None:
-    """Open the kernel with torch's square root; None if it was not built. Raises ConfigError for a level that this
-    machine cannot run."""
+    """Open the native kernel and pass it torch's square root; return None if the kernel was not built. `level`: the
+    instruction set; None: the environment's choice, or the best that this machine has. `num_threads`: None: all that
+    this process may use. Raises ConfigError for a level that this machine cannot run."""
     path = find_library("_update")
     return None if path is None else UpdateKernel(path, level, num_threads, find_torch_root())
 
 
 def missing_kernel() -> str:
-    """Return the reason why there is no kernel, and the remedy."""
+    """Return a text that says why the native kernel is missing and how to build it."""
     reason, fix = why_missing("_update")
     return f"The native library _update is missing: {reason}. To have it: {fix}."
 
 
 def flags_of(**chosen: Any) -> Flag:
-    """Combine the flags whose value is true."""
+    """Return the kernel's flags of the names in `chosen` whose values are true, combined."""
     return reduce(or_, (Flag[name] for name, is_set in chosen.items() if is_set), Flag(0))
 
 

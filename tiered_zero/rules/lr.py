@@ -1,8 +1,8 @@
-"""Set learning rates: DeepSpeed's five schedules, by its formulas, and any of torch.optim.lr_scheduler.
+"""Set learning rates with DeepSpeed's five schedules, by its formulas, or any class of torch.optim.lr_scheduler.
 
-A DeepSpeed schedule is a function of `last_batch_iteration` i. It is -1 at construction, which sets the groups' start
-value; `step()`, called after each optimizer step, adds one and sets the next rate. So the first `step()` evaluates i =
-0. Formulas: deepspeed/runtime/lr_schedules.py of DeepSpeed 0.19.
+A DeepSpeed schedule computes the rate from a number i, `last_batch_iteration`. The constructor sets i = -1 and the
+groups' first rate; `step()`, called after each optimizer step, adds one to i and sets the next rate. So the first
+`step()` computes the rate for i = 0. Formulas: deepspeed/runtime/lr_schedules.py of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _log = logging.getLogger(__name__)
 
 
 class Schedule(ABC):
-    """A schedule with the interface of torch's LRScheduler. It changes `param_groups` only, and does not patch the
-    optimizer."""
+    """A learning rate schedule with the interface of torch's LRScheduler. It changes only `param_groups`; unlike
+    torch's, it does not replace the optimizer's `step`."""
 
     def __init__(self, optimizer: Optimizer, **params: Any) -> None:
-        """`params`: fields of the class of this name in `config.schema`, which has their types and defaults. Raises
-        ValueError for unknown ones, and ConfigError for values that do not fit the param groups."""
+        """`params`: the schedule's parameters; the class of the same name in `config.schema` has their types and
+        defaults. Raises ValueError for unknown parameters, and ConfigError for values that do not fit the param
+        groups."""
         self.optimizer = optimizer
         self._own_lrs = self.get_last_lr()
         values = SCHEDULES[type(self).__name__].model_validate(params)
@@ -41,7 +42,8 @@ class Schedule(ABC):
             self._apply()
 
     def _for_groups(self, name: str, value: Any) -> Any:
-        """Return a parameter's value; for a rate or momentum a list with one value per group. Raises ConfigError."""
+        """Return `value`, the value of the schedule's parameter `name`; for a rate or a momentum return a list with one
+        value per param group. Raises ConfigError."""
         if name == "warmup_num_steps":
             return max(2, value)
         if not name.endswith(("_lr", "_mom")):
@@ -56,16 +58,17 @@ class Schedule(ABC):
 
     @abstractmethod
     def get_lr(self) -> list[float]:
-        """Compute the rate of each group at `last_batch_iteration`."""
+        """Return the rate of each param group at `last_batch_iteration`."""
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Set the rate for the next optimizer step. Call it once after each step."""
+        """Set the rate for the next optimizer step. Call it once after each optimizer step. `last_batch_iteration`: the
+        number to continue from; None: one more than the last."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._apply()
 
     def get_last_lr(self) -> list[float]:
-        """Return the present rate of each group."""
+        """Return the present rate of each param group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +76,7 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the stored iteration: set the rates that the groups had then."""
+        """Continue from `state_dict`, the result of `state_dict()`: set the rates that the groups had then."""
         self.last_batch_iteration = int(state_dict["last_batch_iteration"])
         self._apply()
 
@@ -87,8 +90,8 @@ class Schedule(ABC):
 
 @final
 class LRRangeTest(Schedule):
-    """Raises the rate to find the largest useful one: lr = min_lr * (1 + step_rate * t), t = (i + 1) / step_size or its
-    floor."""
+    """Raises the rate without end, to find the largest useful one: lr = min_lr * (1 + step_rate * t), with t = (i + 1)
+    / step_size, rounded down if `lr_range_test_staircase` is true."""
 
     def get_lr(self) -> list[float]:
         params = self._params
@@ -99,8 +102,8 @@ class LRRangeTest(Schedule):
 
 
 class WarmupLR(Schedule):
-    """Raises the rate from `warmup_min_lr` to `warmup_max_lr` (default: each group's own rate), then keeps it. lr = low
-    + (high - low) * gamma."""
+    """Raises the rate from `warmup_min_lr` to `warmup_max_lr` (default: each group's own rate), then keeps it. lr = min
+    + (max - min) * gamma, where gamma is the completed fraction of the warmup."""
 
     def get_lr(self) -> list[float]:
         gamma = self._gamma(self.last_batch_iteration)
@@ -125,8 +128,8 @@ class WarmupDecayLR(WarmupLR):
 
 @final
 class WarmupCosineLR(Schedule):
-    """Multiplies the groups' own rates: warmup from `warmup_min_ratio` to 1, then half a cosine down to
-    `cos_min_ratio`. Before step 0 the rate is 0 whatever `warmup_min_ratio` is, as in DeepSpeed."""
+    """Multiplies the groups' own rates by a ratio that rises from `warmup_min_ratio` to 1, then falls along half a
+    cosine to `cos_min_ratio`. Before step 0 the rate is 0 whatever `warmup_min_ratio` is, as in DeepSpeed."""
 
     def get_lr(self) -> list[float]:
         return [lr * self._ratio(self.last_batch_iteration) for lr in self._own_lrs]
@@ -146,7 +149,7 @@ class WarmupCosineLR(Schedule):
 @final
 class OneCycle(Schedule):
     """Moves the rate from min to max and back, and the momentum in the opposite direction; then decays both. Momentum
-    is betas[0] of an optimizer with `betas`; betas[1] becomes 0.99, as in DeepSpeed."""
+    means betas[0], and is left alone for an optimizer without `betas`; betas[1] becomes 0.99, as in DeepSpeed."""
 
     _BETA2 = 0.99
 
@@ -164,7 +167,7 @@ class OneCycle(Schedule):
         return [(low + (high - low) * height) / decay for low, high in ends]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Compute the betas of each group at `last_batch_iteration`; None if momentum does not change."""
+        """Return the betas of each param group at `last_batch_iteration`; None if momentum does not change."""
         if not self._params["cycle_momentum"] or "betas" not in self.optimizer.defaults:
             return None
         if self.last_batch_iteration < 0:
@@ -175,8 +178,9 @@ class OneCycle(Schedule):
         return [((high - (high - low) * height) * growth, self._BETA2) for low, high in ends]
 
     def _position(self) -> tuple[float, float]:
-        """Return the height in the triangle (0 at its foot, 1 at its top) and the number of `decay_step_size` steps
-        after it. With `cycle_*_stair_count` the height moves in stairs; without `decay_step_size` nothing decays."""
+        """Return how far the rate is between min (0) and max (1), and the number of decay periods (`decay_step_size`
+        steps) since the cycle ended. With `cycle_*_stair_count` the first number moves in stairs; without
+        `decay_step_size` the second is 0."""
         params, position = self._params, self.last_batch_iteration + 1
         size, second_size = params["cycle_first_step_size"], params["cycle_second_step_size"]
         total_size = size + (size if second_size is None else second_size)
@@ -196,7 +200,8 @@ class OneCycle(Schedule):
 
 
 def _warmup(params: Mapping[str, Any], iteration: int) -> float:
-    """Return the completed fraction of the warmup: log(i + 1) / log(n) or i / n; 0 before step 0, 1 from step n on."""
+    """Return the completed fraction of a warmup of n steps at `iteration` i: log(i + 1) / log(n), or i / n if
+    `warmup_type` is linear; 0 before step 0, 1 from step n on."""
     num_steps = params["warmup_num_steps"]
     if not 0 <= iteration < num_steps:
         return float(iteration >= 0)
@@ -228,7 +233,7 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> Schedule
 
 
 def _torch_types() -> dict[str, type[LRScheduler]]:
-    """Return torch's schedulers that `step()` drives without a metric."""
+    """Return name -> class of torch's schedulers whose `step()` needs no metric."""
     return {
         name: kind
         for name, kind in vars(torch.optim.lr_scheduler).items()

@@ -20,10 +20,10 @@ BIAS_CORRECTION = "bias_correction"
 class AdamRule(NativeRule):
     """Adam (Kingma and Ba, 2015; weight decay in the gradient) or AdamW (Loshchilov and Hutter, 2019; decoupled).
 
-    Hyper keys are torch's; lr and betas may be 0-d tensors. As in torch, the group's decoupled_weight_decay decides;
-    `decoupled` is its default. State: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq; scalar: step. If
-    DeepSpeed's key bias_correction is false, every step counts as one after infinitely many: all powers of the betas
-    are 0.
+    Param groups have torch's keys; lr and betas may be 0-d tensors. As in torch, the group's decoupled_weight_decay
+    decides which of the two is used; `decoupled` is its default. The state arrays are exp_avg, exp_avg_sq and, with
+    amsgrad, max_exp_avg_sq; the scalar is step. If DeepSpeed's key bias_correction is false, all powers of the betas
+    are taken as 0, as after infinitely many steps.
     """
 
     unsigned_field = "exp_avg_sq"
@@ -73,7 +73,8 @@ class AdamRule(NativeRule):
 
 @final
 class SgdRule(NativeRule):
-    """torch.optim.SGD with momentum, dampening, nesterov. State: momentum_buffer, filled by the first step."""
+    """torch.optim.SGD with momentum, dampening and nesterov. The state array is momentum_buffer, which the first step
+    fills."""
 
     _class = torch.optim.SGD
     _counts_steps = False
@@ -104,7 +105,7 @@ class SgdRule(NativeRule):
 
 @final
 class AdagradRule(NativeRule):
-    """torch.optim.Adagrad. State: sum; scalar: step."""
+    """torch.optim.Adagrad. The state array is sum, the scalar step."""
 
     _class = torch.optim.Adagrad
     _takes_root = True
@@ -134,7 +135,7 @@ class AdagradRule(NativeRule):
 
 
 class Lion(Optimizer):
-    """Lion as a plain torch optimizer, which torch.optim lacks and DeepSpeed's JSON can name.
+    """Lion as a plain torch optimizer. torch.optim has no Lion, and DeepSpeed's JSON can ask for it.
 
     EvoLved Sign Momentum (Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms", program 1). c = b1 * m +
     (1 - b1) * g; p = p * (1 - lr * weight_decay) - lr * sign(c); m = b2 * m + (1 - b2) * g. Elementwise; one state
@@ -187,7 +188,7 @@ ELEMENTWISE.add(Lion)
 
 @final
 class LionRule(NativeRule):
-    """`Lion`. State: exp_avg."""
+    """The rule of `Lion`. The state array is exp_avg."""
 
     _class = Lion
     _counts_steps = False

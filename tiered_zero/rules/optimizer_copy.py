@@ -1,4 +1,5 @@
-"""Run a torch optimizer's own code on chosen parameters: copy it without state, step it, flatten its state."""
+"""Run a torch optimizer's own code on chosen parameters: copy the optimizer without state, step it, flatten its
+state."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ _CHUNK_NUMEL = 1 << 18
 _GRAIN_NUMEL = 1 << 16
 _MARKS: dict[type, str] = {list: "items of a list: ", tuple: "items of a tuple: ", dict: "items of a dict: "}
 _PLAIN = (bool, int, float, str, type(None))
-"""Types that need no copy: almost all values of a param group have one of these."""
+"""Types whose values need no copy. Almost all values of a param group have one of them."""
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """Copy the class and attributes, without parameters, state, step hooks, or a scheduler's wrapper around `step`.
-    Tensors among the attributes, and containers of them, are copied too: a step may move them to its device."""
+    """Return a copy of the optimizer without parameters, state, step hooks, or a scheduler's wrapper around `step`.
+    Tensors among its attributes, and containers of them, are copied, because a step may move them to its device."""
     bare = type(optimizer).__new__(type(optimizer))
     omitted = ("step", "param_groups", "state")
     bare.__dict__.update({name: copied(value) for name, value in optimizer.__dict__.items() if name not in omitted})
@@ -48,7 +49,7 @@ def copied(value: Any) -> Any:
 
 
 def copied_group(group: Mapping[str, Any]) -> Group:
-    """Copy the values of a param group except "params"."""
+    """Return a copy of a param group's values, without "params"."""
     own = {**group}
     own.pop("params", None)
     for name, value in group.items():
@@ -64,9 +65,9 @@ def advance(
     states: Sequence[State],
     tracks_group: bool = False,
 ) -> tuple[list[State], Group]:
-    """Step `optimizer` with `leaves` as its only parameters. Return each leaf's state after the step, and the values
-    of the param group that the step changed; `group` itself does not change. `tracks_group`: False skips the
-    comparison, for classes known not to change their group."""
+    """Step `optimizer` with `leaves` as its only parameters, whose state is `states`. Return each leaf's state after
+    the step, and the values of the param group that the step changed; `group` itself does not change. `tracks_group`:
+    whether to look for such values; False for classes known not to change their group."""
     own = copied_group(group) if tracks_group else group
     optimizer.param_groups = [{**own, "params": list(leaves)}]
     optimizer.state = defaultdict(dict, zip(leaves, states, strict=True))
@@ -89,7 +90,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Group:
 
 
 def numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the numbers that the instance itself keeps."""
+    """Return the attributes of the optimizer itself that are numbers or tensors of one element."""
     return {
         name: copied(value)
         for name, value in vars(optimizer).items()
@@ -98,7 +99,7 @@ def numbers(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Compare type and value; a NaN equals a NaN."""
+    """Return whether two values have the same type and the same contents; a NaN equals a NaN."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):
@@ -111,12 +112,12 @@ def same(left: Any, right: Any) -> bool:
 
 
 def cloned(scalars: Mapping[str, Any]) -> State:
-    """Copy a mapping and the tensors in it."""
+    """Return a copy of a mapping, with its tensors copied too."""
     return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in scalars.items()}
 
 
 def cloned_all(scalars: Sequence[Mapping[str, Any]]) -> list[State]:
-    """Copy many mappings and the tensors in them, with one launch per device and dtype."""
+    """Return copies of many mappings and of the tensors in them, with one launch per device and dtype."""
     copies, pairs = [dict(each) for each in scalars], defaultdict(list)
     for each in copies:
         for name, value in each.items():
@@ -129,8 +130,8 @@ def cloned_all(scalars: Sequence[Mapping[str, Any]]) -> list[State]:
 
 
 def flattened(state: Mapping[str, Any]) -> State:
-    """Flatten the lists, tuples and dicts in a parameter's state: give each item its own name, and each container a
-    mark that lets `nested` rebuild it. Raises ModelError if two items get one name."""
+    """Return a parameter's state without nesting: each item of a list, tuple or dict gets a name of its own, and each
+    container becomes a text from which `nested` rebuilds it. Raises ModelError if two items get one name."""
     flat: State = {}
     for name, value in state.items():
         _flatten(name, value, flat)
@@ -152,7 +153,7 @@ def _flatten(name: str, value: Any, flat: State) -> None:
 
 
 def nested(flat: Mapping[str, Any]) -> State:
-    """Invert `flattened`."""
+    """Return the state with its lists, tuples and dicts, from the result of `flattened`."""
     left = dict(flat)
 
     def take(name: str) -> Any:
@@ -169,7 +170,7 @@ def nested(flat: Mapping[str, Any]) -> State:
 
 
 def example_leaf(values: torch.Tensor) -> torch.Tensor:
-    """Return `values` as a parameter whose gradient is 1."""
+    """Make `values` a parameter whose gradient is 1 everywhere, and return it."""
     values.requires_grad_().grad = torch.ones_like(values)
     return values
 
@@ -190,9 +191,9 @@ def leaves_of(runs: Sequence[Run]) -> list[torch.Tensor]:
 
 
 def pieces_of(run: Run) -> list[Run]:
-    """Cut an elementwise run into pieces. On the CPU a piece is large enough that every thread has work and calls cost
-    little, and no larger, so that torch's temporaries stay in the cache (AdamW on one thread: about half the time of an
-    uncut run, from 256 Ki to 512 Ki elements). On a GPU the cuts only limit temporaries."""
+    """Cut an elementwise run into pieces. On the CPU a piece is just large enough that every thread has work and calls
+    cost little: torch's temporaries then stay in the cache. (AdamW on one thread takes about half the time of an uncut
+    run with pieces of 256 Ki to 512 Ki elements.) On a GPU the cuts only limit temporary memory."""
     on_cpu = run.master.device.type == "cpu"
     size = max(_CHUNK_NUMEL, _GRAIN_NUMEL * torch.get_num_threads()) if on_cpu else DEVICE_CHUNK_NUMEL
     return [run.part(start, start + size) for start in range(0, max(1, run.master.numel()), size)]
@@ -200,6 +201,7 @@ def pieces_of(run: Run) -> list[Run]:
 
 @contextmanager
 def dry_steps() -> Iterator[None]:
-    """Run steps of a copy inside the block: without autograd, and without changing the user's random state."""
+    """Run the block, which steps a copy of an optimizer, without autograd and without changing the user's random
+    state."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         yield

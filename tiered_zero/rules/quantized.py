@@ -24,8 +24,9 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _decoded_bytes() -> dict[torch.dtype, torch.Tensor]:
-    """Return the value of each code, taken as a byte, relative to its scale: [256] fp32. torch and the kernel share the
-    table. It is computed by products alone, without pow, so it is the same on every processor."""
+    """Return for each dtype of codes a table of decoded values, [256] fp32: the value that a code stands for, relative
+    to its scale, indexed by the code's bits as an unsigned byte. torch and the kernel use the same tables. They are
+    computed by products alone, without pow, so they are equal on every processor."""
     code = torch.arange(256, dtype=torch.float64)
     signed, square = torch.where(code < 128, code, code - 256) / _SIGNED, (code / _UNSIGNED).square()
     return {torch.int8: (signed * signed.abs()).float(), torch.uint8: (square * square).float()}
@@ -36,13 +37,13 @@ _TABLES = _decoded_bytes()
 
 @final
 class QuantizedAdam(UpdateRule):
-    """AdamRule on chunks of moments, which are dequantized before its step and quantized after it.
+    """AdamRule with moments of 8 bits: chunks of them are dequantized to fp32 before a step and quantized after it.
 
-    A block is QUANTIZED_BLOCK_NUMEL elements, the alignment of parameters in every dtype: so no block holds two
-    parameters, none is cut, and its codes depend only on its own elements and the step. Its scale is its largest
-    magnitude. Codes are roots, which represent small values well: the first moment is scale * sign * (code / 127)^2,
-    the second scale * (code / 255)^4. Rounding is stochastic, since a second moment moves by less than one code in a
-    step; a nonzero second moment never becomes zero, because the next step divides by its root.
+    A block is QUANTIZED_BLOCK_NUMEL neighbouring elements with one scale, their largest magnitude. Parameters are
+    aligned to blocks in every dtype, so no block holds two parameters and no block is cut; its codes depend only on its
+    own elements and the step. Codes store roots, which represent small values well: the first moment is scale * sign *
+    (code / 127)^2, the second scale * (code / 255)^4. Rounding is stochastic, because a second moment changes by less
+    than one code in a step. A nonzero second moment never becomes zero, because the next step divides by its root.
     """
 
     elementwise = True
@@ -106,7 +107,7 @@ class QuantizedAdam(UpdateRule):
         self._inner.close()
 
     def _update_chunk(self, chunk: Run) -> dict[str, Any]:
-        """Step a run through fp32 copies of its moments. Return its new scalars."""
+        """Step a run with fp32 copies of its moments, and quantize them again. Return the run's new scalars."""
         kernel = self.kernel if chunk.master.is_cpu else None
         arrays = {
             name: (array, chunk.state[_scale(name)], self._scratch(name, array))
@@ -124,7 +125,8 @@ class QuantizedAdam(UpdateRule):
         return stepped.scalars
 
     def _scratch(self, name: str, array: torch.Tensor) -> torch.Tensor:
-        """Return fp32 memory for the codes of one chunk. It is reused, so that it stays in the cache."""
+        """Return fp32 memory for the moments of one chunk, whose codes are `array`. It is used again for the next
+        chunk, so it stays in the cache."""
         kept, numel = self._floats.get(name), array.numel()
         if kept is None or kept.numel() < numel or kept.device != array.device:
             kept = self._floats[name] = torch.empty(numel, device=array.device)
@@ -132,7 +134,7 @@ class QuantizedAdam(UpdateRule):
 
 
 def _part(run: Run, start: int, stop: int) -> Run:
-    """Return elements [start, stop) of a run. `start` is the first element of a block."""
+    """Return a run of the elements [start, stop) of `run`. `start` has to be the first element of a block."""
     blocks = slice(start // QUANTIZED_BLOCK_NUMEL, -(-stop // QUANTIZED_BLOCK_NUMEL))
     part = run.part(start, stop)
     part.state |= {name: array[blocks] for name, array in run.state.items() if name.endswith(_SCALE)}
@@ -140,8 +142,8 @@ def _part(run: Run, start: int, stop: int) -> Run:
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, kernel: UpdateKernel | None) -> None:
-    """Fill `values`, [n] fp32, from codes, [n] int8 (signed squares) or uint8 (fourth powers), and one scale per
-    block."""
+    """Compute `values`, [n] fp32, from `codes`, [n] int8 (signed squares) or uint8 (fourth powers), and `scales`, one
+    per block. `kernel`: None computes with torch."""
     if kernel is not None:
         kernel.convert(_moments(codes, scales, values))
         return
@@ -151,15 +153,17 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, 
 
 @cache
 def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy the table to a device, once: such a copy waits for everything launched before it."""
+    """Return the table for codes of `dtype` on a device. It is copied there only once, because such a copy waits for
+    everything launched before it."""
     return _TABLES[dtype].to(device)
 
 
 def quantize(
     codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int | None, kernel: UpdateKernel | None
 ) -> None:
-    """Fill codes and scales from `values`, rounded with noise from each value and `seed`; the kernel gives the same
-    bits. Without `seed` round to the nearest code, which returns dequantized values to their codes."""
+    """Compute `codes` and `scales` from `values`, rounded stochastically with noise from each value and `seed`. torch
+    and the kernel give the same bits. If `seed` is None, round to the nearest code: dequantized values then get the
+    codes that they had."""
     if kernel is not None and seed is not None:
         kernel.convert(_moments(codes, scales, values, seed & 0xFFFFFFFF, quantizes=True))
         return

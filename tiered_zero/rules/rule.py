@@ -1,4 +1,4 @@
-"""Define the interface of update rules: the state of a parameter, a step on it, and runs that are stepped as one."""
+"""Define the interface of update rules: which state a parameter has, and how a run (a slice of masters) is stepped."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tiered_zero.sizes import align_up
 
 _CPU_CHUNK_NUMEL = 1 << 17
 _DEVICE_CHUNK_NUMEL = 1 << 22
-"""Elements for which temporaries are made at once."""
+"""Elements that a step processes at once (first on the CPU, here on a device), which limits temporary memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateField:
-    """One array of optimizer state over a run of parameters. `shape`: in elements; in an elementwise rule each element
-    covers `block_numel` neighbouring parameters. `stride`: stride of an array in another memory order; None: row-major.
+    """Describes one array of optimizer state for a run. `block_numel`: in an elementwise rule, the number of
+    neighbouring elements of the run that one element of the array describes. `stride`: the stride of an array whose
+    memory is in another order; None: row-major.
     """
 
     name: str
@@ -40,15 +41,16 @@ class StateField:
 
 @dataclass(kw_only=True)
 class Run:
-    """Adjacent master weights that are updated in the same way, with everything that the rule needs.
+    """Adjacent master weights that one call updates in the same way, with everything that the rule needs.
 
-    For an elementwise rule: [n] slices, cut anywhere, merged over parameter borders. For any other rule: one whole
-    parameter in its own shape. `master`: fp32, updated in place; or the int16 remainders of `out`, which then holds the
-    old parameter. `grad`: fp32, bf16 or fp16, same shape, already reduced; may be overwritten. `state`: the arrays of
-    `StateField`s, updated in place; all zero before the first step (see `UpdateRule.init_state`). `scalars`: 0-d state
-    such as step counts, replaced by the rule; empty before the first step. `hyper`: the live param group without
-    "params". `out`: [same shape] the 16-bit parameter to write, or None. `grad_scale`: factor for the gradient, to
-    unscale and clip at once. 1.0 leaves bits unchanged.
+    For an elementwise rule the arrays are [n] slices, which may be cut anywhere and may span several parameters. For
+    any other rule they are one whole parameter in its own shape. `master`: fp32, updated in place; or the int16
+    remainders of `out`, which then holds the old parameter. `grad`: fp32, bf16 or fp16, in the same shape, averaged
+    over ranks; may be overwritten. `state`: name of a `StateField` -> its array, updated in place; all zero before the
+    first step (see `UpdateRule.init_state`). `scalars`: 0-d state such as step counts, replaced by the rule; empty
+    before the first step. `hyper`: the values of the param group, without "params". `out`: [same shape] the 16-bit
+    parameter to write, or None. `grad_scale`: factor for the gradient, which unscales and clips at once; 1.0 leaves
+    its bits unchanged.
     """
 
     master: torch.Tensor
@@ -60,7 +62,7 @@ class Run:
     grad_scale: float = 1.0
 
     def part(self, start: int, stop: int) -> Run:
-        """Return elements [start, stop) of an elementwise run, as a run."""
+        """Return a run of the elements [start, stop) of this one, which belongs to an elementwise rule."""
         part = slice(start, stop)
         state = {name: array[part] for name, array in self.state.items()}
         out = None if self.out is None else self.out[part]
@@ -68,63 +70,65 @@ class Run:
 
 
 class UpdateRule(ABC):
-    """Advances runs. Knows nothing of tiers, units or files. Called on one thread at a time."""
+    """Makes optimizer steps on runs. Knows nothing of tiers, units or files. Called on one thread at a time."""
 
     name: str
     elementwise: bool
     """True if element i of an output depends only on element i of the inputs, so that runs may be cut anywhere."""
 
     unsigned_field: str | None = None
-    """A state array that is never negative, so that its signs may hold a mark ([Note: bf16 and remainder])."""
+    """The name of a state array that is never negative, so its sign bits may store a mark of the masters
+    ([Note: bf16 and remainder]); None without one."""
 
     keeps_group_state: bool = False
-    """Whether a step changes values of its param group, as in classes that count steps there."""
+    """Whether a step changes values of its param group, as classes do that count their steps there."""
 
     temporaries: int = 4
-    """The number of fp32 arrays, as long as the runs, that a step on an accelerator makes at once, in addition to
-    copies of state and gradients. No torch class makes more."""
+    """The number of temporary fp32 arrays, as long as the runs, that a step on an accelerator needs at once, besides
+    copies of state and gradients. No torch class needs more than 4."""
 
     kernel: UpdateKernel | None = None
-    """The native kernel, which gradient norms share; None for torch alone."""
+    """The native kernel, which also computes gradient norms; None if torch's operations do both."""
 
     @abstractmethod
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        """Return the state arrays (not the scalars) of a run of `shape`. Raises ModelError if the rule cannot be
-        split."""
+        """Return descriptions of the state arrays (not the scalars) of a run of `shape`. Raises ModelError if the
+        rule's class cannot step one parameter at a time."""
 
     def init_state(self, state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]) -> None:
-        """Set the rule's initial values in the arrays of a run, which are zero. Called before its first step."""
+        """Set the initial values in the state arrays of a run, which are zero. Called before the run's first step."""
         return
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what torch's optimizer holds for a parameter before its first step; nothing for most classes."""
+        """Return the state that torch's optimizer has for a parameter of `shape` before its first step; empty for most
+        classes."""
         return {}
 
     def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what torch's optimizer holds for the elements of `state`: fp32 arrays, which may share the memory of
-        `state`, and scalars. Empty before the first step."""
+        """Return the state in the format of torch's optimizer: fp32 arrays, which may share the memory of `state`, and
+        scalars. Empty before the first step."""
         return {**state, **scalars}
 
     def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        """Raise ModelError unless a step of a parameter of `shape` can follow on `values`, state in torch's format."""
+        """Raise ModelError unless a parameter of `shape` can be stepped from `values`, its state in torch's format."""
         return
 
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Invert `export_state`: fill `state` from `values`, rounding to nearest if it has fewer bits, and return the
-        scalars."""
+        """Invert `export_state`: copy the arrays in `values`, state in torch's format, to `state`, rounded to nearest
+        if `state` has fewer bits, and return the scalars."""
         for name, array in state.items():
             array.copy_(values[name])
         return {name: value for name, value in values.items() if name not in state}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `Run.scalars` from a checkpoint's, which another kind of rule with the same numbers may have written.
-        Raises TypeError, ValueError or KeyError if they are invalid."""
+        """Convert the scalars of a checkpoint to this rule's `Run.scalars`; they may come from another kind of rule
+        with the same results. Raises TypeError, ValueError or KeyError if they are invalid."""
         return dict(scalars)
 
     def announce(self) -> None:
-        """Log which code runs the update, if the user can choose it."""
+        """Log which code computes the update, if that depends on the machine or the config."""
         return
 
     def close(self) -> None:
@@ -132,20 +136,22 @@ class UpdateRule(ABC):
         return
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """Apply to the live `groups` the changes that a step with the values `frozen` makes. Driver thread, before a
-        step's runs."""
+        """Change the live param `groups` as a step changes them. `frozen`: copies of the groups from which the step
+        reads its values. Called on the driver thread, before the runs of a step."""
         return
 
     @abstractmethod
     def update(self, runs: Sequence[Run]) -> None:
-        """Take one step on every run, and write `out` if given. Invalid arguments raise before anything is written."""
+        """Make one step on every run, and write its `out` if it has one. Invalid arguments raise before anything is
+        written."""
 
 
 def batches(
     runs: Sequence[Run], cut: Callable[[Run, int, int], Run] = Run.part, cpu_numel: int = _CPU_CHUNK_NUMEL
 ) -> Iterator[list[Run]]:
-    """Yield alike runs in batches, `cut` into [start, stop) between blocks: on a device as many as fit into
-    _DEVICE_CHUNK_NUMEL; on the CPU single runs of at most `cpu_numel`, to stay in the cache."""
+    """Yield `runs`, which are stepped with the same numbers, in batches. `cut(run, start, stop)` cuts a run that is too
+    long. On a device a batch has up to _DEVICE_CHUNK_NUMEL elements of many runs; on the CPU it has one run of at most
+    `cpu_numel` elements, which fits into the cache."""
     on_cpu = runs[0].master.is_cpu
     most_numel = cpu_numel if on_cpu else _DEVICE_CHUNK_NUMEL
     batch: list[Run] = []
@@ -166,9 +172,9 @@ def batches(
 
 @contextmanager
 def packed(runs: Sequence[Run], block_numel: int = 1, per_block: Collection[str] = ()) -> Iterator[Run]:
-    """Join alike runs end to end in temporaries, and copy the results back after the block; a single run is used as it
-    is. Each begins at a multiple of `block_numel`, with zeros in between. `per_block`: state arrays with one element
-    per block. Each array is copied by one launch."""
+    """Yield one run that holds copies of all `runs` end to end, and copy its results back after the block; a single run
+    is yielded as it is. Each run begins at a multiple of `block_numel`, with zeros in between. `per_block`: names of
+    the state arrays that have one element per block. One launch copies an array of all runs."""
     first = runs[0]
     if len(runs) == 1:
         yield first
@@ -189,7 +195,8 @@ def packed(runs: Sequence[Run], block_numel: int = 1, per_block: Collection[str]
 
 
 def _join(arrays: Sequence[torch.Tensor], block_numel: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Copy arrays into one. Return it, and the part for each array."""
+    """Copy `arrays` into one array, each from a multiple of `block_numel` on. Return that array, and the part of it for
+    each of `arrays`."""
     numels = [array.numel() for array in arrays]
     spans = [align_up(numel, block_numel) for numel in numels]
     make = torch.empty if spans == numels else torch.zeros

@@ -1,4 +1,4 @@
-"""Define the formats and places of master weights and optimizer state in a sub-group's slot.
+"""Define in which format, and at which byte of a sub-group's slot, master weights and optimizer state are stored.
 
 tiered_zero.state_format:
 
@@ -51,14 +51,15 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def join_master(parameter: torch.Tensor, remainder: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 masters, bit for bit."""
+    """Return the fp32 masters that `split_master` has split, bit for bit."""
     high = (parameter.view(torch.int16).to(torch.int32) + mark) << 16
     return (high + remainder.to(torch.int32)).view(torch.float32)
 
 
 def hash_noise(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return 16 random bits for each fp32 value, as int32, equal to the native kernel's. They are a hash of value and
-    seed, not of a position, so cuts do not change them. The seed differs for each step and array."""
+    """Return 16 random bits for each fp32 value, as int32, equal to the bits of the native kernel. They are a hash of
+    the value and `seed`, not of its position, so they do not depend on where arrays are cut. Each step and array has
+    its own seed."""
     noise = values.view(torch.int32) ^ _signed(seed)
     noise = (noise ^ ((noise >> 16) & 0xFFFF)) * _signed(0x85EBCA6B)
     noise = (noise ^ ((noise >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35)
@@ -66,13 +67,13 @@ def hash_noise(values: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def round_randomly(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """Round fp32 to bf16 stochastically."""
+    """Round fp32 values to bf16, up or down at random in proportion to the distance; noise from `hash_noise`."""
     rounded = ((values.view(torch.int32) + hash_noise(values, seed)) >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(values.isfinite(), rounded, values.to(torch.bfloat16))
 
 
 def _signed(word: int) -> int:
-    """Return 32 bits as an int32."""
+    """Return the low 32 bits of `word` as the value of an int32."""
     return ((word & _WORD) ^ 0x80000000) - 0x80000000
 
 
@@ -81,12 +82,12 @@ Parts = Sequence[torch.Tensor]
 
 
 class MasterFormat(ABC):
-    """How masters are stored.
+    """A format in which masters are stored.
 
-    `dtypes`: dtypes of the stored arrays. The first is a rule's `Run.master`; the second, if any, is the rule's
-    unsigned field. `needs_params`: the update needs the old parameters in addition to the slot. `follows_params`: each
-    update adopts parameters that changed since the last one, so nothing has to watch them; the first update makes the
-    masters, and the slot holds none before.
+    `dtypes`: dtypes of the stored arrays. The first array is the rule's `Run.master`; the second, if any, is the rule's
+    unsigned field. `needs_params`: whether the update needs the old parameters in addition to the slot.
+    `follows_params`: whether each update takes over parameters that changed since the last update, so nobody has to
+    report such changes. The first update then makes the masters, and the slot holds none before.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -94,13 +95,13 @@ class MasterFormat(ABC):
     follows_params: bool = False
 
     def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
-        """Return the masters [n] that an update steps. `params`: [n], where the update writes the new parameters; if
-        masters follow parameters, it holds the present ones."""
+        """Return the array [n] that an update steps as masters. `master`: [n] in the slot. `params`: [n], the memory to
+        which the update writes the new parameters; if masters follow parameters, it holds the present ones."""
         return master
 
     @abstractmethod
     def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
-        """Return the masters, fp32 [n]."""
+        """Return the masters, fp32 [n]. `params`: the parameters, [n], if the format computes masters from them."""
 
     @abstractmethod
     def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
@@ -108,17 +109,18 @@ class MasterFormat(ABC):
 
     @abstractmethod
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
-        """Return new stored masters after parameters were set to `new` [n] by hand: those that changed take that value.
-        None if nothing changed. `old`: the former parameters, if needed.
+        """Return new stored masters after user code has set the parameters to `new` [n]: the master of each changed
+        parameter becomes the new value. Return None if nothing changed. `old`: the parameters before, [n], if the
+        format needs them.
         """
 
     @abstractmethod
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
-        """Write to `outs` the parameters of masters that are not stepped: their rounded values."""
+        """Write the rounded values of `masters`, which this update does not step, to the parameters `outs`."""
 
 
 class FullMasters(MasterFormat):
-    """fp32 masters."""
+    """Stores fp32 masters."""
 
     dtypes = (torch.float32,)
     needs_params = False
@@ -142,7 +144,7 @@ class FullMasters(MasterFormat):
 
 @final
 class FollowingMasters(FullMasters):
-    """fp32 masters of 16-bit parameters that their user may change at any time between updates."""
+    """Stores fp32 masters of 16-bit parameters that user code may change at any time between updates."""
 
     follows_params = True
 
@@ -156,7 +158,7 @@ class FollowingMasters(FullMasters):
 
 @final
 class ParamMasters(MasterFormat):
-    """fp32 parameters that are their own masters: the update steps them in place, and no tier holds masters."""
+    """Stores nothing: fp32 parameters are their own masters, and the update steps them in place."""
 
     dtypes = ()
     needs_params = False
@@ -182,7 +184,7 @@ class ParamMasters(MasterFormat):
 
 @final
 class RemainderMasters(MasterFormat):
-    """int16 remainders, with the marks in the signs of the fp32 second moments: see [Note: bf16 and remainder]."""
+    """Stores int16 remainders, and the marks in the signs of the fp32 second moments: [Note: bf16 and remainder]."""
 
     dtypes = (torch.int16, torch.float32)
     needs_params = True
@@ -192,7 +194,7 @@ class RemainderMasters(MasterFormat):
         return join_master(params, parts[0], parts[1].signbit())
 
     def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
-        """Set the masters as `MasterFormat.replace` says. The second moments keep their values."""
+        """Set the masters as `MasterFormat.replace` says. The second moments keep their magnitudes."""
         for start in range(0, master.numel(), _STEP_NUMEL):
             own = slice(start, start + _STEP_NUMEL)
             rounded, remainder, mark = split_master(master[own])
@@ -219,8 +221,8 @@ def master_format(name: str) -> MasterFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class StateArray:
-    """A state array in a slot. `piece`: the index of its piece; None if it spans the sub-group. `offset`: its first
-    byte."""
+    """The place of a state array in a slot. `piece`: the index of the piece (part of a parameter) whose state it is;
+    None if the array spans the whole sub-group. `offset`: its first byte."""
 
     field: StateField
     piece: int | None
@@ -228,12 +230,13 @@ class StateArray:
 
 
 class StateLayout:
-    """The slot of a sub-group: masters [numel], then each state array, each starting at a page.
+    """The contents of a sub-group's slot: masters [numel], then each state array, each starting at a memory page.
 
-    `masters`: their format. If it includes a state array, that is the first one, and `master_nbytes` counts both.
-    `state_start`: the first byte of the state arrays. `initial_nbytes`: what a slot holds from the start. For an
-    elementwise rule each array spans the sub-group, so that a run is a slice of it; a field that only some param groups
-    have exists for all. For any other rule each piece (a whole parameter) has its own arrays.
+    `masters`: the format of the masters. If it includes a state array, this is the first one, and `master_nbytes`
+    counts both. `state_start`: the first byte of the state arrays. `initial_nbytes`: the number of bytes that are valid
+    before the first update. For an elementwise rule each array spans the sub-group, so a run is a slice of it; a field
+    that only some param groups have exists for all. For any other rule each piece (a whole parameter) has its own
+    arrays.
     """
 
     def __init__(
@@ -272,7 +275,8 @@ class StateLayout:
 
     @property
     def has_own_masters(self) -> bool:
-        """Whether masters follow their parameters and are stored in the slot: nothing else saves them."""
+        """Whether the slot stores masters that follow their parameters. No checkpoint of parameters includes them, so
+        they are saved with the state."""
         return self.masters.follows_params and bool(self.masters.dtypes)
 
     def _append(self, field: StateField, piece: int | None) -> None:
@@ -282,22 +286,22 @@ class StateLayout:
         self._end += align_up(field.nbytes, PAGE_NBYTES)
 
     def master(self, raw: torch.Tensor) -> torch.Tensor:
-        """Return a view of the masters in `raw`, the slot's bytes: [numel], the `Run.master` of all its elements."""
+        """Return a view, [numel], of the stored masters in `raw`, the slot's bytes; slices of it are `Run.master`."""
         if not self.masters.dtypes:
             return raw[:0].view(torch.float32)
         dtype = self.masters.dtypes[0]
         return raw[: dtype.itemsize * self.subgroup.numel].view(dtype)
 
     def initialize(self, raw: torch.Tensor) -> None:
-        """Initialize a slot that was never stepped: state with zeros, and masters that follow their parameters with
-        NaN, which differs from every parameter, so that the next update adopts them."""
+        """Initialize the bytes of a slot that was never stepped: set state to zero, and masters that follow their
+        parameters to NaN. NaN differs from every parameter, so the next update takes over the parameters."""
         if self.masters.follows_params:
             self.master(raw).fill_(float("nan"))
         raw[self.master_nbytes :].zero_()
 
     def master_spans(self, segment: Segment) -> list[tuple[int, int, torch.dtype]]:
-        """Return the places of a segment's masters: (first byte in the slot, bytes, dtype) for each of the format's
-        arrays."""
+        """Return the places of a segment's masters: (first byte in the slot, number of bytes, dtype) for each array of
+        the format."""
         spans, start = [], 0
         for dtype in self.masters.dtypes:
             spans.append((start + dtype.itemsize * segment.start, dtype.itemsize * segment.numel, dtype))
@@ -305,11 +309,12 @@ class StateLayout:
         return spans
 
     def master_parts(self, raw: torch.Tensor, segment: Segment) -> list[torch.Tensor]:
-        """Return views of a segment's masters in `raw`, one for each of the format's arrays."""
+        """Return views of a segment's masters in `raw`, the slot's bytes, one for each array of the format."""
         return [raw[start : start + nbytes].view(dtype) for start, nbytes, dtype in self.master_spans(segment)]
 
     def clear(self, raw: torch.Tensor, kept: Iterable[ParamPiece]) -> None:
-        """Set the state in `raw` to zero, except the arrays of the pieces `kept`, which are filled next."""
+        """Set the state in `raw`, the slot's bytes, to zero, except that of the pieces `kept`, which the caller fills
+        next."""
         filled = []
         for piece in kept:
             for array in self.arrays_for(piece):
@@ -322,11 +327,13 @@ class StateLayout:
             raw[start:stop].zero_()
 
     def marks(self, raw: torch.Tensor) -> torch.Tensor | None:
-        """Return a view of the state array whose signs belong to the masters, [numel]; None if there is none."""
+        """Return a view, [numel], of the state array whose sign bits store marks of the masters; None if there is
+        none."""
         return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
 
     def views(self, raw: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return views of all state arrays, by offset. Make them once for many pieces: a view takes microseconds."""
+        """Return offset -> view of all state arrays in `raw`. Call it once for many pieces: a view takes
+        microseconds."""
         return {array.offset: _view(raw, array) for array in self.arrays}
 
     def state(
@@ -337,8 +344,9 @@ class StateLayout:
         stop: int,
         views: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return views of the state of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own
-        shapes. `views`: views of all arrays in `raw`, if the caller has them."""
+        """Return name -> view of the state of elements [start, stop) of the sub-group, for an elementwise rule, or else
+        of the state of `piece`, in the arrays' own shapes. `views`: the result of `views(raw)`, if the caller has
+        it."""
         state = {}
         for array in self.arrays_for(piece):
             view = _view(raw, array) if views is None else views[array.offset]
@@ -349,16 +357,17 @@ class StateLayout:
         return state
 
     def fields(self, piece: ParamPiece) -> list[StateField]:
-        """Return the state arrays of a piece; an array over the whole sub-group has the sub-group's shape."""
+        """Return the descriptions of a piece's state arrays. An array over the whole sub-group has the sub-group's
+        shape."""
         return [array.field for array in self.arrays_for(piece)]
 
     def arrays_for(self, piece: ParamPiece) -> list[StateArray]:
-        """Return the state arrays that hold a piece's state: those over the whole sub-group, and its own."""
+        """Return the places of the arrays with a piece's state: those over the whole sub-group and the piece's own."""
         return self._shared_of_group.get(piece.group, []) + self._arrays_of.get(piece.index, [])
 
 
 def gaps(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """Return the parts of [first, last) that disjoint `ranges`, in order, do not cover."""
+    """Return the parts of [first, last) that `ranges`, which are disjoint and sorted, do not cover."""
     found = []
     for start, stop in (*ranges, (last, last)):
         if first < start:
@@ -368,8 +377,8 @@ def gaps(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tuple
 
 
 def _shaped(piece: ParamPiece, field: StateField, memory: torch.Tensor) -> torch.Tensor:
-    """Return `memory` in the field's shape. If that is the parameter's shape it gets its strides, as by torch's
-    zeros_like()."""
+    """Return a view of `memory` in the field's shape. If it is the parameter's shape, the view has the parameter's
+    strides, as torch's zeros_like() gives them."""
     if field.stride is not None:
         return memory.as_strided(field.shape, field.stride)
     return piece.param.view(memory) if field.shape == piece.param.shape else memory.view(field.shape)
@@ -387,7 +396,8 @@ def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:
 def check_params(
     masters: MasterFormat, subgroups: Iterable[SubGroup], param_tiers: Mapping[int, str], state_tiers: Sequence[str]
 ) -> None:
-    """Raise ConfigError if the update cannot read parameters that it needs to make masters."""
+    """Raise ConfigError if masters are computed from parameters and the update cannot read these. `param_tiers`: unit
+    index -> tier of its parameters. `state_tiers`: the tier of each sub-group's state."""
     held = ((segment.unit, state_tiers[subgroup.index]) for subgroup in subgroups for segment in subgroup.segments)
     for unit, state_tier in held if masters.needs_params else ():
         if unit.dtype != torch.bfloat16:

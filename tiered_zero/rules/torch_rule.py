@@ -1,4 +1,4 @@
-"""Use any torch.optim class as an update rule: the class itself takes the step, on views of the tiers' memory."""
+"""Use any torch.optim class as an update rule: the class's own code makes the step, on views of the tiers' memory."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.ASGD,
     torch.optim.Rprop,
 }
-"""Classes known to give the same bits wherever a run is cut, unless fused. Exact classes: a subclass may do anything.
-Lion adds itself."""
+"""Classes known to give the same bits wherever a run is cut, unless `fused` is set. Subclasses do not count, because
+they may do anything. rules/native_rules.py adds Lion."""
 
 TEMPORARIES: dict[type[Optimizer], int] = {
     **dict.fromkeys((torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RAdam), 1),
     **dict.fromkeys((torch.optim.ASGD, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RMSprop), 2),
     torch.optim.Adadelta: 3,
 }
-"""`UpdateRule.temporaries` if torch steps many parameters by one launch (foreach), as on an accelerator."""
+"""Class -> `UpdateRule.temporaries` where torch steps many parameters with one launch (foreach), as on an
+accelerator."""
 
 REFUSED: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the model several times within a step and couples all parameters",
@@ -72,16 +73,16 @@ _Constructor = Callable[[list[Any]], Optimizer]
 class TorchRule(UpdateRule):
     """Gives the bits of one plain `optimizer_class(parameters, **defaults)` over whole fp32 parameters and gradients.
 
-    A known elementwise class gets [n] runs, cut anywhere. Any other class gets whole parameters, one at a time, and
-    must not couple them: `state_fields` tests that on two small ones.
+    A class in ELEMENTWISE gets [n] runs, cut anywhere. Any other class gets whole parameters, one at a time. The update
+    of a parameter must then not depend on other parameters; `state_fields` tests this on two small parameters.
 
-    Arrays are in `Run.state`, everything else in `Run.scalars`, which is empty only before the first step. In that step
-    torch creates the state, which is then copied in. A scalar "absent" under an array's name means that torch has no
-    such array yet, so its zeros must not be read (SGD whose momentum was 0 so far).
+    State arrays are in `Run.state`, all other state in `Run.scalars`, which is empty only before the first step. In
+    that step torch creates the state, and the rule copies it to `Run.state`. A scalar "absent" with the name of an
+    array means that torch has no such array yet (SGD whose momentum was 0 so far), so the array must not be read.
     """
 
     def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> None:
-        """Raises ModelError if the class does not accept `defaults`, or cannot be stepped piece by piece."""
+        """Raises ModelError if the class does not accept `defaults`, or cannot step one parameter at a time."""
         refuse_class(optimizer_class)
         construct: _Constructor = partial(cast(Any, optimizer_class), **defaults)
         try:
@@ -94,7 +95,7 @@ class TorchRule(UpdateRule):
 
     @classmethod
     def from_optimizer(cls, optimizer: Optimizer) -> TorchRule:
-        """Make the rule for a user's own instance, which is neither changed nor stepped."""
+        """Make the rule for `optimizer`, the user's own instance, which is neither changed nor stepped."""
         kind = type(optimizer)
         names = inspect.signature(kind).parameters
         defaults = {name: value for name, value in optimizer.defaults.items() if name in names}
@@ -111,8 +112,8 @@ class TorchRule(UpdateRule):
         return rule
 
     def _adopt(self, optimizer: Optimizer, construct: _Constructor | None) -> None:
-        """Set the rule up. `construct`: for a class whose constructor creates state; None for those that create it in a
-        step."""
+        """Initialize this rule from `optimizer`. `construct`: makes an optimizer over given parameters, for a class
+        whose constructor creates state; None for classes that create state in the first step."""
         self.name = type(optimizer).__name__
         self.defaults = dict(optimizer.defaults)
         self.elementwise = type(optimizer) in ELEMENTWISE and not optimizer.defaults.get("fused")
@@ -120,13 +121,13 @@ class TorchRule(UpdateRule):
         self._optimizer = bare_copy(optimizer)
         self._construct = construct
         self._expected: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
-        """Frozen param groups of this step, and what the step changes in each."""
+        """The copied param groups of this step, and for each the values that the step changes in the group."""
         self._fields: dict[tuple[tuple[int, ...], str], list[StateField]] = {}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        """Find the state arrays by two dry steps, on meta tensors, or on CPU tensors if the class reads values. Raises
-        ModelError for a class that fails on this shape, keeps other state than tensors and plain values, or couples
-        parameters."""
+        """Find the state arrays by two trial steps, on meta tensors, or on CPU tensors if the class reads values.
+        Raises ModelError for a class that fails on this shape, keeps other state than tensors and plain values, or
+        whose update of a parameter depends on other parameters."""
         self._refuse_options(hyper)
         options = repr(sorted((name, value) for name, value in hyper.items() if name != "params"))
         key = ((1,) if self.elementwise else shape, options)
@@ -143,7 +144,8 @@ class TorchRule(UpdateRule):
         return list(self._fields[key])
 
     def update(self, runs: Sequence[Run]) -> None:
-        """Take one step on every run, in order; the scalars of a run advance once. Any thread, one at a time."""
+        """Make one step on every run, in order; a run that is cut into pieces counts one step. Any thread, but one at a
+        time."""
         for run in runs:
             self._refuse_options(run.hyper, run.master.device)
         with torch.no_grad():
@@ -174,7 +176,8 @@ class TorchRule(UpdateRule):
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> State:
-        """Import as torch does: tensors become fp32, except a step count on the CPU, which keeps its dtype."""
+        """Do what `UpdateRule.import_state` says, with torch's dtypes: tensors become fp32, except a step count on the
+        CPU, which keeps its dtype."""
         scalars = flattened(values)
         for name, home in state.items():
             if isinstance(scalars.get(name), torch.Tensor):
@@ -191,14 +194,15 @@ class TorchRule(UpdateRule):
         return scalars or {_INITIALIZED: True}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> State:
-        """Convert a step count from the float of the native kernel to the tensor of torch's classes."""
+        """Return a copy of `scalars` in which a step count of the native rules, a float, is a tensor as in torch."""
         own = dict(scalars)
         if isinstance(own.get("step"), float):
             own["step"] = torch.tensor(own["step"], dtype=torch.float32)
         return own
 
     def _try_state(self, state: State, hyper: Mapping[str, Any]) -> None:
-        """Step one element from `state`. Raises ModelError if that fails, for example because a key is missing."""
+        """Try to step one element from `state`. Raises ModelError if that fails, for example because a key is
+        missing."""
         leaf = example_leaf(torch.zeros(1))
         try:
             with dry_steps():
@@ -210,9 +214,9 @@ class TorchRule(UpdateRule):
             ) from error
 
     def _batches(self, runs: Sequence[Run]) -> Iterator[list[tuple[Run, Run]]]:
-        """Yield the pieces that torch steps in one call, each with its run: one alone, or, for a known class on a
-        device, all of one param group together. torch then uses the code of the group's flags (foreach, fused) or its
-        default, and launches each operation for many."""
+        """Yield lists of the pieces that torch steps in one call, each with its run. A list has one piece, or, for a
+        class in ELEMENTWISE on a device, many pieces of one param group. torch then uses the code that the group's
+        options foreach and fused choose, and launches each operation once for many pieces."""
         is_known = type(self._optimizer) in ELEMENTWISE
         waiting: dict[tuple[int, float], list[tuple[Run, Run]]] = {}
         for run in runs:
@@ -228,7 +232,7 @@ class TorchRule(UpdateRule):
         yield from waiting.values()
 
     def _step(self, batch: Sequence[tuple[Run, Run]]) -> None:
-        """Step pieces of runs of one param group with torch's own code, and set the scalars of their runs."""
+        """Step pieces of one param group with torch's own code, and set the scalars of their runs."""
         pieces = [piece for piece, _ in batch]
         leaves, group = leaves_of(pieces), pieces[0].hyper
         states = [
@@ -245,7 +249,8 @@ class TorchRule(UpdateRule):
             torch._foreach_copy_(outs, [piece.master for piece in pieces if piece.out is not None])
 
     def _store(self, run: Run, leaf: torch.Tensor, after: State) -> None:
-        """Copy the results of a step, except `Run.out`, to the run's memory."""
+        """Copy the results of a step, the parameter `leaf` and the state `after`, to the arrays of `run`; the caller
+        writes `Run.out`."""
         arrays, scalars = self._split(after)
         run.scalars = scalars if type(self._optimizer) in ELEMENTWISE else cloned(scalars)  # others may keep references
         for name, home in run.state.items():
@@ -269,7 +274,8 @@ class TorchRule(UpdateRule):
         return dict(self._construct([{**group, "params": [leaf]}]).state[leaf])
 
     def _write_back(self, name: str, value: torch.Tensor, home: torch.Tensor) -> None:
-        """Copy a value that torch did not write in place: on the first step, or if a class replaces its arrays."""
+        """Copy `value` to `home` if torch did not write it in place: in the first step, or if a class replaces its
+        arrays. `name`: for the error message. Raises ModelError if dtype or shape differ."""
         if value.shape != home.shape or value.dtype != home.dtype:
             raise ModelError(
                 f"{self.name} was planned with {name} of {home.dtype} {tuple(home.shape)}; its step left {value.dtype} "
@@ -301,7 +307,7 @@ class TorchRule(UpdateRule):
         return arrays, scalars
 
     def _dry_run(self, shape: tuple[int, ...], hyper: Mapping[str, Any], device: str) -> list[StateField]:
-        """Return the arrays after two steps on ones. Raises ModelError if a step fails."""
+        """Return descriptions of the state arrays after two trial steps on ones. Raises ModelError if a step fails."""
         optimizer = bare_copy(self._optimizer)
         leaf = example_leaf(torch.ones(shape, device=device))
         try:
@@ -329,8 +335,8 @@ class TorchRule(UpdateRule):
         ]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """Update the counts that the class keeps in each param group, found by a step on a small parameter; see
-        `_check_group`."""
+        """Change the live `groups` as a step changes them, for classes that keep counts there. The changes are found by
+        a trial step on a small parameter; `_check_group` compares them with those of the real step."""
         self._expected = []
         if not self.keeps_group_state:
             return
@@ -353,8 +359,8 @@ class TorchRule(UpdateRule):
             )
 
     def _refuse_coupling(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        """Step two parameters together with the class itself, and separately with this rule. Raises ModelError if the
-        bits differ: the class keeps state in itself, or sums over parameters."""
+        """Step two small parameters of `shape` together with the class itself, and separately with this rule. Raises
+        ModelError if the bits differ, because the class counts steps in its own attributes or sums over parameters."""
         generator = torch.Generator().manual_seed(0)
         starts = torch.randn((2, *shape), generator=generator)
         grads = torch.randn((PROBE_STEPS, 2, *shape), generator=generator)
@@ -402,7 +408,8 @@ class TorchRule(UpdateRule):
             )
 
     def refuse_unplanned(self, arrays: Collection[str], planned: Collection[str]) -> None:
-        """Raise ModelError if `arrays` are needed that were not `planned`: an option was set too late."""
+        """Raise ModelError if `arrays`, the names of state arrays that a step needs besides `planned`, is not empty: an
+        option was set too late."""
         if arrays:
             raise ModelError(
                 f"{self.name} was planned with the state arrays {sorted(planned)}; it needs {sorted(arrays)} "
@@ -422,8 +429,8 @@ class TorchRule(UpdateRule):
 
 
 def _stride(array: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the stride of state in another memory order, such as eigenvectors, since it decides how products round;
-    None for the usual order. State of the parameter's shape has the parameter's order."""
+    """Return the stride of a state array in an unusual memory order, such as eigenvectors, because the order decides
+    how products round; None for the usual order. An array of the parameter's shape has the parameter's order."""
     is_usual = tuple(array.shape) == shape or array.is_contiguous()
     return None if is_usual or not torch.ops.aten.is_non_overlapping_and_dense(array) else array.stride()
 
@@ -433,7 +440,7 @@ def _example_params() -> list[torch.Tensor]:
 
 
 def refuse_class(kind: type[Optimizer]) -> None:
-    """Raise ModelError for a class that cannot be stepped piece by piece."""
+    """Raise ModelError for a class that cannot step one parameter at a time."""
     if isinstance(inspect.getattr_static(kind, "param_groups", None), property):
         raise ModelError(
             f"{kind.__name__} cannot train across tiers: it wraps another optimizer, which has its param groups and "
