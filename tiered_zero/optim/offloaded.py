@@ -57,15 +57,16 @@ _RUNTIME = ("state_format", "checksums", "host_memory_limit", "io_engine", "io_t
 
 
 class OffloadedOptimizer(TierStateOptimizer):
-    """`optimizer_class(params, **defaults)` with its state on the tier of `offload`: the same numbers, bit for bit.
+    """Steps as `optimizer_class(params, **defaults)` does, bit for bit, with its state in host memory or swap files.
 
-    `offload`: {"device": "cpu" or "nvme", "nvme_path": a directory}, and "state_format", "buffer_count", "pin_memory",
-    "checksums", "host_memory_limit", "io_engine", "io_timeout_s", as in the config of an engine. fp32 parameters are
-    stepped in place; 16-bit parameters get fp32 masters on the tier. Parameters may change between steps.
-    Clipping, accumulation, loss scaling and schedules stay the loop's own.
+    `offload`: {"device": "cpu" or "nvme", "nvme_path": a directory}, and optionally "state_format", "buffer_count",
+    "pin_memory", "checksums", "host_memory_limit", "io_engine", "io_timeout_s", as in the config of an engine. fp32
+    parameters are stepped in place; 16-bit parameters get fp32 masters on the tier. Parameters may change between
+    steps. Clipping, accumulation, loss scaling and schedules remain in the user's loop.
 
-    A failure inside `step()` latches: state is rewritten in place. `close()` frees the tiers, as does the end of a
-    `with` block, of the object and of the process. One thread.
+    After a failure inside `step()` each later call raises EngineFailedError, because state is rewritten in place. The
+    tiers are freed by `close()`, at the end of a `with` block, when the object is garbage-collected, and when the
+    process exits. Use it from one thread.
     """
 
     _end: weakref.finalize[Any, Any]
@@ -77,7 +78,8 @@ class OffloadedOptimizer(TierStateOptimizer):
         offload: Mapping[str, Any],
         **defaults: Any,
     ) -> None:
-        """Raises what `optimizer_class` raises, ConfigError, ModelError, PlanError, StoreError; nothing is left."""
+        """Raises what `optimizer_class` raises, ConfigError, ModelError, PlanError or StoreError, and then leaves no
+        threads, memory or files behind."""
         if not callable(optimizer_class) or (
             isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)
         ):
@@ -97,10 +99,10 @@ class OffloadedOptimizer(TierStateOptimizer):
         self._process = OwnProcess("optimizer")
         self._step_start_s = time.perf_counter()
         self._awaited_key: str | None = None
-        """The `StateFiles.key` of the files that `load_state` has to read before the next step."""
+        """The `StateFiles.key` of the files that `load_state` has to read before the next step; None: no files."""
         self.num_steps = 0
         self.step_report: StepReport | None = None
-        """The last step: seconds by cause, bytes by link, peak bytes on each tier."""
+        """The report of the last step: seconds by cause, bytes by link, peak bytes on each tier."""
         self._open()
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -111,10 +113,10 @@ class OffloadedOptimizer(TierStateOptimizer):
         *,
         on_written: Callable[[Tensor], None] | None = None,
     ) -> float | None:
-        """Update every parameter that has a gradient, wait until all are written, and return the result of the closure.
+        """Update every parameter that has a gradient, wait until all are written, and return the closure's result.
 
-        `on_written`: called on this thread with each parameter of the groups, in order, once it has its new value or is
-        known to keep the old one, while later parameters are updated.
+        `on_written`: called on this thread with each parameter of the groups, in order, once the parameter has its new
+        value, or if it has no gradient and keeps its value. Later parameters are still being updated then.
         """
         loss = None
         if closure is not None:
@@ -148,19 +150,20 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     @property
     def plan(self) -> Plan:
-        """Every byte on every tier; `print` shows it as a table."""
+        """The plan: how many bytes of which kind lie on which tier; `print` shows it as a table."""
         return self._running().plan
 
     @property
     def ledger(self) -> Ledger:
-        """The account of the bytes that are allocated."""
+        """The object that counts the bytes allocated on each tier."""
         return self._running().runtime.ledger
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
     @hold_interrupts()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as torch does. State moves to tiers with room for theirs, parameter by parameter."""
+        """Add a param group, as torch does. New tiers with memory for its state are allocated, and the existing state
+        is copied to them, one parameter at a time."""
         before = len(self.param_groups)
         super().add_param_group(param_group)
         if self._run is None:
@@ -186,8 +189,8 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     @hold_interrupts()
     def load_state(self, directory: str | os.PathLike[str]) -> None:
-        """Load the files of `save_state`, one parameter at a time. Raises StoreError, and ModelError if it does not
-        fit."""
+        """Load the files that `save_state` has written to `directory`, one parameter at a time. Raises StoreError, and
+        ModelError if their state does not fit the parameters."""
         self._current()
         with StateFiles(Path(directory), self.param_groups) as files:
             if self._awaited_key not in (None, files.key):
@@ -199,10 +202,10 @@ class OffloadedOptimizer(TierStateOptimizer):
         self._awaited_key = None
 
     def save_state_dict(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Call `save_state(directory)`, and return a state dict without tensors that stands for the files.
+        """Call `save_state(directory)`, and return a state dict without tensors, which only names the files.
 
-        `load_state_dict()` takes it; from then on `step()` raises until `load_state()` has read these very files. Plain
-        optimizers refuse it. For trainers that pickle a state dict.
+        It is for trainers that pickle a state dict. After `load_state_dict()` with this state dict, `step()` raises
+        until `load_state()` has read the same files. A plain torch optimizer refuses to load it.
         """
         self.save_state(directory)
         with StateFiles(Path(directory), self.param_groups) as files:
@@ -210,16 +213,18 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     @property
     def awaits_files(self) -> bool:
-        """Whether the state dict that was loaded stands for files, which `load_state()` has not read yet."""
+        """Whether a state dict of `save_state_dict()` was loaded, and `load_state()` has not read its files yet."""
         return self._awaited_key is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy the state in torch's own format, as the base class does. Raises ModelError while files are awaited."""
+        """Return a copy of the state in torch's format, as the base class does. Raises ModelError while `awaits_files`
+        is true."""
         self._check_loaded()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load state as the base class does. If it stands for files, keep their key: `load_state` has to follow."""
+        """Load state as the base class does. A state dict of `save_state_dict()` holds no state: then `load_state` has
+        to be called before the next step."""
         if (key := state_dict.get(STAND_IN)) is None:
             super().load_state_dict(state_dict)
         self._awaited_key = key
@@ -235,7 +240,7 @@ class OffloadedOptimizer(TierStateOptimizer):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the tiers: state is gone, swap files are removed; parameters keep their values. Idempotent."""
+        """Free the tiers: the state is lost, and swap files are removed. Parameters keep their values. Idempotent."""
         if self._run is not None and self._process.is_current():
             self._end.detach()
             self._run.resources.close()
@@ -254,8 +259,8 @@ class OffloadedOptimizer(TierStateOptimizer):
         return self._run
 
     def _current(self) -> _Run:
-        """Return the run, rebuilt if a parameter has moved. Raises ModelError once closed, or for groups changed
-        by hand."""
+        """Return the run, rebuilt if a parameter's device, dtype, shape or strides changed. Raises ModelError once
+        closed, or if param groups were changed by hand."""
         self._process.check()
         run = self._running()
         if not self._end.alive:
@@ -266,7 +271,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         return self._running()
 
     def _open(self) -> None:
-        """Build a run for the present groups, move the state of the former one into it, and close that."""
+        """Build a run for the present param groups, copy the state of the former run into it, and close the former."""
         former = self._run
         if former is not None:
             former.policy.finish(before_write=True)
@@ -290,8 +295,8 @@ class OffloadedOptimizer(TierStateOptimizer):
 
 
 def _apply_in_order(run: _Run, on_written: Callable[[Tensor], None]) -> None:
-    """Apply a step, and call `on_written` for every parameter. One without a gradient is reported before the next that
-    has one."""
+    """Apply a step, and call `on_written` with every parameter, in order, once its value is final. Parameters without a
+    gradient are passed just before the next parameter that has one."""
     waiting = deque(run.params.params)
 
     def written(unit: Unit) -> None:
@@ -311,7 +316,8 @@ class _MovedState(Mapping[nn.Parameter, ParamState]):
     def __init__(self, view: StateView) -> None:
         self._view = view
         self._last: tuple[nn.Parameter | None, ParamState] = None, {}
-        """The last result: a parameter in many sub-groups is read once for each."""
+        """The parameter read last and its state, kept because the writer asks again for each sub-group of a
+        parameter."""
 
     def __getitem__(self, param: nn.Parameter) -> ParamState:
         if self._last[0] is not param:
@@ -326,8 +332,8 @@ class _MovedState(Mapping[nn.Parameter, ParamState]):
 
 
 def _plain(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> Optimizer:
-    """Build a plain optimizer over these groups, for the checks and defaults of its class; it is never stepped. Its
-    parameters are on the meta device if the class accepts them, because Adagrad allocates state when it is built."""
+    """Build a plain optimizer of class `kind` over these groups, for its checks and defaults; it is never stepped. Its
+    parameters are on the meta device if the class accepts that, because Adagrad allocates state when it is built."""
 
     def build(make: Callable[[Tensor], Tensor]) -> Optimizer:
         given = [
@@ -346,7 +352,8 @@ def _plain(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mappin
 
 
 def _read_offload(offload: Mapping[str, Any]) -> Config:
-    """Read `OffloadedOptimizer(offload=...)`: keys of offload_optimizer and tiered_zero. Raises ConfigError."""
+    """Return the config that `OffloadedOptimizer(offload=...)` describes; its keys are those of the config's sections
+    offload_optimizer and tiered_zero. Raises ConfigError."""
     if not isinstance(offload, Mapping):
         raise ConfigError(
             f'offload: expected a mapping such as {{"device": "nvme", "nvme_path": "/path"}}; found {offload!r}.'
@@ -381,7 +388,8 @@ def _read_offload(offload: Mapping[str, Any]) -> Config:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Run:
-    """The parts of an offloaded optimizer, from `_open_run`. `resources` closes them."""
+    """The parts of an offloaded optimizer while its tiers are open, made by `_open_run`. `resources` closes them all.
+    `watch` raises if param groups were changed by hand."""
 
     params: UserParameters
     units: Sequence[Unit]
@@ -396,8 +404,8 @@ class _Run:
 def _open_run(source: Optimizer, owner: Optimizer, config: Config) -> _Run:
     """Plan and allocate the tiers for the state of `owner.param_groups`.
 
-    `source`: a plain optimizer, whose class gives the rule. Raises ConfigError, ModelError, PlanError, StoreError, with
-    nothing left behind.
+    `source`: a plain optimizer, whose class decides the update rule. Raises ConfigError, ModelError, PlanError or
+    StoreError, and then frees everything that it has allocated.
     """
     groups = owner.param_groups
     params = UserParameters(groups)
@@ -436,8 +444,8 @@ def _open_run(source: Optimizer, owner: Optimizer, config: Config) -> _Run:
 
 
 def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config) -> tuple[Plan, list[SubGroupSize]]:
-    """Plan the tiers of state within this process's share of host memory. Returns the plan, and the sizes that pass
-    through staging buffers, by sub-group. Raises PlanError."""
+    """Plan the tiers of state within this process's share of host memory. Return the plan, and for each sub-group the
+    sizes of state and parameters that pass through staging buffers. Raises PlanError."""
     staged = [params.staged(layout.subgroup.segments) for layout in layouts]
     in_buffers = [
         SubGroupSize(state_nbytes=layout.nbytes, parts={segment.unit.index: segment.numel for segment in segments})
@@ -456,8 +464,8 @@ def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config
 def _lay_out(
     params: UserParameters, rule: UpdateRule, groups: Sequence[Mapping[str, Any]], config: Config
 ) -> list[StateLayout]:
-    """Cut sub-groups: separate ones for fp32 parameters, which are their own masters, and for 16-bit parameters, whose
-    masters rest on the tier."""
+    """Return the layout of the state of each sub-group. fp32 parameters, which are their own masters, and 16-bit
+    parameters, whose masters rest on the tier, are cut into separate sub-groups."""
     streams = config.zero_optimization.offload_optimizer.device == "nvme" or not params.are_in_place
     size = AUTO_SUB_GROUP_NUMEL if streams else _IN_PLACE_NUMEL
     layouts: list[StateLayout] = []

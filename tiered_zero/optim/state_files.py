@@ -1,7 +1,7 @@
 """Save and load an offloaded optimizer's state as safetensors files, with one parameter in memory at a time.
 
-The last tensor is an index that describes the others and holds checksums: state is loaded as it was saved, or not at
-all.
+The last tensor is an index that describes the others and holds their checksums: if bytes have changed, nothing is
+loaded.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from tiered_zero.update.state_view import ParamState
 _STEM = "optimizer"
 _FORMAT = "tiered_zero.optimizer_state"
 _INDEX = "index"
-"""The tensor that holds, as JSON, the values of param groups, how the state of each parameter is made up, and checksums
-of the tensors."""
+"""The name of the tensor that holds, as JSON, the values of param groups, a description of each parameter's state, and
+the checksums of the other tensors."""
 STAND_IN = "state_files"
-"""The key of a state dict that stands for files: its value is their `key`."""
+"""The key that marks a state dict without tensors; its value is the `StateFiles.key` of the files with the state."""
 
 
 class _Index(StrictModel):
-    """Hold the JSON of the index. `digests`: tensor -> its checksum, 16 hexadecimal digits."""
+    """The contents of the index. `groups`: the described values of each param group. `sizes`: the number of parameters
+    in each group. `state`: the described state of each parameter. `digests`: the name of a tensor -> its checksum, 16
+    hexadecimal digits."""
 
     groups: list[Any]
     sizes: list[int]
@@ -43,7 +45,8 @@ class _Index(StrictModel):
 def write_state(
     directory: Path, states: Mapping[nn.Parameter, ParamState], groups: Sequence[Mapping[str, Any]]
 ) -> list[Path]:
-    """Write the state of the groups' parameters. `states`: reads one at each access. Raises StoreError."""
+    """Write the state of all parameters of `groups` to safetensors files, and return their paths. `states`: a mapping
+    that reads one parameter's state from its tier at each access. Raises StoreError."""
     group_tensors: list[Tensor] = []
     values = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     described_groups = describe(values, group_tensors)
@@ -67,7 +70,8 @@ def write_state(
 
 
 def _hashed(name: str, tensor: Tensor, read: Callable[[], Tensor], digests: dict[str, str]) -> WeightTensor:
-    """Describe a tensor whose checksum is in `digests` once it is read."""
+    """Return the WeightTensor that writes a tensor and adds its checksum to `digests`. `tensor`: gives dtype and shape.
+    `read`: returns the values when they are written."""
 
     def read_and_hash() -> list[Tensor]:
         value = read()
@@ -90,10 +94,11 @@ def _read(states: Mapping[nn.Parameter, ParamState], param: nn.Parameter, place:
 
 
 class StateFiles(Mapping[nn.Parameter, ParamState]):
-    """The files of `write_state`, as a mapping of the parameters of `groups`: each access reads the state of one.
+    """The files that `write_state` has written, as a mapping from the parameters of `groups` to their state. Each
+    access reads one parameter's state from the files.
 
-    Raises StoreError if the groups of the files have other numbers of parameters, and CorruptionError if bytes have
-    changed. Use as a context manager.
+    Raises StoreError if the saved groups have other numbers of parameters than `groups`, and CorruptionError if bytes
+    have changed. Use it as a context manager.
     """
 
     def __init__(self, directory: Path, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -111,7 +116,7 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
             ) from error
 
     def _load_index(self, directory: Path, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Read the index. Raises StoreError, and any other exception for files that `write_state` has not made."""
+        """Read the index. Raises StoreError, or any other exception for files that `write_state` has not written."""
         for path in sorted(weight_files(directory, _STEM)):
             file = self._open.enter_context(open_safetensors(path))
             for name in file.keys():  # noqa: SIM118
@@ -129,7 +134,8 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
         path, file = self._files[_INDEX]
         raw = bytes(file.get_tensor(_INDEX).numpy())
         self.key = f"{digest(raw):016x}"
-        """The checksum of the index, which holds those of all tensors, so that other state has another key."""
+        """The checksum of the index. The index holds the checksums of all tensors, so two different states have
+        different keys."""
         index = decode_file(raw, path, _FORMAT, _Index)
         sizes = [len(group["params"]) for group in groups]
         if index.sizes != sizes:
@@ -151,7 +157,7 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
         if len(self._states) != len(self._number) or len(values) != len(groups):
             raise ValueError(f"its index has {len(self._states)} parameters in {len(values)} groups")
         self.groups = [{**own, "params": group["params"]} for own, group in zip(values, groups, strict=True)]
-        """The groups of the optimizer, with the values in the files."""
+        """The param groups: the parameters of `groups`, with the option values from the files."""
 
     def __getitem__(self, param: nn.Parameter) -> ParamState:
         number = self._number[id(param)]
@@ -166,11 +172,11 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
         return len(self._number)
 
     def _stand_in(self, name: str, *_: Any) -> Tensor:
-        """Return a placeholder for a tensor that is read later. Raises KeyError if no file has it."""
+        """Return a placeholder for the tensor `name`, which is read later. Raises KeyError if no file has it."""
         return torch.zeros(len(self._digests[name]), device="meta")
 
     def _tensor(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
-        """Read a tensor and check it. Raises CorruptionError."""
+        """Read the tensor `name`, and compare it with `dtype`, `shape` and its checksum. Raises CorruptionError."""
         path, file = self._files[name]
         tensor: Tensor = file.get_tensor(name)
         found = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _digest(tensor)
@@ -190,7 +196,8 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
 
 
 def _rebuild(described: Any, prefix: str, read: Callable[[str, str, Sequence[int]], Tensor]) -> Any:
-    """Rebuild a value from its description; its tensors are named by `prefix` and a number."""
+    """Rebuild a value from its description. `read`: reads one tensor by its name, which is `prefix`, "/" and the
+    tensor's number."""
     num_read = 0
 
     def read_next(dtype: str, shape: Sequence[int]) -> Tensor:
@@ -202,7 +209,7 @@ def _rebuild(described: Any, prefix: str, read: Callable[[str, str, Sequence[int
 
 
 def describe(value: Any, tensors: list[Tensor]) -> list[Any]:
-    """Describe a value as JSON, and append its tensors, in order, to `tensors`."""
+    """Return a description of a value that JSON can hold, and append the value's tensors, in order, to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]

@@ -1,4 +1,4 @@
-"""Show the update pipeline the parameters of a user's loop and their gradients."""
+"""Give the update pipeline access to parameters and gradients that lie in the memory of a user's loop."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ def is_in_place(param: Tensor) -> bool:
 
 
 class UserParameters(GradientSource):
-    """Parameters in the user's memory: the sink of the pipeline, and, with their `grad`, its source.
+    """The parameters of a user's param groups. The update pipeline reads gradients from their `grad`, and writes the
+    new parameters to them.
 
-    `params`: the tensors of `specs`, in their order. fp32 parameters that the CPU can reach are stepped in place. Used
-    by the thread that steps, on compute's own stream, so that gradients have arrived; copies to a device run on the
-    lane "write_back".
+    `params`: the tensors, in the order of the groups. `specs`: their descriptions, in the same order. fp32 parameters
+    in host memory are stepped in place. Used by the thread that calls `step()`, on the stream of the backward, which
+    orders reads after the gradients; copies to a device run on the lane "write_back".
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """`groups`: param groups. Raises ModelError for a parameter that cannot be stepped."""
+        """`groups`: the user's param groups. Raises ModelError for a parameter that cannot be stepped."""
         self.params: list[Tensor] = []
         self.specs: list[tuple[ParamSpec, int]] = []
-        """Each parameter and its group."""
+        """The description of each parameter, and the index of its group."""
         self._accelerator: Accelerator | None = None
         for index, group in enumerate(groups):
             names = group.get("param_names") or [f"parameter {place}" for place in range(len(group["params"]))]
@@ -50,7 +51,8 @@ class UserParameters(GradientSource):
         self._places = [_place(param) for param in self.params]
         self._in_place = [is_in_place(param) for param in self.params]
         self._flat_grad: tuple[Tensor, Tensor] | None = None
-        """The last gradient, and its elements in the order of the parameter's memory, copied if the orders differ."""
+        """The gradient read last, and its elements in the order of the parameter's memory (a copy, if the gradient's
+        order differs)."""
 
     def _add(self, name: str, param: Tensor, group: int) -> None:
         if handler_of(param) is not None:  # type: ignore[arg-type]
@@ -78,30 +80,31 @@ class UserParameters(GradientSource):
         self.specs.append((spec, group))
 
     def connect(self, accelerator: Accelerator) -> None:
-        """Use the lanes of this device to copy to parameters that the CPU cannot reach."""
+        """Set the accelerator, whose lanes copy new values to the parameters on its device."""
         self._accelerator = accelerator
 
     @property
     def device(self) -> torch.device:
-        """The first parameter's device that is not the CPU; else the CPU."""
+        """The device of the first parameter that is not on the CPU; the CPU if all are."""
         found = (param.device for param in self.params if param.device.type != "cpu")
         return next(found, torch.device("cpu"))
 
     @property
     def are_in_place(self) -> bool:
-        """Whether the CPU can step all of them in place."""
+        """Whether the CPU can step all parameters in place."""
         return all(self._in_place)
 
     def staged(self, segments: Sequence[Segment]) -> list[Segment]:
-        """List the segments whose parameters pass through a staging buffer."""
+        """Return those of `segments` whose parameters pass through a staging buffer, not stepped in place."""
         return [segment for segment in segments if not self._in_place[segment.unit.index]]
 
     def has_moved(self) -> bool:
-        """Return whether a parameter has another device, dtype or strides than when this was made."""
+        """Return whether a parameter's device, dtype, shape or strides differ from those at construction."""
         return any(_place(param) != place for param, place in zip(self.params, self._places, strict=True))
 
     def check_shapes(self, stepped: Iterable[Tensor]) -> None:
-        """Raise ModelError if a parameter that has state has another shape than when this was made."""
+        """Raise ModelError if the shape of a parameter in `stepped`, which have state, has changed since
+        construction."""
         with_state = set(map(id, stepped))
         for param, (spec, _) in zip(self.params, self.specs, strict=True):
             if id(param) in with_state and tuple(param.shape) != spec.shape:
@@ -111,7 +114,7 @@ class UserParameters(GradientSource):
                 )
 
     def check_gradients(self) -> None:
-        """Raise ModelError for a gradient that no rule takes."""
+        """Raise ModelError if a gradient is sparse, which no update rule accepts."""
         for param, (spec, _) in zip(self.params, self.specs, strict=True):
             if (grad := param.grad) is not None and grad.layout is not torch.strided:
                 raise ModelError(
@@ -138,7 +141,7 @@ class UserParameters(GradientSource):
         return segment.part_of(self._flat_grad[1]).to("cpu")
 
     def release_gradients(self) -> None:
-        """Drop the gradient that `part` keeps: the step has ended."""
+        """Drop the reference to the gradient that `part` has read last. Called at the end of a step."""
         self._flat_grad = None
 
     # -- the sink of parameters ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Split an optimizer's state over the ranks of a process group: each steps some parameters and broadcasts them."""
+"""Split an optimizer's state over the ranks of a process group: each rank steps some parameters and broadcasts them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ logger = logging.getLogger("tiered_zero")
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
-    """Steps `optimizer_class` over this rank's parameters, and broadcasts each to the other ranks (Rajbhandari et al.
-    2020, stage 1). Names, partition and numbers equal those of the class in torch.distributed.optim.
+    """Steps an `optimizer_class` over this rank's part of the parameters, and broadcasts each to the other ranks
+    (Rajbhandari et al. 2020, stage 1). Names, the split of the parameters over ranks, and results are those of
+    torch.distributed.optim.ZeroRedundancyOptimizer.
 
-    `self.optim` is the local optimizer: plain, or with `offload` an `OffloadedOptimizer`, whose broadcasts overlap
-    the update of later parameters. `parameters_as_bucket_view` has no effect: each parameter is broadcast by itself,
-    from its own memory. Gradients are whole on every rank, as DDP leaves them. Every rank makes each call except
-    `state_dict`, in the same order.
+    `self.optim` is the local optimizer of this rank: a plain one, or with `offload` an `OffloadedOptimizer`, where
+    broadcasts overlap the update of later parameters. `parameters_as_bucket_view` has no effect: each parameter is
+    broadcast by itself, from its own memory. Every rank must have the whole gradients, as DDP leaves them. Every rank
+    makes each call except `state_dict`, in the same order.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
-        """Step this rank's parameters, and broadcast all. `kwargs` go to the local step, whose result is returned."""
+        """Step this rank's parameters, and broadcast each to the other ranks. `kwargs` are passed to the local
+        optimizer's `step`, whose result is returned."""
         grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
         if closure is None and not kwargs and creates_state(self.param_groups, grads):
             # alone: torch.distributed.checkpoint calls it on ranks without state, and a rank without parameters never
@@ -116,7 +118,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def join_hook(self, **_: Any) -> StepHook:
-        """Return the hook that torch's Join context runs on ranks without data. Gradients must be set before."""
+        """Return the hook that torch's Join context calls on ranks that have no more data. Gradients must be set
+        before."""
         return StepHook(self.step)
 
     @property
@@ -131,11 +134,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Return the param groups of every rank, as they are now, each with the parameters that the rank steps."""
+        """Return, for every rank, the param groups with their present values and only the parameters that this rank
+        steps."""
         return _partition_groups(self.param_groups, self.world_size)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as torch does; every rank calls it."""
+        """Add a param group, as torch does. Every rank calls this."""
         super().add_param_group(param_group)
         if not self.initialized:
             return
@@ -153,7 +157,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def state(self) -> Any:
-        """The local optimizer's state. Set it to an empty mapping to start the state of this rank's parameters anew."""
+        """The local optimizer's state. Assigning an empty mapping resets the state of this rank's parameters."""
         return self.optim.state if hasattr(self, "optim") else {}
 
     @state.setter
@@ -163,17 +167,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._consolidated = None
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Copy all state to host memory of rank `to`, tensor by tensor; its `state_dict()` then returns it. Every rank
-        calls this."""
+        """Copy the state of all ranks to host memory of rank `to`, tensor by tensor; `state_dict()` on that rank then
+        returns it. Every rank calls this."""
         _sync_groups(self.param_groups, self.optim.param_groups)
         parts = list(map(params_of, self._parts))
         indices = {id(param): index for index, param in enumerate(params_of(self.param_groups))}
         self._consolidated = _consolidate(self._ranks, parts, indices, self._local_state, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters in torch's format, as consolidated last.
+        """Return the state of all parameters in torch's format, as it was at the last `consolidate_state_dict`.
 
-        With one rank none is needed. Raises RuntimeError if this rank has only a part of the state.
+        With one rank that call is not needed. Raises RuntimeError if this rank has only a part of the state.
         """
         if self.world_size == 1:
             self.consolidate_state_dict()
@@ -190,8 +194,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of all parameters, saved by such an optimizer or a plain one; each rank keeps its own part.
-        Raises ValueError, as torch does, if groups do not fit."""
+        """Load the state of all parameters, saved by a ZeroRedundancyOptimizer or a plain optimizer; each rank keeps
+        the state of its own parameters. Raises ValueError, as torch does, if param groups do not fit."""
         super().load_state_dict({**state_dict, "state": {}})
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         key_of = {id(param): key for param, key in zip(params_of(self.param_groups), keys, strict=True)}
@@ -217,7 +221,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close an offloaded local optimizer. Idempotent."""
+        """Close the local optimizer if it is an OffloadedOptimizer; its state is lost. Idempotent."""
         if isinstance(self.optim, OffloadedOptimizer):
             self.optim.close()
 
@@ -229,8 +233,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 
 def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) -> OffloadedOptimizer:
-    """Make the local optimizer on every rank or on none: a disk that ranks share may have room for only some, and the
-    others would wait for a failed rank in `step()`. Raises the rank's own error, and RankError for another's."""
+    """Make the local optimizer with `make` on every rank, or on none if it fails on one: a disk that ranks share may
+    have room for only some of them, and these would wait in `step()` for the others. On the rank that failed its own
+    error is raised, on the other ranks RankError."""
     made: OffloadedOptimizer | Exception
     try:
         made = make()
@@ -247,7 +252,8 @@ def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) ->
 
 
 class _Broadcasts:
-    """Issues the broadcasts of one step, in rounds of one parameter of every rank: the same order on all ranks."""
+    """Starts the broadcasts of one step in the same order on all ranks: in rounds, each with one parameter of every
+    rank. `messages`: for each rank the tensors that it broadcasts, from `_messages_of`."""
 
     def __init__(self, ranks: ShardGroup, messages: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
         self._ranks = ranks
@@ -263,7 +269,7 @@ class _Broadcasts:
             self._start_round()
 
     def finish(self) -> None:
-        """Start the remaining broadcasts, and wait for all."""
+        """Start the remaining broadcasts, and wait until all have ended."""
         while self._num_rounds < max(map(len, self._messages)):
             self._start_round()
         for work, tensor, room in self._under_way:
@@ -283,7 +289,8 @@ class _Broadcasts:
 def _partition_groups(groups: Sequence[Mapping[str, Any]], world_size: int) -> list[list[dict[str, Any]]]:
     """Split param groups over ranks: each parameter, largest first, goes to the rank with the fewest elements so far.
 
-    Returns each rank's groups, with the values of the given ones. A group that is added changes no earlier one.
+    Returns each rank's groups, with the option values of the given groups. Adding a group later does not change how
+    earlier groups are split.
     """
     sizes = [0] * world_size
     parts: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
@@ -303,14 +310,14 @@ def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 
 
 def _sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Copy the values of each source group to its target, new ones too, but not the parameters."""
+    """Copy all option values of each source group, but not its parameters, to the target group of the same index."""
     for values, group in zip(source, target, strict=True):
         group.update({name: value for name, value in values.items() if name not in ("params", "param_names")})
 
 
 def _messages_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tensor]]:
-    """List the tensors that the rank of these groups broadcasts, each with the number of its parameters that must be
-    written before. A parameter is sent in the order of its memory, which is the same on every rank."""
+    """Return the tensors that a rank broadcasts, given its param groups: each with the number of parameters that must
+    be written before it is sent. A parameter's elements are sent in memory order, which is the same on every rank."""
     messages = []
     for number, param in enumerate(params_of(groups), 1):
         if param.numel():
@@ -327,9 +334,11 @@ def _consolidate(
     read: Callable[[Tensor], Mapping[str, Any]],
     to: int,
 ) -> dict[int, dict[str, Any]] | None:
-    """Return, on rank `to`, the state of every parameter that has any, by its index: copies on the CPU. None on others.
+    """Return on rank `to` the state of every parameter that has any, copied to the CPU, by the parameter's index; on
+    the other ranks return None. Every rank of `group` calls this.
 
-    `parts`: the parameters of each rank. `indices`: id of a parameter -> its index. Collective.
+    `parts`: the parameters of each rank. `indices`: id() of a parameter -> its index. `read`: returns the state of one
+    of this rank's parameters.
     """
     if group.rank != to:
         for param in parts[group.rank]:
