@@ -1,6 +1,7 @@
-"""Give a user the engine, and order the events of a step.
+"""Provide the engine that a user calls, and order the events of a step.
 
-Promise: `TrainStep` alone decides what happens in which order; the movers (params, grads, update) know no peer. A call
-that does not finish drops the step through one path, or latches the engine if the update has begun.
-Owner: the driver thread. Never: tensor arithmetic, a concrete tier or device, DeepSpeed's names outside their file.
+Promise: `TrainStep` alone decides what happens in which order; the movers (parameters, gradients, updates) do not know
+each other. If a call does not finish, `Entrance` drops the step, or latches the engine if the update has begun.
+Owner: the driver thread, the one that calls the engine. Never: does arithmetic on tensors, names a concrete tier or
+device, has DeepSpeed's names outside deepspeed_names.py.
 """

@@ -1,4 +1,4 @@
-"""Save and load what a run holds: checkpoints, weight files, values by a parameter's name."""
+"""Save and load checkpoints and weight files; read and set single values by a parameter's name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ logger = logging.getLogger("tiered_zero")
 
 
 class CheckpointCalls:
-    """Mixed into Engine; holds no state. Driver thread; blocks."""
+    """The engine's methods that save and load. A base class of Engine without attributes of its own. Its methods run on
+    the driver thread, the one that calls the engine, and block."""
 
     _run: EngineParts
     _step: TrainStep
@@ -54,17 +55,19 @@ class CheckpointCalls:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything that the run holds as `save_dir/tag` (default: global_step{N}), on any placement for any
-        other, so that training goes on with the same bits. Call it after a `step()` that updates.
+        """Save everything that the run holds as `save_dir/tag` (default tag: global_step{N}). Training that loads the
+        checkpoint continues with the same bits, also with other tiers. Call it after a `step()` that updates.
 
-        The checkpoint is complete and durable when this returns; if it raises, training can go on. With
-        checkpoint.async, for state in memory, it is so once `flush()`, `close()`, or the next save or load has
-        returned, the first of which raises its error; for state on NVMe checkpoint.in_place is the quick way. A delayed
-        update becomes visible first. `client_state`: plain values, tensors and arrays. Without frozen parameters a
-        checkpoint is loaded with load_module_strict=False. Raises ModelError, StoreError and TransferError.
+        The checkpoint is complete and durable when this call returns; if it raises, training can go on. With
+        checkpoint.async and state in memory, the save goes on in the background: it is complete and durable once
+        `flush()`, `close()`, or the next save or load returns, and whichever of these comes first raises an error of
+        the save. For state on NVMe, checkpoint.in_place makes saves quick. A delayed update is made visible first.
+        `client_state`: the user's own plain values, tensors and arrays. `save_latest`: whether the file `latest` names
+        this tag from now on. `exclude_frozen_parameters`: leave frozen parameters out; such a checkpoint is loaded with
+        load_module_strict=False. Raises ModelError, StoreError and TransferError.
 
-        With many ranks every rank calls this, and rank 0's `client_state` is saved. It returns on all of them, or
-        raises on all the error of one.
+        With many ranks every rank calls this, and rank 0's `client_state` is saved. If the save fails on one rank,
+        every rank raises.
         """
 
         def begin() -> tuple[int, str]:
@@ -95,15 +98,20 @@ class CheckpointCalls:
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from `load_dir/tag`; without a tag from what `latest` names, or else the newest complete checkpoint.
-        Returns its path and client_state; (None, {}), with a warning, if `load_dir` is missing or empty. A directory
-        with anything but our checkpoints is refused (StoreError), so that no run begins at step 0 by mistake.
+        """Load the checkpoint `load_dir/tag` and continue from its step. Without a tag, load the one that the file
+        `latest` names, or else the newest complete checkpoint.
 
-        Masters take the saved fp32 values, and parameters those rounded, whatever else is loaded. Optimizer state
-        starts anew with `load_module_only`, which leaves counts, schedule and random numbers as they are, and without
-        `load_optimizer_states`. Nothing is changed if the checkpoint does not fit (ModelError, ConfigError,
-        StoreError); damage that is found later ends the use of this engine. No pickle is read. With many ranks every
-        rank calls this; any number of ranks loads what any other has saved.
+        Returns the checkpoint's path and client_state; (None, {}), with a warning, if `load_dir` is missing or empty. A
+        directory that holds only other things is refused (StoreError), so that no run begins at step 0 by mistake.
+
+        Masters always get the saved fp32 values, and parameters these values rounded. Without `load_optimizer_states`
+        the optimizer state starts anew. `load_module_only` does this too, and leaves counts, learning rate schedule and
+        random numbers as they are. `load_module_strict`: False keeps the values of parameters and buffers that the
+        checkpoint lacks, and ignores those that the model lacks.
+
+        Nothing is changed if the checkpoint does not fit (ModelError, ConfigError, StoreError); if damage is found
+        later, this engine cannot be used any more. No pickle is read. With many ranks every rank calls this; their
+        number may differ from the number of ranks that saved.
         """
         if custom_load_fn is not None:
             raise ModelError(
@@ -143,13 +151,13 @@ class CheckpointCalls:
         *,
         max_shard_size: int | str = MAX_SHARD_NBYTES,
     ) -> bool:
-        """Write the parameters, in the dtype that they train in, and the buffers as safetensors files, which
-        `from_pretrained(save_dir)` of transformers and plain torch load.
+        """Write the parameters, in the dtype in which they are trained, and the buffers to safetensors files in
+        `save_dir`. `from_pretrained(save_dir)` of transformers and plain torch can load them.
 
-        Weights larger than `max_shard_size` go to numbered files with an index. Tied weights are written under each of
-        their names, as `load_state_dict(strict=True)` wants them. A model of transformers 5 is written as its
-        `save_pretrained` does, experts one by one, with its config.
-        Earlier weights of this name are replaced at the end. Rank 0 writes; at stage 3 every rank calls this.
+        Weights larger in total than `max_shard_size` (bytes, or text such as "5GB") are split into numbered files with
+        an index. Tied weights are written under each of their names, as `load_state_dict(strict=True)` needs them. A
+        model of transformers 5 is written as its `save_pretrained` does, experts one by one, with its config. Files of
+        an earlier save with the same name are replaced at the end. Rank 0 writes; at stage 3 every rank calls this.
         """
         directory = _directory("save_16bit_model", save_dir)
         ranks, is_sharded = self._step.runtime.collectives, self._run.plan.request.shards_params
@@ -192,19 +200,20 @@ class CheckpointCalls:
         save_filename: str = WEIGHTS_NAME,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Do the same as `save_16bit_model`, by DeepSpeed's older name."""
+        """Call `save_16bit_model`: this is DeepSpeed's older name of it."""
         return self.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
     # -- values of one parameter ---------------------------------------------------------------------------------------
 
     @on_one_thread
     def peek(self, name: str, kind: str = "master") -> torch.Tensor | None:
-        """Read one value of the parameter `name`, as `module.named_parameters()` calls it: a copy on the CPU, from any
-        tier. Masters and gradients are fp32 in the parameter's shape; state has torch's dtype and shape.
+        """Return the master, the gradient or a state tensor of one parameter, copied to the CPU from any tier.
 
-        `kind`: "master", "grad" (between backward and `step()`, without the loss scale), or state as torch's optimizer
-        calls it, such as "exp_avg". None for a frozen parameter, before the first step, and without a gradient. Raises
-        ModelError. Waits for every update and reads whole sub-groups: not for every step. If masters and state are
+        `name`: the parameter's name in `module.named_parameters()`. `kind`: "master", "grad" (between backward and
+        `step()`, without the loss scale), or the name of a state tensor in torch's optimizer, such as "exp_avg".
+        Masters and gradients are fp32 in the parameter's shape; state has torch's dtype and shape. Returns None for a
+        frozen parameter, for state before the first step, and for a gradient that does not exist. Raises ModelError.
+        Waits for every update and reads whole sub-groups, which is too slow for every step. If masters and state are
         sharded (many ranks, stage 1 and up), every rank calls this.
         """
         param = self._named(name)
@@ -214,11 +223,11 @@ class CheckpointCalls:
 
     @on_one_thread
     def poke(self, name: str, kind: str, value: torch.Tensor) -> None:
-        """Set what `peek` reads, on whatever tier it rests; the next step goes on from it.
+        """Set what `peek(name, kind)` returns to `value`, on any tier; the next step uses the new value.
 
-        A master takes `value` exactly, and its parameter becomes that rounded to its dtype. State in a lossy
-        `state_format` is rounded. Raises ModelError if there is none. With many ranks every rank calls this, and
-        rank 0's value is set.
+        A master becomes exactly `value`, and its parameter becomes `value` rounded to the parameter's dtype. State in a
+        lossy `state_format` is rounded. Raises ModelError if the parameter has no value of this kind. With many ranks
+        every rank calls this, and rank 0's `value` is set.
         """
         param = self._named(name)
         if kind == "master":
@@ -238,7 +247,7 @@ class CheckpointCalls:
 
 
 def _directory(call: str, given: object) -> Path:
-    """Check the directory that a call was given. Raises ModelError."""
+    """Return `given`, the directory argument of engine.`call`(), as a Path. Raises ModelError if it is not a path."""
     if not isinstance(given, str | os.PathLike) or not os.fspath(given):
         raise ModelError(f"engine.{call}() expects the path of a directory; found {given!r:.200}.")
     return Path(given)

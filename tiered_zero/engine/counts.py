@@ -12,11 +12,12 @@ from tiered_zero.grads.check import GradCheck
 
 @final
 class StepCounts:
-    """Decides which `step()` is a boundary, and which backward is the only one before it. Driver thread."""
+    """Counts backwards, micro-batches and steps, and decides which `step()` is a boundary (it updates the weights) and
+    which backward is the only one before it. Used on the driver thread, the one that calls the engine."""
 
     def __init__(self, num_micro_batches: int, *, managed: bool = True) -> None:
-        """`num_micro_batches`: gradient_accumulation_steps. `managed`: False if every `step()` is a boundary,
-        after any number of backwards, each of which is a micro-batch then."""
+        """`num_micro_batches`: gradient_accumulation_steps. `managed`: False if every `step()` is a boundary and every
+        backward before it counts as a micro-batch."""
         self.num_micro_batches = num_micro_batches
         self._managed = managed
         self.micro_steps = 0
@@ -24,7 +25,7 @@ class StepCounts:
         self.grad_check: GradCheck | None = None
         """The gradient check of the last step."""
         self.boundary: bool | None = None
-        """Whether the user makes the next `step()` a boundary; None: every `num_micro_batches`-th one is."""
+        """Whether the next `step()` is a boundary, as the user has set; None: every `num_micro_batches`-th one is."""
         self.num_backwards = 0
         """Backwards since the last `step()`."""
         self.is_accumulating = False
@@ -49,8 +50,8 @@ class StepCounts:
         self._num_uses = num_uses
 
     def check_managed(self, num_own_backwards: int) -> None:
-        """Raise ModelError if the loop of this `optimizer.step()` has accumulated by itself. `num_own_backwards`:
-        past the engine, since the last `step()`."""
+        """Raise ModelError if the user's loop has accumulated gradients by itself before this `optimizer.step()`.
+        `num_own_backwards`: calls of `loss.backward()`, not `engine.backward()`, since the last `step()`."""
         num_backwards = self.num_backwards + num_own_backwards
         if self._managed and self.boundary is None and 1 < self.num_micro_batches <= num_backwards:
             raise ModelError(
@@ -60,7 +61,8 @@ class StepCounts:
             )
 
     def begin_step(self, num_uses: int) -> bool:
-        """Count a micro-batch; return whether its step is a boundary. `num_uses`: of weights, by now."""
+        """Count a micro-batch; return whether its step is a boundary. `num_uses`: how often weights were used so far;
+        a use after the backward keeps later updates from beginning in backward."""
         boundary = self.is_boundary()
         self.micro_steps += 1 if self._managed else max(1, self.num_backwards)
         used = self.num_backwards and num_uses != self._num_uses
@@ -70,15 +72,15 @@ class StepCounts:
         return boundary
 
     def state(self) -> tuple[int, int, GradCheck | None]:
-        """Return what a dropped step gets back."""
+        """Return the counts that `restore` sets back if the step is dropped."""
         return self.micro_steps, self.global_steps, self.grad_check
 
     def restore(self, state: tuple[int, int, GradCheck | None]) -> None:
-        """Go back to `state`, which `state()` returned before a step that is dropped."""
+        """Set the counts back to `state`, the result of `state()` before the step that is dropped."""
         self.micro_steps, self.global_steps, self.grad_check = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values after a `step()` that was a boundary; `load_state_dict` goes on from there."""
+        """Return the counts as plain values, for `load_state_dict`. Call it right after a `step()` that updates."""
         return {
             "micro_steps": self.micro_steps,
             "global_steps": self.global_steps,
@@ -89,7 +91,7 @@ class StepCounts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, which the caller has checked."""
+        """Set the counts to `state`, the result of `state_dict()`, which the caller has checked."""
         self.micro_steps, self.global_steps = state["micro_steps"], state["global_steps"]
         self.boundary, self.was_applied = state["boundary"], state["was_applied"]
         if self._managed and self.boundary is None:  # saved with another number of micro-batches
@@ -100,7 +102,7 @@ class StepCounts:
         self.is_accumulating = False
 
     def drop(self) -> None:
-        """Drop the micro-batches since the last boundary."""
+        """Set the count of micro-batches back to the last boundary."""
         self.num_backwards = 0
         if self._managed:
             self.micro_steps -= self.micro_steps % self.num_micro_batches

@@ -1,7 +1,7 @@
-"""Provide the names of DeepSpeed's engine that are not the engine's own: questions, and calls without effect.
+"""Provide the methods of DeepSpeed's engine that scripts call and that our engine has only for them.
 
-Names that DeepSpeed has and that do not exist here say so, with what to do instead. Source: DeepSpeed 0.19,
-runtime/engine.py.
+Some answer questions about the run, and some do nothing. A name that DeepSpeed's engine has and ours lacks raises
+MissingNameError, whose text says what to do instead. Source: DeepSpeed 0.19, runtime/engine.py.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ MISSING: Mapping[str, str] = {
     "basic_optimizer": "engine.optimizer is the one that steps.",
     "csr_gradients": "gradients are dense; build embeddings with sparse=False.",
 }
-"""Name of DeepSpeed's engine that does not exist here -> what to do."""
+"""Name of DeepSpeed's engine that does not exist here -> the end of the error message: what to do instead."""
 
 
 def _reader(path: str, kind: type[_Value], text: str = "") -> Callable[[DeepSpeedNames], _Value]:
-    """Make the method that returns the config's value at `path`, of this `kind`."""
+    """Make a method that returns the config's value at `path` (names joined by dots). `kind`: the value's type. `text`:
+    the method's docstring."""
 
     def read(self: DeepSpeedNames) -> _Value:
         value: _Value = attrgetter(path)(self._run.config)
@@ -75,7 +76,8 @@ def _reader(path: str, kind: type[_Value], text: str = "") -> Callable[[DeepSpee
 @final
 @dataclass(kw_only=True)
 class ThroughputTimer:
-    """DeepSpeed's `engine.tput_timer`, whose epochs scripts count."""
+    """Stands for DeepSpeed's `engine.tput_timer`, with which scripts count epochs. `samples_per_s`: measures the
+    throughput of the last optimizer step."""
 
     samples_per_s: Callable[[], float]
     epoch_count: int = 0
@@ -85,12 +87,14 @@ class ThroughputTimer:
         self.epoch_count += 1
 
     def avg_samples_per_sec(self) -> float:
-        """Return the samples a second of the last optimizer step, over all ranks; 0.0 before the first."""
+        """Return how many samples all ranks together trained on per second in the last optimizer step; 0.0 before the
+        first step."""
         return self.samples_per_s()
 
 
 class DeepSpeedNames(ABC):
-    """Mixed into Engine; holds no state."""
+    """The engine's methods that only scripts for DeepSpeed need. A base class of Engine without attributes of its
+    own."""
 
     _run: EngineParts
     _step: TrainStep
@@ -101,17 +105,19 @@ class DeepSpeedNames(ABC):
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Do the same as `close`."""
+        """Call `close`."""
         self.close()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do nothing: gradients are reduced in the step() that updates. Raises ModelError if backward reduces them."""
+        """Do nothing: gradients are reduced over ranks only in the step() that updates. Raises ModelError if this run
+        reduces them in backward."""
         self._step.check_no_sync()
         yield
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ModelError: Accelerate calls it for Trainer's `torch_compile`."""
+        """Raise ModelError: the model has to be compiled before `initialize`. Accelerate calls this for Trainer's
+        `torch_compile`."""
         raise ModelError(
             "engine.compile(), or torch_compile=True of TrainingArguments: expected a model that is compiled before it "
             "is given to initialize(); found an engine. Leave it out, and compile the model's blocks, each with its "
@@ -119,15 +125,16 @@ class DeepSpeedNames(ABC):
         )
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Do nothing: backward or step() reduces gradients."""
+        """Do nothing: backward or step() reduces gradients over ranks by itself."""
         return
 
     def empty_partition_cache(self) -> None:
-        """Do nothing: fetched units are evicted when their room is needed."""
+        """Do nothing: fetched units are evicted when their memory is needed."""
         return
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return `module.state_dict()`: CPU tensors of real shape from any tier."""
+        """Return `module.state_dict()`: whole CPU tensors, from any tier. `exclude_frozen_parameters`: leave out
+        parameters that require no gradient."""
         state: dict[str, Any] = self._run.module.state_dict()
         if exclude_frozen_parameters:
             for name, param in self._run.module.named_parameters(remove_duplicate=False):
@@ -136,7 +143,7 @@ class DeepSpeedNames(ABC):
         return state
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load `state_dict` into the module, and into its masters."""
+        """Load `state_dict` into the module's parameters and buffers, and into the fp32 masters."""
         self._run.module.load_state_dict(state_dict, strict=strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
@@ -150,7 +157,8 @@ class DeepSpeedNames(ABC):
 
     @property
     def _modules(self) -> dict[str, nn.Module]:
-        """The children of an `nn.Module` around the module: Accelerate takes the engine for one."""
+        """The user's module by its name, as an `nn.Module` would list its children: Accelerate reads this of the
+        engine."""
         return {"module": self._run.module}
 
     def set_lr(self, lr: float) -> None:
@@ -166,13 +174,13 @@ class DeepSpeedNames(ABC):
         return check.norm if check is not None else None
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the next `step()` updates the weights. False without managed_gradient_accumulation, as in
-        DeepSpeed: the caller knows."""
+        """Return whether the next `step()` updates the weights. Without managed_gradient_accumulation return False, as
+        DeepSpeed does: the caller counts micro-batches then."""
         return self._run.config.managed_gradient_accumulation and self._step.counts.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide whether `step()` updates from this micro-batch on; None: count again. Raises ModelError if every
-        `step()` updates."""
+        """Decide whether each `step()` from now on updates the weights; None: let the engine count micro-batches again.
+        Raises ModelError without managed_gradient_accumulation, where every `step()` updates."""
         if not self._run.config.managed_gradient_accumulation:
             raise ModelError(
                 "set_gradient_accumulation_boundary() was expected where the engine counts micro-batches; found "
@@ -181,12 +189,13 @@ class DeepSpeedNames(ABC):
         self._step.counts.boundary = is_boundary
 
     def was_step_applied(self) -> bool:
-        """Return whether the last `step()` updated the weights: not within an accumulation, nor if it was skipped."""
+        """Return whether the last `step()` updated the weights; False if it only counted a micro-batch or was
+        skipped."""
         return self._step.counts.was_applied
 
     @property
     def global_samples(self) -> int:
-        """Samples of all optimizer steps so far."""
+        """The number of samples of all optimizer steps so far."""
         counts, config = self._step.counts, self._run.config
         if not config.managed_gradient_accumulation:
             return counts.micro_steps * config.train_micro_batch_size_per_gpu * self.world_size
@@ -194,7 +203,7 @@ class DeepSpeedNames(ABC):
 
     @property
     def local_rank(self) -> int:
-        """The local rank that the launcher sets; 0 without one."""
+        """The local rank that the launcher has set in LOCAL_RANK; 0 without a launcher."""
         given = os.environ.get("LOCAL_RANK", "0")
         return int(given) if given.isdecimal() else 0
 
@@ -205,7 +214,7 @@ class DeepSpeedNames(ABC):
 
     @property
     def world_size(self) -> int:
-        """Ranks that train together, each on its own batches."""
+        """The number of ranks that train together, each on its own batches."""
         return self._step.runtime.collectives.world_size
 
     dp_world_size = world_size
@@ -220,14 +229,14 @@ class DeepSpeedNames(ABC):
     bfloat16_enabled = _reader("bf16.enabled", bool)
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """(Train batch, micro-batch, accumulation steps)."""
+        """Return the samples of one update, the samples of one forward, and the micro-batches of one update."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     steps_per_print = _reader("steps_per_print", int, "Optimizer steps between two log lines; None: no lines.")
 
     @cached_property
     def tput_timer(self) -> ThroughputTimer:
-        """Counts epochs, and says samples a second."""
+        """An object that counts epochs and returns the samples per second."""
         meter, config = self._step.meter, self._run.config
 
         def samples_per_s() -> float:
@@ -240,25 +249,26 @@ class DeepSpeedNames(ABC):
         return [float(group["lr"]) for group in self._run.optimizer.param_groups] if self._run.optimizer else []
 
     def zero_optimization(self) -> bool:
-        """Return whether the stage is above 0."""
+        """Return whether zero_optimization.stage is above 0."""
         return self._run.config.zero_optimization.stage > 0
 
     def zero_cpu_offload(self) -> bool:
-        """Return whether `offload_optimizer.device` is cpu."""
+        """Return whether zero_optimization.offload_optimizer.device is cpu."""
         return self._run.config.zero_optimization.offload_optimizer.device == "cpu"
 
     def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale follows overflows: fp16 without a fixed scale."""
+        """Return whether the loss scale changes after overflows: with fp16 and no fixed scale."""
         return self._run.config.fp16.enabled and self._run.config.fp16.loss_scale == 0
 
     def get_mom(self) -> list[Any]:
-        """Return momentum, or betas, of each param group."""
+        """Return the momentum of each param group, or its betas if no group has a momentum."""
         groups = self._run.optimizer.param_groups if self._run.optimizer else []
         key = "momentum" if any("momentum" in group for group in groups) else "betas"
         return [group.get(key) for group in groups]
 
     def __getattr__(self, name: str) -> Any:
-        """Look up in the module what the engine does not have, as user code written for DeepSpeed expects."""
+        """Return the module's attribute `name`, which the engine lacks, as scripts for DeepSpeed expect. Raises
+        MissingNameError."""
         if name.startswith("_"):
             raise AttributeError(name)
         module = self._run.module

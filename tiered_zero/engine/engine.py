@@ -1,4 +1,7 @@
-"""Define the engine that a user drives: three calls, questions, control. train_step.py orders what they do."""
+"""Define the engine that a user calls: forward, backward and step, questions about the run, and control of it.
+
+train_step.py orders what these calls do.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,14 @@ from tiered_zero.update.handle import TieredOptimizer
 class Engine(CheckpointCalls, DeepSpeedNames):
     """Trains one model over the tiers of its plan. Use it from one thread.
 
-    engine(batch) -> loss; engine.backward(loss); engine.step(). A step that raises in forward or backward can be left
-    out and training goes on; a failure inside the update latches the engine, because state is rewritten in place.
+    The loop calls loss = engine(batch), engine.backward(loss) and engine.step(). If forward or backward raises, the
+    step is dropped and training can go on. A failure inside the update latches the engine (each later call raises
+    EngineFailedError), because state is rewritten in place.
     """
 
     def __init__(self, run: EngineParts, step: TrainStep, resources: Teardown) -> None:
-        """`resources`: closes everything, in order, when the engine ends."""
+        """`run`: the model and what it is trained with. `step`: orders the events of each step. `resources`: closes
+        everything, in order, when the engine ends."""
         self._run = run
         self._step = step
         self._resources = resources
@@ -60,7 +65,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
     @on_one_thread
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, and page its parameters in as they are used."""
+        """Run the module's forward; its parameters are fetched to the device as they are used. Returns its result."""
         fp16 = self._run.config.fp16
         args = _halved(args) if fp16.enabled and fp16.auto_cast else args
         return self._step.forward(self._run.module, args, kwargs, _count_tokens(args, kwargs))
@@ -68,25 +73,25 @@ class Engine(CheckpointCalls, DeepSpeedNames):
     @on_one_thread
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run backward of `loss`, divided by the accumulation steps (if `scale_wrt_gas`) and multiplied by the loss
-        scale. Returns the loss as given.
+        scale. Returns `loss` unchanged.
 
-        May be called several times before `step`. An exception drops this step's gradients and is raised.
+        May be called several times before `step`. If backward raises, this step's gradients are dropped.
 
-        `loss.backward()` works too: its gradients are divided by the accumulation steps as they arrive, so the loss
-        must not be divided by the caller as well; with fp16 it raises ModelError, because the loss is not scaled. For a
-        loss that `scale` returned `.backward()` is right in every case.
+        `loss.backward()` works too: its gradients are divided by the accumulation steps as they arrive, so the caller
+        must not divide the loss as well. With fp16 it raises ModelError, because that loss is not multiplied by the
+        loss scale. `engine.scale(loss).backward()` is right in every case.
 
-        Until `step()` `param.grad` is a live view of the gradient, in the parameter's shape, to be read, changed in
-        place and assigned as in plain PyTorch, also by `torch.nn.utils.clip_grad_norm_`. It lies on the tier of
-        the gradient (host memory, if the update runs there), and is fp32 if micro-batches of a 16-bit model are summed.
-        Reading it raises ModelError if updates begin in backward, or if the loss is scaled.
+        From backward to `step()`, `param.grad` is a live view of the gradient in the parameter's shape. It can be read,
+        changed in place and assigned as in plain PyTorch, also by `torch.nn.utils.clip_grad_norm_`. It lies on the tier
+        of the gradient (host memory, if the update runs there), and is fp32 if micro-batches of a 16-bit model are
+        summed. Reading it raises ModelError if updates begin in backward, or if the loss is scaled.
         """
         self._step.backward(loss, retain_graph, scale_wrt_gas)
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss divided by the accumulation steps and multiplied by the loss scale, as `backward` does:
-        call `.backward()` on it. For loops that call `backward` themselves, as with DeepSpeed's `engine.scale`."""
+        """Return the loss divided by the accumulation steps and multiplied by the loss scale, as `engine.backward`
+        scales it. For loops that call `.backward()` on the result themselves, as with DeepSpeed's `engine.scale`."""
         scaled = self._step.scaled(loss)
         if scaled is not loss and scaled.requires_grad:
             self._step.arrivals.expect(scaled)
@@ -95,9 +100,9 @@ class Engine(CheckpointCalls, DeepSpeedNames):
     @on_one_thread
     @runs_outside_modes
     def step(self, *, by_optimizer: bool = False) -> None:
-        """Count a micro-batch; at an accumulation boundary check the gradients and update the weights, or skip the
-        step. `by_optimizer`: `optimizer.step()` calls this. It clips only if the config has gradient_clipping, because
-        its loop may clip by itself."""
+        """Count a micro-batch; after the last one of an accumulation, check the gradients and update the weights, or
+        skip the update if gradients are not finite. `by_optimizer`: whether `optimizer.step()` calls this. Gradients
+        are then clipped only if the config has gradient_clipping, because the user's loop may clip them itself."""
         run, step = self._run, self._step
         if step.step(self.optimizer, run.lr_scheduler, by_optimizer) and (report := step.meter.report) is not None:
             for observer in run.observers:
@@ -117,8 +122,8 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler that `step()` steps; None without one. It may be set between two steps: to None by a trainer
-        that steps its own."""
+        """The learning rate scheduler that `step()` steps; None without one. It may be set between two steps. A trainer
+        that steps its own scheduler sets it to None."""
         return self._run.lr_scheduler
 
     @lr_scheduler.setter
@@ -145,7 +150,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
     @property
     def loss_scale(self) -> float:
-        """The factor on the next loss; 1.0 without fp16."""
+        """The factor by which backward multiplies the next loss; 1.0 without fp16."""
         return self._step.overflow.loss_scale
 
     @property
@@ -169,7 +174,8 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         return self._step.counts.micro_steps
 
     def memory_report(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return tier -> kind -> {"now", "peak", "planned"}: the bytes that the run has allocated."""
+        """Return tier -> kind of bytes -> {"now", "peak", "planned"}: how many bytes of this kind the run has allocated
+        on the tier now and at most, and how many are planned."""
         return {
             tier: {
                 kind: {"now": now, "peak": peak, "planned": self.plan.nbytes(tier, kind)}
@@ -179,8 +185,8 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         }
 
     def rank_report(self) -> dict[str, float]:
-        """Return the bytes that this rank has handed to collectives so far (`gathered_nbytes`, `reduced_nbytes`: whole
-        flats and buckets), and the seconds that it has waited for other ranks (`waited_s`)."""
+        """Return the number of bytes that this rank has passed to collectives so far (`gathered_nbytes` of whole flats,
+        `reduced_nbytes` of whole buckets), and the seconds that it has waited for other ranks (`waited_s`)."""
         return asdict(self._step.runtime.collectives.traffic)
 
     # -- control -------------------------------------------------------------------------------------------------------
@@ -196,8 +202,8 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
     @on_one_thread
     def exchange(self, data: bytes) -> list[bytes]:
-        """Return every rank's `data`, in rank order; with one rank it is this one's. Every rank calls it between the
-        same two calls of `step`: to stop together, or to average what was measured. Raises RankError."""
+        """Send `data` to every rank, and return the data of all ranks, in rank order. Every rank calls this between the
+        same two calls of `step`: to stop together, or to average measurements. Raises RankError."""
         return self._step.exchange(data)
 
     @on_one_thread
@@ -210,24 +216,24 @@ class Engine(CheckpointCalls, DeepSpeedNames):
     @on_one_thread
     @runs_outside_modes
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this step's backward passes so far; `optimizer.zero_grad()` is the same.
+        """Drop the gradients of this step's backward passes so far; `optimizer.zero_grad()` does the same.
 
         Right after a `step()` that only counted a micro-batch nothing is dropped, because loops call `zero_grad()`
-        after every `step()`; `abort_step()` drops gradients there too. `set_to_none`: False sets them to 0, also those
-        that the last `step()` took, so that they count as gradients in the next one. Raises ModelError if updates
-        have begun from the gradients."""
+        after every `step()`; `abort_step()` drops the gradients in that case too. `set_to_none`: False sets gradients
+        to 0 instead, also those that the last `step()` used; they then count as gradients in the next step. Raises
+        ModelError if updates from these gradients have begun."""
         self._step.zero_grad(set_to_none)
 
     @on_one_thread
     @runs_outside_modes
     def abort_step(self) -> None:
-        """Drop this step: drain transfers, evict units, drop gradients. Training goes on with the next forward."""
+        """Drop this step: wait for transfers, evict units, drop gradients. Training continues with the next forward."""
         self._step.abort()
 
     def close(self) -> None:
-        """Free every tier, stop every thread, remove the swap directory. Idempotent. Parameters off the device are
-        gone: take `module.state_dict()` before. Raises EngineFailedError, with everything freed, if an update failed
-        and no call has raised yet."""
+        """Free every tier, stop every thread, remove the swap directory. Idempotent. Values of parameters that are not
+        on the device are lost: call `module.state_dict()` before. Raises EngineFailedError, with everything freed, if
+        an update has failed and no call has raised that error yet."""
         if not self._process.is_current():
             return  # a forked child owns nothing
         step = self._step

@@ -1,5 +1,5 @@
-"""Enter an engine and leave it: which calls run, a backward past the engine, the one way in which they fail, and the
-end of a run that the user does not close.
+"""Begin and end the calls of an engine: refuse calls from other threads and from hooks, follow a `loss.backward()`
+that the user starts without the engine, handle every failure in one place, and end a run that the user does not close.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Movers:
-    """The movers that `TrainStep` orders. `reducer`: averages gradients over ranks; None with one rank.
-    `activations`: None if these stay on the device. `drain`: blocks until lanes and disk are idle, also after a call
-    that has failed. `reclaim`: releases the staging buffers that it had leased."""
+    """The objects that move parameters, gradients, state and activations; `TrainStep` orders what they do. `reducer`:
+    averages gradients over ranks; None with one rank. `activations`: moves saved activations; None if they stay on the
+    device. `drain`: blocks until lanes and disk are idle, also after a failed call. `reclaim`: releases the staging
+    buffers that a failed call had leased."""
 
     pager: Pager
     parameters: ModelParameters
@@ -64,8 +65,8 @@ class Movers:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """The model of an engine, and what it is trained with. `optimizer`: None if the engine evaluates. `observers`:
-    called with the report of each optimizer step."""
+    """The model of an engine, and the objects with which it is trained. `optimizer`: None if the engine only evaluates.
+    `observers`: functions that are called with the report of each optimizer step."""
 
     module: nn.Module
     config: Config
@@ -83,8 +84,9 @@ _Method = Callable[Concatenate[_Engine, _Arguments], _Result]
 
 
 def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Engine, _Arguments, _Result]:
-    """Refuse a call of `method` while another thread uses the engine, and inside of a forward, backward or step
-    (ModelError). Raise the KeyboardInterrupt that was held back when it ends: see [Note: Interrupted calls]."""
+    """Decorate a method of the engine: raise ModelError if it is called while another thread uses the engine, or inside
+    of a forward, backward or step. When the method ends, a KeyboardInterrupt that was held back is raised: see
+    [Note: Interrupted calls]."""
 
     @wraps(method)
     def entered(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -109,8 +111,9 @@ def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Eng
 
 
 def end_unreferenced_run(process: OwnProcess, resources: Teardown) -> None:
-    """End the run of an engine that is garbage, or at exit. Garbage is collected on any thread, perhaps on a lane
-    of this run, which cannot wait for itself: so only the main thread ends the run at once."""
+    """Close the `resources` of a run whose engine was garbage-collected, or is still open when the process exits. The
+    collector may run on any thread, perhaps on a lane of this run, which cannot wait for itself; so only the main
+    thread closes at once, and any other starts a new thread for it. `process`: the one that has built the run."""
     if not process.is_current():
         return  # a forked child owns nothing, and has no lane that could end an update
     if threading.current_thread() is threading.main_thread():
@@ -124,8 +127,9 @@ _CAUGHT = "an exception that its program has caught"
 
 @final
 class Entrance:
-    """Enters each phase of an engine, and leaves it: a call that fails, a backward past the engine too, ends in
-    `abort`, or latches the engine if the update has begun. Driver thread, or autograd's while the driver waits.
+    """Begins and ends each call of an engine. If a call fails, also a `loss.backward()` of the user, this drops the
+    step, or latches the engine if the update has begun. Used on the driver thread (the one that calls the engine), or
+    on autograd's thread while the driver waits.
     """
 
     def __init__(
@@ -142,12 +146,12 @@ class Entrance:
         self._ranks = movers.runtime.collectives
         self._before_step: tuple[Any, Any] | None = None
         self._ending: weakref.ref[Callable[[], None]] | None = None
-        """What autograd calls at the end of a backward past the engine."""
+        """The callback that autograd calls at the end of a `loss.backward()` of the user, while it exists."""
 
     def check_outside(self, call: str, may_recompute: bool = False) -> None:
-        """Raise ModelError if a hook of the user, or a signal's handler, makes `call` inside of a forward, backward or
-        step(). The call would clear up what still runs, and find it half made. `may_recompute`: a backward that the
-        user has started past the engine may make it."""
+        """Raise ModelError if a hook of the user or a signal handler makes the call named `call` inside of a forward,
+        backward or step(): weights and state are then partly old and partly new. `may_recompute`: allow the call inside
+        of a `loss.backward()` of the user, which recomputes a checkpointed forward."""
         if running := self._running(may_recompute):
             raise ModelError(
                 f"{call} was called inside of a {running}, by a hook or a signal's handler, where weights and state "
@@ -156,7 +160,8 @@ class Entrance:
             )
 
     def _running(self, may_recompute: bool) -> str:
-        """Name the call that the caller runs inside of; "" for none."""
+        """Return the name of the engine's call that is running now ("forward", "backward" or "step"); "" for none.
+        `may_recompute`: do not count a `loss.backward()` of the user."""
         now = self._phase.now
         if torch._C._current_graph_task_id() != -1 and not (may_recompute and now is Phase.IDLE):
             return "backward"
@@ -166,7 +171,8 @@ class Entrance:
 
     @contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
-        """Run the block as a call in `phase`; drop the step, or latch, if it raises, and let the failure surface."""
+        """Run the block as one call in `phase`. If the block raises, drop the step, or latch the engine if the update
+        has begun, and raise the failure's error."""
         try:
             self._phase.now = phase
             yield
@@ -185,17 +191,17 @@ class Entrance:
         self._phase.now = Phase.IDLE
 
     def begin_step(self) -> None:
-        """Remember counts and loss scale for the case that the step is dropped."""
+        """Save counts and loss scale, which are restored if the step is dropped."""
         self._before_step = self._counts.state(), self._overflow.state()
 
     def end_step(self) -> None:
-        """Keep the counts: the step is made, or counted as one that is not."""
+        """Discard what `begin_step` saved: the step is made, or counted as skipped."""
         self._before_step = None
 
     def recover(self) -> None:
-        """Begin a call: drop the step of a forward or backward past the engine that has failed, which nothing of ours
-        has seen, or of a call that was broken off. Raises ModelError in a forked child, which has no lane whose job
-        would end."""
+        """Drop the unfinished step that an earlier call has left, at the beginning of the next call: a call that an
+        interrupt broke off, or a forward or `loss.backward()` without the engine that raised, unseen by the engine.
+        Raises ModelError in a forked child process, which has none of the engine's threads."""
         pager = self._pager
         is_backward = self._backward_has_failed()
         is_forward = bool(pager.frames) or (pager.direct is not None and not pager.runs_directly())
@@ -213,10 +219,11 @@ class Entrance:
     # -- a backward past the engine --------------------------------------------------------------------------------
 
     def notice_backward(self) -> None:
-        """Begin to follow the backward that runs, unless it is the engine's or is followed. Autograd keeps a callback
-        of ours while the backward runs. It calls it at the end, or drops it when an exception ends the backward.
-        Backwards that reentrant checkpoints run inside of it are a part of it. Called before a parameter is fetched
-        and when a gradient comes. Raises ModelError while another thread is inside the engine."""
+        """Begin to follow the running backward, unless it is the engine's own or is followed already. Following means
+        that autograd holds a callback of ours: autograd calls it when the backward ends, or drops it when an exception
+        ends the backward. Backwards that reentrant checkpoints run inside belong to the same backward. Called before a
+        parameter is fetched and when a gradient arrives. Raises ModelError while another thread is inside the
+        engine."""
         phase, driver, task = self._phase, self._pager.driver, torch._C._current_graph_task_id()
         if task == -1:
             if phase.has_own_backward and driver.other() is None:
@@ -238,7 +245,8 @@ class Entrance:
         self._arrivals.begin_own_backward()
 
     def _end_backward(self) -> None:
-        """Release what the backward holds, and finish the transfers of its gradients. On the thread that waits."""
+        """Release the units that the backward uses, and finish the transfers of its gradients. Autograd calls this on
+        the thread that waits for the backward."""
         self._pager.end_pass()
         self._arrivals.end_own_backward()
         self._movers.visible_gradients.show()
@@ -250,7 +258,7 @@ class Entrance:
         self._pager.driver.end_backward()
 
     def _backward_has_failed(self) -> bool:
-        """Whether an exception has ended the backward that was followed last. Between calls."""
+        """Return whether an exception has ended the backward that was followed last. Called between calls."""
         if self._ending is None or self._ending() is None:
             return self._ending is not None
         return torch._C._current_graph_task_id() == -1 and self._pager.driver.other() is None
@@ -258,7 +266,8 @@ class Entrance:
     # -- failures --------------------------------------------------------------------------------------------------
 
     def _end_failed(self, error: BaseException) -> None:
-        """End the phase of a call that `error` has ended: a forward's frames, or the step, or the engine."""
+        """Clean up after a call that `error` has ended. After a forward, release the units in use and keep gradients;
+        otherwise drop the step; if the update has begun, latch the engine too."""
         if self._phase.now is Phase.FORWARD and isinstance(error, Exception):
             self.abort(keeps_gradients=True)
             return
@@ -267,7 +276,8 @@ class Entrance:
         self.drop()
 
     def drop(self) -> None:
-        """Drop the step of a call whose own error is raised."""
+        """Drop the step of a call that failed. Errors of transfers are ignored, because the call's own error is
+        raised; any other error latches the engine."""
         try:
             self.abort()
         except TieredZeroError:
@@ -279,9 +289,9 @@ class Entrance:
             raise
 
     def abort(self, *, keeps_gradients: bool = False) -> None:
-        """End what runs, and drop the step: drain transfers, evict units, drop gradients, in this order. Raises the
-        error of a gradient's transfer. `keeps_gradients`: a forward raised, and the state is whole; what is fetched
-        goes on, and the gradients of earlier micro-batches stay."""
+        """Drop the step: wait for transfers, evict units, drop gradients, in this order. Raises the error of a
+        gradient's transfer. `keeps_gradients`: True after a forward that raised; fetches then go on, and the gradients
+        of earlier micro-batches stay."""
         movers = self._movers
         self._phase.has_own_backward = False
         if not keeps_gradients:
@@ -311,7 +321,8 @@ class Entrance:
             movers.pager.driver.was_broken_off = False
 
     def drop_gradients(self, are_taken: bool = False) -> None:
-        """Drop the gradients. `are_taken`: the update has all but those that hooks of the optimizer have assigned."""
+        """Drop the gradients. `are_taken`: whether the update has taken them already; only gradients that hooks of the
+        optimizer have assigned since are then left to drop."""
         visible, gradients = self._movers.visible_gradients, self._movers.gradients
         self._arrivals.reset()
         visible.hide()
@@ -324,20 +335,21 @@ class Entrance:
     # -- the end of the run ----------------------------------------------------------------------------------------
 
     def latch(self, why: str) -> None:
-        """Refuse every later call."""
+        """Make every later call raise EngineFailedError with the reason `why`."""
         if self._movers.policy.failures.error is None:
             self._movers.policy.latch(why)
 
     def latch_ranks(self, what: str, error: BaseException) -> None:
-        """End the run if there are other ranks: they have made other collectives than this one."""
+        """Latch the engine if there are other ranks, because they have called other collectives than this rank. `what`:
+        the call that raised `error`."""
         if self._ranks.world_size > 1 and self._movers.policy.failures.error is None:
             self.latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
             self._movers.drain()
 
     def fail_ranks(self, error: BaseException | None) -> None:
-        """End the run on all ranks if a forward or backward past the engine has ended early on this one, between its
-        collectives: the others wait there, and this rank's program goes on. `error`: None if the program has handled
-        it by now, so that it is not known."""
+        """End the run on all ranks after a forward or `loss.backward()` without the engine raised on this rank. The
+        other ranks would wait in a collective that this rank never calls. `error`: the exception; None if the program
+        has handled it already, so it is not known."""
         name, reducer = self._phase.now.value, self._movers.reducer
         if reducer is None or not (reducer.shards_params or reducer.is_open):
             return
@@ -349,7 +361,7 @@ class Entrance:
 
 
 def _caught_in_backward() -> BaseException | None:
-    """Return the exception that the program handles now, if autograd raised it."""
+    """Return the exception that the program is handling now, if a backward raised it; else None."""
     error = sys.exc_info()[1]
     frames = traceback.walk_tb(error.__traceback__ if error is not None else None)
     return error if any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in frames) else None

@@ -21,9 +21,9 @@ from tiered_zero.update.state_view import ParamShards, StateView, check_name
 class FullValues:
     """Reads and writes masters and state between steps, on the driver thread; blocks. Each call moves whole sub-groups.
 
-    Masters are fp32 copies on the CPU in the parameter's shape; state is as torch's optimizer has it. None: the
-    parameter is frozen, or in no param group, or no update has made its state yet. With many ranks every call is
-    collective if masters and state are sharded.
+    Masters are returned as fp32 copies on the CPU in the parameter's shape; state has the dtype and shape of torch's
+    optimizer. A read returns None if the parameter is frozen or in no param group, or if no update has made its state
+    yet. If masters and state are sharded, every rank makes each call. `step`: the engine's TrainStep.
     """
 
     step: TrainStep
@@ -68,7 +68,7 @@ class FullValues:
         self.view.replace_masters(unit, flat)
 
     def read_state(self, param: nn.Parameter, name: str) -> torch.Tensor | None:
-        """Read state by the `name` that torch's optimizer gives it, such as "exp_avg"."""
+        """Return the state tensor `name`, as torch's optimizer calls it, such as "exp_avg"; None if there is none."""
         _, entry = self._place(param)
         if entry.param.name not in self.shards.trained:
             return None
@@ -80,7 +80,7 @@ class FullValues:
         return cast("torch.Tensor", values[name])
 
     def set_state(self, param: nn.Parameter, name: str, value: torch.Tensor) -> None:
-        """Set the state, rounded to its format."""
+        """Set the state tensor `name` to `value`, rounded to the format in which the tier stores it."""
         _, entry = self._place(param)
 
         def check() -> None:
@@ -125,7 +125,7 @@ class FullValues:
 
 
 def full_values_of(param: nn.Parameter) -> FullValues | None:
-    """Return the FullValues of the engine that trains the parameter, while that is open."""
+    """Return the FullValues of the open engine that trains the parameter; None if there is no such engine."""
     pager = paged_by(param)
     step = None if pager is None else pager.units.by_param[param].events
     return FullValues(step=step) if isinstance(step, TrainStep) else None
@@ -133,33 +133,33 @@ def full_values_of(param: nn.Parameter) -> FullValues | None:
 
 @hold_interrupts()
 def get_master(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the fp32 master, a copy on the CPU; None for a parameter that no engine trains. If masters are sharded,
-    every rank calls this, and the other functions of this module."""
+    """Return a copy of the parameter's fp32 master on the CPU; None if no engine trains the parameter. If masters are
+    sharded, every rank calls this and the other functions of this module."""
     values = full_values_of(param)
     return values.read_master(param) if values is not None else None
 
 
 @hold_interrupts()
 def set_master(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the fp32 master, and the parameter to what it rounds to. Raises ModelError."""
+    """Set the fp32 master to `value`, and the parameter to `value` rounded to its dtype. Raises ModelError."""
     _expected(param).set_master(param, value)
 
 
 @hold_interrupts()
 def get_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
-    """Return state such as "exp_avg", fp32, a copy on the CPU; None before the first step."""
+    """Return a copy of the state tensor `name`, such as "exp_avg", on the CPU in fp32; None before the first step."""
     values = full_values_of(param)
     return values.read_state(param, name) if values is not None else None
 
 
 @hold_interrupts()
 def set_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
-    """Set state such as "exp_avg". Raises ModelError before the first step."""
+    """Set the state tensor `name`, such as "exp_avg", to `value`. Raises ModelError before the first step."""
     _expected(param).set_state(param, name, value)
 
 
 def get_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient between backward and step(), fp32, a copy of `param.grad` on the CPU; None without one."""
+    """Return a copy of `param.grad` on the CPU in fp32, between backward and step(); None without a gradient."""
     grad = param.grad
     return None if grad is None else grad.detach().to("cpu", torch.float32, copy=True)
 

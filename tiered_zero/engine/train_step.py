@@ -1,4 +1,4 @@
-"""Order the events within a step: the one place where phase, parameters, gradients and updates meet."""
+"""Order the events within a step: only this file knows parameters, gradients and updates together."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ NO_OPTIMIZER = (
 
 
 class TrainStep:
-    """Orders the events of one engine, to which it has no reference.
+    """Orders the events of one engine's steps. It holds no reference to the engine.
 
-    Module hooks, parameters and the engine call it. The movers know neither of them, nor each other. Driver thread, or
-    autograd's while the driver waits in backward.
+    Module hooks, parameters and the engine call its methods, on the driver thread (the one that calls the engine), or
+    on autograd's thread while the driver waits in backward. The movers (pager, gradients, update policy) know neither
+    these callers nor each other.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class TrainStep:
         self._warned_of_no_gradient = False
         self._hold = ExitStack()
         self.holds_interrupts = False
-        """Whether a backward has begun updates, and its step has not ended."""
+        """Whether KeyboardInterrupt is held back, because a backward has begun updates whose step has not ended."""
         self._handled = 0
         """The id of the exception that the program handled as it called a module directly."""
         self.visible_gradients.set_hidden()
@@ -80,8 +81,8 @@ class TrainStep:
     def pre_forward(
         self, units: Sequence[Unit], module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Open the module's frame and make `units` usable; begin a pass if the module is called directly. `args`,
-        `kwargs`: of the call."""
+        """Fetch `units`, the units that the module uses, before its forward; begin a pass if the user calls the module
+        directly, not through the engine. `args`, `kwargs`: the arguments of the forward."""
         is_root = module is self.parameters.model
         if is_root and self.pager.direct is not None:  # it never runs inside itself: an open one was interrupted
             self.pager.driver.check("A module's forward")
@@ -109,8 +110,8 @@ class TrainStep:
 
     @runs_outside_modes
     def post_forward(self, *_: Any) -> None:
-        """Close the module's frame: release what it used. Nothing is done if the module was refused before it had one,
-        as on a second thread: torch calls the hook all the same."""
+        """Release the units that the module used, after its forward; end the pass of a direct call. If `pre_forward`
+        refused the module, for example on a second thread, do nothing: torch calls this hook all the same."""
         if self.pager.exit_frame() and self.pager.direct is not None and not self.pager.frames:
             self.pager.end_direct()
             error = sys.exc_info()[1]
@@ -121,7 +122,8 @@ class TrainStep:
 
     @runs_outside_modes
     def grad_ready(self, param: nn.Parameter) -> None:
-        """Move `param.grad`, summed over all uses in this backward (of a tied weight too), home. Autograd's thread."""
+        """Move `param.grad`, the sum over all uses of the parameter in this backward, to the tier of the gradients.
+        Called on autograd's thread."""
         if not self._trains:
             param.grad = None
             raise ModelError(NO_OPTIMIZER)
@@ -134,14 +136,15 @@ class TrainStep:
         self.arrivals.take(param)
 
     def unit_grads_complete(self, unit: Unit) -> None:
-        """Release the unit; begin its update if the policy updates in backward."""
+        """Release the unit, all of whose gradients have arrived; begin its update if the policy updates in backward."""
         self.pager.finish_gradients(unit)
         self.policy.unit_ready(unit)
 
     # -- events of parameters, past the engine's calls -----------------------------------------------------------------
 
     def before_weights_read(self) -> None:
-        """Wait for every update, and make a delayed one visible. Called by `gathered`, state_dict and copies."""
+        """Wait for every update, and make a delayed update visible. Called before `gathered`, a state_dict or a copy
+        reads weights."""
         self.pager.driver.process.check()
         if not self.pager.is_running() and self.phase.now is Phase.IDLE:
             self.entrance.recover()
@@ -153,20 +156,23 @@ class TrainStep:
         self.policy.finish(before_write=True)
 
     def latch(self, why: str) -> None:
-        """Refuse every later call: a change of weights has failed half way."""
+        """Make every later call raise EngineFailedError with the reason `why`. Called if a change of weights failed
+        half way."""
         self.entrance.latch(why)
 
     def pre_state_dict(self, module: nn.Module) -> None:
-        """Begin a module's state_dict: make every update visible, and copy each parameter once until it ends."""
+        """Prepare a module's state_dict: make every update visible, and let each parameter be copied only once until
+        the state_dict is complete."""
         self.pager.num_uses += 1
         self.pager.copies.start(self.before_weights_read, module.parameters())
 
     def notice_backward(self) -> None:
-        """Follow a backward that the user has started past the engine, before it needs a parameter."""
+        """Begin to follow a `loss.backward()` of the user. Called before that backward fetches a parameter."""
         self.entrance.notice_backward()
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
-        """Reduce what backward has passed before another unit is gathered. See [Note: Places of reductions]."""
+        """Reduce the gradients of the units that backward has left, before it gathers `unit`. `pass_name`: "forward" or
+        "backward". See [Note: Places of reductions]."""
         if self._reducer is None:
             return
         if pass_name == "backward":
@@ -177,14 +183,15 @@ class TrainStep:
     # -- the engine's calls --------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Drop the step of a forward or backward past the engine that has failed, or of a call that was broken off."""
+        """Drop the unfinished step of a forward or `loss.backward()` without the engine that raised, or of a call that
+        was interrupted."""
         if not self.is_closed:
             self.entrance.recover()
 
     def check(self, trains: bool = False) -> None:
-        """Begin a call: clear up after an interrupted one. Raises EngineFailedError once an update has failed, and
-        ModelError if the engine is closed, if the call `trains` without an optimizer, or if the param groups have other
-        parameters."""
+        """Check that a call may begin, after dropping the step of an interrupted call. `trains`: whether the call is
+        part of training. Raises EngineFailedError once an update has failed, and ModelError if the engine is closed, if
+        a call that trains has no optimizer, or if the param groups hold other parameters than when the run started."""
         if self.is_closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
         self.entrance.recover()
@@ -200,8 +207,8 @@ class TrainStep:
             raise ModelError(NO_OPTIMIZER)
 
     def check_between_steps(self, act: str) -> None:
-        """Raise ModelError if gradients wait for a step, or parameters were replaced, when `act` comes: a checkpoint
-        holds the state between two steps."""
+        """Raise ModelError if gradients wait for a step, or parameters were replaced: a checkpoint holds the state
+        between two steps. `act`: the first words of the error message, such as "A checkpoint is saved"."""
         self.check()
         self._groups.take_reset()
         self.parameters.check()
@@ -214,7 +221,7 @@ class TrainStep:
             )
 
     def check_no_sync(self) -> None:
-        """Raise ModelError if a backward cannot leave the other ranks' gradients out."""
+        """Raise ModelError if this run reduces gradients over ranks in backward, which no_sync() cannot switch off."""
         if self._reducer is not None and self._reducer.reduces_in_backward:
             raise ModelError(
                 "no_sync() was expected where every rank keeps whole gradients until step(): zero_optimization.stage "
@@ -232,7 +239,7 @@ class TrainStep:
                 return module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool, by_steps: bool) -> None:
-        """`by_steps`: divide the loss by the accumulation steps."""
+        """Run backward of the scaled `loss`. `by_steps`: divide the loss by the accumulation steps."""
         self.check(trains=True)
         if not isinstance(loss, torch.Tensor):
             raise ModelError(
@@ -263,23 +270,24 @@ class TrainStep:
             self.counts.end_backward(self.pager.num_uses)
 
     def end_hold(self) -> None:
-        """Raise the KeyboardInterrupt that was held back, unless updates have begun and their step may follow."""
+        """Raise the KeyboardInterrupt that was held back, unless updates have begun and their step() may still come."""
         if self.is_closed or not self.policy.is_open:
             self.holds_interrupts = False
             self._hold.close()
 
     def scaled(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
-        """The loss divided by the accumulation steps and multiplied by the loss scale."""
+        """Return the loss divided by the accumulation steps (if `by_steps`) and multiplied by the loss scale."""
         num_steps = self.counts.num_micro_batches
         scaled = loss / num_steps if num_steps > 1 and by_steps else loss
         return scaled if self.overflow.scaler is None else scaled.float() * self.overflow.loss_scale
 
     def step(self, optimizer: TieredOptimizer, lr_scheduler: Any, by_optimizer: bool = False) -> bool:
-        """Count a micro-batch; at a boundary: gradient check -> loss scaler -> update -> learning rate -> report.
+        """Count a micro-batch, and return whether it was the last of an accumulation (a boundary). At a boundary, in
+        this order: check gradients, adapt the loss scale, update, step the scheduler, and make the report.
 
-        `by_optimizer`: `optimizer.step()` was called. `optimizer`: runs its hooks around the update. Optimizer and
-        scheduler are arguments, not attributes: modules refer to this object, and would keep them and the engine from
-        being garbage. Returns whether it was a boundary.
+        `by_optimizer`: whether `optimizer.step()` calls this. `optimizer`: its hooks run around the update. Optimizer
+        and scheduler are arguments, not attributes, because modules refer to this object, which would then keep them
+        and the engine alive.
         """
         self.check(trains=True)
         if by_optimizer:
@@ -313,9 +321,9 @@ class TrainStep:
         return boundary
 
     def _creates_state(self, optimizer: TieredOptimizer) -> bool:
-        """Create state between the step hooks, and return True, if torch.distributed.checkpoint calls this
-        `optimizer.step()` to have state created: there is none, no backward has run, and every lr and every assigned
-        gradient is 0. The state is that of the same step of the plain optimizer, and this counts as no step."""
+        """Create optimizer state and return True if torch.distributed.checkpoint calls this `optimizer.step()` for that
+        purpose: there is no state, no backward has run, and every lr and every assigned gradient is 0. The state equals
+        that of a plain optimizer after the same step. The step hooks run, but the engine counts no step."""
         counts = self.counts
         if counts.num_backwards or self.arrivals.num_own_backwards or counts.is_accumulating or optimizer.state:
             return False
@@ -327,7 +335,7 @@ class TrainStep:
         return True
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Return every rank's `data`, in rank order."""
+        """Send `data` to every rank; return the data of all ranks, in rank order."""
         self.check()
         ranks = self.runtime.collectives
         with self.failures.surfacing():
@@ -344,14 +352,14 @@ class TrainStep:
             self.policy.finish()
 
     def abort(self) -> None:
-        """Drop the step: drain transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
+        """Drop the step: wait for transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
         self.recover()
         if not self.is_closed:
             self.entrance.abort()
 
     @contextmanager
     def _pass(self, phase: Phase) -> Iterator[None]:
-        """Run the block as a forward or a backward."""
+        """Run the block as a forward or a backward (`phase`), during which `param.grad` is hidden."""
         with self.entrance.call(phase):
             self.visible_gradients.hide()
             with self.runtime.recorder.span("compute", phase.value):
@@ -361,8 +369,8 @@ class TrainStep:
 
     @property
     def zero_grad_drops(self) -> bool:
-        """Whether `zero_grad` drops gradients: not right after a `step()` that only counted a micro-batch, nor if
-        their update has begun."""
+        """Whether `zero_grad` drops gradients. It does not right after a `step()` that only counted a micro-batch, or
+        if updates from the gradients have begun."""
         counts = self.counts
         has_own = counts.num_backwards > 0 or self.arrivals.num_own_backwards > 0 or not counts.is_accumulating
         return has_own and not self.policy.is_open
@@ -448,12 +456,12 @@ class TrainStep:
     # -- the first acts of shutdown ------------------------------------------------------------------------------------
 
     def end_eager_update(self) -> None:
-        """Cancel the update that began in backward, if its step is not taken."""
+        """Cancel the update that began in backward, if its step() has not come."""
         if self.policy.is_open:
             self.policy.drop(self._drain_lanes)
 
     def finish_update(self) -> None:
-        """Finish the last update that was taken."""
+        """Finish the last update; log its error, if it fails, instead of raising."""
         try:
             self.policy.finish()
         except Exception as error:
