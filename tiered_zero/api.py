@@ -1,4 +1,4 @@
-"""Turn a user's model into an engine by one call, `initialize`; add the command line arguments that it reads."""
+"""Turn a user's model into an engine with one call, `initialize`, and add its command line arguments to a parser."""
 
 from __future__ import annotations
 
@@ -43,18 +43,19 @@ def initialize(
 ) -> tuple[Engine, TieredOptimizer, TrainingLoader | None, Any]:
     """Plan the run, move the model onto its tiers, and return (engine, optimizer, dataloader, lr_scheduler).
 
-    The arguments are DeepSpeed's, in its order. `config` (or `config_params`): a DeepSpeed-style dict, or the path of a
-    JSON file; `args.deepspeed_config` names a file too. `mpu` and `mesh_param` must stand for one rank. `model`: on
-    any device, or on the meta device: then its own initialisers (or `tiered_zero.weights`) give it values unit by
-    unit.
-    `optimizer`: any torch optimizer over the model's parameters, or a callable that makes one; it goes before the
-    config's.
-    `lr_scheduler`: a scheduler, or a callable that takes the optimizer; it goes before the config's. `training_data`: a
-    dataset, returned as a DataLoader with the config's micro-batch size, in the dataset's order; or a `TrainingLoader`,
-    which may shuffle and have workers. Checkpoints hold the position of either.
+    The arguments have DeepSpeed's names and order. `config` (or `config_params`): a DeepSpeed-style dict, or the path
+    of a JSON file; `args.deepspeed_config` may name the file instead. `mpu` and `mesh_param` must stand for one rank.
+    `model`: on any device. For a model on the meta device its own initialisers (or `tiered_zero.weights`) give the
+    parameters their values, unit by unit.
+    `optimizer`: any torch optimizer over the model's parameters, or a callable that makes one from them; it is used
+    instead of the config's. `model_parameters`: the parameters or param groups to train; by default every
+    parameter of the model that requires a gradient.
+    `lr_scheduler`: a scheduler, or a callable that makes one from the optimizer; it is used instead of the config's.
+    `training_data`: a dataset, returned as a DataLoader with the config's micro-batch size, in the dataset's order; or
+    a `TrainingLoader`, which may shuffle and have workers. Checkpoints save the position in either.
 
-    The model is changed in place: its parameters become views that are filled while they are used. Raises ConfigError,
-    ModelError, PlanError or StoreError before anything is allocated or written, if it can be known then.
+    The model is changed in place: its parameters become views that hold values only while they are used. Raises
+    ConfigError, ModelError, PlanError or StoreError, where possible before anything is allocated or written.
     """
     if isinstance(args, nn.Module):
         raise ModelError(
@@ -120,7 +121,7 @@ def _training_loader(
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add --deepspeed and --deepspeed_config; `initialize(args=...)` reads the second."""
+    """Add --deepspeed and --deepspeed_config to `parser`; `initialize(args=...)` reads --deepspeed_config."""
     group = parser.add_argument_group("DeepSpeed", "as in scripts for DeepSpeed")
     group.add_argument("--deepspeed", action="store_true", help="read by scripts; initialize() does not need it")
     group.add_argument("--deepspeed_config", type=str, default=None, help="JSON file of initialize(args=...)")
@@ -128,7 +129,8 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _check_one_rank(**sizes: object) -> None:
-    """Raise ModelError if the script brings model parallelism. `sizes`: argument -> an mpu, a mesh, or None."""
+    """Raise ModelError if an argument asks for model parallelism. `sizes`: the argument's name -> the mpu or mesh that
+    the script passed, or None."""
     for name, given in sizes.items():
         ask = getattr(given, "get_model_parallel_world_size", None) or getattr(
             given, "get_tensor_model_parallel_world_size", None

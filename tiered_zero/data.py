@@ -1,4 +1,4 @@
-"""Load training data in a known order, from a position that can be saved: what `initialize` returns."""
+"""Load training data in a known order, from a position that can be saved. `initialize` returns such a loader."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _COUNT = range(1 << 63)
 
 
 class TrainingLoader(DataLoader[Any]):
-    """A DataLoader that counts the batches taken from it, and after `load_state_dict` goes on with the next.
+    """A DataLoader that counts the batches taken from it, and after `load_state_dict` continues with the next batch.
 
-    `initialize(training_data=...)` returns one, and takes one: checkpoints then hold its position. In any other place
-    save `state_dict()` in client_state. Samples come in the order of the dataset; with `shuffle` in the order of a
-    permutation that depends on `seed` and the number of the pass alone. `options`: DataLoader's, but for those that
-    decide the order: sampler, batch_sampler, generator.
+    `initialize(training_data=...)` accepts a TrainingLoader and returns one; checkpoints then save its position. A
+    loader that was not passed to `initialize` is saved by putting its `state_dict()` into client_state. Samples come in
+    the order of the dataset, or with `shuffle` in the order of a permutation that depends only on `seed` and the number
+    of the pass. `options`: those of DataLoader, except sampler, batch_sampler and generator, which decide the order.
 
     A pass is one `iter()` over the data. A batch counts once it is taken, not when a worker has read it ahead. A pass
-    whose iterator is gone, as after `break`, is over: the next begins anew, as it does without a checkpoint. After
-    `load_state_dict` in the middle of a pass the next `iter()` gives exactly its remaining batches (none, if the last
-    one was taken but not the end), and draws nothing from the random generators, as the undisturbed pass did not.
-    Samples that draw at random are resumed with equal bits without workers; worker processes draw from their own
-    generators, which begin again. An IterableDataset has no index: what was taken is read again and dropped.
+    whose iterator is gone, as after `break`, is over: the next pass begins at the first sample. A state saved in the
+    middle of a pass makes the next `iter()` give exactly the remaining batches of that pass (none, if the last batch
+    was taken but the iterator had not ended). Resuming leaves the random generators as they are. Without workers,
+    samples that use random numbers are resumed with equal bits; worker processes draw from their own generators, which
+    begin again. An IterableDataset has no index: the batches taken before are read again and dropped.
     """
 
     def __init__(
         self, dataset: Dataset[Any], batch_size: int | None = 1, *, shuffle: bool = False, seed: int = 0, **options: Any
     ) -> None:
-        """Raises TypeError for options that decide the order, and what DataLoader raises."""
+        """Raises TypeError for `options` that decide the order of samples, and what DataLoader raises."""
         if fixed := options.keys() & {"sampler", "batch_sampler", "generator"}:
             raise TypeError(f"TrainingLoader decides the order of samples itself; leave out {', '.join(sorted(fixed))}")
         self._order = None if isinstance(dataset, IterableDataset) else _Order(cast(Sized, dataset), shuffle, seed)
@@ -46,10 +46,10 @@ class TrainingLoader(DataLoader[Any]):
         elif shuffle:
             raise TypeError("TrainingLoader cannot shuffle an IterableDataset; shuffle inside the dataset")
         self._num_passes = 0
-        """How many passes are over, which is the number of the next."""
+        """How many passes are over; also the number of the next pass, counted from 0."""
         self._current: weakref.ref[_Pass] | None = None
         self._resumed: Mapping[str, Any] | None = None
-        """A saved pass that the next `iter()` resumes."""
+        """The state of a saved pass that the next `iter()` resumes; None: it begins a new pass."""
         super().__init__(dataset, batch_size, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader's own iterator cannot count
@@ -72,13 +72,14 @@ class TrainingLoader(DataLoader[Any]):
         return begun
 
     def split(self, rank: int, num_ranks: int) -> None:
-        """Give every `num_ranks`-th sample from `rank` on, the same number on each rank: the first ones come again at
-        the end of the pass, or with `drop_last` the last are left out. An IterableDataset splits itself."""
+        """Keep every `num_ranks`-th sample, from sample `rank` on, for this rank. Each rank gets the same number of
+        samples: the first ones come again at the end of the pass, or with `drop_last` the last ones are left out. An
+        IterableDataset is not split here: it has to split itself."""
         if self._order is not None:
             self._order.rank, self._order.num_ranks, self._order.drops = rank, num_ranks, self.drop_last
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the order and this loader's position in it, as plain values and a tensor."""
+        """Return the order of the samples and this loader's position in that order, as plain values and a tensor."""
         self._end_current(only_gone=True)
         current = self._current() if self._current is not None else None
         order = self._order
@@ -99,7 +100,7 @@ class TrainingLoader(DataLoader[Any]):
         return state
 
     def check_state_dict(self, state: Any) -> None:
-        """Raise StoreError unless `state`, which is untrusted, is what `state_dict()` returns."""
+        """Raise StoreError unless `state`, which is untrusted, has the form of what `state_dict()` returns."""
         names = {"pass", "num_batches", "num_samples", "random_state", "length", "shuffle", "seed"}
         if type(state) is not dict or state.keys() != names:
             raise StoreError(f"A loader's state was expected to have {', '.join(sorted(names))}; found {state!a:.200}.")
@@ -121,8 +122,9 @@ class TrainingLoader(DataLoader[Any]):
                 raise StoreError(f"A loader's random_state is not what was saved: {error}.") from None
 
     def resplit(self, state: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-        """Convert the state of a loader that was split over `num_ranks` ranks to this loader's split: in the middle of
-        a pass the next sample is the first that no rank had taken, or up to `num_ranks` samples before it."""
+        """Convert `state`, saved by a loader that was split over `num_ranks` ranks, to this loader's split. If it was
+        saved in the middle of a pass, the next sample is the first that no rank had taken, or one up to `num_ranks`
+        samples before that."""
         order, length = self._order, state["length"]
         if order is None or num_ranks == order.num_ranks or length != order.length_of(num_ranks):
             return dict(state)
@@ -131,10 +133,10 @@ class TrainingLoader(DataLoader[Any]):
         return {**state, "num_samples": num_samples, "num_batches": num_batches, "length": len(order)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state` with the next `iter()`; iterators that exist stay as they are.
+        """Let the next `iter()` continue from `state`; iterators that exist already stay as they are.
 
-        If the dataset's length has changed, its pass begins anew, and a warning says so. Raises StoreError, with
-        nothing changed, if `state` is none.
+        If the dataset's length has changed, the saved pass begins anew, and a warning says so. Raises StoreError, with
+        nothing changed, if `state` is not the state of a loader.
         """
         self.check_state_dict(state)
         order = self._order
@@ -158,12 +160,12 @@ class TrainingLoader(DataLoader[Any]):
             order.shuffle, order.seed = state["shuffle"], state["seed"]
 
     def _seek(self, begun: _Pass) -> None:
-        """Let the sampler's next iterator begin where `begun` does."""
+        """Let the sampler's next iterator begin at the position of the pass `begun`."""
         if self._order is not None:
             self._order.number, self._order.start = begun.number, begun.num_samples
 
     def _take(self, taker: _Pass) -> None:
-        """Count a batch that was taken from `taker`."""
+        """Count one batch that the pass `taker` has given to its user."""
         taker.num_batches += 1
         if self._order is not None:
             taker.num_samples = min(taker.num_samples + (self.batch_size or 1), len(self._order))
@@ -173,7 +175,8 @@ class TrainingLoader(DataLoader[Any]):
             self._end_current()
 
     def _end_current(self, only_gone: bool = False) -> None:
-        """End the pass under way, so that the next gets the next number."""
+        """End the pass under way, so that the next pass gets the next number. `only_gone`: end it only if its iterator
+        no longer exists."""
         if self._current is not None and not (only_gone and self._current() is not None):
             self._current = None
             self._num_passes += 1
@@ -181,7 +184,7 @@ class TrainingLoader(DataLoader[Any]):
 
 @final
 class _Pass(Iterator[Any]):
-    """One pass over the data."""
+    """The iterator of one pass over the data; counts what is taken."""
 
     batches: Iterator[Any]
 
@@ -193,7 +196,8 @@ class _Pass(Iterator[Any]):
         num_batches: int = 0,
         num_samples: int = 0,
     ) -> None:
-        """`random_state`: torch's, when the pass began. `num_batches`, `num_samples`: how many are taken by now."""
+        """`random_state`: the state of torch's generator when the pass began. `num_batches`, `num_samples`: how many
+        were taken before, if the pass is resumed."""
         self._loader = loader
         self.number = number
         self.random_state = random_state
@@ -220,8 +224,8 @@ class _Pass(Iterator[Any]):
 
 @final
 class _Order(Sampler[int]):
-    """One rank's indices of samples, from `start` on, in the order of pass `number`. `drops`: whether to leave out the
-    last ones, which not every rank would have."""
+    """Yields the indices of one rank's samples, from position `start` on, in the order of the pass `number`. `drops`:
+    whether to leave out the last samples if they do not suffice for every rank."""
 
     rank, num_ranks, drops = 0, 1, False
 
@@ -236,7 +240,7 @@ class _Order(Sampler[int]):
         return self.length_of(self.num_ranks)
 
     def length_of(self, num_ranks: int) -> int:
-        """Return the number of samples of one rank out of `num_ranks`."""
+        """Return the number of samples that one rank gets if the data is split over `num_ranks` ranks."""
         num_samples = len(self._data)
         return num_samples // num_ranks if self.drops else -(-num_samples // num_ranks)
 

@@ -1,4 +1,4 @@
-"""Stop training by a signal: at the next step boundary, where its state can be saved, or at once."""
+"""Stop training on a signal: at the end of the current step, where the state can be saved, or at once."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ TERMINATED = 128 + signal.SIGTERM
 
 @final
 class StopRequest:
-    """A signal's request to stop. `at_boundary`: the program ends its step, saves, and stops by itself; else, and from
-    the second signal on, Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit in the main thread. `code`: the exit
-    code for the first signal; None before it."""
+    """Holds whether a signal has asked the program to stop. `at_boundary`: at the first signal the program ends its
+    step, saves, and stops by itself. Without `at_boundary`, and from the second signal on, Ctrl-C raises
+    KeyboardInterrupt and SIGTERM raises SystemExit in the main thread. `code`: the exit code for the first signal;
+    None before it."""
 
     def __init__(self, at_boundary: bool) -> None:
         self.at_boundary = at_boundary
         self.code: int | None = None
         self.answer = b"\nFinishing this step, then saving; a second signal ends at once.\n"
-        """What to write to stderr at the first signal if the program stops by itself."""
+        """The text for stderr at the first signal, if the program stops by itself."""
         self._pid = os.getpid()
 
     def __bool__(self) -> bool:
@@ -34,7 +35,7 @@ class StopRequest:
         return self.code is not None
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal `number`."""
+        """Handle the signal `number`: Python calls this in the main thread, with the interrupted stack frame."""
         if os.getpid() != self._pid:  # a worker, forked since: the parent says when it ends
             if number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
@@ -53,9 +54,10 @@ class StopRequest:
 def stop_on_signals(*, at_boundary: bool = True) -> Iterator[StopRequest]:
     """Let SIGTERM and Ctrl-C, within the block, ask training to end instead of ending it at once.
 
-    Yields a request to check after each `engine.step()`: it is true once a signal has come. A second signal ends the
-    engine's call at once, by SystemExit or KeyboardInterrupt, so that the engine is closed and its files are removed;
-    in the middle of an update the engine cannot be used after it. Enter the block in the main thread.
+    Yields a StopRequest to check after each `engine.step()`: it is true once a signal has come. A second signal ends
+    the engine's call at once, by SystemExit or KeyboardInterrupt; the program can then close the engine, which removes
+    its files. If that signal comes in the middle of an update, the engine cannot be used afterwards. Enter the block
+    in the main thread. `at_boundary`: False lets the first signal raise at once too.
     """
     request = StopRequest(at_boundary)
     numbers = [signal.SIGTERM]
