@@ -48,7 +48,8 @@ _LOAD: Final = "load_checkpoint"
 
 @final
 class Checkpoints:
-    """Saves and loads one run. Driver thread; an asynchronous save is written on its own lane."""
+    """Saves and loads one run. Called on the driver thread (the one that calls the engine); an asynchronous save is
+    written by a thread of its own, the lane `save`."""
 
     def __init__(
         self,
@@ -61,8 +62,10 @@ class Checkpoints:
         config: Config,
         commits: Commits | None = None,
     ) -> None:
-        """`written_by`: the fields of WrittenBy except the time. `commits`: saves in place; None: a save writes
-        files."""
+        """`policy`: the update policy, whose updates end before a save or load. `weights`: drops stale weights from the
+        device. `driver`: the objects whose state is saved in addition to arrays. `written_by`: the fields of
+        `WrittenBy` except the time. `commits`: saves in place, by committing the swap files; None: a save writes files
+        of its own."""
         settings = config.tiered_zero.checkpoint
         self._state = state
         self._policy = policy
@@ -90,9 +93,10 @@ class Checkpoints:
         exclude_frozen: bool = False,
     ) -> None:
         """Save the state after the last step. Return when the tag is durable or, with checkpoint.async, when everything
-        that a script may change is copied. `begin`: checks that the call is allowed now, and returns the step and the
-        tag's name. Raises the errors of this save and of an asynchronous save before it. With many ranks all call this,
-        and it returns, or raises, on all."""
+        that a script may change has been copied. `begin`: a function that checks that the call is allowed now, and
+        returns the step and the tag's name. `client_state`: the user's own values. `save_latest`: write the tag's name
+        to the file `latest`. Raises the errors of this save, and of the asynchronous save before it. With many ranks,
+        every rank calls this, and it returns, or raises, on all."""
         captured: list[Capture] = []
         arguments = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
 
@@ -149,11 +153,11 @@ class Checkpoints:
         agree(self._ranks, f"{SAVE}: the manifest", lambda: capture.publish(tag, shares) if is_first else None)
 
     def set_scheduler(self, scheduler: Any) -> None:
-        """Save and restore the state of `scheduler` from now on; None: of none."""
+        """Save and restore the state of `scheduler` from now on; None: save no scheduler's state."""
         self._driver = replace(self._driver, lr_scheduler=scheduler)
 
     def wait(self) -> None:
-        """Wait for the save under way, if any. Raises the error of the last one, once."""
+        """Wait for the asynchronous save under way, if there is one. Raises the error of the last such save, once."""
         if self.async_save.tag is not None:
             self.async_save.wait()
 
@@ -162,8 +166,9 @@ class Checkpoints:
     def find(
         self, load_dir: str | os.PathLike[str], tag: str | None, begin: Callable[[], None]
     ) -> FoundCheckpoint | None:
-        """End what runs, drop what the device holds, and find the tag to load. Return None, with a warning, if there is
-        no checkpoint. `begin`: see `save`. Raises StoreError."""
+        """End the update and the save under way, drop the units on the device, and find the checkpoint to load. `tag`:
+        None: the one that `latest` names, or the newest; if there is nothing to load then, return None and log a
+        warning. `begin`: a function that checks that the call is allowed now. Raises StoreError."""
 
         def look() -> FoundCheckpoint | None:
             if tag is None and (why := nothing_to_load(load_dir)):
@@ -187,8 +192,9 @@ class Checkpoints:
         self, found: FoundCheckpoint, parts: LoadParts, *, strict: bool = True, place: Callable[[], None] | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint into the run and return its client_state. Everything is checked, on every rank, before the
-        first weight changes. An error after that makes the engine unusable; an interrupt waits for the end. `place`:
-        places the model, after the checks. Raises ModelError, ConfigError, StoreError, CorruptionError and
+        first weight changes. An error after the checks makes the engine unusable; an interrupt (Ctrl-C) is held back
+        until the values are loaded. `parts`: what to load. `strict`: see `match`. `place`: a function that places the
+        model, called after the checks. Raises ModelError, ConfigError, StoreError, CorruptionError and
         TransferError."""
         with ExitStack() as opened:
             checked: list[tuple[TensorReader, Matched, dict[str, Any]]] = []
@@ -224,7 +230,8 @@ class Checkpoints:
         self._driver.restore(driver, parts)
 
     def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool = True) -> tuple[Matched, dict[str, Any]]:
-        """Check everything in a checkpoint except the values. Return what goes where, and the driver's state."""
+        """Check everything in a checkpoint except the values. Return the keys from which the run's values are loaded,
+        and the state for `DriverState.restore`."""
         with_state = parts.optimizer_states and not parts.module_only and self._driver.optimizer is not None
         matched = match(self._state, manifest, strict=strict, with_state=with_state, convert=self._convert)
         driver = self._driver.check(manifest.driver, parts, self._ranks)
@@ -233,8 +240,9 @@ class Checkpoints:
         return matched, driver
 
     def adopt(self, adoption: Adoption, values: AdoptedValues, place: Callable[[], None]) -> None:
-        """Resume from the commit at which this run's stores were opened. `place`: see `load`. Raises ModelError and
-        StoreError on every rank."""
+        """Resume from the in-place commit at which this run's swap files were opened: masters and state stay where they
+        lie. `values`: reads the buffers' values from the commit. `place`: see `load`. Raises ModelError and StoreError
+        on every rank."""
         checked: list[tuple[Matched, dict[str, Any]]] = []
         agree(self._ranks, f"{_LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, EVERYTHING)))
         place()
@@ -256,13 +264,14 @@ class Checkpoints:
         self._weights.end_update()
 
     def resume(self, found: FoundCheckpoint, place: Callable[[], None]) -> None:
-        """Load the checkpoint from which the config resumes. Raises what `load` raises."""
+        """Load the checkpoint that the config names (tiered_zero.checkpoint.resume). `place`: see `load`. Raises what
+        `load` raises."""
         self.resumed = found.path, self.load(found, EVERYTHING, place=place)
 
 
 def check_async(config: Config, plan: Plan) -> None:
-    """Raise ConfigError if a save cannot be written during training: what it reads must not change before it is
-    read."""
+    """Raise ConfigError if the config asks for saves during training, and an update could overwrite on nvme what a save
+    has yet to read."""
     settings = config.tiered_zero
     if not settings.checkpoint.async_save or settings.checkpoint.in_place:
         return
@@ -282,8 +291,8 @@ def check_async(config: Config, plan: Plan) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """One rank's request to save. `arguments`: must be the same on all ranks. `nbytes`: bytes of data that it
-    writes."""
+    """One rank's request to save. `arguments`: the call's arguments that must be equal on all ranks. `nbytes`: the
+    bytes of data that this rank will write."""
 
     tag: str
     step: int
@@ -292,8 +301,9 @@ class _Wanted:
 
 
 def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validation: str) -> list[_Wanted]:
-    """Ask every rank for its request; all get rank 0's tag. `tag_validation`: DeepSpeed's Warn, Fail or Ignore, for
-    tags that differ. Raises ModelError if the ranks want to save different things, and what `ask` raises."""
+    """Return the requests of all ranks, each with rank 0's tag. `ask`: returns this rank's request. `tag_validation`:
+    DeepSpeed's setting, Warn, Fail or Ignore, for tags that differ. Raises ModelError if the steps or arguments of
+    ranks differ, or, with Fail, their tags; and what `ask` raises."""
     wanted = agree(ranks, SAVE, ask, encode=vars, decode=lambda value: _Wanted(**value))
     first = wanted[0]
     for rank, own in enumerate(wanted):
@@ -314,7 +324,8 @@ def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validatio
 
 
 def _begin_tag(ranks: Collectives, save_dir: str | os.PathLike[str], wanted: Sequence[_Wanted]) -> TagWriter:
-    """Begin the tag on rank 0, which checks the space for all ranks, and join it on the others."""
+    """Begin the tag on rank 0, which checks that the disk has space for all ranks, and join the tag on the others.
+    `wanted`: the requests of all ranks."""
     tag, rank = wanted[0].tag, ranks.rank
     sizes = [own.nbytes for own in wanted]
     begun: list[TagWriter] = []
@@ -345,8 +356,9 @@ def find_together(
     find: Callable[[], FoundCheckpoint | None],
     prepare: Callable[[], None] = lambda: None,
 ) -> FoundCheckpoint | None:
-    """Find a checkpoint below `directory` on rank 0; every rank then uses the one in its own directory of that name.
-    Return None if there is none. `prepare`: runs on every rank first."""
+    """Find a checkpoint below `directory` on rank 0; every other rank then uses the one of the same relative path in
+    its own directory. Return None if rank 0 finds none. `find`: called on rank 0 alone. `prepare`: called on every rank
+    before that."""
 
     def act() -> FoundCheckpoint | None:
         prepare()
@@ -374,8 +386,8 @@ def _below(path: Path, base: Path) -> str:
 
 
 def _check_together(ranks: Collectives, check: Callable[[], TagManifest]) -> None:
-    """Check on every rank that the checkpoint can be loaded and that all have read the same. Raises what `check`
-    raises."""
+    """Call `check` on every rank, and compare the tag, step and time of the manifests that it returns. Raises
+    StoreError if these differ, and what `check` raises."""
 
     def facts(manifest: TagManifest) -> Any:
         return [manifest.tag, manifest.step, manifest.written_by.created_s]

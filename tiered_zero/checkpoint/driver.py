@@ -145,9 +145,9 @@ EVERYTHING: Final = LoadParts()
 @final
 @dataclass(frozen=True, kw_only=True)
 class DriverState:
-    """The objects of one run whose state a checkpoint holds in addition to arrays. Driver thread, between two steps.
-    `counts`: the engine's. `optimizer`: None if the run evaluates. `loader`: loader of `training_data`; None
-    without."""
+    """The objects of one run whose state a checkpoint holds in addition to arrays. Called on the driver thread, between
+    two steps. `counts`: the engine's counts of steps. `optimizer`: None if the run evaluates. `loader`: the loader of
+    `training_data`, or None."""
 
     counts: Any
     overflow: OverflowGuard
@@ -158,8 +158,8 @@ class DriverState:
     module: nn.Module | None = None
 
     def capture(self, client_state: Mapping[str, Any] | None) -> State:
-        """Copy the present state as JSON, encoded by `to_json`. Raises ModelError, naming the path, for a value that
-        cannot be saved, or a scheduler without state_dict()."""
+        """Return a copy of the present state, encoded by `to_json`. `client_state`: the user's values. Raises
+        ModelError, naming the path, for a value that cannot be saved, or a scheduler without state_dict()."""
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ModelError(f"client_state was expected as a dict; found {type(client_state).__name__}.")
         overflow_counts, scaler = self.overflow.state()
@@ -179,9 +179,9 @@ class DriverState:
         return {name: to_json(value, name) for name, value in state.items()}
 
     def check(self, saved: Any, parts: LoadParts = EVERYTHING, ranks: Collectives | None = None) -> State:
-        """Decode an untrusted state that `capture` returned, and return the argument of `restore`, with this rank's own
-        parts. Raises StoreError for what `capture` never returns, and ModelError for a state that does not fit. Changes
-        nothing."""
+        """Decode and check a state that `capture` returned and a file held, without trust in the file. Return what
+        `restore` takes, with this rank's own parts. Raises StoreError for what `capture` never returns, and ModelError
+        for a state that does not fit this run. Changes nothing."""
         state = _decode_state(saved)
         num_ranks = _select_rank(state, ranks or SingleRank())
         if parts.module_only:
@@ -199,8 +199,8 @@ class DriverState:
         return state
 
     def restore_optimizer(self, state: State, parts: LoadParts = EVERYTHING) -> None:
-        """Restore param group values and schedule from the result of `check`. Call it before any array is loaded: state
-        that is initialized uses these values."""
+        """Restore the values of the param groups and the schedule from the result of `check`. Call it before any array
+        is loaded: state that is initialized uses these values."""
         optimizer = self.optimizer
         if optimizer is None or parts.module_only:
             return
@@ -218,8 +218,8 @@ class DriverState:
             optimizer.load_group_options(state["options"])
 
     def restore(self, state: State, parts: LoadParts = EVERYTHING) -> dict[str, Any]:
-        """Restore the rest of the result of `check`, and return the client_state. The caller has finished all
-        updates."""
+        """Restore the rest of the result of `check`, and return the client_state. The caller has finished all updates
+        before."""
         if self.module is not None:
             _restore_extra_states(self.module, state["modules"])
         if parts.module_only:
@@ -257,7 +257,7 @@ class DriverState:
 
 
 def _extra_states(model: nn.Module) -> dict[str, Any]:
-    """Return the extra state of every module that has some, by its path."""
+    """Map the path of each module that has extra state to that state."""
     return {
         path: module.get_extra_state()
         for path, module in model.named_modules()
@@ -266,7 +266,8 @@ def _extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def _restore_extra_states(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Set the saved states of modules; warn if a state or a module lacks its counterpart. Raises ModelError."""
+    """Set the saved extra state of each module, and warn about a state or a module without its counterpart. Raises
+    ModelError."""
     own = {
         path: module
         for path, module in model.named_modules()
@@ -319,7 +320,7 @@ def _select_rank(state: State, ranks: Collectives) -> int:
 
 
 def _scheduled_options(optimizer: TieredOptimizer, groups: Any) -> Any:
-    """Return this run's param group values, with those from the checkpoint that a schedule computes from."""
+    """Return this run's param group values; those from which a schedule computes are the checkpoint's."""
     own = optimizer.group_options()
     if type(groups) is not list or {*map(type, groups)} != {dict} or len(groups) != len(own):
         return groups  # the caller refuses them

@@ -1,8 +1,9 @@
-"""Commit state on NVMe where it is: it becomes durable in place, and the next steps write to other extents.
+"""Commit state on NVMe where it lies, without a copy; later steps write to other extents (ranges of the swap files).
 
-[Note: In-place commits] A commit is a manifest of the store (record/__init__.py) whose metadata is a checkpoint's
-manifest, with the records of the run's stores. The newest manifest of the state's store is the truth; a tag in a save
-directory is a pointer to it, written later. A commit of step N, after one of an earlier step M:
+[Note: In-place commits] A store is a set of swap files with a manifest (record/__init__.py). A commit is such a
+manifest, whose metadata is a checkpoint's manifest with the records of the run's stores. The newest manifest of the
+state's store is the truth; a tag in a save directory is a pointer to it, written later. A commit of step N, after one
+of an earlier step M:
 
     1  updates have written only slots that manifest M does not name; now they may not write
     2  sync the data files, write and sync `manifest.next`; meanwhile write and sync the tag under a temporary name
@@ -22,9 +23,9 @@ A crash may leave any part of the unsynced data on the disk, with its pages in a
 
 A commit may span several stores, if there are many ranks, or if parameters that are half of their masters have their
 own store. Then 2 ends with all manifests durable (`prepare`), and 3 is done first for the store of rank 0's state,
-which decides, then for the others. From those, the manifest with the decided commit's id is taken, whether it is
-`manifest` or `manifest.next`: two commits may have the same step. Rank 0's metadata has what all ranks have
-committed; the others' says which store decides.
+which decides, then for the others. A load takes from the others the manifest with the decided commit's id, whether it
+is `manifest` or `manifest.next`: two commits may have the same step. Rank 0's metadata has what all ranks have
+committed; the metadata of the others says which store decides.
 
 A run that adopts a commit takes over the last run's swap directory and copies nothing. If its layout differs, the
 commit is loaded into the new run's homes, as by `load_checkpoint`, and the old files stay as they are.
@@ -84,7 +85,7 @@ from tiered_zero.tiers.tier import BufferView, as_bytes
 logger = logging.getLogger("tiered_zero")
 
 SAVE: Final = "save_checkpoint"
-"""The call, as other ranks read it."""
+"""The name of the call in messages that other ranks read."""
 
 _CHUNK_NBYTES = MIB
 """Bytes of a copy that are compared and written at once: one checksum chunk of the store."""
@@ -92,8 +93,9 @@ _CHUNK_NBYTES = MIB
 
 @final
 class Commits:
-    """Commits this rank's state in place. Driver thread. `tiers`: the state's, then the parameters' if they have their
-    own store and take part. `layout`: from `run_fingerprint`."""
+    """Commits this rank's state in place. Called on the driver thread. `tiers`: the nvme tier of the state, then that
+    of the parameters if they take part and have swap files of their own. `copies`: writes what those tiers do not hold.
+    `layout`: the result of `run_fingerprint`."""
 
     def __init__(self, state: RunState, tiers: Sequence[NvmeTier], copies: DurableCopies, layout: str) -> None:
         self._state = state
@@ -110,17 +112,17 @@ class Commits:
                 f"{of_ranks.index([])}, for the model has too few parameters. Use fewer ranks, or leave it out."
             )
         self.run_ids = frozenset(run_id for each in of_ranks for run_id in each)
-        """The ids of all ranks' stores."""
+        """The ids of all ranks' stores (sets of swap files)."""
 
     def revert(self) -> None:
-        """Return to the last commit, dropping later writes. Nothing may be read or written meanwhile."""
+        """Return to the last commit and drop later writes. Nothing may be read or written meanwhile."""
         for store in self._stores:
             store.revert()
 
     def save(self, tag: TagWriter, fields: Mapping[str, Any], *, save_latest: bool) -> None:
-        """Commit the state between two updates, on every rank, and publish the tag that points to it. `fields`: of
-        TagManifest, with this rank's captured driver state. If this raises, the caller discards the tag. Raises
-        UntaggedCommitError, StoreError and others."""
+        """Commit the state between two updates, on every rank, and publish the tag that points to the commit. `fields`:
+        fields of TagManifest, with this rank's captured driver state. If this raises, the caller discards the tag.
+        Raises UntaggedCommitError, StoreError and others."""
         location, commit_id = _location(self._stores[0]), secrets.token_hex(16)
         swap = CommitLocation(run_id=location.run_id, paths=location.paths, commit_id=commit_id)
         fields = {**fields, "kind": "in_place", "swap": swap}
@@ -138,8 +140,8 @@ class Commits:
             wait_quietly(pointer)
 
     def share(self, driver: Mapping[str, Any], commit_id: str) -> Share:
-        """Write the copies and list what this rank commits. `driver`: this rank's own part. `commit_id`: rank 0's
-        counts. Raises StoreError, TransferError."""
+        """Write the durable copies, and return what this rank commits. `driver`: this rank's own part of the driver
+        state. `commit_id`: an id for the commit, of which rank 0's counts. Raises StoreError, TransferError."""
         state, scalars = self._state, self._state.view.scalars
         with torch.no_grad():
             self._copies.write(state.named_buffers())
@@ -160,9 +162,9 @@ class Commits:
 
     @hold_interrupts()
     def _commit(self, manifest: TagManifest, shares: Sequence[Share], tag: TagWriter, pointer: Transfer) -> None:
-        """Make the state durable on every rank, decide, then let updates write and give the tag its name. Raises
-        StoreError (the last commit stays, or which one counts is unknown, as the error says) or UntaggedCommitError
-        (the new commit counts)."""
+        """Make the state durable on every rank, let rank 0 decide, then let updates write again and give the tag its
+        name. `pointer`: completes when the tag is prepared. Raises StoreError, whose text says whether the last commit
+        counts or that this is unknown, and UntaggedCommitError if the new commit counts without a tag."""
         is_first = self._ranks.rank == 0
         if len(self.run_ids) == 1:  # no other store depends on it, so it may drop what it has not confirmed
             self._stores[0].commit(manifest.step, _metadata(manifest, shares))
@@ -181,8 +183,9 @@ class Commits:
             raise UntaggedCommitError(str(error), manifest.step) from error
 
     def _prepare_together(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
-        """Prepare on every rank. If one fails, drop what was prepared and raise on every rank, since all know that
-        nothing is decided. An error of the exchange itself keeps the prepared state: rank 0 may have decided."""
+        """Call `prepare` on every rank. If one fails, drop what was prepared and raise on every rank: all ranks know
+        that nothing is decided. An error of the exchange between the ranks keeps what was prepared, because rank 0 may
+        have decided."""
         failed: list[Exception] = []
 
         def attempt() -> str | None:
@@ -200,7 +203,8 @@ class Commits:
             raise failed[0] if failed else StoreError(wrong[0])
 
     def prepare(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
-        """Make the state durable next to the last commit, and block writes. Raises StoreError: call `cancel` then."""
+        """Make the state durable next to the last commit, and block writes. Raises StoreError: the caller must then
+        call `cancel`."""
         first = _parts(shares)[0].stores[0]
         followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: first.model_dump()}
         for store in reversed(self._stores):
@@ -213,12 +217,13 @@ class Commits:
             store.cancel_prepared()
 
     def decide(self) -> None:
-        """Make the state that all ranks have prepared the commit, on rank 0. Raises StoreError: which commit counts is
-        then unknown."""
+        """Make the state that all ranks have prepared the commit that counts, on rank 0. Raises StoreError: which
+        commit counts is then unknown."""
         self._stores[0].confirm()
 
     def confirm(self) -> None:
-        """Follow the decision: the extents of the last commit may now be written. Raises StoreError."""
+        """Make the prepared state the commit in the other stores, once rank 0 has decided. Updates may then write where
+        the last commit lay. Raises StoreError."""
         for store in self._stores[self._ranks.rank == 0 :]:
             store.confirm()
 
@@ -242,8 +247,8 @@ def _location(store: SwapStore) -> StoreLocation:
 
 
 def _metadata(manifest: TagManifest, shares: Sequence[Share]) -> dict[str, Any]:
-    """Return a `Commit` of the manifest of all ranks, and their parts, as JSON. Raises StoreError if a part of a tensor
-    is missing."""
+    """Return the metadata of a commit (`Commit`, as JSON): the manifest and the parts of all ranks. Raises StoreError
+    if a part of a tensor is missing."""
     whole = manifest.model_copy(update=join_shares(shares))
     commit = Commit(commit_id=shares[0].commit_id, checkpoint=whole, ranks=_parts(shares))
     return commit.model_dump(mode="json")
@@ -258,13 +263,12 @@ def _parts(shares: Sequence[Share]) -> list[RankPart]:
 
 @final
 class DurableCopies:
-    """Copies memory that a commit needs in addition to optimizer state to `homes` in the state's store.
+    """Copies memory that a commit needs in addition to optimizer state to slots next to that state.
 
     Frozen parameters and buffers are written if they have changed. Parameters that are half of their masters change in
-    each update: they are written in place from memory, 2 of the 10 bytes of their state. `units`: the units to copy,
-    with the home of each copy. `updated`: indices of those that updates write. `flat(unit)`: the unit's bytes, [P].
-    `buffers`: the home of the buffers' copy; None for a model without buffers.
-    """
+    each update: they are written in place from memory, 2 of the 10 bytes of their state. `units`: unit index -> the
+    unit, and the home of its copy. `updated`: indices of the units that updates write. `flat`: returns a unit's bytes,
+    [P]. `buffers`: the home of the buffers' copy; None for a model without buffers."""
 
     def __init__(
         self,
@@ -279,11 +283,11 @@ class DurableCopies:
         self._updated = [(unit, home) for unit, home in units.values() if unit.index in updated]
         self._flat = flat
         self._digests: dict[tuple[str, int], int] = {}
-        """(slot, first byte) -> digest of what was written there."""
+        """(slot, first byte of a chunk) -> checksum of what was last written there."""
 
     def write(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write everything that has changed; the next commit makes it durable. Driver thread, between two updates.
-        `buffers`: by name. Raises StoreError, TransferError."""
+        """Write everything that has changed; the next commit makes it durable. Called on the driver thread, between two
+        updates. `buffers`: the model's buffers, by name. Raises StoreError, TransferError."""
         writes: list[Transfer] = []
         try:
             for unit, home in self._updated:
@@ -298,8 +302,8 @@ class DurableCopies:
             wait_all(writes)
 
     def _write_changed(self, home: Home, raw: torch.Tensor, window: torch.Tensor) -> None:
-        """Write the chunks that have changed. `raw`: the slot's bytes, on any device. `window`: memory for one
-        chunk."""
+        """Write the chunks that have changed since they were last written. `raw`: the slot's new bytes, on any device.
+        `window`: memory for one chunk."""
         for start in range(0, raw.numel(), _CHUNK_NBYTES):
             part = raw[start : start + _CHUNK_NBYTES]
             chunk = window[: align_up(part.numel(), PAGE_NBYTES)]
@@ -313,7 +317,8 @@ class DurableCopies:
 
 
 def _packed(buffers: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> torch.Tensor:
-    """Return the bytes of a model's buffers, as in their slot. Raises StoreError."""
+    """Return the bytes of a model's buffers as their slot of `nbytes` holds them. Raises StoreError if they need
+    more."""
     raw = torch.zeros(nbytes, dtype=torch.uint8)
     for name, buffer, offset in pack(buffers):
         data = as_bytes(buffer.detach().contiguous()).cpu()
@@ -332,8 +337,9 @@ def _packed(buffers: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> torch.T
 @final
 @dataclass(frozen=True, kw_only=True)
 class Adoption:
-    """A commit from which a run resumes. `directories`: swap paths of the config -> this rank's store there. `paths`:
-    swap directories of all ranks. `initialized`: this rank's sub-groups that have state."""
+    """An in-place commit in whose swap files a run goes on. `directories`: swap paths of the config -> this rank's
+    files there. `paths`: the swap directories of all ranks. `manifest`: the commit's manifest. `initialized`: indices
+    of this rank's sub-groups that have state."""
 
     found: FoundCheckpoint
     directories: Mapping[tuple[str, ...], AdoptedStore]
@@ -350,8 +356,9 @@ def adopt(
     slots: Sequence[PlannedSlot],
     layouts: list[StateLayout],
 ) -> Adoption | None:
-    """Adopt an in-place commit if every rank's layout equals that of the rank that committed its part. Return None, and
-    log the reason, if it must be loaded instead. Collective. Raises StoreError if it is damaged or its owner lives."""
+    """Adopt an in-place commit if every rank of this run lays out its bytes as the rank did that committed its part.
+    Return None if `found` is no such commit or, with a warning that says why, if it must be loaded instead. Collective:
+    every rank calls this. Raises StoreError if the commit is damaged or its owner lives."""
     if found.swap is None:
         return None
     swap = found.swap
@@ -410,14 +417,15 @@ def adopt(
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdoptedValues:
-    """Initial values of parameters and buffers of an adopted run. Driver thread, before the first step."""
+    """Reads the first values of parameters and buffers from an adopted commit. Called on the driver thread, before the
+    first step."""
 
     state: RunState
     copies: DurableCopies
 
     def flat(self, unit: Unit) -> torch.Tensor:
-        """Return the unit's parameters, [P] on the CPU: its masters rounded, or its durable copy; zeros for other
-        ranks' elements."""
+        """Return the unit's parameters, [P] on the CPU: its masters, rounded, or its durable copy. Elements of other
+        ranks are zeros."""
         if unit.index in self.state.updated_units and not self.state.view.need_params:
             return self.state.view.read_masters(unit).to(unit.dtype)
         home = self.copies.homes.get(unit.index) or self.state.inventory.home(unit, "param")
@@ -439,7 +447,8 @@ class AdoptedValues:
 
 
 def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], layouts: Sequence[StateLayout]) -> str:
-    """Hash everything that decides where bytes lie in the records of a run with in-place commits."""
+    """Return a hash of everything that decides where bytes lie in the records of a run with in-place commits. A run
+    adopts a commit only if the hashes are equal."""
     subgroups = [
         {
             "masters": [str(dtype) for dtype in layout.masters.dtypes],
@@ -469,7 +478,7 @@ def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], la
 
 
 def committing_paths(config: Config, plan: Plan) -> list[tuple[str, ...]]:
-    """Return the swap paths of the stores that take part in a commit, the state's first."""
+    """Return the swap paths of the stores that take part in a commit, first those of the optimizer state."""
     zero = config.zero_optimization
     paths = [zero.offload_optimizer.nvme_paths]
     if plan.nbytes("nvme", "commit_param"):

@@ -83,7 +83,7 @@ class CommitLocation(StoreLocation):
 
 
 class Source(NamedTuple):
-    """Byte `offset` of the record with number `record`."""
+    """The place of a part's bytes: byte `offset` of the record with number `record`."""
 
     record: Count
     offset: Count
@@ -98,8 +98,8 @@ class Part(NamedTuple):
 
 
 class RecordName(NamedTuple):
-    """The record `name` in store number `store`. Stores are counted over all ranks in order; in a commit each rank has
-    the state's store, then the parameters' store if it is another one."""
+    """The record `name` in store number `store` (a store: one set of data files). Stores are counted over all ranks in
+    order; in a commit each rank has the state's store, then the parameters' store if it is another one."""
 
     store: Count
     name: str
@@ -108,7 +108,7 @@ class RecordName(NamedTuple):
 @final
 class TensorEntry(StrictModel):
     """One tensor. `order`: its dimensions from the slowest to the fastest in memory; None: row-major. `parts`: in a
-    manifest in order, disjoint, and covering the tensor; in a share only one rank's."""
+    manifest all parts, in order, disjoint, and covering the tensor; in a share those of one rank."""
 
     dtype: str
     shape: Annotated[tuple[Annotated[int, Field(ge=0, le=_MOST_NUMEL)], ...], Field(max_length=_MOST_DIMENSIONS)]
@@ -173,8 +173,9 @@ def check_places(tensors: Mapping[str, TensorEntry], extents: Sequence[int]) -> 
 
 @final
 class WrittenBy(StrictModel):
-    """The writer of a tag: versions, kernel level, update rule, state format, number of ranks, threads of a forward on
-    the CPU (0: another device computes), seconds since the epoch."""
+    """The program and run that wrote a tag. `kernel`: level of the update kernel. `rule`: the update rule.
+    `num_threads`: threads of a forward on the CPU; 0 if another device computes. `created_s`: seconds since the
+    epoch."""
 
     tiered_zero: str
     torch: str
@@ -188,11 +189,10 @@ class WrittenBy(StrictModel):
 
 @final
 class TagManifest(StrictModel):
-    """Everything that a checkpoint states about itself. `scalars`, `driver`: JSON from `driver.to_json`, checked when
-    it is decoded. `stores`: the stores of a full save, in the order of its files. `aliases`: another name of a
-    parameter or buffer in the model's state_dict -> the name used here. `swap`: set in a tag that points to an in-place
-    commit.
-    """
+    """Everything that a checkpoint states about itself. `scalars` (by parameter name), `driver`: JSON from
+    `driver.to_json`, checked when it is decoded. `stores`: the contents of a full save's data files, one for each rank.
+    `aliases`: another name of a parameter or buffer in the model's state_dict -> the name used here. `swap`: set in a
+    tag that points to an in-place commit."""
 
     kind: Literal["full", "in_place"]
     tag: Text
@@ -242,8 +242,8 @@ def file_name(rank: int) -> str:
 
 @final
 class RankPart(StrictModel):
-    """One rank's entry in a commit. `stores`: the state's first. `layout`: from `in_place.run_fingerprint`.
-    `initialized`: its sub-groups that have state."""
+    """One rank's entry in a commit. `stores`: where its swap files are, the state's first. `layout`: the result of
+    `in_place.run_fingerprint`. `initialized`: indices of its sub-groups that have state."""
 
     stores: Annotated[list[StoreLocation], Field(min_length=1, max_length=2)]
     layout: str
@@ -254,10 +254,9 @@ class RankPart(StrictModel):
 class Share(StrictModel):
     """One rank's part of a save.
 
-    `tensors`: with this rank's parts. `records`: sources refer to them by position. `scalars`: scalars of its
-    parameters, as in the manifest. `driver`: the rank's own part of `DriverState.capture`. `stores`: what it has
-    written in a full save. `rank`, `commit_id`: set in an in-place commit; rank 0's id counts.
-    """
+    `tensors`: tensors, each with this rank's parts only. `records`: sources refer to these by position. `scalars`:
+    scalars of this rank's parameters, as in the manifest. `driver`: the rank's own part of `DriverState.capture`.
+    `stores`: what it has written in a full save. `rank`, `commit_id`: set in an in-place commit; rank 0's id counts."""
 
     tensors: dict[str, TensorEntry]
     records: list[RecordName]
@@ -278,8 +277,8 @@ class Share(StrictModel):
 
 
 def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
-    """Join the shares of all ranks to fields of TagManifest: tensors, records, scalars. Raises StoreError if ranks
-    disagree about a tensor, or do not hold each of its elements exactly once."""
+    """Join the shares of all ranks, and return these fields of TagManifest: tensors, records, scalars. Raises
+    StoreError if ranks disagree about a tensor, or do not hold each of its elements exactly once."""
     entries: dict[str, TensorEntry] = {}
     facts: dict[str, tuple[Any, ...]] = {}
     parts: dict[str, list[Part]] = {}
@@ -332,8 +331,8 @@ ON_ITS_HOST: Final = (
 
 @final
 class Commit(StrictModel):
-    """A run's newest commit: the metadata of the store that decides it. `checkpoint`: the manifest of all ranks, with
-    records in `stores`, and the step that it really holds."""
+    """A run's newest commit: the metadata of the store (set of swap files) that decides it. `checkpoint`: the manifest
+    of all ranks; its records lie in `stores`, and its step is the one that these hold. `ranks`: each rank's part."""
 
     commit_id: str
     checkpoint: TagManifest
@@ -351,14 +350,14 @@ class Commit(StrictModel):
 
     @classmethod
     def decode(cls, path: Path, metadata: Any) -> Commit:
-        """Build from the result of `read_metadata`, possibly of another rank. Raises StoreError."""
+        """Build a commit from what `read_metadata` has returned, possibly on another rank. Raises StoreError."""
         with refused(path):
             return cls.model_validate_json(to_json(metadata))
 
 
 @contextmanager
 def refused(path: Path) -> Iterator[None]:
-    """Turn a ValueError in the block into a StoreError: `path` holds no commit of a run."""
+    """Turn a ValueError in the block into a StoreError, which says that `path` holds no commit of a run."""
     try:
         yield
     except ValueError as error:
@@ -386,8 +385,8 @@ def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def find_missing(committed: Manifest) -> str:
-    """Return which part of a commit is missing here, "" if none. `committed`: manifest of the store that decided it.
-    Raises StoreError."""
+    """Return a text that names the part of a commit that is missing on this host; "" if none is. `committed`: the
+    manifest of the store that decided the commit. Raises StoreError."""
     own = {COMMIT_ID: committed.metadata.get(COMMIT_ID)}
     for store in (store for part in _parts(committed, Path(MANIFEST_NAME)) for store in part.stores):
         found = [one for one in load_manifests(store.first) if one is not None and one.run_id == store.run_id]
@@ -397,8 +396,8 @@ def find_missing(committed: Manifest) -> str:
 
 
 def owner_of(path: Path, which: str = "") -> Owner:
-    """Return the owner of a store's directory. `which`: names the commit, such as "of step 5 ". Raises StoreError if it
-    is not here."""
+    """Return the owner of a swap directory. `which`: names the commit in the message, such as "of step 5 ". Raises
+    StoreError if the directory cannot be read on this host."""
     try:
         return read_owner(path)
     except StoreError as error:
@@ -418,7 +417,8 @@ def _committed(path: Path) -> Manifest:
 
 
 def _parts(committed: Manifest, path: Path) -> list[RankPart]:
-    """Return the parts of all ranks; none in a store that does not decide. Raises StoreError."""
+    """Return the parts of all ranks from a manifest's metadata; none if its store does not decide commits. Raises
+    StoreError."""
     ranks = committed.metadata.get("ranks")
     with refused(path):
         return [RankPart.model_validate(part) for part in (ranks if isinstance(ranks, list) else ())]

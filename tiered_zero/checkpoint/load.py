@@ -1,8 +1,8 @@
-"""Load a checkpoint: match it to a run, read its tensors, write them to the run's homes.
+"""Load a checkpoint: compare it with a run, read its tensors, write them to the run's homes.
 
-Both sides are ranges of elements in memory order, so a bisect finds what the run needs, whatever the cuts, tiers and
-formats of the run that wrote it. Everything is matched and checked before a byte of the run changes.
-"""
+A checkpoint's parts and a run's homes both hold ranges of a tensor's elements in memory order. A binary search thus
+finds what the run needs, however the run that wrote the checkpoint had cut, placed and formatted its tensors.
+Everything is compared and checked before a byte of the run changes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ logger = logging.getLogger("tiered_zero")
 _BLOCK = QUANTIZED_BLOCK_NUMEL
 _NUM_NAMED = 5
 _CONVERTED_AHEAD = 2
-"""Sub-groups that may take memory in addition to their state while they are read."""
+"""The most sub-groups that may take memory in addition to their state, for conversions, while they are read."""
 
 _STEP_NUMEL = 1 << 15
 """The most elements that `copy_` converts on the calling thread alone (at::internal::GRAIN_SIZE)."""
@@ -69,25 +69,27 @@ _FACTS = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class Matched:
-    """The result of matching. `params`: parameter name -> key of its value; parameters that keep their value are
-    missing. `states`: name of a parameter whose state is loaded -> its scalars; neighbours with equal ones share an
-    object. `buffers`: name -> key."""
+    """The keys from which a run's values are loaded. `params`: parameter name -> key of its value; a parameter that is
+    not here keeps its value. `states`: name of a parameter whose optimizer state is loaded -> its scalars, such as the
+    step count; successive parameters with equal scalars share one dict. `buffers`: buffer name -> key."""
 
     params: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
 
     def scalars(self, layout: StateLayout) -> dict[int, dict[str, Any]]:
-        """Return the scalars of a sub-group's pieces whose state is loaded."""
+        """Map each piece of a sub-group, by its index, to its scalars; pieces whose state is not loaded are left
+        out."""
         names = {piece.index: piece.param.name for piece in layout.subgroup.pieces}
         return {index: self.states[name] for index, name in names.items() if name in self.states}
 
 
 def match(state: RunState, manifest: TagManifest, *, strict: bool, with_state: bool, convert: bool) -> Matched:
-    """Match a checkpoint to a run. `strict`: the checkpoint must have every parameter and buffer, and no other.
-    `with_state`: load optimizer state; else it is initialized. `convert`: state may be rounded to the run's state
-    format. Raises ModelError if it is another model's, StoreError for unreadable values, and
-    ConfigError if state would be rounded and `convert` does not allow it."""
+    """Find the keys of a checkpoint from which a run's values are loaded, and check their shapes and dtypes; read no
+    values. `strict`: the checkpoint must have every parameter and buffer of the model, and no other; without it, what
+    differs is logged. `with_state`: also load optimizer state; otherwise the run's state starts anew. `convert`: allow
+    rounding state to the run's state format. Raises ModelError if the checkpoint is of another model, StoreError if
+    values cannot be read, and ConfigError if state would be rounded and `convert` is False."""
     tensors, params, missing = manifest.tensors, dict[str, str](), list[str]()
     for spec in state.specs:
         names = (spec.name, *spec.aliases)  # the checkpoint may have a tied parameter under another of its names
@@ -112,8 +114,9 @@ def match(state: RunState, manifest: TagManifest, *, strict: bool, with_state: b
 
 
 def differences(written_by: Mapping[str, Any], now: Mapping[str, Any]) -> Sequence[str]:
-    """Return a line for each difference, between the run that wrote a checkpoint and this run, that may change bits.
-    The loader checks `state_format` itself."""
+    """Return a line for each fact, such as torch's version, in which the run that wrote a checkpoint differs from this
+    run, and which may change bits. `written_by`, `now`: the fields of `WrittenBy` for the two runs. The state format is
+    left out, because the loader checks it."""
     lines = []
     for name, what in _FACTS.items():
         then, here = written_by.get(name), now.get(name)
@@ -165,7 +168,7 @@ def _check_value(key: str, entry: TensorEntry, shape: tuple[int, ...], dtype: to
 def _match_states(
     view: StateView, manifest: TagManifest, params: Mapping[str, str], convert: bool
 ) -> dict[str, dict[str, Any]]:
-    """Match the optimizer's state, parameter by parameter. Returns `Matched.states`."""
+    """Find and check the optimizer state of each parameter. `params`: see `Matched`. Return `Matched.states`."""
     tag, written_by = manifest.tag, manifest.written_by
     if manifest.scalars and written_by.rule != view.rule.name:
         raise ModelError(
@@ -207,8 +210,9 @@ def _match_states(
 def _check_arrays(
     view: StateView, manifest: TagManifest, layout: StateLayout, piece: ParamPiece, name: str, kinds: Iterable[str]
 ) -> int:
-    """Return how many arrays of a piece are rounded. `name`: the name of its parameter in the checkpoint. `kinds`: the
-    kinds of arrays there. Raises ModelError if the rule needs other arrays or shapes."""
+    """Check the state arrays of a piece's parameter, and return how many of them would be rounded. `name`: the
+    parameter's name in the checkpoint. `kinds`: all kinds of state arrays in the checkpoint. Raises ModelError if the
+    update rule needs other arrays or shapes."""
     tensors, tag, rule = manifest.tensors, manifest.tag, view.rule
     fields = {own.name: own for own in layout.fields(piece)}
     saved = _arrays({kind for kind in kinds if f"{kind}/{name}" in tensors})
@@ -245,7 +249,8 @@ def _check_arrays(
 
 
 def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
-    """Return each kind, except scales -> whether it holds codes, which have scales."""
+    """Map each kind of state array to whether it holds 8-bit codes, that is whether `kinds` has an array of scales for
+    it. The scales themselves are left out."""
     own = dict.fromkeys(kinds).keys()  # in order
     return {kind: f"{kind}_scale" in own for kind in own if kind.removesuffix("_scale") not in own - {kind}}
 
@@ -254,8 +259,9 @@ def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
 
 
 class Target(NamedTuple):
-    """A destination for elements of the tensor `key`, from `start`, in memory order. `values`: 1-D, of any dtype and
-    device. `order`: the dimensions from the slowest to the fastest in memory; None: row-major."""
+    """Memory to fill with elements of the tensor `key`, from its element `start` on, in memory order. `values`: that
+    memory, 1-D, of any dtype and device. `order`: the dimensions from the slowest to the fastest in memory; None:
+    row-major."""
 
     key: str
     start: int
@@ -265,10 +271,12 @@ class Target(NamedTuple):
 
 @final
 class TensorReader:
-    """Reads a tag or an in-place commit. One thread drives it; `close`, or the end of a `with` block, ends it."""
+    """Reads tensors of a tag or of an in-place commit. One thread uses it; `close`, or the end of a `with` block,
+    closes it."""
 
     def __init__(self, manifest: TagManifest, records: RecordReader, resources: ExitStack | None = None) -> None:
-        """`resources`: closed with the reader. Raises ValueError if a tensor lies outside its records."""
+        """`manifest`: says where each tensor's bytes are. `records`: reads these bytes. `resources`: closed with the
+        reader. Raises ValueError if a tensor lies outside its records."""
         check_places(manifest.tensors, [records.extent_nbytes(*name) for name in manifest.records])
         self.manifest = manifest
         self._records = records
@@ -286,8 +294,8 @@ class TensorReader:
         self._resources.close()
 
     def submit(self, targets: Iterable[Target]) -> Callable[[], None]:
-        """Begin to read, and return a function that waits until the targets are filled. Raises TransferError,
-        StoreError; the function raises CorruptionError, TransferError."""
+        """Begin to read into `targets`, and return a function that waits until they are filled. Raises TransferError
+        and StoreError; the returned function raises CorruptionError and TransferError."""
         wanted: list[Wanted] = []
         copies: list[Callable[[], None]] = []
         for target in targets:
@@ -325,7 +333,8 @@ class TensorReader:
         return self._records.damage()
 
     def _wanted(self, entry: TensorEntry, start: int, values: torch.Tensor) -> list[Wanted]:
-        """Return the requests for each source of each part of a tensor, for its elements from `start`."""
+        """Return the requests that read a tensor's elements from `start` on into `values`: one for each source of each
+        part."""
         found, stop, dtype = [], start + values.numel(), torch_dtype(entry.dtype)
         if entry.form == "joined":
             values.zero_()
@@ -350,7 +359,8 @@ class TensorReader:
 def _take(
     into: torch.Tensor, read_dtype: torch.dtype, dtype: torch.dtype, form: str, at: int, memory: memoryview
 ) -> None:
-    """Copy the elements read, rounded to `dtype`; without their signs if the form is "magnitude"."""
+    """Copy the elements in `memory` to `into`, rounded to `dtype`; without their signs if the form is "magnitude".
+    `at`: the bytes of the request that come before `memory`."""
     values = torch.frombuffer(memory, dtype=read_dtype).to(dtype)
     own = into[at // read_dtype.itemsize :][: values.numel()]
     copy_values(own, values)
@@ -359,12 +369,13 @@ def _take(
 
 
 _SUMMANDS = ((torch.int16, 0), (torch.int16, 16), (torch.float32, 16))
-"""[Note: bf16 and remainder] The bits of a master are the sum of remainder, parameter and mark (a float's sign): for
-each, the dtype, and the bits by which it is shifted."""
+"""[Note: bf16 and remainder] The bits of a master are the sum of its remainder, its parameter and its mark (the sign of
+the second moment). For each of the three: the dtype in which it is stored, and the bits by which it is shifted."""
 
 
 def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: memoryview) -> None:
-    """Add a summand's elements read to `bits`, a few at a time: temporaries stay small, and on the calling thread."""
+    """Add the elements in `memory` (of the mark: their signs), shifted left by `shift` bits, to `bits`, int32. `at`:
+    see `_take`. Adds few elements at once: temporaries stay small, and torch uses the calling thread alone."""
     read = torch.frombuffer(memory, dtype=dtype)
     values, first = read.signbit() if dtype.is_floating_point else read, at // dtype.itemsize
     for start in range(0, values.numel(), _STEP_NUMEL):
@@ -383,10 +394,9 @@ def _permute(whole: torch.Tensor, entry: TensorEntry, target: Target) -> None:
 
 
 def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy `values`, of the same shape, to `into`. Contiguous CPU memory is copied on this thread alone: `copy_` shares
-    2 MiB among all of PyTorch's threads and waits for them, which on busy processors took 2.5 times as long, and for 4
-    MiB up to 10.
-    """
+    """Copy `values` to `into`, of the same shape. Contiguous CPU memory is copied on this thread alone:
+    `torch.Tensor.copy_` shares even 2 MiB among all of PyTorch's threads and waits for them, which on busy processors
+    took 2.5 times as long, and for 4 MiB up to 10 times."""
     plain = into.is_contiguous() and values.is_contiguous() and into.is_cpu and values.is_cpu
     if plain and into.dtype == values.dtype:
         ctypes.memmove(into.data_ptr(), values.data_ptr(), values.nbytes)
@@ -403,12 +413,11 @@ def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
 
 @final
 class StateLoader:
-    """Writes the matched values of a checkpoint to a run, sub-group by sub-group. Driver thread, while no update runs
-    and nothing is read ahead.
+    """Writes the values of a checkpoint to a run, sub-group by sub-group. Called on the driver thread, while no update
+    runs and no state is read ahead.
 
-    The next sub-groups are read while one is completed. Masters and state are read to their homes, or to a staging
-    buffer; parameters are their masters, rounded.
-    """
+    The next sub-groups are read while one is completed. Masters and state are read straight into their homes in memory,
+    or into a staging buffer. Parameters with a master are not read: they are the masters, rounded."""
 
     def __init__(self, state: RunState, reader: TensorReader, matched: Matched) -> None:
         self._state = state
@@ -417,9 +426,9 @@ class StateLoader:
         self._reader = reader
         self._matched = matched
         self._num_converted = 0
-        """Sub-groups begun that take memory in addition to their state."""
+        """The number of begun sub-groups that take memory in addition to their state."""
         self._joined: list[torch.Tensor] = []
-        """Free memory for masters that are stored as remainders."""
+        """Memory for masters that are stored as remainders, which the next sub-group may use."""
 
     def load(self) -> None:
         """Load everything. If this raises, some values are new and some old. Raises CorruptionError, StoreError,
@@ -445,8 +454,8 @@ class StateLoader:
     # -- masters and state ---------------------------------------------------------------------------------------------
 
     def _begin(self, layout: StateLayout) -> tuple[SubGroupWork, Callable[[], None]] | None:
-        """Begin to read a sub-group's values. Return None while no staging buffer is free, or too many take additional
-        memory."""
+        """Begin to read a sub-group's values. Return its work and a function that waits for the values and begins to
+        write them; None while no staging buffer is free, or too many sub-groups take additional memory."""
         if self._num_converted == _CONVERTED_AHEAD:
             return None
         io, has_state = self._io, self._view.scalars.has_state(layout)
@@ -482,7 +491,8 @@ class StateLoader:
         return work, end
 
     def _end(self, work: SubGroupWork, masters: torch.Tensor, stepped: Sequence[ParamPiece]) -> None:
-        """Compute the rest of a sub-group from what was read, and begin to write it."""
+        """Compute parameters and new state of a sub-group from the masters that were read, and begin to write them.
+        `stepped`: the pieces whose state was loaded."""
         layout = work.layout
         for segment, out in zip(layout.subgroup.segments, work.outs, strict=True):
             own = masters[segment.start : segment.stop]
@@ -504,8 +514,10 @@ class StateLoader:
     def _masters(
         self, layout: StateLayout, work: SubGroupWork, keeps: bool, filled: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
-        """Return memory for the masters, [numel] fp32: in place, or, if they are stored as remainders, a joined copy.
-        Elements outside `filled` are zeros, or keep their values if `keeps`."""
+        """Return memory for a sub-group's masters, [numel] fp32: the slot itself or, if masters are stored as
+        remainders, an array of its own. `filled`: the ranges that hold parameters; in the slot, the elements outside of
+        them are set to zero. `keeps`: the array starts with the present values, for parameters that the checkpoint
+        lacks; otherwise with zeros."""
         numel, device = layout.subgroup.numel, work.raw.device
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)
@@ -523,8 +535,8 @@ class StateLoader:
     def _state_targets(
         self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]
     ) -> tuple[list[Target], list[Callable[[], object]]]:
-        """Return targets for the pieces' state, and the conversions to run after they are filled from another
-        format."""
+        """Return the targets for the state of the pieces `stepped`, in the slot's bytes `raw`, and the conversions to
+        run once the targets are filled, for state that was saved in another format."""
         elementwise, tensors = self._view.rule.elementwise, self._reader.manifest.tensors
         targets: list[Target] = []
         conversions: list[Callable[[], object]] = []
@@ -557,7 +569,7 @@ class StateLoader:
     # -- parameters without a master -----------------------------------------------------------------------------------
 
     def _load_unit(self, unit: Unit) -> None:
-        """Write the parameters of a unit that no update writes, to every home that it has."""
+        """Write the parameters of a unit that no update writes to every home that the unit has."""
         inventory = self._state.inventory
         homes = [home for kind in ("param", "param_back") if (home := inventory.find(unit, kind)) is not None]
         if inventory.find(unit, "param") is None:
@@ -570,7 +582,8 @@ class StateLoader:
                 self._load_windows(unit, home)
 
     def _load_windows(self, unit: Unit, home: Home) -> None:
-        """Write a unit on NVMe in the parts in which it was first written, so that checksums cover them."""
+        """Write a unit whose home is on nvme in the pieces in which it was first written: a checksum then covers each
+        piece whole."""
         staging = self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
         keeps = self._keeps_values([unit])
@@ -584,7 +597,7 @@ class StateLoader:
                 home.tier.write(home.slot, lease, start).wait()
 
     def _fill_unit(self, unit: Unit, flat: torch.Tensor, first: int) -> None:
-        """Read into `flat` the elements of the unit from `first`."""
+        """Read the unit's elements from `first` on into `flat`, 1-D, until it is full."""
         targets = []
         for entry in unit.entries:
             low, high = max(entry.start, first), min(entry.stop, first + flat.numel())
@@ -596,7 +609,8 @@ class StateLoader:
 
 
 def _params_of(layout: StateLayout) -> list[tuple[ParamSpec, int, tuple[int, int]]]:
-    """Return the parameters with elements in a sub-group: their first element there, and its range in the sub-group."""
+    """Return each parameter that has elements in a sub-group, the first of these elements, and their range in the
+    sub-group."""
     found = []
     for segment in layout.subgroup.segments:
         before = segment.start - segment.unit_start

@@ -51,9 +51,10 @@ _MOST_WRITTEN = 32
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Everything of a run that a checkpoint reads and writes, with what moves it. `trained`: names of parameters that
-    have a master on any rank. `view`: this rank's state; unless `is_sharded` every rank has all. `param_flat(unit)`:
-    the flat of a unit that lives on the device."""
+    """The objects of a run that a checkpoint reads and writes, and those that move their bytes. `trained`: names of
+    parameters that have a master on any rank. `view`: this rank's state. `is_sharded`: whether each rank has a part of
+    the state; otherwise every rank has all of it. `param_staging`: staging buffers for parameters, if any rest on nvme.
+    `param_flat`: returns the flat of a unit that lives on the device."""
 
     module: nn.Module
     specs: Sequence[ParamSpec]
@@ -76,7 +77,8 @@ class RunState:
 
     @cached_property
     def own_layouts(self) -> Sequence[StateLayout]:
-        """The sub-groups that this rank saves: its own, or its part of those that every rank has."""
+        """The layouts of the sub-groups that this rank saves: its own ones, or its part of those that every rank
+        has."""
         layouts = self.view.layouts
         return layouts if self.is_sharded else [own for own in layouts if self._is_own(own.subgroup.index)]
 
@@ -86,8 +88,8 @@ class RunState:
         return home is not None and home.slot.nbytes < unit.nbytes
 
     def saved_units(self, with_frozen: bool = True) -> list[Unit]:
-        """Return the units of which this rank saves parameters without a master: its shards, or its part of whole
-        units."""
+        """Return the units of which this rank saves parameters without a master: those of which it has a shard, and its
+        part of those that every rank has whole. `with_frozen`: include frozen units."""
         return [
             unit
             for unit in self.units
@@ -141,11 +143,11 @@ def run_ahead(
 ) -> None:
     """Begin, process and retire each sub-group once, in order; begin several before the first is processed.
 
-    `begin`: starts a sub-group's reads, and returns None while no buffer is free, else a function that waits for them
-    and adds its writes to the work's `writes`. `retire`: called when these are done. Raises their errors, once nothing
-    uses a buffer. Saves and loads use this loop; the update has its own (`UpdatePipeline`), which takes sub-groups as
-    their gradients come, skips some, and reads ahead from step to step.
-    """
+    `begin`: starts a sub-group's reads. It returns None while no buffer is free, else the work and a function that
+    waits for the reads and adds the writes to the work's `writes`. `retire`: called with a work when its writes are
+    done. Raises the errors of both, once nothing uses a buffer. Saves and loads use this loop; the update has its own
+    (`UpdatePipeline`), which takes sub-groups as their gradients come, skips some, and reads ahead from step to
+    step."""
     waiting, begun, written = deque(layouts), deque[tuple[SubGroupWork, Callable[[], None]]](), deque[SubGroupWork]()
 
     def finish() -> None:
@@ -204,7 +206,7 @@ def describe(
 
 
 def describe_field(param: ParamSpec, field: StateField, elementwise: bool, form: Form = "plain") -> TensorEntry:
-    """Describe a whole parameter's state array."""
+    """Return a manifest's entry, without parts, for the state array `field` of a whole parameter."""
     if elementwise and field.block_numel > 1:
         return describe(field.dtype, (-(-param.numel // field.block_numel),), None, form)
     shape = param.shape if elementwise else field.shape
@@ -225,9 +227,10 @@ Place = tuple[RecordName, int]
 
 
 class RecordPlaces(NamedTuple):
-    """How a save names its records. `state`: names the record of a sub-group's slot. `params`: returns the place of a
-    segment's parameters, if they are half of its masters. `unit`: names the record of this rank's elements of a unit
-    that no update writes. `buffers`: the record of all buffers, laid out by `pack`; None if this rank saves none."""
+    """The names of the records that a save writes. `state`: names the record of a sub-group's slot. `params`: returns
+    the place of a segment's parameters, if they are half of its masters. `unit`: names the record of this rank's
+    elements of a unit that no update writes. `buffers`: the record of all buffers, laid out by `pack`; None if this
+    rank saves none."""
 
     state: Callable[[StateLayout], RecordName]
     params: Callable[[StateLayout, Segment], Place]
@@ -236,8 +239,8 @@ class RecordPlaces(NamedTuple):
 
 
 def copied_places(scalars: Scalars) -> RecordPlaces:
-    """Name the records of a full save. A sub-group's record has its slot, then its parameters if they are half of
-    masters."""
+    """Name the records of a full save. A sub-group's record holds its slot, then its parameters if they are half of its
+    masters. `scalars`: say which sub-groups have state."""
 
     def state(layout: StateLayout) -> RecordName:
         return RecordName(0, f"state/{layout.subgroup.index}")
@@ -252,8 +255,8 @@ def copied_places(scalars: Scalars) -> RecordPlaces:
 def committed_places(
     state: RunState, tiers: Sequence[object], copies: Mapping[int, Home], buffers: Home | None
 ) -> RecordPlaces:
-    """Name the records of the stores that the run uses. `tiers`: tiers of this rank's stores, in order. `copies`: unit
-    index -> home of its durable copy. `buffers`: home of the buffers' copy."""
+    """Name the records of the swap files that the run uses. `tiers`: the nvme tiers of this rank that are committed, in
+    order. `copies`: unit index -> home of its durable copy. `buffers`: home of the buffers' copy."""
 
     def name(home: Home) -> RecordName:
         return RecordName(tiers.index(home.tier), home.slot.name)
@@ -274,12 +277,12 @@ def committed_places(
 
 
 def state_nbytes(layout: StateLayout, scalars: Scalars) -> int:
-    """Return how many bytes of a sub-group's slot are in use."""
+    """Return the number of bytes in use of a sub-group's slot: without state, those of the masters alone."""
     return layout.nbytes if scalars.has_state(layout) else layout.master_nbytes
 
 
 def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Yield each non-empty buffer with its first byte in the record that holds all buffers."""
+    """Yield each non-empty buffer with the position of its first byte in the record that holds all buffers."""
     position = 0
     for name, buffer in buffers:
         if not buffer.numel():
@@ -300,8 +303,8 @@ def list_tensors(
     *,
     with_frozen: bool = True,
 ) -> tuple[dict[str, TensorEntry], list[RecordName]]:
-    """Return the tensors that this rank saves, with its parts of them, and the records that hold these. `buffers`: by
-    name, if this rank saves them. Any thread."""
+    """Return the tensors that this rank saves, each with this rank's parts, and the records that hold these parts.
+    `buffers`: by name, if this rank saves them. Any thread."""
     numbers: dict[RecordName, int] = {}
     found: dict[str, tuple[TensorEntry, list[Part]]] = {}
     rows = chain(

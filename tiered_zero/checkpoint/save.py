@@ -1,8 +1,7 @@
 """Save one rank's part of a run to a tag: capture it, write it, publish the tag.
 
-`Capture.take` copies what a script may change, `Capture.write` writes a share between two updates, `Capture.publish`
-joins the shares of all ranks and gives the tag its name. `AsyncSave` does the last two during training.
-"""
+`Capture.take` copies what a script may change, `Capture.write` writes this rank's share, and `Capture.publish` joins
+the shares of all ranks and gives the tag its name. `AsyncSave` writes and publishes during training."""
 
 from __future__ import annotations
 
@@ -38,12 +37,12 @@ from tiered_zero.version import __version__
 logger = logging.getLogger("tiered_zero")
 
 _MOST_COPIED_NBYTES = 64 * MIB
-"""The most bytes copied of units on the device that a script can change. With more, a save returns once it is
-written."""
+"""The most bytes of units on the device that an asynchronous save copies before it returns. If there are more, none is
+copied, and the save returns once it is written."""
 
 
 def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, Any]:
-    """Return the fields of WrittenBy for a run, except the time."""
+    """Return the fields of `WrittenBy` for this run, except the time."""
     return {
         "tiered_zero": __version__,
         "torch": str(torch.__version__),
@@ -58,11 +57,12 @@ def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """Copies of what a script may change while a save is written. The driver takes it; any thread writes it.
+    """Copies of what a script may change while a save is written. Made on the driver thread; any thread may write them.
 
-    `params`: unit index -> a copy of a unit on the device. `may_return`: whether everything that a script may change is
-    copied. `fields`: fields of the manifest. `needed_nbytes`: bytes of the data.
-    """
+    `fields`: fields of the manifest. `needed_nbytes`: the most bytes of data that this rank will write. `buffers`:
+    copies of the model's buffers, by name. `params`: unit index -> a copy of a unit that lives on the device.
+    `may_return`: whether everything that a script may change is copied. `with_frozen`: whether frozen parameters are
+    saved."""
 
     fields: Mapping[str, Any]
     needed_nbytes: int
@@ -77,7 +77,7 @@ class Capture:
         cls, state: RunState, fields: Mapping[str, Any], *, has_files: bool, with_frozen: bool, save_latest: bool
     ) -> Capture:
         """Copy what a script may change. `fields`: fields of the manifest, without the time. `has_files`: False if the
-        save commits stores and writes no data."""
+        save commits the swap files and writes no data of its own."""
         named = list(state.named_buffers()) if has_files and state.runtime.collectives.rank == 0 else []
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named}
         units = state.saved_units(with_frozen) if has_files else []
@@ -101,8 +101,9 @@ class Capture:
         scalars: Scalars,
         free: Callable[[int], None] = lambda subgroup: None,
     ) -> Share:
-        """Write what this rank saves, and begin to make it durable. `ready`: completes when compute has written device
-        memory. `free`: called with each sub-group that has been read."""
+        """Write what this rank saves, begin to make it durable, and return the rank's share of the manifest. `ready`: a
+        transfer that completes when the device has computed all that is saved. `free`: called with the index of each
+        sub-group once the save no longer reads its bytes."""
         ready.wait()
         tensors, records = list_tensors(
             state, copied_places(scalars), scalars, self.buffers.items(), with_frozen=self.with_frozen
@@ -118,27 +119,29 @@ class Capture:
         )
 
     def publish(self, tag: TagWriter, shares: Sequence[Share]) -> None:
-        """Give the tag its name. Everything in `shares` is durable, except this rank's last writes."""
+        """Join the shares of all ranks and give the tag its name. All data is durable before the call, except this
+        rank's last writes."""
         driver = join_states(self.fields["driver"], [share.driver for share in shares])
         tag.publish({**self.fields, "driver": driver}, shares, save_latest=self.save_latest)
 
 
 @final
 class AsyncSave:
-    """The save under way during training, if any. Driver thread. Holds no reference that leads to the engine, so that
-    the end of the run can wait for it."""
+    """Writes a save during training, one at a time. Called on the driver thread. Holds no reference that leads to the
+    engine, because the end of the run waits for the save."""
 
     def __init__(self) -> None:
         self.tag: TagWriter | None = None
-        """The tag of the save under way."""
+        """The tag of the save under way; None if there is none."""
         self._cut: Transfer = COMPLETED
-        """Completes when the cut between two updates is over; carries the error of an update that failed before."""
+        """Completes once the save has begun between two updates; carries the error of an update that failed before."""
         self._end = Completion()
         """Completes when the tag is published or discarded; carries the error of the save."""
 
     def start(self, state: RunState, policy: UpdatePolicy, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
-        """Begin after the update under way. Return once everything that a script may change is copied or written; the
-        next update waits only for each sub-group's own bytes."""
+        """Begin the save when the update under way has ended. Return once everything that a script may change is copied
+        or written. Later updates wait for the save only before they change a sub-group that is not written yet.
+        `ready`: see `Capture.write`."""
         end = Completion()
         try:
             cut = policy.at_cut(partial(_begin_during_training, state, tag, capture, ready, end))
@@ -150,8 +153,8 @@ class AsyncSave:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save under way, if any. Raises the error of the last one, once. If an update before it failed,
-        only log that: the engine raises the update's error."""
+        """Wait for the save under way, if there is one. Raises the error of that save, once. If an update failed before
+        the save could begin, discard the tag and only log that: the engine raises the update's error."""
         tag, end = self.tag, self._end
         if tag is None:
             return
@@ -168,7 +171,8 @@ class AsyncSave:
 
 
 def _begin_during_training(state: RunState, tag: TagWriter, capture: Capture, ready: Transfer, end: Completion) -> None:
-    """Start to write the tag on its own lane. Called between two updates, on the thread that runs them."""
+    """Start to write the tag on the lane `save`. Called between two updates, on the thread that runs them. `end`:
+    completes when the tag is published, and carries the save's error."""
     held, read = {layout.subgroup.index: Completion() for layout in state.view.layouts}, Completion()
 
     def write() -> None:
@@ -199,15 +203,17 @@ def _begin_during_training(state: RunState, tag: TagWriter, capture: Capture, re
 
 
 SCRATCH_NBYTES = MIB
-"""One checksum chunk of a record."""
+"""The size of a scratch buffer, through which data without the alignment of a file is copied: one checksum chunk of a
+record."""
 
 NUM_SCRATCH = 8
 
 
 @final
 class StateSaver:
-    """Writes everything that this rank saves, with the state of `scalars`, once. One thread. `free(sub-group)`: called
-    when an update may change the sub-group. Nothing else may change what is saved."""
+    """Writes everything that this rank saves, once. One thread uses it. `scalars`: the scalars of the state to save,
+    such as step counts. `free`: called with the index of each sub-group that an update may change again. Nothing else
+    that is saved may change meanwhile."""
 
     def __init__(self, state: RunState, scalars: Scalars, writer: RecordWriter, free: Callable[[int], None]) -> None:
         self._state = state
@@ -220,11 +226,12 @@ class StateSaver:
         starts = range(0, len(memory), SCRATCH_NBYTES)
         self._scratch = [memory[start : start + SCRATCH_NBYTES] for start in starts]
         self._in_flight: deque[tuple[Transfer, memoryview | None]] = deque()
-        """Transfers under way, each with the scratch buffer that it frees."""
+        """Transfers under way, each with the scratch buffer that becomes free with it, if it has one."""
 
     def save(self, buffers: Mapping[str, torch.Tensor], params: Mapping[int, torch.Tensor], with_frozen: bool) -> None:
-        """Write everything and wait for it. `buffers`: by name, on the CPU. `params`: unit index -> copies of units on
-        the device; others are read. Raises the first error, once nothing uses the run's memory."""
+        """Write everything and wait for it. `buffers`: the model's buffers on the CPU, by name. `params`: unit index ->
+        a copy of a unit on the device; units without a copy are read themselves. Raises the first error, once nothing
+        uses the run's memory."""
         try:
             layouts = self._state.own_layouts
             run_ahead(self._io, layouts, self._begin, lambda work: self._free(work.layout.subgroup.index))
@@ -268,7 +275,8 @@ class StateSaver:
     # -- parameters without a master, and buffers ----------------------------------------------------------------------
 
     def _send_unit(self, unit: Unit, copied: torch.Tensor | None) -> None:
-        """Write what this rank has of a unit that no update writes."""
+        """Write what this rank has of a unit that no update writes. `copied`: a copy of a unit on the device; None:
+        read the unit."""
         name, home = self._places.unit(unit).name, self._state.inventory.find(unit, "param")
         if home is None:
             self._send(name, as_bytes(self._state.param_flat(unit) if copied is None else copied))
@@ -278,7 +286,8 @@ class StateSaver:
             self._in_flight += [(written, None) for written in self._send(name, raw[: home.slot.nbytes])]
 
     def _windows(self, unit: Unit) -> Iterator[torch.Tensor]:
-        """Yield a unit on NVMe in the pieces in which it was written, so that checksums cover them."""
+        """Yield the bytes of a unit on nvme in the pieces in which they were written: only whole pieces can be
+        verified."""
         home, staging = self._state.inventory.home(unit, "param"), self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
         for start in range(0, home.slot.nbytes, staging.buffer_nbytes):
@@ -299,15 +308,15 @@ class StateSaver:
         self._send_copied("buffers", parts())
 
     def _send(self, name: str, part: torch.Tensor) -> list[Transfer]:
-        """Write bytes in place, which the returned transfers still read; copy them if alignment or device forbid
-        that."""
+        """Append `part` to the record `name`. Return the transfers that still read `part`; none if its alignment or
+        device required a copy."""
         if part.is_cpu and part.data_ptr() % PAGE_NBYTES == 0 and part.numel() % PAGE_NBYTES == 0:
             return [self._writer.append(name, part.numpy().data)]
         self._send_copied(name, [part])
         return []
 
     def _send_copied(self, name: str, parts: Iterable[torch.Tensor]) -> None:
-        """Write bytes from anywhere, through scratch buffers."""
+        """Append bytes from any memory to the record `name`, through scratch buffers."""
         buffer, filled = self._free_scratch(), 0
         for part in parts:
             at = 0

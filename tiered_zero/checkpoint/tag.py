@@ -1,9 +1,8 @@
-"""Find and open tags: judge each directory, choose the one that a load takes, and return a reader for it.
+"""Find and open tags: judge whether each is whole, choose the one that a load takes, and return a reader for it.
 
 A tag is a directory that got its name once all of it was durable (tag_writer.py). `look_at` judges one directory:
 whole, or why not; listing, finding and opening use it. A tag of an in-place commit is a pointer, which leads to the
-newest commit of its run; a load that names the tag refuses any other commit than the tag's own.
-"""
+newest commit of its run; a load that names the tag refuses any other commit than the tag's own."""
 
 from __future__ import annotations
 
@@ -59,7 +58,8 @@ LOCK_NAME: Final = ".tiered_zero.lock"
 LATEST_NAME: Final = "latest"
 TEMPORARY: Final = ".tmp-"
 OLD: Final = ".old-"
-"""Prefixes of a tag that is being written or removed, and of one that is being replaced."""
+"""Prefixes of hidden directories: TEMPORARY of a tag that is being written or removed, OLD of one that is being
+replaced."""
 
 _SUFFIX = re.compile(r"-[0-9a-f]{12}")
 _TAG = re.compile(r"[^./\x00-\x1f\x7f\ud800-\udfff][^/\x00-\x1f\x7f\ud800-\udfff]*")
@@ -77,18 +77,19 @@ def check_tag(tag: object) -> str:
 
 
 def hidden_name(prefix: str, tag: str) -> str:
-    """Return a new name for a tag that must not be found."""
+    """Return a new name, of `prefix`, `tag` and random digits, for a directory that must not be taken for the tag."""
     return f"{prefix}{tag}-{secrets.token_hex(6)}"
 
 
 def hidden_tag(prefix: str, name: str) -> str | None:
-    """Return the tag in a `hidden_name` with this prefix; None for any other name."""
+    """Return the tag in a name that `hidden_name` made with this prefix; None for any other name."""
     match = _SUFFIX.fullmatch(name[-13:])
     return name[len(prefix) : -13] if match and name.startswith(prefix) and len(name) > len(prefix) + 13 else None
 
 
 def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
-    """Return the path of the tag, even if a dead writer was replacing it. Raises StoreError for a bad tag."""
+    """Return the path of the tag, or, if a writer died while it replaced the tag, of the hidden directory that holds
+    the old one. Raises StoreError for a bad tag."""
     path = Path(save_dir) / check_tag(tag)
     if not os.path.lexists(path):
         for name in _names(Path(save_dir)):
@@ -98,7 +99,8 @@ def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
 
 
 def _visible_tag(name: str, names: Sequence[str]) -> str | None:
-    """Return the tag that a directory of this name has or will have; None if it is no tag."""
+    """Return the tag that the directory `name` has or will have; None if it is no tag. `names`: all names next to
+    it."""
     if (old := hidden_tag(OLD, name)) is not None:
         return None if old in names else old
     if (temporary := hidden_tag(TEMPORARY, name)) is not None:
@@ -112,12 +114,13 @@ def _visible_tag(name: str, names: Sequence[str]) -> str | None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TagInfo:
-    """One tag of a save directory. `reason`: why it is not complete, or "". `nbytes`: on the disk.
+    """What `look_at` finds out about one tag of a save directory. `complete`: whether it can be loaded. `reason`: why
+    not, or "". `nbytes`: the disk blocks that it takes, in bytes.
 
     `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 without a manifest. For an
-    in-place commit, `run_id`, `commit_id`: ids of its run and of itself; `swap`: where the run's newest commit is, if
-    it is there; `held_id`: the id of that one. `is_foreign`: another program's checkpoint.
-    """
+    in-place commit, `run_id`, `commit_id`: the ids of its run and of the commit; `swap`: the directory that holds the
+    run's newest commit, if it is there; `held_id`: the id of that newest commit. `is_foreign`: it is another program's
+    checkpoint."""
 
     tag: str
     path: Path
@@ -173,8 +176,8 @@ def _foreign(names: Iterable[str]) -> str:
 
 
 def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
-    """Judge one tag's directory, and read its manifest if it has one, but no data. `tag`: if the directory has another
-    name."""
+    """Judge one tag's directory. Return the result and the tag's manifest, or None if it has none that can be read;
+    data is not read. `tag`: the tag's name, if the directory has another one."""
     info = TagInfo(tag=tag or path.name, path=path)
     manifest = None
     try:
@@ -223,7 +226,8 @@ def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
 
 
 def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
-    """Find the commit that the run of a pointer now holds. The pointer is complete if that is its own."""
+    """Look up which commit the run of a pointer now holds, and add it to `info`. The pointer is complete if that commit
+    is the one that its manifest names."""
     assert manifest.swap is not None, "a tag of an in-place commit"
     first = manifest.swap.first
     info = replace(info, run_id=manifest.swap.run_id, commit_id=manifest.swap.commit_id)
@@ -246,8 +250,8 @@ def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
 
 
 def read_manifest(tag_dir: str | os.PathLike[str], tag: str = "") -> TagManifest:
-    """Return the manifest of a whole tag, whose files all exist with their sizes; `find_damage` and reads compare
-    checksums. Raises StoreError, with the reason, for anything else."""
+    """Return the manifest of a whole tag: all its files exist and have their sizes. Checksums are compared by
+    `find_damage` and when data is read. Raises StoreError, with the reason, for anything else."""
     info, manifest = look_at(Path(tag_dir), tag)
     if manifest is None or not info.complete:
         raise StoreError(f"{info.path} cannot be loaded: {info.reason}.")
@@ -258,8 +262,8 @@ def read_manifest(tag_dir: str | os.PathLike[str], tag: str = "") -> TagManifest
 
 
 def list_tags(save_dir: str | os.PathLike[str]) -> list[TagInfo]:
-    """Return all tags, oldest first, including damaged and unfinished ones and other programs' checkpoints, with the
-    reason. Raises StoreError if the directory cannot be read."""
+    """Return all tags, oldest first, including damaged and unfinished ones and other programs' checkpoints, each with
+    the reason why it cannot be loaded. Raises StoreError if the directory cannot be read."""
     path = Path(save_dir)
     names = _names(path)
     infos = []
@@ -294,9 +298,8 @@ def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
 
 
 def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
-    """Return why a run that resumes from `load_dir` begins at step 0; "" if there is something to load or to refuse. A
-    run begins at step 0 in a directory that is missing or empty, or whose first save was never completed. Raises
-    StoreError."""
+    """Return why a run that resumes from `load_dir` begins at step 0: the directory is missing or empty, or its first
+    save was never completed. Return "" for any other directory, which is then loaded or refused. Raises StoreError."""
     path = Path(load_dir)
     if not os.path.lexists(path):
         return "it does not exist"
@@ -308,15 +311,15 @@ def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
 
 
 def is_unused(save_dir: str | os.PathLike[str]) -> bool:
-    """Return whether the directory exists and holds only our lock and the remains of unfinished saves. Raises
+    """Return whether the directory exists and holds only the lock file and the remains of unfinished saves. Raises
     StoreError."""
     path, ours = Path(save_dir), (LOCK_NAME, "lost+found")
     return path.is_dir() and all(name in ours or hidden_tag(TEMPORARY, name) is not None for name in _names(path))
 
 
 def _content(path: Path) -> list[str]:
-    """Return the names in `path` except those that a new run may find: hidden files, lost+found, runs' swap
-    directories."""
+    """Return the names in `path`, without those that may be there before a run's first save: hidden files, lost+found,
+    runs' swap directories."""
     shown = (TEMPORARY, OLD, ".metadata")
     names = [name for name in _names(path) if name != "lost+found" and (name[0] != "." or name.startswith(shown))]
     return [name for name in names if not os.path.lexists(path / name / OWNER_NAME)]
@@ -343,8 +346,9 @@ def _names(save_dir: Path) -> list[str]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """A checkpoint that was found. `path`: path of the tag, or the swap directory. `swap`: the first directory of an
-    in-place commit's store. `lines`: lines for the log. `manifest`: the tag's manifest, if it was just read."""
+    """A checkpoint that was found. `path`: the tag's directory, or the swap directory that was named. `swap`: for an
+    in-place commit, the first swap directory of the run that holds it. `lines`: lines for the log. `manifest`: the
+    tag's manifest, if it was just read."""
 
     path: Path
     swap: Path | None = None
@@ -353,13 +357,12 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> FoundCheckpoint:
-    """Find the checkpoint in `directory`: a run's swap directory, one tag, or many tags, of which `tag` or the newest
-    is taken.
+    """Find the checkpoint in `directory`, which is a run's swap directory, one tag, or holds many tags: then `tag` or
+    the newest is taken.
 
-    A given `tag` is taken or refused. Otherwise the candidates are the one that `latest` names, then all from the
-    newest to the oldest. The first is taken that is complete, or a pointer whose run holds a commit ([Note: In-place
-    commits] has the crash that leaves such a pointer). Raises StoreError, with what was skipped.
-    """
+    A given `tag` is taken or refused. Otherwise the candidates are the tag that `latest` names, then all from the
+    newest to the oldest. The first candidate is taken that is complete, or a pointer whose run holds a commit ([Note:
+    In-place commits] has the crash that leaves such a pointer). Raises StoreError, with the tags that were skipped."""
     path = Path(os.path.abspath(directory))
     if tag is not None:
         return _take_named(path, tag)
@@ -403,7 +406,7 @@ def _take_named(path: Path, tag: str) -> FoundCheckpoint:
 
 
 def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint | None:
-    """Return the checkpoint to which the tag leads; None if there is none."""
+    """Return the checkpoint to which the tag leads; None if it leads to none."""
     if not info.complete and info.swap is None:
         return None
     lines = (f"{info.path} leads to {info.swap}, which is loaded: {info.reason}.",) if info.is_superseded else ()
@@ -411,7 +414,7 @@ def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint
 
 
 def _skipped(tags: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a line for each reason, with its tags from the newest to the oldest."""
+    """Return a line for each reason, with its tags from the newest to the oldest. `tags`: reason -> tags."""
     return [
         f"Skipped {own[0]}{f' and {len(own) - 1} before it' if len(own) > 1 else ''}: {reason}."
         for reason, own in tags.items()
@@ -436,7 +439,7 @@ def _nothing_found(path: Path, infos: Sequence[TagInfo], skipped: list[str]) -> 
 
 
 def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> TensorReader:
-    """Open a tag, or the swap directories to which it points. `own_runs`: see `open_commit`. Raises StoreError."""
+    """Open a tag, or the commit to which it points. `own_runs`: see `open_commit`. Raises StoreError."""
     if found.swap is not None:
         return open_commit(found.swap, own_runs)
     return open_tag(found.path, manifest=found.manifest)
@@ -445,8 +448,8 @@ def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> Tensor
 def open_tag(
     tag_dir: str | os.PathLike[str], engine: IOEngine | None = None, manifest: TagManifest | None = None
 ) -> TensorReader:
-    """Open a tag of a full save. `engine`: None: choose one by reading the files. `manifest`: if it was just read.
-    Raises StoreError."""
+    """Open a tag of a full save. `engine`: moves the bytes; None: choose one by reading the files. `manifest`: the
+    tag's manifest, if it was just read. Raises StoreError."""
     path = Path(tag_dir)
     manifest = manifest or read_manifest(path)
     files = [RecordFiles(paths=[path / file_name(n)], contents=store) for n, store in enumerate(manifest.stores)]
@@ -475,9 +478,10 @@ def find_damage(tag_dir: str | os.PathLike[str]) -> list[str]:
 def open_commit(
     path: str | os.PathLike[str], own_runs: Container[str] = (), engine: IOEngine | None = None
 ) -> TensorReader:
-    """Open the newest commit of a run, in the swap directories of all its ranks. `path`: any directory of the run.
-    `own_runs`: ids of this run's stores, which must not commit while this is open. Raises StoreError: nothing
-    committed, damaged, a part missing here, or its owner lives (and is not this run)."""
+    """Open the newest commit of a run, in the swap directories of all its ranks. `path`: any of these directories.
+    `own_runs`: ids of the calling run's own stores (sets of swap files), which must not commit while the reader is
+    open. Raises StoreError if nothing is committed, if a part is damaged or missing on this host, or if another run
+    that is alive owns the directories."""
     commit = Commit.read(Path(owner_of(Path(path)).paths[0]))
     with ExitStack() as resources:
         stores = open_stores(commit.stores, commit, resources, own_runs)
@@ -491,7 +495,8 @@ def open_commit(
 def open_stores(
     locations: Sequence[StoreLocation], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
 ) -> list[RecordFiles]:
-    """Open the stores of `commit` at `locations`, and keep other processes from adopting them. Raises StoreError."""
+    """Open the data files of `commit` at `locations`, and keep other processes from adopting them until `resources` is
+    closed. `own_runs`: see `open_commit`. Raises StoreError."""
     found, step = [], commit.checkpoint.step
     for location in locations:
         paths = [Path(path) for path in location.paths]
@@ -508,7 +513,8 @@ def open_stores(
 
 
 def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[str]) -> None:
-    """Keep other processes from adopting the directory while it is read. Raises StoreError if its owner lives."""
+    """Keep other processes from adopting the directory while it is read, until `resources` is closed. Raises StoreError
+    if its owner lives and is not among `own_runs`."""
     try:
         fd = open_of_owner(path / OWNER_NAME)
         resources.callback(fd.close)

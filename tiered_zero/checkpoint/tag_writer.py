@@ -67,7 +67,7 @@ _RENAME_EXCHANGE = 2
 
 @final
 class SaveDirectory:
-    """A save directory that this process, or rank 0 of its run, locks by flock until `release`. One thread at a time.
+    """A save directory that this process, or rank 0 of its run, locks by flock until `release`. One thread uses it.
     Each change of a name is durable or did not happen."""
 
     def __init__(self, path: Path, fd: Descriptor, lock: Descriptor) -> None:
@@ -87,7 +87,7 @@ class SaveDirectory:
 
     @classmethod
     def join(cls, save_dir: str | os.PathLike[str]) -> SaveDirectory:
-        """Open a directory that rank 0 holds, or that is only read. Raises StoreError."""
+        """Open a directory that rank 0 has locked, or that is only read. Raises StoreError."""
         return cls(*_opened(save_dir, makes=False), CLOSED)
 
     def release(self) -> None:
@@ -96,8 +96,8 @@ class SaveDirectory:
         self.fd.close()
 
     def restore(self) -> None:
-        """Finish what a dead writer left: give a replaced tag its name back, and remove temporary files. Raises
-        OSError."""
+        """Finish what a dead writer left: give a tag that it was replacing its name back, and remove temporary files.
+        Raises OSError."""
         names = sorted(names_in(self.fd))
         for name in names:
             if (tag := hidden_tag(OLD, name)) is not None and tag not in names:
@@ -138,8 +138,9 @@ class SaveDirectory:
             )
 
     def rename(self, name: str, tag: str) -> str | None:
-        """Rename the directory `name` to `tag`, and return the new name of the tag that it replaced. `finish` makes it
-        durable. Raises OSError: then nothing has changed."""
+        """Rename the directory `name` to `tag`. If there was such a tag, return the new name of its directory, else
+        None. `finish` makes the rename durable. Raises OSError: the old tag then still counts, possibly under a hidden
+        name."""
         try:
             os.stat(tag, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -154,9 +155,10 @@ class SaveDirectory:
         return replaced
 
     def finish(self, replaced: str | None, latest: str | None = None) -> None:
-        """Make a `rename`, or `latest`, durable, and remove the replaced tag. Raises OSError: then it still exists.
-        `latest`: a file from `prepare_latest`, renamed to `latest` with the same sync. A crash may leave either of the
-        two new, which is safe for tags that all point to one state."""
+        """Make the last `rename` durable, and remove the tag that it replaced. `replaced`: the result of `rename`.
+        `latest`: a file from `prepare_latest`, which is renamed to `latest` and made durable by the same sync. A crash
+        may then leave either rename undone, which is safe for tags that all point to one state. Raises OSError: the
+        replaced tag then still exists."""
         if latest is not None:
             os.rename(latest, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
@@ -164,7 +166,7 @@ class SaveDirectory:
             self.try_remove(replaced)
 
     def prepare_latest(self, tag: str) -> str:
-        """Write the content of `latest` to a temporary file, durably, and return its name. Raises OSError."""
+        """Write a temporary file that will become `latest`, durably, and return its name. Raises OSError."""
         name = hidden_name(TEMPORARY, LATEST_NAME)
         try:
             write_new_file(name, [tag.encode()], self.fd)
@@ -181,8 +183,8 @@ class SaveDirectory:
         self.try_remove(name)
 
     def try_remove(self, name: str) -> int | None:
-        """Remove a directory of plain files that nobody reads, and return its disk bytes; None, with a warning, if that
-        fails."""
+        """Remove a directory of plain files that nobody reads, and return the bytes of disk that it took. If that
+        fails, log a warning and return None."""
         try:
             with open_directory(name, self.fd) as fd:
                 nbytes = disk_nbytes(fd)
@@ -200,7 +202,8 @@ class SaveDirectory:
 
 
 def _opened(save_dir: str | os.PathLike[str], *, makes: bool) -> tuple[Path, Descriptor]:
-    """Open the directory. `makes`: durably make missing ones. Raises StoreError."""
+    """Open the directory, and return its real path and descriptor. `makes`: make missing directories, durably. Raises
+    StoreError."""
     try:
         path = Path(os.path.realpath(save_dir))
         for place in reversed((path, *path.parents)) if makes else ():
@@ -234,7 +237,7 @@ def _locked(path: Path, dir_fd: int) -> Descriptor:
 
 
 def exchange(dir_fd: int, name: str, other: str) -> bool:
-    """Exchange two names at once. Return False if the system cannot. Raises OSError."""
+    """Exchange two names in one atomic call. Return False if the system cannot. Raises OSError."""
     renameat2: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -278,8 +281,9 @@ class TagWriter:
         own_nbytes: int | None = None,
     ) -> TagWriter:
         """Lock the save directory, remove what dead writers left, check the space, make the temporary directory.
-        `engine`: None: one of the tag's own, so that its failure affects no other transfer. `needed_nbytes`: bytes of
-        all records. `own_nbytes`: bytes of this process's records, if others join. Raises StoreError."""
+        `engine`: writes the data; None: the tag gets one of its own, whose failure affects no other transfer.
+        `needed_nbytes`: bytes of all records. `own_nbytes`: bytes of this process's records, if other ranks join; None:
+        all. Raises StoreError."""
         check_tag(tag)
         directory = SaveDirectory.open(save_dir)
         try:
@@ -307,8 +311,8 @@ class TagWriter:
         engine: IOEngine | None = None,
         needed_nbytes: int = 0,
     ) -> TagWriter:
-        """Write a rank's part of a tag that rank 0 has begun in the temporary directory `name`. `needed_nbytes`: bytes
-        of that part. Raises StoreError if `save_dir` is not rank 0's directory."""
+        """Return a writer for one rank's part of a tag that rank 0 has begun in the temporary directory `name`.
+        `needed_nbytes`: bytes of that part. Raises StoreError if `save_dir` is not rank 0's directory."""
         directory = SaveDirectory.join(save_dir)
         if not (directory.path / name).is_dir():
             directory.release()
@@ -347,9 +351,10 @@ class TagWriter:
             raise
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> None:
-        """Make everything durable, give the tag its name, then set `latest`. Raises StoreError: then the tag is
-        discarded. `fields`: fields of TagManifest, without the tag and what `shares` have. Data, manifest and the new
-        `latest` become durable at the same time, before the tag gets its name."""
+        """Make everything durable, give the tag its name, then set `latest`. `fields`: the fields of TagManifest that
+        neither the tag nor `shares` give. Data, manifest and the new `latest` become durable at the same time, before
+        the tag gets its name. Raises StoreError: the tag is then discarded, unless it has its name and only `latest`
+        failed."""
         assert not self._joins, "rank 0 publishes"
         try:
             stores = tuple(store for share in shares for store in share.stores)
@@ -368,7 +373,8 @@ class TagWriter:
             self.discard()
 
     def publish_pointer(self) -> None:
-        """Give the prepared tag its name, and set `latest`: the state is durable. Raises OSError, StoreError."""
+        """Give the prepared tag of an in-place commit its name, and set `latest`. The commit itself is durable. Raises
+        OSError, StoreError."""
         try:
             self._give_name(self._latest)
             self._latest = None
@@ -376,8 +382,8 @@ class TagWriter:
             self.discard()
 
     def prepare(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
-        """Write the manifest and the new `latest` under temporary names, durably. For an in-place commit any thread
-        calls it during the commit; it must end before the tag is discarded. Raises OSError, StoreError."""
+        """Write the manifest and the new `latest` under temporary names, durably. For an in-place commit this runs on a
+        lane during the commit, and must end before the tag is discarded. Raises OSError, StoreError."""
         data = encode_file(FORMAT, TagManifest(**fields, tag=self.tag))
         with open_directory(self.name, self._directory.fd) as fd:
             write_new_file(MANIFEST_NAME, [data], fd)
@@ -386,7 +392,7 @@ class TagWriter:
 
     def _give_name(self, latest: str | None = None) -> None:
         """Rename the temporary directory to the tag. `latest`: see `SaveDirectory.finish`. Raises OSError before the
-        tag has its name, and StoreError after that: the tag that it replaced then stays, as `name`."""
+        tag has its name, and StoreError after that: the tag that was replaced is then kept under a hidden name."""
         replaced = self._directory.rename(self.name, self.tag)
         self.is_published = True
         try:
@@ -434,7 +440,7 @@ def _is_full(error: Exception) -> bool:
 
 
 def _store_error(path: Path, tag: str, error: Exception, needed_nbytes: int) -> StoreError:
-    """Return the error that stopped a save as a StoreError; name a full disk."""
+    """Return a StoreError for the error that stopped a save; its text says if the disk is full."""
     if _is_full(error):
         needed = f" It needs {format_nbytes(needed_nbytes)}." if needed_nbytes else ""
         return StoreError(
@@ -451,10 +457,10 @@ def _store_error(path: Path, tag: str, error: Exception, needed_nbytes: int) -> 
 
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
-    """Remove all whole tags except the newest `keep`, and superseded pointers. Return those removed, or, with
-    `dry_run`, those that would be. Swap directories to which pointers lead stay. Raises StoreError. Never removed: the
-    tag that `latest` names, and the newest pointer to a commit without its own tag (the run was killed between commit
-    and tag). A tag that holds other programs' files stays, with a warning."""
+    """Remove all whole tags except the newest `keep`, and pointers whose run has committed again in place. Return the
+    removed ones, or, with `dry_run`, those that would be removed. Swap directories to which pointers lead stay. Never
+    removed: the tag that `latest` names, and the newest pointer of a run whose last commit has no tag (the run was
+    killed before it wrote one). A tag that holds other programs' files stays, with a warning. Raises StoreError."""
     if keep < 1:
         raise StoreError(f"Keep at least one checkpoint; found {keep}.")
     directory = SaveDirectory.join(save_dir) if dry_run else SaveDirectory.open(save_dir)
@@ -479,7 +485,7 @@ def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False)
 
 
 def _prunable(path: Path, keep: int) -> list[TagInfo]:
-    """Return the tags that may be removed: whole ones, and superseded pointers."""
+    """Return the tags that `prune` may remove: whole ones, and superseded pointers."""
     latest = None
     with suppress(StoreError):
         latest = read_latest(path)

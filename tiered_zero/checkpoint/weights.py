@@ -3,8 +3,7 @@
 A file is 8 bytes with the length of a JSON header, the header, and the tensors' bytes without gaps. The header is known
 before the first tensor is read, so each tensor goes straight to its file and memory holds one tensor at a time.
 
-The directory of a model of transformers can be the pattern of an export: its names, its config, its tokenizer.
-"""
+An export can follow the directory of a transformers model: its names, its config, its tokenizer."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ MAX_SHARD_NBYTES = 5 * 10**9
 _EXPORT: Final = "save_16bit_model"
 
 _CHUNK_NUMEL: Final = 8 * MIB
-"""Elements of a checkpoint that are read at a time."""
+"""The number of elements of a checkpoint that are read at once."""
 
 _DTYPES = {
     torch.float64: "F64",
@@ -67,7 +66,8 @@ _DTYPES = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightTensor:
-    """A tensor to be written. `read`: yields CPU tensors of any shape that together hold its row-major elements."""
+    """A tensor to be written. `read`: a function that yields CPU tensors of any shape, which together hold the tensor's
+    row-major elements."""
 
     name: str
     dtype: torch.dtype
@@ -89,10 +89,9 @@ def model_weights(
     """Return the tensors of `model.state_dict()`, by its names; tied weights under each name, as strict loading needs
     them.
 
-    `copy_of`: parameter -> a CPU copy in its shape. `unit_of`: parameter -> index of the unit read with it; parameters
-    come in that order, then buffers. `exclude_frozen`: leave out parameters that require no gradient. Raises
-    ModelError.
-    """
+    `copy_of`: returns a CPU copy of a parameter, in its shape. `unit_of`: returns the index of the unit that is read
+    with a parameter; parameters come in that order, then buffers. `exclude_frozen`: leave out parameters that require
+    no gradient. Raises ModelError."""
     names: dict[torch.Tensor, list[str]] = {}  # by identity
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     for name, tensor in state_tensors(model):
@@ -115,8 +114,8 @@ def _read(tensor: torch.Tensor, copy_of: Callable[[nn.Parameter], torch.Tensor])
 
 
 def as_saved(model: nn.Module, tensors: Sequence[WeightTensor]) -> list[WeightTensor]:
-    """Name and cut the tensors of `model` as `save_pretrained` of transformers 5 does. What one tensor is cut into is
-    made at once, when the first part is read, and kept until the last is."""
+    """Name and cut the tensors of `model` as `save_pretrained` of transformers 5 does. All parts into which one tensor
+    is cut are made when the first is read; each is kept in memory until it is read."""
     own = {tensor.name: tensor for tensor in tensors}
     found = []
     for conversion in to_files(model, list(own)):
@@ -219,10 +218,10 @@ def write_weights(
     """Write `file_name`, or numbered files of at most `max_shard_nbytes` with their index. Return the paths, the index
     last.
 
-    All files are written to a hidden directory and synced before the first is renamed. Earlier weights of this name are
-    removed at that moment: until the last rename there are none, and never a mixture. A tensor larger than a file gets
-    its own. `replaces`: False refuses to replace another model's weights. Raises StoreError.
-    """
+    All files are written to a hidden directory and synced before the first is renamed. Just before that, earlier
+    weights of this name are removed: until the last rename a reader finds none, and never a mixture. A tensor larger
+    than `max_shard_nbytes` gets a file of its own. `replaces`: False refuses to replace another model's weights. Raises
+    StoreError."""
     stem = file_name.removesuffix(".safetensors")
     shards = _split(tensors, max_shard_nbytes)
     names = [f"{stem}-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
@@ -269,8 +268,8 @@ def reading_order(tensors: Sequence[WeightTensor], max_shard_nbytes: int) -> lis
 
 
 def _split(tensors: Sequence[WeightTensor], max_nbytes: int) -> list[list[WeightTensor]]:
-    """Fill one file after another. In each, the widest dtype comes first: readers that map tensors need them
-    aligned."""
+    """Distribute tensors over files, one file after another. In each file the widest dtype comes first: readers that
+    map tensors into memory need them aligned."""
     shards: list[list[WeightTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -317,7 +316,7 @@ def _shard_bytes(header: bytes, tensors: Sequence[WeightTensor]) -> Iterator[byt
 
 
 def weight_files(directory: Path, stem: str) -> list[Path]:
-    """Return the weight files in the directory, one or numbered ones."""
+    """Return the weight files of the name `stem` in the directory, one file or numbered ones."""
     pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors")
     return [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
 
@@ -411,9 +410,9 @@ _COPIED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 
 
 def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Container[str]) -> list[WeightTensor]:
-    """Name and cut tensors as the safetensors files in `directory` do, or as `save_pretrained` of its model would if
-    there are none. `tied`: names that other names have too, which may be left out. Raises ModelError.
-    """
+    """Return the tensors with names and cuts as in the safetensors files in `directory` or, if there are none, as
+    `save_pretrained` of its model would write them. `tied`: names of tensors that have other names too, which may be
+    left out. Raises ModelError."""
     names = _names(directory)
     if not names or not names <= {tensor.name for tensor in tensors}:
         tensors = as_saved(_on_meta(directory), tensors)
