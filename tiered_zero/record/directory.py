@@ -1,7 +1,7 @@
 """Make, lock and remove one run's private sub-directory under each swap path.
 
-`owner.json` names the owner, who holds its flock: the lock alone tells whether the run lives.
-"""
+The file `owner.json` in each names the process that owns the run, which holds a flock on that file. The lock alone
+tells whether the run is alive."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ PlainPath = Annotated[str, AfterValidator(check_path)]
 
 @final
 class Owner(StrictModel):
-    """The owner of a run's directories, as its owner files state it. `created_s`: seconds since the epoch. `paths`: all
-    directories of the run."""
+    """The owner of a run's directories, as `owner.json` in each of them states it. `created_s`: when this process made
+    or took over the directories, in seconds since the epoch. `note`: the caller's text, such as the name of the launch.
+    `paths`: all directories of the run."""
 
     run_id: str
     pid: Count
@@ -82,7 +83,8 @@ class Owner(StrictModel):
 
     @property
     def is_this_process(self) -> bool:
-        """Whether this process is the owner, provided that the lock is held: no other live process has this pid."""
+        """Whether this process is the owner. Valid only while the lock is held, since then no other live process has
+        this pid."""
         return (self.pid, self.host) == (os.getpid(), socket.gethostname())
 
 
@@ -108,8 +110,8 @@ def read_owner(path: Path) -> Owner:
 @final
 @dataclass(kw_only=True)
 class _Hold:
-    """One directory of a run. `directory`, `lock`: descriptors of it and of its locked owner file. Files are removed
-    through `directory`, so whatever is at `path` by then is not touched."""
+    """One directory of a run, and its lock. `directory`, `lock`: descriptors of the directory and of its locked owner
+    file. Files are removed through `directory`, so whatever is at `path` by then is not touched."""
 
     path: Path
     directory: Descriptor = CLOSED
@@ -163,7 +165,7 @@ class SwapDir:
     """
 
     def __init__(self, owner: Owner, holds: list[_Hold]) -> None:
-        """`holds`: for each of the owner's paths, both descriptors. Use `create` or `open` instead."""
+        """`holds`: the held directory of each of the owner's paths. Use `create` or `open` instead."""
         self.run_id = owner.run_id
         self.paths = tuple(Path(path) for path in owner.paths)
         self._holds = holds
@@ -200,8 +202,8 @@ class SwapDir:
 
     @classmethod
     def open(cls, path: Path) -> SwapDir:
-        """Take over an ended run whose directories were kept. `path`: any of them. They stay on disk until `remove`.
-        Raises StoreError while the owner lives, and if a directory is missing or belongs to another user."""
+        """Take over the directories of an ended run, which were kept. `path`: any of them. They stay on disk until
+        `remove`. Raises StoreError while the owner lives, and if a directory is missing or belongs to another user."""
         owner = read_owner(path)
         holds: list[_Hold] = []
         try:
@@ -231,7 +233,7 @@ class SwapDir:
             raise
 
     def keep(self, kept: bool = True) -> None:
-        """Keep the directories when the run ends, until `remove`; with False, stop keeping them."""
+        """Keep the directories when the run ends, until `remove`; with `kept` False, stop keeping them."""
         if self._finalizer.detach():
             self._kept = kept
             self._finalizer = weakref.finalize(self, _leave, self._pid, self._holds, not kept)
@@ -269,7 +271,8 @@ def _lock_failure(error: OSError) -> str:
 
 
 def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
-    """End an ownership. Does nothing in a forked child, which owns none of it."""
+    """End an ownership, and remove the directories if `delete`. Does nothing in a forked child, which owns none of
+    them."""
     if os.getpid() != pid:
         return
     while holds:
@@ -292,8 +295,8 @@ def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
 
 def make_missing(groups: Mapping[tuple[str, ...], str]) -> None:
     """Make the missing directories, with their parents (mode 0700). `groups`: directories that are striped together ->
-    the config's key that names them. If some of a group exist, its missing ones are not made: a disk may not be
-    mounted, and a later check refuses them. Raises ConfigError."""
+    the config's key that names them. If some directories of a group exist, the missing ones are not made, because their
+    disk may not be mounted; a later check refuses them. Raises ConfigError."""
     for group, key in groups.items():
         paths = [Path(path) for path in group]
         if not any(path.exists() for path in paths):

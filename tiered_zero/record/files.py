@@ -1,12 +1,11 @@
 """Open, read, lock, write and remove files below a directory's descriptor, safely and durably.
 
 No name is resolved twice and no link is followed. Another user may have put anything under a name that a run uses: a
-FIFO, a device, a link. Opening here never blocks, and refuses all but regular files of the expected user.
+FIFO, a device, a link. Opening a file here never blocks, and refuses all but regular files of the expected user.
 
-A JSON file is a header line (format, version, bytes and xxh3 of the body) and a body; the header reveals a torn file.
-Files may be hostile: types, fields and ranges are checked before anything is computed from them, and models check
-declared sizes before anything is allocated.
-"""
+A JSON file is a header line (format, version, number of bytes and xxh3 of the body) and a body; the header reveals a
+torn file. Files may be hostile: types, fields and ranges are checked before anything is computed from them, and models
+check declared sizes before anything is allocated."""
 
 from __future__ import annotations
 
@@ -92,8 +91,8 @@ def read_file(name: str | Path, dir_fd: int | None, *, uid: int, most_nbytes: in
 
 
 def names_in(dir_fd: int) -> list[str]:
-    """Return the names in the directory. Open it again first: btrfs lists only names that existed when it was
-    opened."""
+    """Return the names in the directory. The directory is opened again first, because btrfs lists only names that
+    existed when it was opened."""
     try:
         with open_directory(".", dir_fd) as fd:
             return os.listdir(fd)
@@ -116,7 +115,8 @@ def disk_nbytes(dir_fd: int) -> int:
 
 
 def lock_fd(fd: int) -> None:
-    """Take the flock. Raises BlockingIOError if another process holds it for longer than `is_locked` does."""
+    """Take an exclusive flock. Raises BlockingIOError if another process holds the lock for longer than `is_locked`
+    does."""
     for _ in range(20):
         with suppress(BlockingIOError):
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,7 +138,8 @@ def is_locked(name: str, dir_fd: int, uid: int) -> bool:
 
 
 def unlock(lock: Descriptor) -> None:
-    """Release the lock, also for descriptors that a forked child has inherited, and close it. Idempotent."""
+    """Release the lock, which also frees it if a forked child has inherited the descriptor, and close it.
+    Idempotent."""
     if not lock.closed:
         with suppress(OSError):  # the disk may be gone; the descriptor is closed all the same
             fcntl.flock(lock, fcntl.LOCK_UN)
@@ -168,7 +169,7 @@ def write_new_file(path: str | Path, parts: Iterable[bytes | memoryview], dir_fd
 
 
 def sync_directory(directory: Path) -> None:
-    """Make names durable that were created, renamed or removed in `directory`. Raises OSError."""
+    """Make the creation, renaming or removal of names in `directory` durable. Raises OSError."""
     with opened(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
         os.fsync(fd)
 
@@ -214,7 +215,7 @@ Digest = Annotated[int, Field(ge=0, le=2**64 - 1)]
 
 
 class StrictModel(BaseModel):
-    """A frozen record with exactly its fields, each of exactly its type (True is no int, 1 no text)."""
+    """A frozen record with exactly its declared fields, each of exactly its type (True is no int, 1 no text)."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", ser_json_inf_nan="constants")
 

@@ -1,9 +1,8 @@
 """Write and read the durable table of a store: where each record is, with its checksums.
 
 The run's first directory has two files: `manifest`, the committed state, and `manifest.next`, a prepared one. `prepare`
-makes the next one durable next to the current one; `confirm` renames it. If several processes prepare, meet at a
-barrier and then confirm, they always have one step in common.
-"""
+makes the next manifest durable next to the current one; `confirm` renames it. If several processes prepare, meet at a
+barrier and then confirm, the manifests of all always have one step in common."""
 
 from __future__ import annotations
 
@@ -74,8 +73,8 @@ class Record(StrictModel):
 
 
 class Contents(StrictModel):
-    """The records of a store. `capacity_nbytes`: size of the data files. `weights`: weights of the stripes. `ranges`:
-    record name -> ranges."""
+    """The records of a store. `capacity_nbytes`: size of the data files together. `weights`: the share of each data
+    file in the stripes, in any unit. `ranges`: record name -> the ranges of it that were written."""
 
     capacity_nbytes: Count
     weights: Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], Field(min_length=1)]
@@ -109,7 +108,7 @@ def _is_in_order(ranges: Sequence[Range], record: Record) -> bool:
 
 @final
 class Manifest(Contents):
-    """One committed state. `metadata`: the caller's, JSON only."""
+    """One committed state of a store. `metadata`: the caller's own values, JSON only."""
 
     run_id: str
     step: Count
@@ -151,8 +150,8 @@ def discard(directory: Path) -> None:
 
 
 def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """Return the committed and the prepared manifest. A torn prepared one counts as absent. Raises StoreError if the
-    committed one is damaged or the directory cannot be read."""
+    """Return the committed and the prepared manifest, None for each that is absent. A torn prepared one counts as
+    absent. Raises StoreError if the committed one is damaged or the directory cannot be read."""
     try:
         with open_directory(directory) as fd:
             return load_at(fd, directory, os.fstat(fd).st_uid)
@@ -165,8 +164,9 @@ def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
 def choose(
     directory: Path, step: int | None, metadata: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[Manifest, bool]:
-    """Return the committed state, or the one of `step` with these items in its metadata, and whether it is committed
-    rather than prepared. Raises StoreError if there is none."""
+    """Return the manifest of the committed state, or of the prepared one, and whether it is the committed one. `step`:
+    the step of the wanted state; None: any step, but only a committed state. `metadata`: items that the state's
+    metadata must have. Raises StoreError if neither state fits."""
     committed, prepared = load(directory)
     if committed is not None and committed.is_state(step, metadata):
         return committed, True

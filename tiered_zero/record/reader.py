@@ -1,9 +1,9 @@
 """Read records from data files and verify them: those of a tag, or of a swap directory's newest commit.
 
-Reads go in windows of whole checksummed ranges, each into one of a few buffers. One thread compares checksums while the
-caller copies verified windows and the next ones are read. Reading straight into the destination would save that copy,
-but takes 0.72 s for 1.6 GB; buffers, which stay in the processor's cache, take 0.59 (fio, with 16 MiB of them: 0.52).
-"""
+Reads go in windows: pieces of a record that consist of whole checksummed ranges and fit into one of a few buffers. One
+thread compares checksums while the caller copies verified windows and the next ones are read. Reading straight into the
+destination would save that copy, but takes 0.72 s for 1.6 GB; buffers, which stay in the processor's cache, take 0.59
+(fio, with 16 MiB of them: 0.52)."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ _ATTEMPTS: Final = 3
 @final
 @dataclass(frozen=True, kw_only=True)
 class RecordFiles:
-    """The records of one store and its data files, which were checked against them."""
+    """The records of one store (a set of data files), and the paths of the files, whose sizes the caller has
+    checked."""
 
     paths: Sequence[Path]
     contents: Contents
 
 
 class Wanted(NamedTuple):
-    """Bytes `[start, stop)` of the record `name` in store number `store`. `take(at, memory)` receives them in parts:
-    bytes from `start + at`, in memory that is valid during the call."""
+    """A request for the bytes `[start, stop)` of the record `name` in store number `store`. `take(at, memory)`: a
+    function that receives them in parts: `memory` has the bytes from `start + at` on, and is valid during the call."""
 
     store: int
     name: str
@@ -61,7 +62,7 @@ class Wanted(NamedTuple):
 @final
 @dataclass(eq=False, kw_only=True)
 class Reading:
-    """Requests that were submitted together. `num_left`: parts that were not taken yet."""
+    """Requests that were submitted together. `num_left`: the number of parts that no `take` has received yet."""
 
     num_left: int = 0
 
@@ -69,7 +70,8 @@ class Reading:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A part of a record that cannot be trusted: `nbytes` at `offset` of `path`. `reason`: what was found."""
+    """A part of a record that cannot be trusted: `nbytes` bytes at `offset` of the file `path`. `reason`: what was
+    found there."""
 
     record: str
     path: str
@@ -84,8 +86,9 @@ class Broken:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Window:
-    """A span of a record that is queued, read or kept. `wanted`: the requests for parts of it. `broken`: after
-    verification, the ranges that differ from what was written."""
+    """A span of a record that is queued, read, or kept in its buffer. `wanted`: the requests for parts of the span,
+    each with its reading. `verified`: completes when the checksums were compared. `broken`: after that, the ranges that
+    differ from what was written."""
 
     store: int
     name: str
@@ -100,7 +103,7 @@ class _Window:
         return self.store, self.span.address
 
     def give(self, reading: Reading, one: Wanted) -> None:
-        """Pass one request its part of the verified window."""
+        """Pass its part of the verified window to one request."""
         assert self.buffer is not None, "the window was read"
         start, stop = max(self.span.start, one.start), min(self.span.end, one.stop)
         one.take(start - one.start, self.buffer[start - self.span.start : stop - self.span.start])
@@ -109,10 +112,10 @@ class _Window:
 
 @final
 class RecordReader:
-    """Reads the records of several stores. One thread drives it; `close` ends it."""
+    """Reads the records of several stores (sets of data files). One thread drives it; `close` ends it."""
 
     def __init__(self, stores: Sequence[RecordFiles], engine: IOEngine | None = None) -> None:
-        """`engine`: None: choose one by reading the files when something is read."""
+        """`engine`: moves the bytes; None: choose one, by reading the files, when something is read."""
         self._stores = stores
         self._stripes = [Stripes(store.contents.weights) for store in stores]
         self._records = [{record.name: record for record in store.contents.records} for store in stores]
@@ -124,7 +127,8 @@ class RecordReader:
         self._queued: deque[_Window] = deque()
         self._begun: deque[_Window] = deque()
         self._kept: dict[tuple[int, int], _Window] = {}
-        """Windows that were taken and still have their buffers, since neighbours may be wanted next. Oldest first."""
+        """Windows that were passed on and still have their buffers, since requests for neighbouring bytes may follow.
+        Oldest first."""
         self._windows: dict[tuple[int, int], _Window] = {}
         """All windows that are queued or begun."""
 
@@ -135,8 +139,8 @@ class RecordReader:
         return self._records[store][name].extent_nbytes
 
     def submit(self, wanted: Iterable[Wanted]) -> Reading:
-        """Begin to read, in the order of the files. Raises TransferError, and StoreError for bytes that were never
-        written."""
+        """Begin to read what the requests want, in the order of the files. Raises TransferError, and StoreError for
+        bytes that were never written."""
         reading = Reading()
         found: list[tuple[tuple[int, int], Span, Wanted]] = []
         for one in wanted:
@@ -154,15 +158,15 @@ class RecordReader:
         return reading
 
     def wait(self, reading: Reading) -> None:
-        """Wait until everything in `reading` was taken, and all that was submitted before. Raises TransferError, and
-        CorruptionError if bytes differ from what was written."""
+        """Wait until the requests of `reading`, and those submitted before, have received all their parts. Raises
+        TransferError, and CorruptionError if bytes differ from what was written."""
         while reading.num_left:
             if broken := self._take_next():
                 raise CorruptionError(f"{broken[0]}. Check the disk, and load another checkpoint, into a new engine.")
 
     def damage(self) -> list[Broken]:
-        """Read all records. Return the ranges that differ from what was written, and the place where a store became
-        unreadable."""
+        """Read all records. Return the ranges that differ from what was written and, for a store that cannot be read to
+        its end, the place where reading failed."""
         found: list[Broken] = []
         for number, store in enumerate(self._stores):
             try:
@@ -219,7 +223,7 @@ class RecordReader:
         return queued
 
     def _take_next(self) -> list[Broken]:
-        """Pass on the bytes of the oldest window if they are as written. Return its broken ranges."""
+        """Wait for the oldest window, and pass its bytes on if they are as written. Return its broken ranges."""
         window = self._begun[0]
         assert window.verified is not None and window.buffer is not None, "begun windows have both"
         window.verified.wait()
@@ -299,9 +303,8 @@ def verify_run(
     """Verify the committed state of the run in `paths`; return None if it has none. A live run may commit meanwhile.
 
     `step`, `metadata`: see `SwapStore.recover`; the state may be a prepared one whose commit another store has decided.
-    The result counts if the manifest is unchanged at the end: extents that it names are not rewritten before. Raises
-    StoreError if the manifest is damaged, or a data file is missing or too short.
-    """
+    If the run has committed again by the end, its bytes may have changed: the new state is then verified, in up to
+    three attempts. Raises StoreError if the manifest is damaged, or a data file is missing or too short."""
     for _ in range(_ATTEMPTS):
         if (state := _find_state(paths[0], step, metadata)) is None:
             return None
@@ -334,8 +337,8 @@ digest: Final[Callable[[bytes | bytearray | memoryview], int]] = xxhash.xxh3_64_
 
 
 class Span(NamedTuple):
-    """Bytes `[start, end)` of a record, stored at `address` of the store. `checks`: the ranges that lie whole inside
-    it."""
+    """Bytes `[start, end)` of a record that lie together, at `address` of the store. `checks`: the ranges that lie
+    whole inside the span, to be verified."""
 
     address: int
     start: int
@@ -344,8 +347,9 @@ class Span(NamedTuple):
 
 
 def locate(record: Record, ranges: Iterable[Range], start: int, end: int, most_nbytes: int | None = None) -> list[Span]:
-    """Find the bytes `[start, end)` of a record in `ranges`, in order. Neighbours on the disk are joined to spans of at
-    most `most_nbytes`, unless a single range is longer."""
+    """Return where the bytes `[start, end)` of a record lie, as spans in order. `ranges`: the ranges that hold these
+    bytes. Ranges that are neighbours on the disk are joined to spans of at most `most_nbytes`, unless a single range is
+    longer."""
     spans: list[Span] = []
     for item in ranges:
         low, high = max(item.start, start), min(item.end, end)
@@ -378,7 +382,7 @@ def hashed(pieces: Iterable[Range], memory: memoryview, start: int) -> list[Rang
 
 
 def is_same(kept: Sequence[Range], memory: memoryview, start: int) -> bool:
-    """Return whether `memory`, to be written at `start`, equals what is stored there, by checksums of the same
+    """Return whether `memory`, to be written at `start`, equals the stored ranges `kept`, by checksums of the same
     pieces."""
     pieces = cut(Range(start, start + len(memory), 0, None))
     return [item[:2] for item in kept] == [piece[:2] for piece in pieces] and not any(mismatches(kept, memory, start))
@@ -386,7 +390,7 @@ def is_same(kept: Sequence[Range], memory: memoryview, start: int) -> bool:
 
 @final
 class RangeMap:
-    """Disjoint ranges in order. Not locked itself: the table's lock guards it."""
+    """The ranges of one record, disjoint and in order. Has no lock of its own: the table's lock guards it."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._ranges = list(ranges)
@@ -400,9 +404,8 @@ class RangeMap:
         return self._ranges[low:high]
 
     def replace(self, start: int, end: int, ranges: Sequence[Range]) -> None:
-        """Replace what `[start, end)` holds by `ranges`, which tile it. A range that is replaced in part loses its
-        checksum.
-        """
+        """Replace what `[start, end)` holds by `ranges`, which tile `[start, end)`. A range that is replaced in part
+        loses its checksum."""
         low, high = self._span(start, end)
         kept = self._ranges[low:high]
         before = [kept[0]._replace(end=start, digest=None)] if kept and kept[0].start < start else []
@@ -415,7 +418,8 @@ class RangeMap:
 
 
 def first_gap(ranges: Iterable[Range | Span], start: int, end: int) -> int | None:
-    """Return the first byte of `[start, end)` that these ranges (in order) do not cover; None if they cover all."""
+    """Return the first byte of `[start, end)` that the ranges, which are in order, do not cover; None if they cover
+    all."""
     for item in ranges:
         if item.start > start:
             break
@@ -424,8 +428,8 @@ def first_gap(ranges: Iterable[Range | Span], start: int, end: int) -> int | Non
 
 
 def other_slots(durable: Iterable[Range], start: int, end: int) -> Iterator[Range]:
-    """Yield `[start, end)` cut by the slot to write: the one of two that no range of the last commit names. `durable`:
-    the ranges of that commit that overlap it."""
+    """Yield `[start, end)` as ranges, each with the slot to write: the one of the record's two slots in which the last
+    commit has no byte of that range. `durable`: the ranges of that commit that overlap `[start, end)`, in order."""
     for item in durable:
         if start < item.start:
             yield Range(start, item.start, 0, None)
@@ -448,7 +452,7 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 
 
 def cut(item: Range) -> Iterator[Range]:
-    """Yield the range in pieces that end at multiples of CHUNK_NBYTES; each gets a checksum."""
+    """Yield the range in pieces that end at multiples of CHUNK_NBYTES; each piece gets its own checksum."""
     start = item.start
     while start < item.end:
         end = min(item.end, (start // CHUNK_NBYTES + 1) * CHUNK_NBYTES)

@@ -1,8 +1,7 @@
 """List the runs under a swap path, tell whether each is alive, and remove dead ones.
 
-A directory that is not as a run leaves it, or that belongs to another user, is listed with the reason and does not stop
-the listing. Nothing of another user is read or removed.
-"""
+A directory whose content no run would leave, or that belongs to another user, is listed with the reason and does not
+stop the listing. Nothing of another user is read or removed."""
 
 from __future__ import annotations
 
@@ -44,10 +43,10 @@ _PROBE_PREFIX = ".tiered-zero-probe-"
 class RunInfo:
     """One run's directory under one parent.
 
-    `state`: "alive", "dead" or "unknown"; `reason` explains it. `nbytes`: disk blocks taken. `age_s`: since it was made
-    or taken over. `pid`: 0 without a readable owner file. `step`: step of the last commit; None without one.
-    `resumable`: it may hold a committed or prepared state. `own`: it belongs to this user and can be read.
-    """
+    `state`: "alive", "dead" or "unknown"; `reason` explains it. `nbytes`: the disk blocks that it takes, in bytes.
+    `age_s`: seconds since it was made or taken over. `pid`: 0 if no `owner.json` can be read. `step`: step of the last
+    commit; None without one. `resumable`: whether it may hold a committed or prepared state. `own`: whether it belongs
+    to this user and can be read."""
 
     run_id: str
     path: Path
@@ -68,7 +67,8 @@ class RunInfo:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """The outcome of a collection for one run, with its reason. With `dry_run`, `removed` is only what would happen."""
+    """What `collect_garbage` did with one run, and why. `removed`: whether the run's directory was removed, or, with
+    `dry_run`, would be."""
 
     run: RunInfo
     removed: bool
@@ -113,8 +113,8 @@ def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> l
 
 
 def clear_restarted(parents: Iterable[str], note: str) -> None:
-    """Remove what ended processes of the launch `note` have left, if this process is a restart of it. Committed state
-    stays: it may be resumed."""
+    """Remove the directories that ended processes of one launch have left; a restart of that launch calls this. `note`:
+    the launch's name, as in the directories' owner files. Committed state stays: it may be resumed."""
     for parent in dict.fromkeys(parents):
         with suppress(StoreError):  # the directory cannot be read: using it will raise
             collect_garbage(Path(parent), note=note)
@@ -123,9 +123,10 @@ def clear_restarted(parents: Iterable[str], note: str) -> None:
 def collect_garbage(
     parent: Path, dry_run: bool = False, committed: bool = False, unknown: bool = False, note: str | None = None
 ) -> list[Collected]:
-    """Remove the directories under `parent` whose owner is dead, never those of a live owner or another user. `note`:
-    only of owners with this note. A dead run with a committed state can be resumed, so it is removed only with
-    `committed`. With `unknown`, also remove runs that may be alive. Raises StoreError."""
+    """Remove the directories under `parent` whose owner is dead, never those of a live owner or another user.
+    `dry_run`: remove nothing. `committed`: also remove runs that can be resumed from a committed state. `unknown`: also
+    remove runs that may be alive. `note`: only consider owners with this note. Return what was done with each run.
+    Raises StoreError."""
     found = []
     for run in list_runs(parent):
         if note is not None and run.note != note:
@@ -140,7 +141,7 @@ def collect_garbage(
 
 
 def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Collected:
-    """Remove one run's directory, or return why not. Raises OSError, StoreError."""
+    """Remove one run's directory, or return why it stays. Raises OSError, StoreError."""
     if (refusal := _refusal(run, committed, unknown)) is not None:
         return Collected(run=run, removed=False, reason=refusal)
     parent, name = run.path.parent.resolve(), run.path.name
@@ -166,8 +167,8 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
 
 
 def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
-    """Lock the owner file, so that no other process takes the run over. Return `CLOSED` if there is no such file or,
-    with `unknown`, none that can be locked. Raises OSError, StoreError."""
+    """Lock the owner file, so that no other process takes the run over. Return `CLOSED`, a descriptor of nothing, if
+    there is no such file or, with `unknown`, none that can be locked. Raises OSError, StoreError."""
     try:
         fd = open_file(OWNER_NAME, dir_fd, uid=os.geteuid(), flags=os.O_RDWR)
         try:
@@ -236,7 +237,8 @@ def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
 
 
 def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
-    """Return the last committed step, and whether the run may be resumed; True in doubt (damage, an unmounted path)."""
+    """Return the last committed step, and whether the run may be resumed: True if in doubt (damage, an unmounted
+    path)."""
     first = Path(run.paths[0])
     try:
         committed, prepared = manifest.load_at(fd, first, os.geteuid()) if first == run.path else manifest.load(first)
@@ -247,8 +249,8 @@ def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
 
 
 def _liveness(run: RunInfo, fd: int, owner: Owner | None, locked: bool | None, unreadable: str) -> tuple[str, str]:
-    """Return state and reason. On a local file system the lock decides; elsewhere other machines' locks may be
-    invisible. `unreadable`: why `owner` is None."""
+    """Return the state and the reason for it. On a local file system the lock decides; on others the locks of other
+    machines may be invisible. `locked`: see `_inspect`. `unreadable`: why `owner` is None."""
     try:
         if is_locked(OWNER_NAME, fd, os.geteuid()) if locked is None else locked:
             return "alive", f"process {owner.pid} on {owner.host} holds its lock" if owner else "its lock is held"

@@ -34,7 +34,7 @@ from tiered_zero.system.resources import map_memory
 from tiered_zero.telemetry.spans import Recorder
 
 _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
-"""Errors in writing a manifest after which the same commit may be tried again."""
+"""Errors in writing a manifest after which the caller may try the same commit again."""
 
 _STUCK_S = 5.0
 """Seconds for which `close` waits for requests after a failure; they may be stuck for ever."""
@@ -42,15 +42,14 @@ _STUCK_S = 5.0
 
 @final
 class SwapStore:
-    """Named records on NVMe. One thread drives it; any thread may wait for its transfers.
+    """Named records on NVMe. One thread drives the store; any thread may wait for its transfers.
 
     A request that overlaps another one in flight of the same record is refused unless both are reads: the caller must
-    wait in between. A failed transfer or sync latches the store: from then on it only raises.
+    wait in between. A failed transfer or sync latches the store: from then on its calls only raise.
 
-    It has one durable state, the last commit, and possibly a prepared one. Data is durable before its manifest, and the
-    manifest before it gets its final name. `RecordTable` keeps writes away from extents that the durable manifest
-    names. A transient failure to commit changes nothing; any other latches the store.
-    """
+    The store has one durable state, the last commit, and possibly a prepared one. Data is durable before its manifest,
+    and the manifest before it gets its final name. `RecordTable` keeps writes away from extents (ranges of the files)
+    that the durable manifest names. A transient failure to commit changes nothing; any other latches the store."""
 
     def __init__(
         self,
@@ -115,9 +114,8 @@ class SwapStore:
         """Open the last committed state of a run that ended (`SwapDir.open`).
 
         `step`: open the state of this step instead, possibly one that was prepared and never confirmed. `metadata`:
-        items that the state must have. Raises StoreError: nothing committed, a damaged manifest, a missing or truncated
-        file.
-        """
+        items that the state must have. Raises StoreError if nothing is committed, the manifest is damaged, or a data
+        file is missing or cut off."""
         first = directory.paths[0]
         chosen, is_committed = manifest.choose(first, step, metadata)
         nbytes = chosen.capacity_nbytes
@@ -153,9 +151,9 @@ class SwapStore:
         return self._directory.run_id
 
     def reserve(self, name: str, nbytes: int, *, committed: bool = False, write_once: bool = False) -> Record:
-        """Reserve `nbytes`, page-aligned. A committed record takes two slots. Bytes cannot be read before they are
-        written. `write_once`: a committed record takes one slot, and a second one if bytes of a commit change; the
-        files may grow then. Raises StoreError if the name is taken or the capacity is used up."""
+        """Reserve `nbytes`, page-aligned, for a new record. A committed record takes two slots. Bytes cannot be read
+        before they are written. `write_once`: a committed record takes one slot, and a second one only if bytes of a
+        commit change; the files may grow then. Raises StoreError if the name is taken or the capacity is used up."""
         num_slots = 2 if committed and not write_once else 1
         return self._table.reserve(name, nbytes, committed=committed, num_slots=num_slots)
 
@@ -168,15 +166,15 @@ class SwapStore:
         return self._table.records()
 
     def nbytes(self, kind: Literal["read", "write", "unverified"]) -> dict[str, int]:
-        """Return completed bytes by category: the record's name up to its first '/'. `kind`: bytes read, written, or
-        read without a checksum (the package's text says when that happens)."""
+        """Return the number of bytes completed so far in each category, which is a record's name up to its first '/'.
+        `kind`: bytes read, written, or read without a checksum (the package's text says when that happens)."""
         with self._count_lock:
             return dict(self._nbytes[kind])
 
     def read(self, record: Record, into: memoryview, offset: int = 0, *, urgent: bool = False) -> Transfer:
-        """Start to fill `into` from the record's byte `offset`; both in whole pages, the memory page-aligned. `urgent`:
-        see IOEngine.read. `wait()` raises TransferError, or CorruptionError if the bytes differ from what was written.
-        Raises StoreError here for bytes that were never written."""
+        """Start to fill `into` from the record's byte `offset`; size and offset in whole pages, the memory
+        page-aligned. `urgent`: see IOEngine.read. `wait()` raises TransferError, or CorruptionError if the bytes differ
+        from what was written. `read` itself raises StoreError for bytes that were never written."""
         self._check()
         into = memoryview(into).cast("B")
         request = InFlight(kind="read", start=offset, end=offset + len(into))
@@ -194,9 +192,9 @@ class SwapStore:
         return self._start(record, request, spans, into, partial(self.engine.read, urgent=urgent), parts, finish)
 
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Transfer:
-        """Start to write `data` at the record's byte `offset`; both in whole pages, the memory page-aligned. The caller
-        leaves `data` alone until the transfer is done. `wait()` raises TransferError. Raises StoreError here if a
-        `write_once` record needs a second slot and there is no space."""
+        """Start to write `data` at the record's byte `offset`; size and offset in whole pages, the memory page-aligned.
+        The caller must not change `data` until the transfer is done. `wait()` raises TransferError. `write` itself
+        raises StoreError if a `write_once` record needs a second slot and there is no space."""
         self._check()
         data = memoryview(data).cast("B")
         if kept := self._table.kept(record, offset, offset + len(data)):
@@ -222,8 +220,8 @@ class SwapStore:
         return self._start(record, request, spans, data, self.engine.write, parts, finish)
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Make all committed records, as written so far, the durable state `step`. `metadata`: JSON only. Returns when
-        the state survives power loss. Until then the last committed state does."""
+        """Make all committed records, as written so far, the durable state `step`. `metadata`: JSON only. Return when
+        the state survives power loss. Until then the last committed state counts."""
         try:
             self.prepare(step, metadata)
             self.confirm()
@@ -235,10 +233,9 @@ class SwapStore:
     def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Do the first half of `commit`: make the new state durable next to the last one; `recover` can open either.
 
-        Processes that must commit together prepare, meet, and confirm. Until `confirm` committed records cannot be
-        written. Raises StoreError while one is being written, and, with nothing changed, if the manifest does not fit
-        on the disk.
-        """
+        Processes that must commit together all call `prepare`, wait for each other, and then call `confirm`. Until
+        `confirm` committed records cannot be written. Raises StoreError while one is being written, and, with nothing
+        changed, if the manifest does not fit on the disk."""
         self._check()
         written = self._table.freeze(step)
         try:
@@ -268,8 +265,8 @@ class SwapStore:
         self._prepared = state
 
     def confirm(self) -> None:
-        """Do the second half of `commit`: make the prepared state the committed one; the extents of the last become
-        reusable."""
+        """Do the second half of `commit`: make the prepared state the committed one. The extents of the last commit
+        become reusable."""
         self._check()
         state = self._prepared
         if state is None:
@@ -287,7 +284,7 @@ class SwapStore:
             raise
 
     def cancel_prepared(self) -> None:
-        """Drop the prepared state, if any, durably: another store of the same commit could not prepare."""
+        """Drop the prepared state, if any, durably. Called if another store of the same commit could not prepare."""
         if self._prepared is None:
             return
         try:
@@ -313,8 +310,8 @@ class SwapStore:
         self._table.end_all()
 
     def close(self, remove: bool = True) -> None:
-        """Let requests finish, close the files, end the directory's ownership. Idempotent. `remove=False` keeps a
-        directory with a committed state on disk for `recover`; one without is removed anyway."""
+        """Let requests finish, close the files, end the ownership of the directory. Idempotent. `remove`: False leaves
+        a directory with a committed state on disk for `recover`; one without such a state is removed anyway."""
         if not self._process.is_current():
             return  # a forked child owns nothing
         for worker in (self._worker, self._hashing):
@@ -335,8 +332,9 @@ class SwapStore:
         parts: list[IOTransfer],
         finish: Callable[[], None],
     ) -> Transfer:
-        """Submit one request. It is finished even if the caller does not wait for it. `parts`: receives its
-        transfers."""
+        """Submit one request, and return its transfer. The request is finished even if the caller does not wait for it.
+        `act`: starts a transfer of one piece. `parts`: a list that receives the transfers of all pieces. `finish`:
+        called to complete the request."""
         begun_s = time.perf_counter()
 
         def work() -> None:
@@ -361,9 +359,9 @@ class SwapStore:
 
     @contextmanager
     def _ended(self, record: Record, request: InFlight, parts: Sequence[IOTransfer]) -> Iterator[None]:
-        """End a request with the block, once none of its transfers moves bytes. Latch the store if the disk has failed,
-        or if a write has begun and the block raises: what it wrote is unknown. An interrupt of the wait ends nothing:
-        the next waiter does."""
+        """End a request when the block ends, once none of its transfers moves bytes. Latch the store if the disk has
+        failed, or if a write has begun and the block raises, because its result is unknown. If an interrupt (Ctrl-C)
+        ends the block, the request does not end: the next thread that waits for it ends it."""
         try:
             yield
         except Exception as error:
@@ -388,12 +386,13 @@ class SwapStore:
         return "the last checkpoint" if self.step is None else f"step {self.step}, committed in {self.paths[0]}"
 
     def _restore(self) -> None:
-        """Allow writes again, on top of the last state, after the next manifest was removed."""
+        """Allow writes again on top of the last commit, after the next manifest was removed."""
         self._directory.keep(self.step is not None)
         self._table.thaw(None)
 
     def _hashed(self, record: Record, ranges: Sequence[Range]) -> Sequence[Range]:
-        """Read the ranges without a checksum and compute it. Raises TransferError, CorruptionError."""
+        """Return the ranges with a checksum each; those without one are read to compute it. Raises TransferError,
+        CorruptionError."""
         if all(item.digest is not None for item in ranges):
             return ranges
         with self._latching():

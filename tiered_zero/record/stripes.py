@@ -1,4 +1,4 @@
-"""Lay the store's address space over one data file per path, in stripes weighted by speed."""
+"""Map a store's address space to one data file per path, in stripes weighted by the speed of the disks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tiered_zero.sizes import format_nbytes
 DATA_NAME = "data.bin"
 
 PieceRequest = Callable[[File, int, memoryview], IOTransfer]
-"""IOEngine.read or IOEngine.write"""
+"""Starts a transfer of one piece: IOEngine.read or IOEngine.write."""
 
 
 class StripePiece(NamedTuple):
-    """`nbytes` at `file_offset` of file `file_index`."""
+    """`nbytes` bytes at `file_offset` of the file with index `file_index`."""
 
     file_index: int
     file_offset: int
@@ -32,8 +32,8 @@ class StripePiece(NamedTuple):
 
 @final
 class Stripes:
-    """Maps addresses `[0, capacity_nbytes)` to (file, offset). Pure arithmetic. `weights`: one number > 0 for each
-    file, in any unit, such as measured bytes/s."""
+    """Maps addresses `[0, capacity_nbytes)` of a store to (file, offset), by arithmetic alone. `weights`: one number >
+    0 for each file, in any unit, such as measured bytes/s."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         if not weights or min(weights) <= 0:
@@ -132,7 +132,8 @@ class StripedFiles:
         return self.stripes.locate([file.path for file in self._files], offset)
 
     def submit(self, request: PieceRequest, offset: int, memory: memoryview, transfers: list[IOTransfer]) -> None:
-        """Request each piece of `memory` from the engine. `transfers`: receives them one by one, even if a later one is
+        """Start the transfers of `memory`, which lies at `offset` of the store, one for each piece. `request`:
+        IOEngine.read or IOEngine.write. `transfers`: a list that receives them one by one, even if a later one is
         refused."""
         start = 0
         for index, at, nbytes in self.stripes.pieces(offset, len(memory)):
@@ -140,7 +141,7 @@ class StripedFiles:
             start += nbytes
 
     def sync(self) -> list[IOTransfer]:
-        """Start to sync every file."""
+        """Start to sync every file, and return the transfers."""
         return [self.engine.sync(file) for file in self._files]
 
     def close(self) -> None:
@@ -162,7 +163,7 @@ def check_data_files(paths: Sequence[Path], stripes: Stripes, capacity_nbytes: i
 
 
 def _fault(name: Path, nbytes: int) -> str:
-    """Return what is wrong with a data file that must have `nbytes`; "" if nothing."""
+    """Return a text that says what is wrong with a data file, which must have `nbytes` bytes; "" if nothing."""
     try:
         with open_of_owner(name) as fd:
             with suppress(OSError):  # drop cached pages, so that reads come from the disk

@@ -32,7 +32,8 @@ class InFlight:
 @final
 @dataclass(kw_only=True)
 class _State:
-    """The state of a record. `durable`: what the durable manifest says of it; None if it does not name the record."""
+    """The state of a record. `written`: the ranges that were written last. `durable`: the ranges in the durable
+    manifest; None if it does not name the record. `in_flight`: requests under way."""
 
     record: Record
     written: RangeMap = field(default_factory=RangeMap)
@@ -42,8 +43,9 @@ class _State:
 
 @final
 class RecordTable:
-    """The bookkeeping of a store; moves no bytes. Locked: requests begin on the driver's thread and end on any. It
-    keeps the rule on which commits rest: a write never goes to an extent that the durable manifest names."""
+    """Keeps account of a store's records; moves no bytes. A lock guards it: requests begin on the thread that drives
+    the store and end on any. It keeps the rule that makes commits safe: a write never goes to an extent (a range of the
+    files) that the durable manifest names."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self._lock = threading.Lock()
@@ -61,8 +63,8 @@ class RecordTable:
             return {name: state.record for name, state in self._states.items()}
 
     def reserve(self, name: str, nbytes: int, *, committed: bool, num_slots: int) -> Record:
-        """Reserve extents for a new record. Raises StoreError: no bytes, the name is taken, or the capacity is used
-        up."""
+        """Reserve extents for a new record, one for each slot. Raises StoreError if `nbytes` is not positive, the name
+        is taken, or the capacity is used up."""
         if nbytes <= 0:
             raise StoreError(f"Record {name!r} must have at least one byte; found {nbytes}.")
         with self._lock:
@@ -84,7 +86,7 @@ class RecordTable:
         return record
 
     def adopt(self, written: Iterable[Written]) -> None:
-        """Add the records of a durable manifest. Raises StoreError."""
+        """Add the records of a durable manifest, with their written ranges. Raises StoreError."""
         for record, ranges in written:
             for offset in record.offsets:
                 try:
@@ -98,8 +100,8 @@ class RecordTable:
             return len(self._find(record).record.offsets)
 
     def kept(self, record: Record, start: int, end: int) -> list[Range]:
-        """Return the ranges of the last commit that a write of these bytes would change, because there is no second
-        slot."""
+        """Return the ranges of the last commit that a write of the bytes `[start, end)` would change, because the
+        record has no second slot."""
         with self._lock:
             state = self._find(record)
             if not state.record.committed or len(state.record.offsets) > 1 or state.durable is None:
@@ -115,12 +117,12 @@ class RecordTable:
             return len(state.record.offsets) > 1
 
     def grow(self, capacity_nbytes: int) -> None:
-        """Set the capacity, after the files have grown."""
+        """Set the capacity, after the caller has made the files larger."""
         with self._lock:
             self._extents.grow(capacity_nbytes)
 
     def begin_read(self, record: Record, request: InFlight) -> list[Span]:
-        """Return where these bytes are. Raises StoreError if they may not be read now."""
+        """Register a read, and return where its bytes lie. Raises StoreError if these bytes may not be read now."""
         start, end = request.start, request.end
         with self._lock:
             state = self._admit(record, request)
@@ -133,8 +135,8 @@ class RecordTable:
             return locate(state.record, ranges, start, end)
 
     def begin_write(self, record: Record, request: InFlight) -> tuple[list[Span], list[Range]]:
-        """Return where these bytes must go, and the pieces that get a checksum each. Raises StoreError if they may not
-        be written now."""
+        """Register a write. Return where its bytes must go, and the pieces of them that get a checksum each. Raises
+        StoreError if these bytes may not be written now."""
         start, end = request.start, request.end
         with self._lock:
             state = self._admit(record, request)
@@ -155,14 +157,14 @@ class RecordTable:
             state.in_flight.remove(request)
 
     def end_all(self) -> None:
-        """Remove all requests: none is under way."""
+        """Remove all requests. The caller knows that none is under way."""
         with self._lock:
             for state in self._states.values():
                 state.in_flight = []
 
     def freeze(self, step: int) -> list[Written]:
-        """Return the committed records with what is written of them. They cannot be written until `thaw`. Raises
-        StoreError while one of them is being written, or frozen already."""
+        """Return the committed records, each with its written ranges, and refuse writes to them until `thaw`. Raises
+        StoreError while one of them is being written, or if they are frozen already."""
         with self._lock:
             if self._frozen is not None:
                 raise StoreError(f"Step {self._frozen} is prepared; confirm it before the next one.")
@@ -182,12 +184,12 @@ class RecordTable:
             return [] if durable is None else durable.overlapping(start, end)
 
     def set_written(self, record: Record, ranges: Sequence[Range]) -> None:
-        """Set the ranges of a frozen record: the same bytes, with checksums."""
+        """Set the ranges of a frozen record: the same bytes as before, now with checksums."""
         with self._lock:
             self._find(record).written = RangeMap(ranges)
 
     def thaw(self, durable: Mapping[str, Sequence[Range]] | None) -> None:
-        """Allow writes again. `durable`: what the new durable manifest says of each record; None: there is no new
+        """Allow writes again. `durable`: the ranges of each record in the new durable manifest; None: there is no new
         one."""
         with self._lock:
             self._frozen = None
@@ -197,8 +199,8 @@ class RecordTable:
                 self._states[name].durable = RangeMap(ranges)
 
     def revert(self) -> None:
-        """Return the committed records to the last commit; those that it does not name become empty. Scratch records do
-        not change. Raises StoreError while a committed record is in use or prepared."""
+        """Return the committed records to the last commit; records that the commit does not name become empty. Scratch
+        records do not change. Raises StoreError while a committed record is in use or prepared."""
         with self._lock:
             states = [state for state in self._states.values() if state.record.committed]
             for state in states:

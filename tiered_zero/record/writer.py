@@ -31,7 +31,8 @@ from tiered_zero.sizes import PAGE_NBYTES, align_up
 @final
 @dataclass(eq=False, kw_only=True)
 class _Appended:
-    """A record that is being written. `parts`: for each append, its ranges, once they have checksums."""
+    """A record that is being written, from byte `offset` of the file. `parts`: for each append a list of its ranges,
+    which is filled when the checksums are computed."""
 
     offset: int
     nbytes: int = 0
@@ -40,11 +41,12 @@ class _Appended:
 
 @final
 class RecordWriter:
-    """Appends to one data file. One thread drives it; `finish` and `wait_durable`, or `close`, end it."""
+    """Appends records to one data file. One thread drives the writer; `finish` and `wait_durable`, or `close`, end
+    it."""
 
     def __init__(self, path: Path, engine: IOEngine | None = None, *, needed_nbytes: int = 0) -> None:
-        """`path`: the file, made by the first `append`. `engine`: None: choose one then. `needed_nbytes`: bytes that
-        will be appended; 0 if unknown."""
+        """`path`: the file, which the first `append` makes. `engine`: moves the bytes; None: choose one then.
+        `needed_nbytes`: bytes that will be appended in all; 0 if unknown."""
         self._path = path
         self._engine, self._own_engine = engine, engine is None
         self._file: File | None = None
@@ -54,9 +56,9 @@ class RecordWriter:
         self._hashing: Worker | None = None
 
     def append(self, name: str, memory: memoryview) -> Transfer:
-        """Write whole pages, at a page-aligned address, as the next bytes of record `name`: a new record, or the last
-        one. Nothing is copied: the memory must not change until the transfer is done. Raises TransferError, and
-        ConfigError if no I/O engine works."""
+        """Write whole pages, at a page-aligned address, as the next bytes of record `name`, which is a new record or
+        the last one. Nothing is copied: the memory must not change until the transfer is done. Raises TransferError,
+        and ConfigError if no I/O engine works."""
         nbytes = len(memory)
         if nbytes == 0 or nbytes % PAGE_NBYTES or memory_address(memory) % PAGE_NBYTES:
             raise InternalError(f"a data file takes whole pages; found {nbytes} bytes at {memory_address(memory):#x}")
@@ -76,7 +78,8 @@ class RecordWriter:
         return transfer
 
     def finish(self) -> Contents:
-        """Wait for all writes, cut the file to its bytes, and begin to make it durable. Raises OSError."""
+        """Wait for all writes, cut the file to the bytes that were written, begin to make it durable, and return its
+        records. Raises OSError."""
         transfers, self._transfers = self._transfers, deque()
         wait_all(transfers)
         if self._file is not None and self._engine is not None:
@@ -109,7 +112,8 @@ class RecordWriter:
             self._engine.close()
 
     def _opened(self, nbytes: int) -> tuple[IOEngine, File, Worker]:
-        """Open what the first append needs, and reserve blocks for `nbytes` more."""
+        """Return engine, file and hashing thread, opened by the first append, with blocks reserved for `nbytes`
+        more."""
         if self._engine is None:
             self._engine = select_engine(self._path.parent).engine
         if self._file is None:
@@ -123,7 +127,7 @@ class RecordWriter:
 
 
 def _hash(memory: memoryview, start: int, ranges: list[Range], completion: Completion) -> None:
-    """Add the ranges of the record's bytes from `start`, with their checksums."""
+    """Add to `ranges` the ranges of the record's bytes in `memory`, which begin at `start`, with their checksums."""
     try:
         ranges.extend(hashed(cut(Range(start, start + len(memory), 0, None)), memory, start))
     except BaseException as error:  # the transfer carries the error; the thread goes on
