@@ -1,4 +1,5 @@
-"""Build an engine from a run on paper: open the machine, make the movers, join the engine, then place the model."""
+"""Build an engine from a run's specification: open the machine, make the movers, join them to an engine, place the
+model."""
 
 from __future__ import annotations
 
@@ -82,9 +83,9 @@ _BUILD_ANEW = "initialize() had begun to move the model's parameters or to load 
 def build(
     run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loader: TrainingLoader | None = None
 ) -> Engine:
-    """Allocate what the plan says, join the parts, and give every parameter its home. On failure nothing is left
-    behind; the model is as it was, unless the error has a note. `loader`: the one whose position checkpoints hold.
-    """
+    """Allocate what the plan says, join the parts to an engine, and give every parameter its home. If this raises,
+    nothing is left behind, and the model is as it was unless the error's note says otherwise. `loader`: the loader of
+    training data whose position checkpoints save."""
     _check_plan(run_spec.plan, collectives)
     check_async(run_spec.config, run_spec.plan)
     source = find_source(run_spec, collectives)
@@ -132,7 +133,8 @@ def build(
 
 
 def _check_plan(plan: Plan, ranks: Collectives) -> None:
-    """Raise PlanError if a tier of any rank is too small: on every rank the table of the first such rank."""
+    """Raise PlanError on every rank if the plan of any rank needs more than a tier has. The error shows the table of
+    the first such rank."""
     if ranks.world_size == 1:
         plan.check()
         return
@@ -147,7 +149,7 @@ def _check_plan(plan: Plan, ranks: Collectives) -> None:
 
 
 def _announce(run_spec: RunSpec, warnings: Sequence[str], collectives: Collectives) -> None:
-    """Log on rank 0 what a user should know before the run starts, a line each."""
+    """Log on rank 0 what a user should know before the run starts, one line each."""
     if collectives.rank == 0:
         for line in (*run_spec.config.notices, *warnings, *save_choice(run_spec), *planning_notices(run_spec)):
             logger.warning("%s", line)
@@ -160,7 +162,7 @@ def _announce(run_spec: RunSpec, warnings: Sequence[str], collectives: Collectiv
 
 
 def _open_runtime(run_spec: RunSpec, collectives: Collectives, resources: Teardown) -> Runtime:
-    """Open the device and start the threads of its lanes."""
+    """Open the device and the runtime, and start the threads of the lanes."""
     settings, plan = run_spec.config.tiered_zero, run_spec.plan
     accelerator = build_accelerator(settings.device, settings.debug_poison, settings.debug_delay_seed)
     runtime = open_runtime(plan, run_spec.rule, accelerator, collectives, resources)
@@ -178,8 +180,8 @@ def _join(
     observers: Sequence[Callable[[StepReport], None]],
     resources: Teardown,
 ) -> tuple[Engine, Callable[[Callable[[], None]], None]]:
-    """Join the parts to an engine. Also returns the function that begins the run: it checks the checkpoint that was
-    found, places the model, and resumes."""
+    """Join the parts to an engine. Return the engine and the function that begins the run: it checks the checkpoint
+    that was found, calls its argument, which places the model, and resumes."""
     config, step, handle, source = run_spec.config, parts.step, parts.handle, parts.source
     driver = DriverState(
         counts=step.counts,
@@ -221,9 +223,9 @@ def _join(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Parts:
-    """The parts that move a model's parameters. `source`: of their values. `handle`: the optimizer that the user gets;
-    None if the run evaluates. `copies`: durable ones, for commits in place; None without such commits. `adopted`: see
-    `Source.adoption`."""
+    """The objects that move a model's bytes. `source`: where the first values come from. `handle`: the optimizer that
+    the user gets; None if the run evaluates. `copies`: writes durable copies for in-place commits; None without these.
+    `adopted`: reads first values from an adopted commit, see `Source.adoption`; None without one."""
 
     source: Source
     handle: TieredOptimizer | None
@@ -237,7 +239,7 @@ class _Parts:
 def _make_parts(
     run_spec: RunSpec, machine: Machine, source: Source, handle: TieredOptimizer | None, resources: Teardown
 ) -> _Parts:
-    """Build the movers, and check the optimizer's state. The model stays as it is."""
+    """Build the movers, and check the state that the user's optimizer has. The model does not change."""
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
     is_sharded, groups = run_spec.plan.request.shards_state, run_spec.source.param_groups
     shards = ParamShards(runtime.collectives, run_spec.units, run_spec.trained, is_sharded=is_sharded)
@@ -277,8 +279,8 @@ def _make_parts(
 def _place_model(
     run_spec: RunSpec, machine: Machine, parts: _Parts, own_state: Mapping[Any, Any], resources: Teardown
 ) -> None:
-    """Give every parameter its home and its first value, and hook the modules. `own_state`: of the optimizer. If
-    this raises, the model has to be built anew."""
+    """Give every parameter its home and its first value, and hook the modules. `own_state`: the state that the user's
+    optimizer had. If this raises, the user has to build the model anew."""
     collectives, step = machine.runtime.collectives, parts.step
     materializer = Materializer(run_spec.model, parts.source.weights, run_spec.specs)
     placer = UnitPlacer(
@@ -304,7 +306,7 @@ def _place_model(
 def _make_step(
     run_spec: RunSpec, machine: Machine, view: StateView, handle: TieredOptimizer | None, resources: Teardown
 ) -> tuple[TrainStep, Pager, UpdatePipeline, WholeWeights]:
-    """Build the movers, and the object that orders them."""
+    """Build the movers, and the `TrainStep` that orders their calls."""
     config, plan = run_spec.config, run_spec.plan
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
     cuts = view.cuts if view.need_params else None
@@ -377,7 +379,7 @@ def _make_activations(run_spec: RunSpec, machine: Machine, resources: Teardown) 
 def _make_gradients(
     run_spec: RunSpec, machine: Machine, overflow: OverflowGuard
 ) -> tuple[GradientStore, GradientReducer | None]:
-    """Give every gradient its home; with many ranks also make the reducer of their averages."""
+    """Give every gradient its home; with many ranks also make the reducer, which averages gradients over ranks."""
     plan, tiers, runtime = run_spec.plan, machine.tiers, machine.runtime
     request = plan.request
     trainable = [unit for unit in run_spec.units if unit.trainable]
@@ -434,9 +436,9 @@ def _paged_gradients(run_spec: RunSpec) -> dict[int, torch.dtype]:
 
 
 def _make_reduction(config: Config, request: PlanRequest, buckets: Sequence[Bucket], *, on_device: bool) -> Reduction:
-    """Read from `config` how gradients are scaled and summed, as DeepSpeed does: by default they are divided by the
-    number of ranks, then summed; if the sum is divided, gradients are divided by a factor before. `on_device`: all of
-    them rest there."""
+    """Read from `config` how gradients are scaled and summed, as in DeepSpeed: by default they are divided by the
+    number of ranks and then summed; without prescaling, they are divided by `gradient_predivide_factor` before the sum
+    and by the rest after it. `on_device`: all gradients rest on the device."""
     factor, first = config.gradient_predivide_factor, config.prescale_gradients
     if first is None:
         first = factor == 1.0
@@ -481,8 +483,8 @@ def _make_policy(
 
 
 def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> list[Callable[[StepReport], None]]:
-    """Make the observers of each optimizer step's report: a log line every `steps_per_print`, the run's record and
-    trace."""
+    """Make the objects that receive each optimizer step's report: they log a line every `steps_per_print` steps, feed
+    monitors, and write the run's record and trace."""
     settings = run_spec.config.tiered_zero
     if runtime.collectives.rank > 0:
         return []
@@ -531,7 +533,8 @@ def _chosen_monitors(config: Config) -> dict[str, Open]:
 
 
 def _make_copies(run_spec: RunSpec, homes: dict[int, Home], state: RunState) -> DurableCopies | None:
-    """Copy to `homes` what no committed slot holds; None without in-place commits."""
+    """Make the object that copies to `homes` what no committed slot holds. `homes`: unit index, or BUFFERS -> home of
+    the copy. Return None without in-place commits."""
     if not run_spec.config.tiered_zero.checkpoint.in_place:
         return None
 

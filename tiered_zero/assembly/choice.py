@@ -1,6 +1,5 @@
-"""Choose the placement of a run by the rates of this machine, for `tiered_zero.placement: "auto"`, and read from a
-model the sizes that predictions and estimates of its activations need.
-"""
+"""Choose the placement of a run by the rates of this machine, for `tiered_zero.placement: "auto"`. Read from a model
+the sizes that predictions, and estimates of activations, need."""
 
 from __future__ import annotations
 
@@ -29,14 +28,15 @@ if TYPE_CHECKING:
     from tiered_zero.assembly.spec import RunSpec
 
 MOST_ASSUMED_TOKENS = 4096
-"""The tokens of a sample that are assumed if the config does not say."""
+"""The most tokens that a sample is assumed to have, if the config does not say."""
 
 CONFIG_NAME = "placement.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The predictions: `candidates`, best first; the first one runs. `tokens`: in a micro-batch."""
+    """The placements that fit, with predictions. `candidates`: best first; the run takes the first. `tokens`: tokens of
+    a micro-batch."""
 
     candidates: tuple[Candidate, ...]
     tokens: int
@@ -49,7 +49,7 @@ class Choice:
 
     @property
     def lines(self) -> list[str]:
-        """Lines for the log: a heading, and the prediction of each of the best."""
+        """Lines for the log: a heading, and the predictions for the best candidates."""
         shown = self.candidates[:NUM_SHOWN]
         return [
             f"tiered_zero.placement: auto runs the first of {len(self.candidates)} that fit, by the predicted step of "
@@ -66,8 +66,9 @@ class Choice:
 def choose_placement(
     config: Config, model: nn.Module, plan_of: Callable[[Config], Plan], rates: Machine | None, world_size: int
 ) -> Choice:
-    """Plan the placements that fit, and sort them by predicted seconds. `rates`: None for those that were measured
-    here. Raises ConfigError without them, and with several ranks, whose collectives are not predicted."""
+    """Plan the placements that fit, and sort them by predicted seconds of a step. `plan_of`: returns the plan for a
+    config. `rates`: the rates to predict with; None: those that were measured on this machine. Raises ConfigError if
+    there are none, and with several ranks, whose collectives are not predicted."""
     if world_size > 1:
         raise ConfigError(
             f"tiered_zero.placement: expected as_written with {world_size} ranks, whose collectives are not predicted; "
@@ -87,7 +88,8 @@ def choose_placement(
 def make_predictor(
     config: Config, model: nn.Module, rates: Machine | None = None, *, finds_hidden: bool = False
 ) -> Callable[[Plan], StepSeconds]:
-    """Return what predicts the step of a plan for the model and batch of `config`. Raises ConfigError."""
+    """Return a function that predicts the step of a plan, for the model and batch of `config`. `rates`: see
+    `choose_placement`. `finds_hidden`: see `predict_step`. Raises ConfigError."""
     machine, length = rates or _rates_here(_paths(config)), _length(config, model)
     estimate, tokens = estimate_of(model, config, length), length * config.train_micro_batch_size_per_gpu
     dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[config.param_dtype_name]
@@ -115,8 +117,8 @@ def make_predictor(
 
 
 def predicted_seconds(config: Config, model: nn.Module, plan: Plan) -> dict[str, float]:
-    """Return tokens and seconds of a step, and seconds by lane, for the run's report; nothing if the rates of this
-    machine are not known, and with several ranks."""
+    """Return the tokens and seconds of a step, and the seconds of each lane, for the run's report. Return nothing if
+    the rates of this machine are not known, or with several ranks."""
     if plan.request.world_size > 1 or config.optimizer is None:
         return {}
     try:
@@ -127,7 +129,7 @@ def predicted_seconds(config: Config, model: nn.Module, plan: Plan) -> dict[str,
 
 
 def _length(config: Config, model: nn.Module) -> int:
-    """Return the tokens of a sample, as far as config or model say."""
+    """Return the tokens of a sample, from the config or the model, else an assumed number."""
     most = _most_tokens(model) or MOST_ASSUMED_TOKENS
     return config.tiered_zero.sequence_length or min(most, MOST_ASSUMED_TOKENS)
 
@@ -138,7 +140,8 @@ def _paths(config: Config) -> tuple[str, ...]:
 
 
 def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
-    """Return the free bytes for swap files: on the disks of `rates`, if it names any, or in the directories."""
+    """Return the number of bytes free for swap files: on the disks of `rates`, if it names any, or in the directories;
+    None if unknown."""
     if rates is not None and rates.disks:
         sizes = [disk.nbytes for disk in rates.disks]
         return None if None in sizes else sum(filter(None, sizes))
@@ -146,7 +149,7 @@ def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
 
 
 def save_choice(run_spec: RunSpec) -> list[str]:
-    """Write the chosen config next to the run's report, or else in its swap directory. Returns what to say at start."""
+    """Write the chosen config next to the run's report, or else in its swap directory. Return lines for the log."""
     choice, report = run_spec.choice, run_spec.config.tiered_zero.report
     if choice is None:
         return []
@@ -163,22 +166,23 @@ def save_choice(run_spec: RunSpec) -> list[str]:
 
 
 def _rates_here(paths: Sequence[str]) -> Machine:
-    """Return this machine's record with the disks of these directories alone. Raises ConfigError without a record."""
+    """Return the measured rates of this machine, with only those disks that hold these directories. Raises ConfigError
+    if nothing was measured."""
     machine = load_measured()
     disks = tuple(disk for disk in (_disk_of(path, machine.disks) for path in paths) if disk is not None)
     return replace(machine, disks=disks)
 
 
 def _disk_of(path: str, disks: Sequence[Disk]) -> Disk | None:
-    """Return the disk that was measured in the file system of the path."""
+    """Return the measured disk that has the file system of `path`; None if there is none."""
     device = os.stat(nearest_directory(path)).st_dev
     same = [disk for disk in disks if os.path.isdir(disk.path) and os.stat(disk.path).st_dev == device]
     return same[-1] if same else None
 
 
 def estimate_of(model: nn.Module, config: Config, length: int | None = None) -> ActivationEstimate | None:
-    """Estimate the activations of a micro-batch of samples of `length` tokens; None: as long as the model takes.
-    Returns None for a model whose `config` does not have its sizes, as Hugging Face's have."""
+    """Estimate the activations of a micro-batch. `length`: tokens of a sample; None: as many as the model takes. Return
+    None for a model whose `config` lacks the sizes that those of Hugging Face models have."""
     sizes = _sizes_of(model)
     hidden, layers = _size(sizes, "hidden", "hidden_size", "n_embd"), _size(sizes, "layers", "num_hidden_layers")
     length = length or _most_tokens(model)
@@ -195,12 +199,12 @@ def estimate_of(model: nn.Module, config: Config, length: int | None = None) -> 
 
 
 def _most_tokens(model: nn.Module) -> int:
-    """Return the tokens of the longest sample that the model says it takes; 0 for none."""
+    """Return the most tokens of a sample that the model's config names; 0 if it names none."""
     return _size(_sizes_of(model), "context", "max_position_embeddings", "n_positions")
 
 
 def _idle_numel(model: nn.Module) -> int:
-    """Count the elements of experts that a token does not pass through."""
+    """Count the elements of the experts that a token does not pass through."""
     sizes = _sizes_of(model)
     used = _size(sizes, "num_experts_per_tok")
     of = _size(sizes, "num_local_experts", "num_experts", "n_routed_experts")
@@ -216,12 +220,12 @@ def _sizes_of(model: nn.Module) -> Any:
 
 
 def _size(sizes: Any, *names: str) -> int:
-    """Return the model's size under the first of these names that it has; 0 for none."""
+    """Return the model's size under the first of `names` that its config has; 0 if it has none of them."""
     return next((value for name in names if isinstance(value := getattr(sizes, name, None), int)), 0)
 
 
 def _block_of(model: nn.Module, sizes: Any, hidden: int, layers: int) -> BlockShape:
-    """Read a block's shape from the sizes that the model says, and from the names and classes of its modules."""
+    """Read a block's shape from the sizes in the model's config, and from the names and classes of its modules."""
     names = {name.rpartition(".")[2] for name, _ in (*model.named_modules(), *model.named_parameters())}
     norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
     weights = [weight for module in norms if isinstance(weight := getattr(module, "weight", None), Tensor)]

@@ -62,8 +62,9 @@ SHUTDOWN = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """The source of the first values. `found`: the checkpoint to resume; `adoption`: its swap files, if the run goes on
-    in them; `weights`: files of weights; all None if the model has its values. `warnings`: for the log."""
+    """Where the first values of a run come from. `found`: the checkpoint to resume. `adoption`: the commit in whose
+    swap files the run goes on, if it does. `weights`: files of weights. All three are None if the model itself has the
+    values. `warnings`: lines for the log."""
 
     found: FoundCheckpoint | None
     adoption: Adoption | None
@@ -72,13 +73,13 @@ class Source:
 
     @property
     def directories(self) -> Mapping[tuple[str, ...], AdoptedStore]:
-        """The swap directories that are taken over, by the paths that they stripe."""
+        """The adopted swap files: the swap paths of the config -> the committed state to open there."""
         return {} if self.adoption is None else self.adoption.directories
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Machine:
-    """The device, tiers and homes of a run. `copy_homes`: homes of durable copies, by the index of their unit."""
+    """The device, tiers and homes of a run. `copy_homes`: unit index -> home of the unit's durable copy."""
 
     runtime: Runtime
     tiers: TierRack
@@ -87,7 +88,8 @@ class Machine:
 
 
 def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
-    """Look at disks and files, and refuse what cannot work, before a byte is allocated. Collective."""
+    """Find where the first values of a run come from. Check directories, files and free space before anything is
+    allocated. Collective: every rank calls this."""
     config, keys = run_spec.config, nvme_paths(run_spec.config)
     warnings = check_directories(keys)
     resume = config.tiered_zero.checkpoint.resume
@@ -110,8 +112,8 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
 
 
 def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
-    """Find the checkpoint to resume; None, with a warning, if the run before has not completed its first save. Raises
-    StoreError."""
+    """Find the checkpoint to resume. Return None, and add a warning, if the run before has not completed its first
+    save. Raises StoreError."""
     if not is_unused(resume):
         return find_checkpoint(resume)
     warnings.append(f"no checkpoint in {resume} is resumed: {nothing_to_load(resume)}. The run begins at step 0")
@@ -119,16 +121,16 @@ def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
 
 
 def check_directories(keys: Mapping[tuple[str, ...], str]) -> list[str]:
-    """Make the swap directories that are missing; return what is odd about each. `keys`: directories that are striped
-    together -> the key that names them. Raises ConfigError and StoreError."""
+    """Make the swap directories that are missing, and return warnings about all of them. `keys`: directories that are
+    striped together -> the config key that names them. Raises ConfigError and StoreError."""
     make_missing(keys)
     by_path = {path: key for paths, key in keys.items() for path in paths}
     return [line for path, key in sorted(by_path.items()) for line in preflight_directory(path, key)]
 
 
 def clear_directories(keys: Mapping[tuple[str, ...], str], adopted: Container[Path] = ()) -> list[str]:
-    """Remove what a failed start of this launch has left; return what other runs have. `adopted`: swap directories in
-    which the run goes on."""
+    """If this process is a restart, remove the directories that its launch has left before. Return lines about what
+    other runs have left. `adopted`: swap directories in which this run goes on."""
     paths = [path for group in keys for path in group]
     if num_restarts() and local_rank() == 0:
         clear_restarted(paths, launch_name())
@@ -138,7 +140,8 @@ def clear_directories(keys: Mapping[tuple[str, ...], str], adopted: Container[Pa
 def open_runtime(
     plan: Plan, rule: UpdateRule, accelerator: Accelerator, collectives: Collectives, resources: Teardown
 ) -> Runtime:
-    """Take the device for a run. `resources` closes it, the rule and the ranks."""
+    """Connect the device and the ranks to a run. Return its runtime: the device, the ledger that counts the bytes of
+    each tier, and the ranks. `resources`: closes device, rule and ranks when the run ends."""
     resources.add("lanes", accelerator.close)
     resources.add("ranks", collectives.close)
     collectives.connect_device(accelerator)
@@ -160,7 +163,10 @@ def open_machine(
     units: Sequence[Unit] = (),
     adopted: Mapping[tuple[str, ...], AdoptedStore] = MappingProxyType({}),
 ) -> Machine:
-    """Allocate what the plan says of host memory and files, and give every slot its place there."""
+    """Allocate the host memory and files that the plan names, and reserve every slot there. `resources`: closes them
+    when the run ends. `model_name`: written to `owner.json`, the file in each swap directory that names its run.
+    `units`, `layouts`: the units and sub-groups to which `slots` refer by index. `adopted`: swap paths -> the committed
+    state in whose files the run goes on."""
     acts = Teardown()
     resources.add("tiers", acts.close)
     tiers = TierRack(config, plan, runtime, acts, model_name=model_name, adopted=adopted)
@@ -182,7 +188,7 @@ def open_machine(
 
 
 def nvme_paths(config: Config) -> dict[tuple[str, ...], str]:
-    """Map the paths of each tier on NVMe, several of which are striped, to a key of the config that names them."""
+    """Map the swap paths of each use of NVMe (several paths are striped) to a key of the config that names them."""
     zero = config.zero_optimization
     sections = {
         "tiered_zero.activations": config.tiered_zero.activations,
@@ -196,9 +202,8 @@ def check_disk_space(needs: Mapping[tuple[str, ...], int], ranks: Collectives) -
     """Raise StoreError on every rank if the ranks of one host need more than a file system has free.
 
     `needs`: directories that are striped together -> bytes of this rank there. Each rank preallocates its own files:
-    one alone would find room that all together do not have. What is striped over several drives counts on all of them
-    together, for its shares are measured later. Collective.
-    """
+    one rank alone would find room that all of them together do not have. Stripes over several drives count on all these
+    drives together, because each drive's share is measured later. Collective: every rank calls this."""
     if ranks.world_size == 1:
         return
     own = [{"host": boot_id(), "nbytes": nbytes, **_drives(paths)} for paths, nbytes in needs.items() if nbytes]
@@ -222,7 +227,7 @@ def check_disk_space(needs: Mapping[tuple[str, ...], int], ranks: Collectives) -
 
 
 def _drives(paths: Sequence[str]) -> dict[str, object]:
-    """Return the file systems that hold `paths`, and the bytes that they have free together."""
+    """Return the device numbers of the file systems that hold `paths`, and the bytes that they have free together."""
     by_device = {os.stat(path).st_dev: path for path in reversed(paths)}
     status = [os.statvfs(path) for path in by_device.values()]
     free = sum(each.f_bavail * each.f_frsize for each in status)

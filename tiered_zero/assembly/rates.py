@@ -1,6 +1,5 @@
-"""Measure and load the rates of this machine: `doctor DIR --measure` and `bench io DIR` write them, `plan` reads
-them.
-"""
+"""Measure and load the rates of this machine: the commands `doctor DIR --measure` and `bench io DIR` write them, `plan`
+reads them."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ and writes a 16-bit weight."""
 
 
 def measure_machine(disk: Disk) -> Machine:
-    """Measure what this machine's processors, memory and link reach, in some 5 s; `disk` has been measured before. Main
-    thread."""
+    """Measure the rates of this machine's processors, memory and link to the device, in some 5 s. `disk`: a disk that
+    has been measured before. Main thread."""
     from tiered_zero.hardware import rates
     from tiered_zero.hardware.device.select import build_accelerator
     from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
@@ -51,7 +50,8 @@ def measure_machine(disk: Disk) -> Machine:
 
 
 def _update_rate(shares_cores: bool) -> float:
-    """Measure AdamW of bf16 weights on the kernel's threads, or by torch's operations where there is no kernel."""
+    """Measure the bytes/s of AdamW on bf16 weights, with the kernel's threads, or by torch's operations if there is no
+    kernel."""
     import torch
 
     from tiered_zero.hardware.probe import available_host_nbytes
@@ -74,19 +74,20 @@ def _update_rate(shares_cores: bool) -> float:
 
 
 def save_measured(machine: Machine) -> None:
-    """Replace this machine's record, except the disks of other directories."""
+    """Replace the file with this machine's rates, but keep the disks of other directories that it has."""
     before, paths = on_record()[0], [disk.path for disk in machine.disks]
     kept = [disk for disk in (before.disks if before else ()) if disk.path not in paths]
     replace(machine, disks=(*kept, *machine.disks)).save(default_path())
 
 
 def save_disk(disk: Disk) -> None:
-    """Put a disk into this machine's record, whose other rates stay as they are."""
+    """Add a disk to the file with this machine's rates, or replace it there. Other rates stay as they are."""
     save_measured(replace(on_record()[0] or _this_machine(), date=_now(), disks=(disk,)))
 
 
 def load_measured() -> Machine:
-    """Load this machine's record. Raises ConfigError if there is none, or it is broken, or of another machine."""
+    """Load the rates that were measured on this machine. Raises ConfigError if there are none, or if their file is
+    broken or was written on another machine."""
     path = default_path()
     if not path.exists():
         raise ConfigError(f"The rates of this machine are not known; {TO_MEASURE}.")
@@ -100,7 +101,8 @@ def load_measured() -> Machine:
 
 
 def on_record() -> tuple[Machine | None, str]:
-    """Return this machine's record with a line that names it, or None with the reason."""
+    """Return this machine's measured rates and a line that says where they are; if there are none, None and the
+    reason."""
     try:
         machine = load_measured()
     except ConfigError as error:
@@ -111,8 +113,9 @@ def on_record() -> tuple[Machine | None, str]:
 def machine_to_plan(
     path: Path | None, device_nbytes: int | None, host_nbytes: int | None, disks: Sequence[Disk]
 ) -> tuple[Machine, str]:
-    """Return the machine that a file describes, or this one as it was measured, with the sizes and disks of options in
-    place of its own; and a line that names it. Raises ConfigError for the file."""
+    """Return the machine to plan for, and a line that names it. `path`: a file that describes the machine; None: this
+    machine, as it was measured. `device_nbytes`, `host_nbytes`, `disks`: sizes and disks from command-line options,
+    which replace the machine's own. Raises ConfigError if the file is not valid."""
     base, line = on_record()
     if path is not None:
         base = load_machine(path)

@@ -1,4 +1,4 @@
-"""Specify a run: units, sub-groups, rule and plan, from a config and a model, before a byte is allocated."""
+"""Specify a run from a config and a model, before a byte is allocated: units, sub-groups, rule and plan."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ from tiered_zero.unit.model import check_memory, list_params, module_tree, packe
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMachine:
-    """A machine that is planned for in place of this one: its memory, which goes before the config's limits, or None
-    for what this one has free. Its device is an accelerator. `ranks`: processes that share the host."""
+    """A machine with an accelerator, for which a run is planned in place of this machine. `device_nbytes`,
+    `host_nbytes`: its memory, which replaces the config's limits; None: what this machine has free. `ranks`: the
+    processes that share its host."""
 
     device_nbytes: int | None = None
     host_nbytes: int | None = None
@@ -55,11 +56,11 @@ class PlannedMachine:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """Everything that can be known before a byte is allocated."""
+    """The specification of a run: everything that can be known before a byte is allocated."""
 
     config: Config
     effective_config: Config
-    """`config` with parameters and optimizer state where they rest in this run."""
+    """`config`, with the tiers on which parameters and optimizer state really rest in this run."""
     model: nn.Module
     specs: dict[nn.Parameter, ParamSpec]
     units: list[Unit]
@@ -70,9 +71,9 @@ class RunSpec:
     subgroups: list[SubGroup]
     plan: Plan
     sub_group_numel: int
-    """The elements at which sub-groups are cut."""
+    """The size, in elements, at which sub-groups are cut."""
     choice: Choice | None = None
-    """The choice of the placement, with `tiered_zero.placement: "auto"`."""
+    """How `tiered_zero.placement: "auto"` has chosen; None without it."""
 
     @property
     def trains(self) -> bool:
@@ -81,7 +82,7 @@ class RunSpec:
 
     @cached_property
     def layouts(self) -> list[StateLayout]:
-        """The slot of each sub-group."""
+        """The layout of each sub-group's slot."""
         groups, masters = self.source.param_groups, master_format(self.plan.request.state_format)
         return [StateLayout(subgroup, self.rule, groups, masters) for subgroup in self.subgroups]
 
@@ -115,12 +116,13 @@ def specify_run(
     collectives: Collectives | None = None,
     rates: Machine | None = None,
 ) -> RunSpec:
-    """Lay the model out and plan its bytes. Reads no parameter's bytes; raises ConfigError and ModelError.
+    """Cut the model into units and sub-groups and plan the bytes of a run. Reads no parameter's bytes; raises
+    ConfigError and ModelError.
 
-    Without an optimizer, given or in the config, the run evaluates: every parameter is frozen to it. `collectives`:
-    with the other ranks, which call this at the same time; the plans must agree (RankError). `rates`: with which
-    placement "auto" predicts; None: those that were measured here.
-    """
+    Without an optimizer, given or in the config, the run evaluates, with every parameter frozen. `machine`: plan for
+    this machine; None: for the one that runs the call. `collectives`: the ranks, all of which call this at the same
+    time; their plans must agree (RankError). `rates`: the rates with which placement "auto" predicts; None: those that
+    were measured on this machine."""
     ranks = collectives or SingleRank()
     _check_delayed(config, ranks.world_size)
     trains = optimizer is not None or config.optimizer is not None
@@ -142,12 +144,13 @@ def specify_run(
 
 
 NUM_CUTS_KEPT = 4
-"""Cuts of a model into sub-groups that a search keeps: one of 70 billion parameters takes a second and 100 MB."""
+"""The most cuts of a model into sub-groups that a search keeps: one of a model of 70 billion parameters takes a second
+and 100 MB."""
 
 
 class _Cut:
-    """Makes the rule, the units and the sub-groups of a model, and keeps the last ones, for a search plans many
-    placements with the same."""
+    """Makes the rule, units and sub-groups of a model. Keeps the last results, because a search plans many placements
+    with equal ones."""
 
     def __init__(self, model: nn.Module, specs: dict[nn.Parameter, ParamSpec], source: Optimizer) -> None:
         self.model, self.specs, self.source = model, specs, source
@@ -163,8 +166,8 @@ class _Cut:
     def _cut(
         self, rules: UnitRules, rule: UpdateRule, state_format: str, apart: bool, rank: int | None, numel: int
     ) -> tuple[list[SubGroup], list[SubGroupSize]]:
-        """Cut the units into sub-groups. With an elementwise rule those of one size and the same param groups have
-        slots of one size."""
+        """Cut the units into sub-groups of at most `numel` elements, and compute the size of each slot. With an
+        elementwise rule sub-groups of equal size and equal param groups have slots of equal size."""
         subgroups = cut_subgroups(
             self.find_units(rules), self.group_of, numel, elementwise=rule.elementwise, apart=apart, rank=rank
         )
@@ -180,7 +183,7 @@ class _Cut:
 
 
 def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Collectives) -> RunSpec:
-    """Specify the run of a model whose parameters and optimizer have been looked at."""
+    """Specify the run of a model whose parameters and optimizer have been checked."""
     effective, request = _request(config, cut.model, machine, ranks)
     rule = cut.make_rule(request.state_format, request.world_size, request.shards_params, request.shares_cores)
     if machine.device_nbytes is not None or find_device(config.tiered_zero.device).type != "cpu":
@@ -218,7 +221,7 @@ def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Colle
 
 
 def _check_delayed(config: Config, world_size: int) -> None:
-    """Raise ModelError if a delayed update would gather inside step()."""
+    """Raise ModelError if updates are to be delayed, but ranks would gather parameters inside step()."""
     stage = config.zero_optimization.stage
     if world_size > 1 and config.tiered_zero.update == "delayed" and stage in (1, 2):
         raise ModelError(
@@ -231,7 +234,8 @@ def _check_delayed(config: Config, world_size: int) -> None:
 def _request(
     config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives
 ) -> tuple[Config, PlanRequest]:
-    """Return the config with parameters and state where they rest in this run, and what the planner must know."""
+    """Return the config with the tiers on which parameters and state really rest in this run, and what the planner must
+    know."""
     limits, settings = _limits(config, model, machine, ranks), config.tiered_zero
     on_cpu = machine.device_nbytes is None and shares_cores(settings.device, settings.debug_delay_seed)
     effective = resolve_host_tiers(config, limits, shares_cores=on_cpu, world_size=ranks.world_size)
@@ -251,7 +255,8 @@ def _request(
 def _make_rule(
     source: Optimizer, state_format: str, world_size: int, steps_parts: bool, shares_cores: bool
 ) -> UpdateRule:
-    """Make the rule that steps the state in its format. Raises ModelError for one that cannot step parts."""
+    """Make the rule that steps the optimizer's state, kept in `state_format`. `steps_parts`: ranks step parts of
+    parameters. Raises ModelError if the rule cannot do that."""
     threads = num_kernel_threads(shares_cores=shares_cores)
     rule = make_rule(source, state_format, steps_parts=steps_parts, num_threads=threads)
     if steps_parts and not rule.elementwise:
@@ -264,7 +269,7 @@ def _make_rule(
 
 
 def _check_group_state(rule: UpdateRule, request: PlanRequest) -> None:
-    """Raise ModelError if ranks step parts of a param group whose state belongs to the whole group."""
+    """Raise ModelError if the rule's state belongs to whole param groups, but each rank steps a part of them."""
     if rule.keeps_group_state and request.shards_state:
         stage = request.config.zero_optimization.stage
         raise ModelError(
@@ -274,8 +279,8 @@ def _check_group_state(rule: UpdateRule, request: PlanRequest) -> None:
 
 
 def _facts(run_spec: RunSpec) -> dict[str, Any]:
-    """Return what must be the same on all ranks: of the config (by key, those of a section as `section.key`; devices,
-    paths and files may differ), of the model, and of the plan."""
+    """Return what must be equal on all ranks: from the config (a key of a section as `section.key`; devices, paths and
+    files may differ), from the model, and from the plan."""
     config, plan, units = run_spec.config, run_spec.plan, run_spec.units
     path: dict[str, Any] = {"nvme_path": True}
     zero = {"offload_param": path, "offload_optimizer": path}
@@ -319,7 +324,8 @@ def _facts(run_spec: RunSpec) -> dict[str, Any]:
 
 
 def _with_common_window(plan: Plan, ranks: Collectives) -> Plan:
-    """Take the smallest room for paged parameters of all ranks: the order of gathers depends on it."""
+    """Return the plan with the smallest room for paged parameters that any rank has, because the order of gathers
+    depends on that room."""
     if not plan.request.shards_params:
         return plan
     own = plan.pager_limits
@@ -369,7 +375,8 @@ def _check_params(specs: Mapping[nn.Parameter, ParamSpec], trains: bool) -> None
 
 
 def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a `dtype` tensor on the device: 16 bit if the config says so and it is a float."""
+    """Return the dtype that a tensor of `dtype` has on the device: the config's 16-bit dtype, if it sets one and
+    `dtype` is a float."""
     wanted: torch.dtype = getattr(torch, config.param_dtype_name)
     return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
 
@@ -381,9 +388,9 @@ def _plan_to_fit(
     numel: int,
     request: PlanRequest,
 ) -> tuple[list[SubGroup], Plan, int]:
-    """Plan with sub-groups of `numel` elements, and of half as many as long as their staging needs more host memory
-    than is allowed and there are not too many: a size is a limit, not a demand. Returns the sub-groups, the plan, and
-    the elements at which sub-groups are cut."""
+    """Plan with sub-groups of `numel` elements. While their staging needs more host memory than is allowed, plan again
+    with half as many elements, unless that makes too many sub-groups: the size is a limit, not a demand. Return the
+    sub-groups, the plan, and the size at which sub-groups are cut."""
     least = sub_group_numel(1, units)
     while True:
         subgroups, sizes = cut_into(numel)
@@ -404,11 +411,10 @@ def _sizes(layouts: Iterable[StateLayout]) -> list[SubGroupSize]:
 
 
 def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives) -> Limits:
-    """Return the bytes that this rank may use on each tier: the config's limits, or what is free less a reserved share.
+    """Return the bytes that this rank may use on each tier: the config's limits, or what is free less a reserve.
 
-    A model that is on the device leaves it, unit by unit, for its place in the plan. Ranks of one host share its
-    memory, and every rank plans with the least that any has.
-    """
+    The parameters of a model that lies on the device count as free, because they leave it, unit by unit, for their
+    places in the plan. Ranks of one host share its memory, and every rank plans with the least that any rank has."""
     settings = config.tiered_zero
     nbytes, source, given_nbytes = machine.device_nbytes, "--device-memory", None
     if nbytes is None:
@@ -428,7 +434,7 @@ def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Co
 
 
 def planning_notices(run_spec: RunSpec) -> list[str]:
-    """Return a line for each setting that the plan could not follow to the letter."""
+    """Return a line for each setting that the plan could not follow exactly."""
     return [
         *_params_notices(run_spec),
         *_update_notices(run_spec),
