@@ -36,11 +36,11 @@ class AiofilesTransfer(DiskTransfer):
         super().__init__(engine, file, request)
         self._engine = engine
         self.moved_s = 0.0
-        """time.monotonic() when a part of it last started or ended; 0.0 while all are queued."""
+        """time.monotonic() when a part of the request last started or ended; 0.0 while all parts are queued."""
         self._seconds = 0.0
         self._event = threading.Event()
         self.ended = asyncio.Event()
-        """For coroutines of the loop, which must not block."""
+        """Set at the end of the request, for coroutines of the loop, which must not block."""
 
     def done(self) -> bool:
         return self._event.is_set()
@@ -110,7 +110,7 @@ class AiofilesEngine(DiskEngine):
         return transfer
 
     async def _run(self, transfer: AiofilesTransfer, view: memoryview, earlier: list[AiofilesTransfer]) -> None:
-        """Carry out a request: a sync once the writes `earlier` have ended, others in parts."""
+        """Carry out a request in parts, or, for a sync, once the writes `earlier` have ended."""
         for write in earlier:
             await write.ended.wait()
             transfer.error = transfer.error or write.error  # a write that failed cannot be made durable
@@ -125,7 +125,8 @@ class AiofilesEngine(DiskEngine):
         transfer.finish()
 
     async def _carry_out(self, transfer: AiofilesTransfer, start: int, view: memoryview) -> None:
-        """Carry out a part of a request, from its byte `start`, once a worker is free. The transfer gets the error."""
+        """Carry out a part of a request, from the request's byte `start`, once a worker is free. An error goes to the
+        transfer."""
         request = transfer.request
         await self._take_worker(request.urgent)
         transfer.moved_s = self.moved_s = time.monotonic()
@@ -148,7 +149,7 @@ class AiofilesEngine(DiskEngine):
         await turn
 
     def _free_worker(self) -> None:
-        """Pass a worker on to the part that waits first, urgent ones before others."""
+        """Pass a worker on to the part that has waited longest, urgent parts before others."""
         if waiting := self._urgent or self._others:
             waiting.popleft().set_result(None)
         else:
@@ -182,7 +183,8 @@ class AiofilesEngine(DiskEngine):
         file.drop_pages(offset, len(view))
 
     def _stop(self, idle: bool) -> None:
-        """Leave the loop's thread running if requests are stuck: do not join it."""
+        """End the executor and the loop. `idle`: False if requests are stuck: the loop's thread is then left
+        running."""
         self._executor.shutdown(wait=idle, cancel_futures=True)
         with suppress(RuntimeError):  # the loop is closed: a second Ctrl-C interrupted an earlier stop
             self._loop.call_soon_threadsafe(self._end_loop)
@@ -223,7 +225,8 @@ def _stop_loop(pid: int, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _as_transfer_error(error: BaseException, request: Request) -> TransferError:
-    """Convert an error to a TransferError without traceback, whose frames would keep the request's memory alive."""
+    """Convert an error to a TransferError without a traceback: the frames of a traceback would keep the request's
+    memory alive."""
     error.__context__ = error.__cause__ = error.__traceback__ = None
     if isinstance(error, TransferError):
         return error

@@ -21,7 +21,7 @@ from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.system.resources import Descriptor, opened
 
 _SLICE_S = 0.25
-"""Longest wait before returning to Python, so that signal handlers run (Ctrl-C) and stalls are noticed."""
+"""The longest wait before returning to Python, where signal handlers run (Ctrl-C) and stalls are noticed."""
 
 _POLL_S = 0.005
 """The shortest wait for a request that hangs: it may be about to complete."""
@@ -66,7 +66,7 @@ def free_text(path: str) -> str:
 
 
 def file_error(act: str, path: str, code: int) -> TransferError:
-    """Return the error of opening, allocating or closing a file; nothing was transferred."""
+    """Return the error of a failed act on a file, which moved no bytes. `act`: what failed, such as "open"."""
     text = f"cannot {act} {path}: {errno_text(code)}; {free_text(path)}. {errno_advice(code)}"
     return _with_errno(text, code)
 
@@ -107,7 +107,8 @@ def memory_address(view: memoryview) -> int:
 
 @final
 class DiskFile(File):
-    """An open file. `drain`: waits until none of its requests is in flight; returns False if some are stuck."""
+    """An open file. `drain`: a function that waits until none of the file's requests is in flight, and returns False if
+    some are stuck."""
 
     def __init__(
         self, path: str, fd: Descriptor, *, alignment: int, direct: bool, drain: Callable[[DiskFile], bool]
@@ -125,7 +126,8 @@ class DiskFile(File):
             raise file_error(act, self.path, error.errno or errno.EIO) from error
 
     def _fallocate(self, nbytes: int) -> bool:
-        """Allocate blocks. Return False if the file system cannot: glibc's emulation does not work through O_DIRECT."""
+        """Allocate blocks. Return False if the file system cannot: the emulation by glibc does not work through
+        O_DIRECT."""
         if not hasattr(os, "posix_fallocate"):
             return False
         try:
@@ -150,8 +152,8 @@ class DiskFile(File):
         self.drop_pages(0, 0)
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
-        """Ask the system to write and drop buffered pages (`nbytes` 0: to the end): they are not in the plan of host
-        memory."""
+        """Ask the system to write out and drop pages of a buffered file, because the plan of host memory does not count
+        them. `nbytes`: 0: up to the end."""
         if not self.direct and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):  # advice only
                 os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
@@ -160,15 +162,15 @@ class DiskFile(File):
         return os.fstat(self.fd).st_size
 
     def close(self) -> None:
-        """Close the file. Idempotent. A stuck request keeps its descriptor: a late write would go to the next file that
-        gets its number."""
+        """Close the file. Idempotent. If a request is stuck, its descriptor stays open: otherwise a late write would go
+        to the next file that gets the descriptor's number."""
         if self.fd >= 0 and self._drain(self):
             self._descriptor.close()
         self.fd = -1
 
 
 class DiskTransfer(IOTransfer):
-    """A request of a DiskEngine. Holds the request's memory until it is done."""
+    """A request of a DiskEngine. It holds its memory until it is done."""
 
     def __init__(self, engine: DiskEngine, file: DiskFile, request: Request) -> None:
         self.engine, self.file, self.request = engine, file, request
@@ -178,11 +180,11 @@ class DiskTransfer(IOTransfer):
 
     @abstractmethod
     def finished_within(self, timeout_s: float) -> bool:
-        """Block at most `timeout_s`. Return True once finished."""
+        """Wait for at most `timeout_s` seconds. Return whether the request is finished."""
 
     @abstractmethod
     def progressed_s(self) -> float:
-        """Return time.monotonic() of the last progress: this request's, or the engine's while this one is queued."""
+        """Return time.monotonic() of the last progress: that of this request, or, while it is queued, of the engine."""
 
     def wait(self) -> None:
         self.engine.check_process(self.request.path)
@@ -197,8 +199,8 @@ class DiskTransfer(IOTransfer):
             raise self.error
 
     def _patience_s(self, begun_s: float) -> float:
-        """Return the seconds for which the request may go on without progress. If many hang, only the first is waited
-        for up to the limit: the others have hung as long."""
+        """Return the seconds for which the request may go on without progress. If many requests hang, only the first is
+        waited for up to the limit: the others have hung as long by then."""
         since_s = self.progressed_s() if self.engine.has_stalled else max(begun_s, self.progressed_s())
         return since_s + self.engine.io_timeout_s - time.monotonic()
 
@@ -207,7 +209,7 @@ class DiskEngine(IOEngine):
     """An engine over file descriptors. Any thread may submit requests, but not across a fork."""
 
     def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
-        """`alignment`: alignment of O_DIRECT requests, 512 or 4096; 1 unless `direct`."""
+        """`direct`: use O_DIRECT. `alignment`: alignment of O_DIRECT requests, 512 or 4096; 1 unless `direct`."""
         assert direct or alignment == 1, "buffered files need no alignment"
         self.direct, self.alignment, self.settings = direct, alignment, settings
         self.io_timeout_s = io_timeout_s
@@ -260,7 +262,8 @@ class DiskEngine(IOEngine):
             self._stopped = True
 
     def stall(self, transfer: DiskTransfer) -> TransferError:
-        """Return the error of a request without progress, and latch: its memory may still be written to."""
+        """Return the error of a request without progress, and latch the engine: the disk may still write to the
+        request's memory."""
         request = transfer.request
         error = TransferError(
             f"{request.kind} of {request.nbytes} bytes at offset {request.offset} of {request.path} made no progress "
@@ -272,13 +275,13 @@ class DiskEngine(IOEngine):
         return error
 
     def check_process(self, path: str) -> None:
-        """Raise TransferError in a forked child."""
+        """Raise TransferError in a forked child, which has no workers."""
         if self._pid != os.getpid():
             raise TransferError(f"{path}: an I/O engine has no workers in a forked process; open one there")
 
     @abstractmethod
     def _start(self, file: DiskFile, request: Request, view: memoryview) -> DiskTransfer:
-        """Pass an admitted request to the workers, and add it to `_unfinished`."""
+        """Pass an admitted request to the workers, and add its transfer to `_unfinished`."""
 
     @abstractmethod
     def _stop(self, idle: bool) -> None:
@@ -300,8 +303,8 @@ class DiskEngine(IOEngine):
         self.check_process(file.path)
 
     def _drain(self, file: DiskFile | None = None) -> bool:
-        """Wait for what is in flight (of one file, or all); do not wait again after a stall. Return False if something
-        is stuck."""
+        """Wait for what is in flight, of one file or of all; after a stall, look without waiting. Return False if
+        something is stuck."""
         if self._pid != os.getpid():
             return True
         for transfer in list(self._unfinished):

@@ -1,7 +1,7 @@
-"""Define the interface between the store and the engines that move aligned bytes to and from files.
+"""Define the interface between the store of records and the engines that move aligned bytes to and from files.
 
-Show what is in flight as a table: in the error of a request without progress, and on a signal that the program chose.
-"""
+Print the requests in flight as a table: in the error of a request without progress, and on a signal that the program
+has chosen."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 
 @dataclass(frozen=True, kw_only=True)
 class IOSettings:
-    """The `aio` section of the configuration, and what each key does to each engine.
+    """The `aio` section of the configuration, and what each key does in each engine.
 
-    `block_size`: bytes per system call; aiofiles uses up to 4 neighbouring blocks of a large request, to
-    take the GIL less often. `queue_depth` x `intra_op_parallelism`: workers, that is calls in flight at once, in all
-    engines; at most 32, which saturate the fastest array of drives.
+    `block_size`: bytes per system call; aiofiles uses up to 4 neighbouring blocks of a large request, to take the GIL
+    less often. `queue_depth` x `intra_op_parallelism`: the number of workers, and thus of calls in flight at once, in
+    all engines; at most 32, which saturate the fastest array of drives.
 
     The defaults, on a virtio disk of 3.4 GB/s read and 6.6 written: alone, 2 MiB x 8 comes within 2..5% of the best of
     0.5..4 MiB x 2..16, but a training step takes 3..7% less time with 4 MiB x 16, because workers are late for their
-    next block. An urgent read waits for what is in flight, at most 64 MiB.
-    """
+    next block. An urgent read waits for what is in flight, at most 64 MiB."""
 
     block_size: int = 4 * MIB
     queue_depth: int = 16
@@ -56,7 +55,7 @@ class Request:
 
 
 class File(ABC):
-    """An open file of an engine. Offsets, lengths and addresses are multiples of `alignment`."""
+    """An open file of an engine. Offsets, lengths and addresses of requests are multiples of `alignment`."""
 
     path: str
     alignment: int
@@ -72,7 +71,7 @@ class File(ABC):
 
 class IOTransfer(Transfer):
     """One request of an engine, of any size. The engine owns the request's memory from submission until `done()`.
-    `wait` blocks at most `io_timeout_s` after the last progress, and raises TransferError."""
+    `wait` raises TransferError; it does so after `io_timeout_s` without progress at the latest."""
 
     request: Request
 
@@ -94,17 +93,17 @@ class IOEngine(ABC):
 
     @abstractmethod
     def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
-        """Start to read. `urgent`: a thread waits for it now, so it goes ahead of all requests that are not urgent.
-        Blocks that a worker has begun go on. Other requests wait while there are urgent ones; the caller must limit
-        these.
-        """
+        """Start to read. `urgent`: a thread waits for this read, so it goes ahead of all requests that are not urgent;
+        blocks that a worker has begun go on. Requests that are not urgent wait while there are urgent ones; the caller
+        must limit the number of these."""
 
     @abstractmethod
     def write(self, file: File, offset: int, data: memoryview) -> IOTransfer: ...
 
     @abstractmethod
     def sync(self, file: File) -> IOTransfer:
-        """Start an fdatasync after all writes submitted before it. A failure latches; it is never retried."""
+        """Start an fdatasync after all writes submitted before it. A failure latches the engine; the sync is never
+        retried."""
 
     @abstractmethod
     def in_flight(self) -> list[tuple[Request, float]]:
@@ -138,7 +137,7 @@ def dump_in_flight(engine: IOEngine) -> str:
 
 
 def watch(engine: IOEngine) -> None:
-    """Show `engine` in the tables of `dump_on` as long as it exists."""
+    """Show the requests of `engine` in the tables of `dump_on` for as long as the engine exists."""
     _watched.add(engine)
 
 

@@ -24,9 +24,8 @@ _MOST_ROUNDS, _LEAST_TRIAL_S = 3, 0.4
 
 
 def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
-    """Create a file, mode 0600, of random bytes, since blocks never written are read without the disk. Return its size:
-    whole MiB of `nbytes`, or what was written after `seconds`.
-    """
+    """Create a file, mode 0600, of random bytes: blocks that were never written are read without the disk. Return its
+    size: whole MiB of `nbytes`, or as much as was written after `seconds`."""
     end_s = time.perf_counter() + seconds
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     with open(fd, "wb") as file:
@@ -43,9 +42,10 @@ def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
 
 
 def weigh_directories(engine: IOEngine, directories: Sequence[Path], nbytes: int) -> list[float]:
-    """Return each directory's share of the bytes, in proportion to its speed; the shares sum to 1. Each is measured for
-    a fifth of a second, by reads and writes, in a temporary file no larger than an equal share. Rates that differ by
-    less than a quarter count as equal. Raises TransferError, OSError."""
+    """Return each directory's share of the bytes, in proportion to its speed; the shares sum to 1. Each directory is
+    measured for a fifth of a second, by reads and writes, in a temporary file no larger than an equal share. `nbytes`:
+    bytes to be striped in all. Rates that differ by less than a quarter count as equal. Raises TransferError,
+    OSError."""
     size_nbytes = min(_WEIGHED_NBYTES, align_up(nbytes // len(directories), MIB))
     rates = []
     for directory in directories:
@@ -61,8 +61,9 @@ def weigh_directories(engine: IOEngine, directories: Sequence[Path], nbytes: int
 
 
 def measure_modes(engine: IOEngine, path: str, nbytes: int, seconds: float) -> dict[str, float]:
-    """Measure bytes/s of each of MODES, in turn, in about `seconds`: medians of three trials, or of fewer if these
-    would be shorter than 0.4 s. Raises TransferError."""
+    """Measure the bytes/s of reading, writing, and both at once, in about `seconds` together. Each rate is the median
+    of three trials, or of fewer if a trial would be shorter than 0.4 s. `nbytes`: bytes of the existing file `path` to
+    use. Raises TransferError."""
     rounds = max(1, min(_MOST_ROUNDS, int(seconds / len(MODES) / _LEAST_TRIAL_S)))
     trial_s = seconds / len(MODES) / rounds
     found = [[measure_rate(engine, path, nbytes, mode, trial_s) for mode in MODES] for _ in range(rounds)]
@@ -85,9 +86,8 @@ def measure_rate(
     over.
 
     Keeps `num_in_flight` requests in flight for `seconds`, as the tiers do, and counts completed ones. Writes random
-    bytes, from memory like the runtime's. `one_memory`: all requests share one request's memory, which may stay in the
-    processor's cache. `read_share`: share of reads in the bytes of "mixed". Raises TransferError.
-    """
+    bytes, from memory like the runtime's. `one_memory`: all requests share the memory of one, which may then stay in
+    the processor's cache. `read_share`: share of reads in the bytes of "mixed". Raises TransferError."""
     request_nbytes = min(request_nbytes, nbytes // num_in_flight // PAGE_NBYTES * PAGE_NBYTES)
     # huge pages: O_DIRECT pins each page of a transfer, and a device takes a limited number of pieces at once. With
     # pages of 4 KiB one virtio disk read at 0.4 of the rate.

@@ -27,7 +27,8 @@ _END_OF_FILE: Final = -1
 _NS: Final = 1_000_000_000
 
 _abandoned: list[object] = []
-"""Pools with a worker stuck in a system call, and their transfers: the kernel may still write to their memory."""
+"""Engines with a worker stuck in a system call, and their transfers, kept alive: the kernel may still write to their
+memory."""
 
 
 class _Request(ctypes.Structure):
@@ -48,8 +49,8 @@ class _Request(ctypes.Structure):
 
 @final
 class _Library:
-    """The functions of direct_io.c. Those that may block release the GIL; for the others that would cost more than it
-    gains."""
+    """The functions of direct_io.c. Those that may block release the GIL; the others do not, because releasing it would
+    cost more than it gains."""
 
     def __init__(self, path: Path) -> None:
         releasing, holding = load(path), ctypes.PyDLL(str(path))
@@ -78,8 +79,8 @@ def load_library(path: Path | None = None) -> _Library:
 
 @final
 class NativeTransfer(DiskTransfer):
-    """A request of the native engine. Its C struct is Python's memory and must live until `finished`: the engine's
-    table holds it."""
+    """A request of the native engine. Its C struct is Python's memory and must live until the request is finished: the
+    engine's table of unfinished transfers holds it."""
 
     def __init__(self, engine: NativeEngine, file: DiskFile, request: Request, view: memoryview) -> None:
         super().__init__(engine, file, request)
@@ -114,7 +115,7 @@ class NativeTransfer(DiskTransfer):
         return (self.raw.finished_ns - self.raw.submitted_ns) / _NS if self.raw.finished else 0.0
 
     def complete_io(self) -> None:
-        """Release the memory of a finished request, and find its error. The engine calls it once."""
+        """Release the memory of a finished request, and find the request's error. The engine calls this once."""
         self._view = None
         raw = self.raw
         block = (raw.error_offset, raw.error_wanted, raw.error_got)
@@ -126,8 +127,8 @@ class NativeTransfer(DiskTransfer):
 
 @final
 class NativeEngine(DiskEngine):
-    """Submits and waits with one C call each, whatever the request's size. Its workers need no GIL, so the rate holds
-    while Python code computes."""
+    """Submits a request with one C call and waits with another, whatever the request's size. Its workers need no GIL,
+    so the rate holds while Python code computes."""
 
     name = "native"
 
@@ -145,7 +146,8 @@ class NativeEngine(DiskEngine):
             raise ConfigError(f"its {settings.num_workers} threads cannot be started: {errno_text(code)}")
 
     def collect(self, transfer: NativeTransfer) -> None:
-        """Remove a finished transfer from the table; a failure latches. Any thread, any number of times."""
+        """Remove a finished transfer from the table of unfinished ones; its failure latches the engine. Any thread, any
+        number of times."""
         with self._lock:
             if transfer in self._unfinished:
                 transfer.complete_io()
@@ -161,7 +163,8 @@ class NativeEngine(DiskEngine):
         return transfer
 
     def _check_usable(self, file: DiskFile) -> None:
-        """Collect finished transfers that nobody waited for, then check: all after a failure, otherwise the oldest."""
+        """Collect finished transfers that nobody waited for: after a failure all of them, otherwise the oldest two.
+        Then check."""
         if not self._closed and self._pid == os.getpid():
             failed = self.library.failed(self.pool)
             for transfer in list(self._unfinished) if failed else self._oldest():
@@ -181,7 +184,7 @@ class NativeEngine(DiskEngine):
 
 
 def _end_pool(pid: int, library: _Library, pool: ctypes.c_void_p, still_open: list[ctypes.c_void_p]) -> None:
-    """Free the pool of a freed engine, if it was opened in this process."""
+    """Free the thread pool of an engine that was freed, if this process opened it."""
     if pool and os.getpid() == pid:
         while still_open:
             library.close_pool(still_open.pop(), 0)

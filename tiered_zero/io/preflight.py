@@ -28,14 +28,15 @@ _WARNINGS = {
 
 
 def is_local(fstype: str | None) -> bool:
-    """Return whether no other machine can use the file system at the same time; False for unknown types."""
+    """Return whether a file system of this type can be used by no other machine at the same time; False for unknown
+    types."""
     return fstype in _LOCAL
 
 
 def preflight_directory(path: str | os.PathLike[str], key: str = "nvme_path") -> list[str]:
     """Check a directory for swap files, and return warnings as text. `key`: the config key that names it. Raises
     ConfigError, with a remedy, if it is missing, no directory, a block device, another user's behind a symbolic link,
-    or not writable. Creates and removes one empty file. The store checks free space."""
+    or not writable. Creates and removes one empty file. Free space is not checked here but by the store."""
     directory = os.fspath(path)
     try:
         status = os.stat(directory)
@@ -67,7 +68,7 @@ def preflight_directory(path: str | os.PathLike[str], key: str = "nvme_path") ->
 
 
 def nearest_directory(path: str) -> str:
-    """Return the directory, or the nearest one above it that exists."""
+    """Return `path`, or the nearest directory above it, that exists."""
     path = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(path):
         path = os.path.dirname(path)
@@ -85,7 +86,7 @@ def filesystem_warnings(directory: str, fstype: str | None) -> list[str]:
 
 
 def filesystem_type(path: str | os.PathLike[str], mounts: Path = _MOUNTS) -> str | None:
-    """Return the type of the mount that holds `path` ("ext4", "tmpfs", ...), by proc(5); None if unknown."""
+    """Return the type of the mount that holds `path` ("ext4", "tmpfs", ...), as proc(5) describes; None if unknown."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Choose an engine by trying each in the real directory."""
+"""Choose an I/O engine by trying each in the real directory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ENGINES: dict[str, Callable[..., DiskEngine]] = {
 """Engines by name, best first."""
 
 _ACCESS = ((True, 512), (True, PAGE_NBYTES), (False, 1))
-"""(O_DIRECT?, alignment), in the order in which they are tried."""
+"""(whether to use O_DIRECT, alignment), in the order in which they are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The chosen engine. `engine`: open; the caller closes it. `alignment`: for O_DIRECT; 1 if buffered. `reasons`: one
-    line for each better engine or access that does not work, and a last one for the choice.
-    """
+    """The chosen engine. `engine`: is open; the caller closes it. `alignment`: alignment of O_DIRECT requests; 1 if
+    access is buffered. `direct`: whether O_DIRECT is used. `reasons`: one line for each better engine or access that
+    does not work, and, from `select_engine`, a last one for the choice."""
 
     engine: IOEngine
     alignment: int
@@ -44,12 +44,11 @@ def select_engine(
     settings: IOSettings | None = None,
     io_timeout_s: float = 60.0,
 ) -> Selection:
-    """Return the best engine that works in all `directories`; `prefer` names the only candidate.
+    """Return the best engine that works in all `directories`. `prefer`: the name of the only engine to try, or "auto".
 
     An engine works if a temporary file there (mode 0600, removed) takes an aligned write and a sync and returns the
-    same bytes; tried are O_DIRECT at 512, at 4096, then buffered access (pages are dropped from the cache once
-    written). Any engine with O_DIRECT comes before any without. Raises ConfigError if nothing works.
-    """
+    same bytes. O_DIRECT is tried with alignment 512, then 4096, then buffered access, where pages are dropped from the
+    cache once written. Any engine with O_DIRECT comes before any without. Raises ConfigError if nothing works."""
     if prefer != "auto" and prefer not in ENGINES:
         raise ConfigError(f"there is no I/O engine {prefer!r}; use auto, {', '.join(ENGINES)}")
     names = [*ENGINES] if prefer == "auto" else [prefer]
@@ -72,7 +71,7 @@ def select_engine(
 
 def select_reader(*paths: str | os.PathLike[str], settings: IOSettings | None = None) -> Selection:
     """Return the best engine that reads the first page of all these files; nothing is written. Raises TransferError if
-    none does: the error of buffered reads, which tells most about the file."""
+    none does: the error of buffered reads, which says most about the file."""
     failures = [TransferError("there is no I/O engine here")]
 
     def trial(engine: DiskEngine) -> None:
@@ -92,7 +91,8 @@ def select_reader(*paths: str | os.PathLike[str], settings: IOSettings | None = 
 def _first_working(
     names: Sequence[str], settings: IOSettings, io_timeout_s: float, trial: Callable[[DiskEngine], None]
 ) -> tuple[DiskEngine | None, list[str]]:
-    """Return the first engine and access, best first, that passes `trial`, and a line for each before it."""
+    """Return the first engine and access, best first, that passes `trial`, and a line for each that failed before it.
+    `trial`: raises TransferError if the engine does not work."""
     working, reasons = [*names], list[str]()
     for direct, alignment in _ACCESS:
         for name in [*working]:
