@@ -2,10 +2,11 @@
 
 Promise: everything here is optional. If no C compiler worked during installation, `find_library` returns None; the
 caller then runs its Python code, and logs once the reason that `why_missing` gives.
-Owner: the file that binds a kernel owns its argument types; C code includes neither Python.h nor torch headers, so
-that one object serves every Python and every torch, and ctypes releases the GIL around each call.
-Never: a kernel keeps no global state, starts no thread that outlives its handle, and prints nothing.
-"""
+
+Owner: the file that binds a kernel owns its argument types. C code includes neither Python.h nor torch headers: one
+object serves every Python and every torch, and ctypes releases the GIL around each call.
+
+Never: a kernel keeps no global state, starts no thread that outlives its handle, and prints nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from typing import Any
 from tiered_zero.errors import ConfigError
 
 VERSION = 9
-"""The version of the C sources, as in version.h. A library built from others may lay out its structures otherwise."""
+"""The version of the C sources, as in version.h. A library built from other sources may lay out its structures
+otherwise."""
 
 LIBRARY_DIR_VARIABLE = "TIERED_ZERO_NATIVE_DIR"
 """Environment: a directory to search instead of this package's own; an empty one switches the kernels off."""
@@ -29,16 +31,15 @@ LIBRARY_DIR_VARIABLE = "TIERED_ZERO_NATIVE_DIR"
 def find_library(stem: str) -> Path | None:
     """Return the shared object that the build made for `stem` ("_direct_io", "_update"), or None if there is none.
 
-    A source tree in the working directory shadows the installed package and may have no libraries: the installed ones
-    are then taken if they were built from the same C sources.
-    """
+    A source tree in the working directory shadows the installed package and may have no libraries. The libraries of the
+    installed package are then taken, if they were built from the same version of the C sources."""
     if own := _library_in(_own_directory(), stem):
         return own
     return next((path for path, version in _installed_libraries(stem) if version == VERSION), None)
 
 
 def why_missing(stem: str) -> tuple[str, str]:
-    """Return the reason why `find_library(stem)` returns None, and the remedy."""
+    """Return the reason why `find_library(stem)` returns None, and what the user can do about it."""
     if directory := os.environ.get(LIBRARY_DIR_VARIABLE):
         return f"{LIBRARY_DIR_VARIABLE} is {directory}, which has no {stem}", f"unset {LIBRARY_DIR_VARIABLE}"
     for _, version in _installed_libraries(stem):
@@ -77,7 +78,7 @@ def _installed_libraries(stem: str) -> Iterator[tuple[Path, int | str]]:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Load a library. Raises OSError if `path` is none, and ConfigError if its C sources have another VERSION."""
+    """Load a library. Raises OSError if `path` is no library, and ConfigError if its C sources have another VERSION."""
     library = ctypes.CDLL(str(path))
     if (found := _version_of(library)) != VERSION:
         raise ConfigError(
@@ -91,11 +92,13 @@ def _version_of(library: ctypes.CDLL) -> int | str:
 
 
 def declare(function: Any, result: Any, *arguments: Any) -> Any:
-    """Declare the types of a library's function, and return it. `result`: None for void."""
+    """Declare the result and argument types of a library's function, and return the function. `result`: None for
+    void."""
     function.restype, function.argtypes = result, arguments
     return function
 
 
 def struct_fields(*rows: tuple[Any, str]) -> list[tuple[str, Any]]:
-    """List the `_fields_` of a ctypes.Structure from rows of a type and its names, as C declares them."""
+    """List the `_fields_` of a ctypes.Structure. `rows`: a type and the names of the fields that have it, as C declares
+    them."""
     return [(name, kind) for kind, names in rows for name in names.split()]

@@ -26,7 +26,7 @@ NUM_FREE_CORES = 2
 """Cores that a run with an accelerator leaves to the driver, which launches compute, and to the lanes."""
 
 ADDRESSES_PER_RUN = 8
-"""How many numbers a row of the table for `UpdateKernel.update` has."""
+"""The number of 64-bit numbers in a row of the table for `UpdateKernel.update`."""
 
 
 class Dtype(enum.IntEnum):
@@ -34,8 +34,8 @@ class Dtype(enum.IntEnum):
     BFLOAT16 = 1
     FLOAT16 = 2
     REMAINDER = 3
-    """A form of Adam's master: int16, added to its bfloat16 `out` as the high half of 32 bits; the sign of the second
-    moment distinguishes ties."""
+    """A form of Adam's master: an int16 that is added to the bfloat16 `out`, taken as the high half of 32 bits; the
+    sign of the second moment distinguishes ties."""
 
 
 class Rule(enum.IntEnum):
@@ -52,7 +52,7 @@ class Flag(enum.IntFlag):
     MOMENTUM = 8
     NESTEROV = 16
     FIRST = 32
-    """The momentum buffer is empty: copy the gradient to it."""
+    """The momentum buffer is empty: the kernel copies the gradient to it."""
     TORCH_ROOT = 64
     """Take square roots by the kernel's `root`, not exact ones."""
     NEWTON_ROOT = 128
@@ -60,7 +60,7 @@ class Flag(enum.IntFlag):
 
 
 class Hyper(ctypes.Structure):
-    """The numbers of one step, the same for every element of a run. update.c says how each rule uses the floats."""
+    """The numbers of one step, equal for every element of a run. update.c says how each rule uses the floats."""
 
     _fields_ = struct_fields(
         (ctypes.c_int32, "rule flags grad_type master_type out_type state_type"),
@@ -70,7 +70,7 @@ class Hyper(ctypes.Structure):
 
 
 class Moments(ctypes.Structure):
-    """One array of 8-bit moments, for `UpdateKernel.convert`: addresses as in update.c, and what to do."""
+    """One array of 8-bit moments, for `UpdateKernel.convert`: its addresses, as in update.c, and how to convert it."""
 
     _fields_ = struct_fields(
         (ctypes.c_void_p, "codes scales values table"),
@@ -81,14 +81,14 @@ class Moments(ctypes.Structure):
 
 
 class MklRoot(NamedTuple):
-    """Addresses of MKL's VMSSQRT_ and MKL_Set_Num_Threads_Local."""
+    """The addresses of MKL's functions VMSSQRT_ and MKL_Set_Num_Threads_Local."""
 
     square_root: int
     set_threads: int
 
 
 CopyNorm = tuple[int, int | None, int, Dtype, Dtype, bool]
-"""source, target, numel, source_type, target_type, add: see `_CopyNormArgs`."""
+"""(source, target, numel, source_type, target_type, add): the fields of `_CopyNormArgs`."""
 
 
 class _CopyNormArgs(ctypes.Structure):
@@ -104,20 +104,21 @@ class _CopyNormArgs(ctypes.Structure):
 
 @final
 class UpdateKernel:
-    """The library of update.c, an instruction set and a pool of threads, idle between calls. Calls release the GIL.
+    """The library of update.c with an instruction set (level) and a pool of threads, which are idle between calls.
+    Calls release the GIL.
 
     Any thread may call; while the pool is busy, a call runs on its own thread alone. Fork-safe. Every result has the
-    same bits at each level and for any number of threads.
-    """
+    same bits at each level and for any number of threads."""
 
     def __init__(
         self, path: Path, level: str | None = None, num_threads: int | None = None, root: MklRoot | None = None
     ) -> None:
-        """`level`: None: from the environment, else the best that runs here. `num_threads`: None: `available_cpus`.
+        """`path`: the library. `level`: the instruction set, a key of LEVELS; None: the one in the environment, else
+        the best that runs here. `num_threads`: None: `available_cpus`. `root`: MKL's square root, for runs with
+        Flag.TORCH_ROOT.
 
-        `root`: for runs with Flag.TORCH_ROOT. Raises OSError if `path` is no library, and ConfigError if it has another
-        version, or if the level is unknown or does not run here.
-        """
+        Raises OSError if `path` is no library, and ConfigError if it has another version, or if the level is unknown or
+        does not run here."""
         self.path = path
         self._library = _bind(path)
         self.level = self._choose(level or os.environ.get(LEVEL_VARIABLE) or None)
@@ -150,44 +151,44 @@ class UpdateKernel:
         return forced
 
     def update(self, table: int, num_runs: int) -> None:
-        """Take one step on every run. `table`: the address of ADDRESSES_PER_RUN 64-bit numbers for each run: the
-        addresses of master, gradient, out (or 0), three state arrays (or 0), the number of elements, the address of its
-        `Hyper`. All addresses must be valid during the call.
-        """
+        """Take one optimizer step on every run. `table`: the address of ADDRESSES_PER_RUN 64-bit numbers for each run:
+        the addresses of master, gradient, out (or 0) and three state arrays (or 0), the number of elements, the address
+        of the run's `Hyper`. All addresses must be valid during the call."""
         self._check(
             self._library.tz_update_batch(self._pool, table, num_runs, LEVELS[self.level], *(self.root or (None, None)))
         )
 
     def square_roots(self, values: int, roots: int, numel: int, flags: Flag) -> None:
-        """Compute `roots` [numel] fp32 of `values` as an update with these flags does. `numel`: a multiple of 16. The
-        addresses must be valid, as in `update`.
-        """
+        """Compute the square roots of `values` in the way an update with these flags does, and write them to `roots`.
+        Both are addresses of [numel] fp32, valid as in `update`. `numel`: a multiple of 16."""
         functions = self.root or (None, None)
         self._check(self._library.tz_square_roots(values, roots, numel, flags, LEVELS[self.level], *functions))
 
     def convert(self, moments: Moments) -> None:
-        """Dequantize codes and scales to `values`, or quantize them. The memory must be valid, as in `update`."""
+        """Convert codes and scales to the floats `values`, or, with `encode`, floats to codes and scales. The memory
+        must be valid, as in `update`."""
         self._check(self._library.tz_convert_moments(self._pool, ctypes.byref(moments), LEVELS[self.level]))
 
     def copy(self, copies: Sequence[CopyNorm]) -> None:
-        """Copy or add arrays on all threads. Targets must not overlap; the memory must be valid, as in `update`."""
+        """Copy or add arrays, on all threads. Targets must not overlap; the memory must be valid, as in `update`."""
         table = _copy_table(copies)
         self._check(self._library.tz_copy_arrays(self._pool, table, len(copies), LEVELS[self.level]))
 
     def copy_norms(self, copies: Sequence[CopyNorm], *, fused_tail: bool, threaded: bool = False) -> list[float]:
-        """Copy, add or scan arrays, each in one pass; return the L2 norm of each target afterwards (without a target,
-        of the source), computed in fp32 in the order of ATen's vector_norm.
+        """Copy, add or only read arrays, each in one pass. Return the L2 norm of each target afterwards (without a
+        target, of the source), computed in fp32 in the order of ATen's vector_norm.
 
-        `fused_tail`: whether ATen's code was compiled with FMA. `threaded`: one array per thread; targets must not
-        overlap. Else all arrays on the calling thread, in their order. The addresses must be valid, as in `update`.
-        """
+        `fused_tail`: whether ATen's code was compiled with FMA. `threaded`: use the pool, one array per thread; targets
+        must not overlap. Otherwise the calling thread takes all arrays in their order. The addresses must be valid, as
+        in `update`."""
         table, norms = _copy_table(copies), (ctypes.c_float * len(copies))()
         pool = self._pool if threaded else None
         self._check(self._library.tz_copy_norms(pool, table, len(copies), fused_tail, norms, LEVELS[self.level]))
         return list(norms)
 
     def close(self) -> None:
-        """End the threads. Idempotent; the kernel must not be used afterwards. A collected kernel closes itself."""
+        """End the threads. Idempotent; the kernel must not be used afterwards. A kernel that is garbage collected
+        closes itself."""
         self._end()
         self._pool = None
 
@@ -216,11 +217,10 @@ def _bind(path: Path) -> ctypes.CDLL:
 
 def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
     """Count the threads that this process may keep busy: the CPUs of its affinity, or its share of them if the ranks of
-    this host have all CPUs in common, and no more than its share of its cgroups' quotas. Ignores OMP_NUM_THREADS, which
-    launchers set to 1.
+    this host have all CPUs in common, and no more than its share of the quotas of its cgroups. Ignores OMP_NUM_THREADS,
+    which launchers set to 1.
 
-    `root`: the root of the file system to read (for tests).
-    """
+    `root`: the root of the file system to read (for tests)."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = environment.get("LOCAL_WORLD_SIZE", "1")
     local_ranks = max(1, int(given)) if given.isdigit() else 1
@@ -230,7 +230,8 @@ def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Pat
 
 
 def num_kernel_threads(*, shares_cores: bool) -> int:
-    """Return how many threads a run's kernel gets. `shares_cores`: compute runs on the CPU too and waits for it."""
+    """Return how many threads a run's update kernel gets. `shares_cores`: compute runs on the CPU too, and waits for
+    the kernel."""
     return available_cpus() if shares_cores else max(1, available_cpus() - NUM_FREE_CORES)
 
 
