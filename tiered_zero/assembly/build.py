@@ -468,7 +468,7 @@ def _make_whole(run_spec: RunSpec, runtime: Runtime, pager: Pager) -> WholeWeigh
 def _make_policy(
     run_spec: RunSpec, pipeline: UpdatePipeline, pager: Pager, whole: WholeWeights, gradients: GradientStore
 ) -> UpdatePolicy:
-    """Make the policy that the plan has chosen. See [Note: State on several tiers]."""
+    """Make the update policy that the plan has chosen. See [Note: State on several tiers]."""
     choice = run_spec.plan.update_policy
     if choice.policy == "barrier":
         if not whole.units:

@@ -1,4 +1,5 @@
-"""Open what a run works on: swap directories, device, tiers with their staging buffers, the slots of all bytes."""
+"""Open what a run works on: swap directories, device, tiers with their staging buffers, and the slots that hold all
+bytes."""
 
 from __future__ import annotations
 

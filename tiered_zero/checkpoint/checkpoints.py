@@ -1,10 +1,12 @@
 """Save and load one run, as the engine's `save_checkpoint` and `load_checkpoint` ask, without DeepSpeed's terms.
 
-A save runs on the driver thread, between two updates, and is durable when its call returns:
+A save runs on the driver thread (the one that calls the engine), between two updates. It is durable when its call
+returns:
 
     agree_on_save     all ranks want the same tag of the same step, and have captured what a script may change
     begin_tag         rank 0 begins the tag, the others join it
-    write, publish    every rank writes its share, rank 0 publishes them all; or `Commits.save`, in place
+    write, publish    every rank writes its share, and rank 0 publishes all shares as one tag; a save in place commits
+                      the swap files instead (`Commits.save`)
 
 With checkpoint.async, write and publish go on during training (`AsyncSave`). Such a save is durable once a later save,
 load, flush or close has returned; the first of these raises its error. Training goes on after a failed save.

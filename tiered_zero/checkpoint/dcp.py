@@ -1,9 +1,8 @@
 """Read tags with PyTorch's Distributed Checkpoint (DCP), for programs without an engine:
 `torch.distributed.checkpoint.load(..., storage_reader=DcpReader(tag))`. Nothing in this package imports this file.
 
-Each tensor is one chunk. For an item, everything from its first to its last element is read: just its own elements if
-tensors are cut by rows, as FSDP cuts them.
-"""
+Each tensor is one chunk. To load an item (a part of a tensor), everything from its first to its last element is read.
+If tensors are cut by rows, as FSDP cuts them, that is the item alone."""
 
 from __future__ import annotations
 
@@ -30,11 +29,11 @@ from tiered_zero.errors import StoreError
 
 @final
 class DcpReader(StorageReader):
-    """Reads a tag, or a run's newest commit, by the keys of [Note: Portable form]. One thread; a `with` block closes
-    it."""
+    """Reads a tag, or a run's newest commit, by the keys of [Note: Portable form]. One thread uses it; the end of a
+    `with` block closes it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """`path`: as in `tiered_zero.checkpoint.resume`. Raises StoreError."""
+        """`path`: a directory, as in the config's `tiered_zero.checkpoint.resume`. Raises StoreError."""
         self.reader: TensorReader = open_reader(find_checkpoint(path))
 
     def __enter__(self) -> DcpReader:

@@ -1,8 +1,8 @@
-"""Capture the driver thread's state at a save, and restore it at a load: everything but weights and optimizer state.
+"""Capture the state of a run's driver thread at a save, and restore it at a load: everything but weights and optimizer
+state.
 
-Counts, loss scale, learning rate schedule, values of the param groups, random states, the position in the training
-data, and the user's client_state. A run that restores them continues bit for bit.
-"""
+This is counts, loss scale, learning rate schedule, values of the param groups, random states, the position in the
+training data, and the user's client_state. A run that restores them continues bit for bit."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class _SavedState(_SavedRank):
 
 
 def _decode_state(saved: Any) -> State:
-    """Decode and check the state that `DriverState.capture` returned and a file held. Raises StoreError."""
+    """Decode and check a state that `DriverState.capture` had returned, read from a file. Raises StoreError."""
     try:
         if type(saved) is not dict:
             raise ValueError(f"expected an object; found {type(saved).__name__}")
@@ -118,7 +118,8 @@ def _decode_state(saved: Any) -> State:
 
 
 def read_client_state(saved: Any) -> dict[str, Any]:
-    """Decode the client_state from what `DriverState.capture` returned and a file held. Raises StoreError."""
+    """Decode the client_state from a state that `DriverState.capture` had returned, read from a file. Raises
+    StoreError."""
     return dict(_decode_state(saved)["client_state"])
 
 
@@ -129,10 +130,10 @@ def read_client_state(saved: Any) -> dict[str, Any]:
 class LoadParts:
     """The parts that a load restores: the arguments of DeepSpeed's `load_checkpoint`, with its defaults.
 
-    `module_only`: weights alone. Without `optimizer_states` this run keeps its optimizer, learning rates and loss
-    scale; without `lr_scheduler_states` its schedule. Counts, random states and the position in the training data are
-    restored unless `module_only`. Source: DeepSpeed 0.19.8, runtime/engine.py, _load_checkpoint.
-    """
+    `module_only`: load weights alone. `optimizer_states`: if False, this run keeps its optimizer state, learning rates
+    and loss scale. `lr_scheduler_states`: if False, it keeps its schedule. Counts, random states and the position in
+    the training data are restored unless `module_only`. Source: DeepSpeed 0.19.8, runtime/engine.py,
+    _load_checkpoint."""
 
     optimizer_states: bool = True
     lr_scheduler_states: bool = True
@@ -302,8 +303,8 @@ def join_states(first: State, own: Sequence[Mapping[str, Any]]) -> State:
 
 def _select_rank(state: State, ranks: Collectives) -> int:
     """Put this rank's own parts into `state`, and return how many ranks saved theirs. A rank that did not exist at the
-    save keeps its random states: with rank 0's it would draw the same numbers as rank 0. Its position in the data is
-    rank 0's."""
+    save keeps its present random states, because with rank 0's it would draw the same numbers as rank 0; it takes rank
+    0's position in the data."""
     of_ranks = state.pop("ranks", None) or [own_state(state)]
     if ranks.rank < len(of_ranks):
         state.update(of_ranks[ranks.rank])
@@ -345,8 +346,8 @@ def _scheduler_state(scheduler: Any) -> State | None:
 
 
 def _without_code(state: Any) -> Any:
-    """Leave functions out of a torch scheduler's state, since it keeps its own; turn a Counter (MultiStepLR) into a
-    dict."""
+    """Leave functions out of a torch scheduler's state, because the scheduler that loads it has its own; turn a Counter
+    (MultiStepLR) into a dict."""
     if type(state) in (dict, Counter):
         return {name: _without_code(value) for name, value in state.items() if not isinstance(value, _CODE)}
     if type(state) is list:
@@ -375,7 +376,8 @@ def _with_inner(scheduler: Any, state: Any = None) -> list[tuple[Any, Any]]:
 
 
 def _check_scheduler(scheduler: Any, saved: Any, optimizer: TieredOptimizer) -> None:
-    """Try to load `saved` into the scheduler, then restore everything. Raises ModelError if it does not fit."""
+    """Try to load `saved` into the scheduler, then restore the scheduler and the param groups. Raises ModelError if it
+    does not fit."""
     kind = type(scheduler).__name__
     otherwise = "Build the scheduler of the saved run, or load with load_lr_scheduler_states=False to begin a new one."
     if saved is None:
@@ -425,7 +427,7 @@ _INSTEAD: Final = {
     "bytearray": "save bytes(data)",
     "range": "save (start, stop, step)",
 }
-"""A type, or its module -> what to save instead."""
+"""A type, or its module -> what the user can save instead."""
 
 
 def to_json(value: Any, where: str, depth: int = 0) -> Any:
@@ -466,7 +468,7 @@ def to_json(value: Any, where: str, depth: int = 0) -> Any:
 
 def from_json(values: Any) -> Any:
     """Invert `to_json` for untrusted JSON. Tensors are on the CPU. Raises ValueError for anything that `to_json` does
-    not return. Allocates no more than the text takes."""
+    not return. Allocates no more memory than the text takes."""
     if type(values) is list:
         return _items(values)
     if type(values) is not dict:
@@ -526,7 +528,7 @@ def _array(array: numpy.ndarray[Any, Any], where: str) -> str:
 
 
 def _read_array(text: Any) -> numpy.ndarray[Any, Any]:
-    """Read a .npy file. `numpy.load` would allocate whatever its header declares."""
+    """Decode an array from a .npy file in base64. `numpy.load` would allocate whatever the file's header declares."""
     data = base64.b64decode(text, validate=True)
     file = io.BytesIO(data)
     npy.read_magic(file)

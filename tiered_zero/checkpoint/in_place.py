@@ -228,7 +228,8 @@ class Commits:
             store.confirm()
 
     def _publish(self, tag: TagWriter, pointer: Transfer, step: int) -> None:
-        """Give the tag its name after the commit. Raises UntaggedCommitError."""
+        """Give the tag its name after the commit. `pointer`: completes when the tag is prepared. Raises
+        UntaggedCommitError."""
         try:
             pointer.wait()
             tag.publish_pointer()
@@ -373,7 +374,7 @@ def adopt(
     commit = Commit.decode(Path(path), metadata)
 
     def look() -> str:
-        """Open this rank's part, and return why it cannot be adopted, or ""."""
+        """Open this rank's part of the commit, and return why it cannot be adopted; "" if it can."""
         if not plan.request.config.tiered_zero.checkpoint.in_place:
             return "tiered_zero.checkpoint.in_place is off"
         if len(commit.ranks) != ranks.world_size:

@@ -1,4 +1,4 @@
-"""Index a checkpoint: which bytes of which records are which elements of which tensor.
+"""Define the index of a checkpoint: for the elements of each tensor, the records and bytes that hold them.
 
 `manifest.json` of a tag, and the metadata of an in-place commit, are a `TagManifest` in the format of
 record/files.py. A full save has its own data files, one per rank: `stores`. A commit leaves its records in the
@@ -9,7 +9,7 @@ shape permuted by `order`, which is null for a row-major tensor. A tensor has on
     joined      masters stored as remainders: sources are remainder (int16), parameter (bfloat16), and the second
                 moment (fp32), whose sign is the mark
     magnitude   one source: that second moment, without its sign
-    rounded     one source: the fp32 masters of a parameter that no param group holds; it is these, rounded
+    rounded     one source: the fp32 masters of a parameter that no param group holds; its elements are these, rounded
 
 Each rank makes a `Share`, and `join_shares` joins them. Input may be hostile: types, ranges and sums are checked here,
 files by `tag.read_manifest`, places in records when these are opened, all before anything is allocated.
@@ -64,20 +64,20 @@ Text = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class StoreLocation(StrictModel):
-    """A store of a run: the run's id, and the directories over which it is striped."""
+    """Where a store (a set of swap files) of a run is: the run's id, and the directories over which it is striped."""
 
     run_id: str
     paths: Annotated[list[Annotated[PlainPath, Field(max_length=4096)]], Field(min_length=1)]
 
     @property
     def first(self) -> Path:
-        """The directory that holds its manifest."""
+        """The directory that holds the store's manifest."""
         return Path(self.paths[0])
 
 
 @final
 class CommitLocation(StoreLocation):
-    """The store that decides an in-place commit, and the commit's id."""
+    """Where the store that decides an in-place commit is, and the commit's id."""
 
     commit_id: Text
 

@@ -50,7 +50,7 @@ _CONVERTED_AHEAD = 2
 """The most sub-groups that may take memory in addition to their state, for conversions, while they are read."""
 
 _STEP_NUMEL = 1 << 15
-"""The most elements that `copy_` converts on the calling thread alone (at::internal::GRAIN_SIZE)."""
+"""The most elements that `torch.Tensor.copy_` converts on the calling thread alone (at::internal::GRAIN_SIZE)."""
 
 _FACTS = {
     "tiered_zero": "tiered_zero",
@@ -60,7 +60,7 @@ _FACTS = {
     "world_size": "a number of ranks of",
     "num_threads": "a number of CPU threads of",
 }
-"""Fields of WrittenBy that may change bits, except `state_format`."""
+"""Fields of WrittenBy that may change bits, except `state_format` -> how messages name them."""
 
 
 # -- matching ----------------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: me
 
 
 def _permute(whole: torch.Tensor, entry: TensorEntry, target: Target) -> None:
-    """Fill a target from the whole tensor, which `whole` has in the entry's order."""
+    """Fill a target from `whole`, all elements of the target's tensor, in the memory order of its entry."""
     dims = range(len(entry.shape))
     values = whole.view(entry.memory_shape)
     if entry.order is not None:

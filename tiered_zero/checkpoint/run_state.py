@@ -1,9 +1,9 @@
-"""Describe a run's state in portable form: its keys and shapes, the place of each, and this rank's part.
+"""Describe a run's state in portable form: keys and shapes, the place of each key's bytes, and this rank's part.
 
 [Note: Portable form] Everything is keyed by parameter name and by elements in the parameter's memory order, so that
 keys do not depend on cuts, tiers or units. A key is `<kind>/<parameter name>`:
 
-    master   the fp32 master, even if it is stored as bf16 parameter, remainder and mark
+    master   the fp32 master, even if it is stored in three parts (the form "joined" of index.py)
     <field>  a state array of the rule under its own name, such as exp_avg; only for parameters that were stepped
     param    a parameter without a master: frozen, or in no param group
     buffer   a persistent buffer
@@ -46,7 +46,8 @@ VALUE_KINDS = (MASTER, PARAM, BUFFER)
 
 _READ_AHEAD = 4
 _MOST_WRITTEN = 32
-"""The most sub-groups whose writes are in flight. Those in host memory use no buffers, which would limit them."""
+"""The most sub-groups whose writes are in flight. Sub-groups in host memory use no staging buffers, whose number would
+limit the writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class RunState:
         return layouts if self.is_sharded else [own for own in layouts if self._is_own(own.subgroup.index)]
 
     def is_part(self, unit: Unit) -> bool:
-        """Return whether only this rank's shard of the unit's parameters is here."""
+        """Return whether this rank has only its own shard of the unit's parameters."""
         home = self.inventory.find(unit, "param")
         return home is not None and home.slot.nbytes < unit.nbytes
 
@@ -223,7 +224,7 @@ def _field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tup
 # -- places ------------------------------------------------------------------------------------------------------------
 
 Place = tuple[RecordName, int]
-"""A record, and the first byte in it."""
+"""A record, and the position of a first byte in it."""
 
 
 class RecordPlaces(NamedTuple):
@@ -292,7 +293,8 @@ def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, tor
 
 
 _Row = tuple[str, TensorEntry, int, int, Sequence[Place]]
-"""Elements [start, stop) of the tensor of a key, with one place per source of its form."""
+"""(key, entry, start, stop, places): elements [start, stop) of a key's tensor, with one place for each source of the
+tensor's form."""
 
 
 def list_tensors(

@@ -144,7 +144,8 @@ class TagInfo:
 
 
 _PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
-"""A larger manifest is accepted only with data: decoding takes some twenty times the bytes of its text."""
+"""The size up to which any manifest is read. A larger one needs data next to it: decoding takes some twenty times the
+bytes of a manifest's text."""
 
 _NO_CHECKPOINT: Final = f"it is not a checkpoint: it has no {MANIFEST_NAME}"
 _LOST: Final = f"a checkpoint that has lost its {MANIFEST_NAME}, without which its data cannot be read. Take another"
@@ -460,8 +461,8 @@ def open_tag(
 
 
 def find_damage(tag_dir: str | os.PathLike[str]) -> list[str]:
-    """Read every byte of a tag, or of the commit to which it points, in the stores of all ranks, and return what is
-    wrong with it. A live run may commit at the same time."""
+    """Read every byte of a tag, or of the commit to which it points, in the stores of all ranks, and return a text for
+    each fault. A live run may commit at the same time."""
     try:
         manifest = read_manifest(tag_dir)
         if manifest.swap is None:

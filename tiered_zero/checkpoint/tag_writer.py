@@ -254,11 +254,10 @@ def exchange(dir_fd: int, name: str, other: str) -> bool:
 
 @final
 class TagWriter:
-    """One tag that is being written. `with TagWriter.begin(...) as tag:` discards it unless it was published.
+    """Writes one tag. `with TagWriter.begin(...) as tag:` discards the tag unless it was published.
 
-    A failure before the rename leaves all earlier tags and no new one. With many ranks rank 0 begins and publishes a
-    tag, and the others join it: each writes its own data file.
-    """
+    A failure before the rename leaves all earlier tags and no new one. With many ranks, rank 0 begins and publishes a
+    tag, and the others join it: each writes its own data file."""
 
     def __init__(
         self, directory: SaveDirectory, tag: str, name: str, writer: RecordWriter, needed_nbytes: int, *, joins: bool

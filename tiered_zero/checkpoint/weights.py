@@ -175,7 +175,7 @@ def list_weights(
 
 
 def _read_chunks(reader: TensorReader, key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield a tensor as `dtype`, row-major, in chunks; whole if its memory order is another."""
+    """Yield a tensor as `dtype`, row-major, in chunks; in one piece if it is saved in another memory order."""
     entry = reader.manifest.tensors[key]
     step = _CHUNK_NUMEL if entry.order is None else max(1, entry.numel)
     for start in range(0, entry.numel, step):
@@ -458,7 +458,7 @@ def _names(directory: Path) -> set[str]:
 
 
 def _on_meta(directory: Path) -> nn.Module:
-    """Build the model of a directory without values. Raises ModelError."""
+    """Build the model whose config is in a directory, on the meta device, that is without values. Raises ModelError."""
     try:
         library: Any = import_module("transformers")
         config = library.AutoConfig.from_pretrained(directory, local_files_only=True)

@@ -72,7 +72,8 @@ class AiofilesEngine(DiskEngine):
     name = "aiofiles"
 
     def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
-        """Raises ConfigError if the package is not installed, and on platforms without preadv."""
+        """Start the thread of the loop. Raises ConfigError if the package is not installed, and on platforms without
+        preadv."""
         try:
             aiofiles: Any = importlib.import_module("aiofiles.os")
         except ImportError as error:

@@ -94,7 +94,8 @@ def end_of_file_error(request: Request, at: int, wanted: int, got: int, file_nby
 
 
 def _with_errno(text: str, code: int) -> TransferError:
-    """Return an error with `errno`, for programs. It has no `filename`, with which OSError would print another text."""
+    """Return an error with `errno`, which programs read. The error has no `filename`, because OSError would then print
+    another text."""
     error = TransferError(text)
     error.errno = code
     return error

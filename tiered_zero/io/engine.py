@@ -83,7 +83,7 @@ class IOTransfer(Transfer):
 
 class IOEngine(ABC):
     """Moves bytes between files and caller-owned memory, asynchronously. The first failure latches the engine: every
-    later submission raises it again."""
+    later submission raises that failure again."""
 
     name: str
 
@@ -143,8 +143,8 @@ def watch(engine: IOEngine) -> None:
 
 def dump_on(number: int) -> None:
     """Print every run's disk requests in flight to stderr each time the process gets the signal `number`, such as
-    `signal.SIGUSR1`; then call the previous handler. Call it in the main thread. Nothing else in the package handles
-    this signal, so without it SIGUSR1 ends a process."""
+    `signal.SIGUSR1`; then call the previous handler. Call this in the main thread. Nothing else in the package handles
+    the signal, so without this call SIGUSR1 ends a process."""
 
     def dump(number: int, frame: FrameType | None) -> None:
         for engine in list(_watched):

@@ -32,7 +32,7 @@ memory."""
 
 
 class _Request(ctypes.Structure):
-    """struct tz_request of block.h."""
+    """The C structure tz_request of block.h."""
 
     _fields_ = struct_fields(
         (ctypes.c_int32, "kind fd"),
@@ -133,7 +133,8 @@ class NativeEngine(DiskEngine):
     name = "native"
 
     def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
-        """Raises ConfigError if the library is missing or its threads cannot be started."""
+        """Load the library and start its threads. Raises ConfigError if the library is missing or the threads cannot be
+        started."""
         super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
         self.library = load_library()
         self.pool = ctypes.c_void_p()

@@ -25,7 +25,8 @@ VERSION = 9
 otherwise."""
 
 LIBRARY_DIR_VARIABLE = "TIERED_ZERO_NATIVE_DIR"
-"""Environment: a directory to search instead of this package's own; an empty one switches the kernels off."""
+"""The environment variable that names a directory to search instead of this package's own. A directory without
+libraries switches the kernels off."""
 
 
 def find_library(stem: str) -> Path | None:

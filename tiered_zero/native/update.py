@@ -17,13 +17,13 @@ from tiered_zero.native import declare, load, struct_fields
 from tiered_zero.system.process import cgroup_folders, read_text
 
 LEVEL_VARIABLE = "TIERED_ZERO_UPDATE_LEVEL"
-"""Environment: forces a level by name. A level that this machine cannot run is refused."""
+"""The environment variable that forces a level by name. A level that this machine cannot run is refused."""
 
 LEVELS = {"avx512": 2, "avx2": 1, "neon": 3, "scalar": 0}
-"""Name -> number in update.c, best first."""
+"""Name of an instruction set (level) -> its number in update.c, best first."""
 
 NUM_FREE_CORES = 2
-"""Cores that a run with an accelerator leaves to the driver, which launches compute, and to the lanes."""
+"""Cores that a run with an accelerator leaves to the driver thread, which launches compute, and to the lanes."""
 
 ADDRESSES_PER_RUN = 8
 """The number of 64-bit numbers in a row of the table for `UpdateKernel.update`."""
@@ -54,7 +54,7 @@ class Flag(enum.IntFlag):
     FIRST = 32
     """The momentum buffer is empty: the kernel copies the gradient to it."""
     TORCH_ROOT = 64
-    """Take square roots by the kernel's `root`, not exact ones."""
+    """Take square roots by the kernel's `root` (MKL's function), not exact ones."""
     NEWTON_ROOT = 128
     """Take square roots by instructions that round as MKL's generic code does, not exact ones."""
 

@@ -134,8 +134,8 @@ class _Hold:
         write_and_sync(self.lock, [owner.encode()])
 
     def remove(self) -> None:
-        """Remove the directory. The owner file goes last, so that a half-removed directory is still known as a run's.
-        Raises OSError."""
+        """Remove the directory. The owner file goes last: a half-removed directory is still known as a run's. Raises
+        OSError."""
         if not self.directory.closed:
             try:
                 remove_files(self.directory, keep=OWNER_NAME)

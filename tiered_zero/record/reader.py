@@ -30,10 +30,12 @@ from tiered_zero.system.resources import map_memory
 
 BUFFER_NBYTES: Final = 2 * MIB
 NUM_BUFFERS: Final = 12
-"""24 MiB, most of them in use at any time. A load took 11% longer with 8 buffers, and 9% longer with 16."""
+"""The number of buffers, 24 MiB together, most of them in use at any time. A load took 11% longer with 8 buffers, and
+9% longer with 16."""
 
 _READ_BLOCKS: Final = IOSettings(block_size=MIB)
-"""Windows complete in order, so a late block delays all: with 4 MiB, which suits training, a load takes longer."""
+"""Blocks of 1 MiB. Windows complete in order, so a late block delays all of them: with 4 MiB, which suits training, a
+load takes longer."""
 
 _ATTEMPTS: Final = 3
 
@@ -204,8 +206,8 @@ class RecordReader:
     # -- windows -------------------------------------------------------------------------------------------------------
 
     def _overlapping(self, store: int, name: str, start: int, stop: int) -> list[Span]:
-        """Return the spans that contain bytes of [start, stop), in order. A span has as many ranges as fit into a
-        buffer."""
+        """Return the spans that contain bytes of [start, stop) of a record, in order. A span has as many ranges as fit
+        into a buffer."""
         if (spans := self._spans.get((store, name))) is None:
             record, ranges = self._records[store][name], self._stores[store].contents.ranges[name]
             spans = locate(record, ranges, 0, record.extent_nbytes, BUFFER_NBYTES)
@@ -216,7 +218,8 @@ class RecordReader:
         return spans[first : bisect_left(spans, stop, lo=first, key=attrgetter("start"))]
 
     def _queue(self, store: int, name: str, span: Span) -> _Window:
-        """Queue the window of a span, unless it is queued, and return it. It is read once a buffer is free."""
+        """Queue a window for a span, unless the span has one, and return the window. It is read once a buffer is
+        free."""
         window = _Window(store=store, name=name, span=span)
         if (queued := self._windows.setdefault(window.key, window)) is window:
             self._queued.append(window)

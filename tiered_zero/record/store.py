@@ -65,9 +65,8 @@ class SwapStore:
         """Create and preallocate the data files, `capacity_nbytes` (in whole pages) in total.
 
         `weights`: the speed of each of the directory's paths, in any unit; equal by default. `state`: open existing
-        files as this manifest describes them (use `recover`). `recorder`: gets a span for each request. Raises
-        StoreError if the disk is too small; the directory is removed then.
-        """
+        files as this manifest describes them (use `recover`). `recorder`: gets the begin and end of each request.
+        Raises StoreError if the disk is too small; the directory is removed then."""
         self._is_hashed = checksums == "all"
         stripes = Stripes(weights or (state.weights if state is not None else [1.0] * len(directory.paths)))
         if len(stripes.weights) != len(directory.paths):
@@ -158,7 +157,7 @@ class SwapStore:
         return self._table.reserve(name, nbytes, committed=committed, num_slots=num_slots)
 
     def num_slots(self, record: Record) -> int:
-        """Return the number of places that the record has on disk now."""
+        """Return the number of slots that the record has on disk now."""
         return self._table.num_slots(record)
 
     def records(self) -> dict[str, Record]:
@@ -297,7 +296,8 @@ class SwapStore:
         self._prepared = None
 
     def revert(self) -> None:
-        """Return the committed records to the last commit, as `recover` would find them. Driver thread."""
+        """Return the committed records to the last commit, as `recover` would find them. Called on the thread that
+        drives the store."""
         self._check()
         self._table.revert()
 
@@ -401,7 +401,8 @@ class SwapStore:
         return found
 
     def _with_digest(self, record: Record, item: Range) -> Range:
-        """Return `item` with its digest. If a range of the last commit contains it, verify that range first."""
+        """Read `item` and return it with its digest. If a range of the last commit contains `item`, verify that range
+        first."""
         durable = self._table.durable(record, item.start, item.end)
         whole = next((one for one in durable if one.slot == item.slot and one.digest is not None), item)
         (span,) = locate(record, [whole], whole.start, whole.end)

@@ -69,7 +69,7 @@ class Stripes:
 
 @final
 class StripedFiles:
-    """The open data files of a store. Any thread; requests are not ordered."""
+    """The open data files of a store. Any thread may use them; requests are not ordered."""
 
     def __init__(self, engine: IOEngine, files: Sequence[File], stripes: Stripes) -> None:
         self.engine = engine
@@ -116,7 +116,8 @@ class StripedFiles:
         return opened
 
     def grow(self, capacity_nbytes: int) -> None:
-        """Reserve the bytes of a larger capacity. Raises StoreError, with nothing changed, if the disk is too small."""
+        """Reserve disk space for a larger capacity. Raises StoreError, with nothing changed, if the disk is too
+        small."""
         for file, nbytes in zip(self._files, self.stripes.file_nbytes(capacity_nbytes), strict=True):
             try:
                 file.allocate(nbytes)

@@ -1,13 +1,12 @@
 """Append records to a new data file: memory goes to the disk without a copy while a thread hashes it.
 
-Blocks are reserved when the file is made, so that a full disk is an error early and direct writes need not change the
-file's size, which Linux does one at a time.
+Blocks are reserved when the file is made: a full disk is then an error early, and direct writes need not change the
+file's size, which Linux allows to one write at once.
 
 [Note: Checksums during training] Hashing reads memory that is in no cache: 0.1 s of a processor for 1.6 GB, and 0.3 s
 during training, which waits for its slowest thread: a step under a save took 9 to 12% longer, 3% without checksums. A
 hashing thread of low priority made that 4 to 8%, but next to other programs it could take long, and needed a second
-thread of normal priority as soon as something waited for the save.
-"""
+thread of normal priority as soon as something waited for the save."""
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ class RecordWriter:
         self.close()
 
     def close(self) -> None:
-        """Close the file in any state, once nothing uses the callers' memory. Idempotent."""
+        """Close the file in any state. Nothing may use the memory passed to `append` any more. Idempotent."""
         if self._file is not None:
             self._file.close()
         if self._hashing is not None:
