@@ -1,5 +1,4 @@
-"""Build an engine from a run's specification: open the machine, make the movers, join them to an engine, place the
-model."""
+"""Build an engine from a run's specification: open the machine, make the movers, join them, place the model."""
 
 from __future__ import annotations
 

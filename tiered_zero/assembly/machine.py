@@ -1,5 +1,4 @@
-"""Open what a run works on: swap directories, device, tiers with their staging buffers, and the slots that hold all
-bytes."""
+"""Open what a run works on: swap directories, device, tiers with their staging buffers, and the slots of all bytes."""
 
 from __future__ import annotations
 
@@ -63,9 +62,9 @@ SHUTDOWN = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """Where the first values of a run come from. `found`: the checkpoint to resume. `adoption`: the commit in whose
-    swap files the run goes on, if it does. `weights`: files of weights. All three are None if the model itself has the
-    values. `warnings`: lines for the log."""
+    """The source of a run's first values. `found`: the checkpoint to resume. `adoption`: the commit in whose swap files
+    the run goes on, if it does. `weights`: files of weights. All three are None if the model itself has the values.
+    `warnings`: lines for the log."""
 
     found: FoundCheckpoint | None
     adoption: Adoption | None
@@ -89,8 +88,8 @@ class Machine:
 
 
 def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
-    """Find where the first values of a run come from. Check directories, files and free space before anything is
-    allocated. Collective: every rank calls this."""
+    """Find the source of a run's first values. Check directories, files and free space before anything is allocated.
+    Collective: every rank calls this."""
     config, keys = run_spec.config, nvme_paths(run_spec.config)
     warnings = check_directories(keys)
     resume = config.tiered_zero.checkpoint.resume

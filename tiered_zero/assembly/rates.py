@@ -1,5 +1,6 @@
-"""Measure and load the rates of this machine: the commands `doctor DIR --measure` and `bench io DIR` write them, `plan`
-reads them."""
+"""Measure and load the rates of this machine, in bytes and operations per second.
+
+The commands `doctor DIR --measure` and `bench io DIR` write the rates to a file; `plan` reads it."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class RunSpec:
     sub_group_numel: int
     """The size, in elements, at which sub-groups are cut."""
     choice: Choice | None = None
-    """How `tiered_zero.placement: "auto"` has chosen; None without it."""
+    """The placements that `tiered_zero.placement: "auto"` has compared; None without it."""
 
     @property
     def trains(self) -> bool:

@@ -304,8 +304,8 @@ class _Wanted:
 
 def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validation: str) -> list[_Wanted]:
     """Return the requests of all ranks, each with rank 0's tag. `ask`: returns this rank's request. `tag_validation`:
-    DeepSpeed's setting, Warn, Fail or Ignore, for tags that differ. Raises ModelError if the steps or arguments of
-    ranks differ, or, with Fail, their tags; and what `ask` raises."""
+    DeepSpeed's setting, Warn, Fail or Ignore, for tags that differ. Raises what `ask` raises, and ModelError if the
+    steps or arguments of ranks differ, or, with Fail, their tags."""
     wanted = agree(ranks, SAVE, ask, encode=vars, decode=lambda value: _Wanted(**value))
     first = wanted[0]
     for rank, own in enumerate(wanted):

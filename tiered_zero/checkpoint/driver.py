@@ -1,5 +1,4 @@
-"""Capture the state of a run's driver thread at a save, and restore it at a load: everything but weights and optimizer
-state.
+"""Save and restore the state of a run's driver thread: everything but weights and optimizer state.
 
 This is counts, loss scale, learning rate schedule, values of the param groups, random states, the position in the
 training data, and the user's client_state. A run that restores them continues bit for bit."""
@@ -180,9 +179,9 @@ class DriverState:
         return {name: to_json(value, name) for name, value in state.items()}
 
     def check(self, saved: Any, parts: LoadParts = EVERYTHING, ranks: Collectives | None = None) -> State:
-        """Decode and check a state that `capture` returned and a file held, without trust in the file. Return what
-        `restore` takes, with this rank's own parts. Raises StoreError for what `capture` never returns, and ModelError
-        for a state that does not fit this run. Changes nothing."""
+        """Decode and check a saved state, which comes from a file and may be hostile. Return what `restore` takes, with
+        this rank's own parts. Raises StoreError for what `capture` never returns, and ModelError for a state that does
+        not fit this run. Changes nothing."""
         state = _decode_state(saved)
         num_ranks = _select_rank(state, ranks or SingleRank())
         if parts.module_only:

@@ -141,7 +141,7 @@ class Commits:
 
     def share(self, driver: Mapping[str, Any], commit_id: str) -> Share:
         """Write the durable copies, and return what this rank commits. `driver`: this rank's own part of the driver
-        state. `commit_id`: an id for the commit, of which rank 0's counts. Raises StoreError, TransferError."""
+        state. `commit_id`: the commit's id, of which rank 0's is used. Raises StoreError, TransferError."""
         state, scalars = self._state, self._state.view.scalars
         with torch.no_grad():
             self._copies.write(state.named_buffers())
@@ -222,8 +222,8 @@ class Commits:
         self._stores[0].confirm()
 
     def confirm(self) -> None:
-        """Make the prepared state the commit in the other stores, once rank 0 has decided. Updates may then write where
-        the last commit lay. Raises StoreError."""
+        """Make the prepared state the commit in the other stores, once rank 0 has decided. Updates may then overwrite
+        the commit before it. Raises StoreError."""
         for store in self._stores[self._ranks.rank == 0 :]:
             store.confirm()
 
@@ -264,7 +264,7 @@ def _parts(shares: Sequence[Share]) -> list[RankPart]:
 
 @final
 class DurableCopies:
-    """Copies memory that a commit needs in addition to optimizer state to slots next to that state.
+    """Writes copies of what a commit needs in addition to optimizer state. Each copy has a slot next to that state.
 
     Frozen parameters and buffers are written if they have changed. Parameters that are half of their masters change in
     each update: they are written in place from memory, 2 of the 10 bytes of their state. `units`: unit index -> the
@@ -357,9 +357,9 @@ def adopt(
     slots: Sequence[PlannedSlot],
     layouts: list[StateLayout],
 ) -> Adoption | None:
-    """Adopt an in-place commit if every rank of this run lays out its bytes as the rank did that committed its part.
-    Return None if `found` is no such commit or, with a warning that says why, if it must be loaded instead. Collective:
-    every rank calls this. Raises StoreError if the commit is damaged or its owner lives."""
+    """Adopt an in-place commit if every rank's layout of bytes equals the one with which its part was committed. Return
+    None if `found` is no such commit or, with a warning that says why, if it must be loaded instead. Collective: every
+    rank calls this. Raises StoreError if the commit is damaged or its owner lives."""
     if found.swap is None:
         return None
     swap = found.swap

@@ -218,10 +218,10 @@ def write_weights(
     """Write `file_name`, or numbered files of at most `max_shard_nbytes` with their index. Return the paths, the index
     last.
 
-    All files are written to a hidden directory and synced before the first is renamed. Just before that, earlier
-    weights of this name are removed: until the last rename a reader finds none, and never a mixture. A tensor larger
-    than `max_shard_nbytes` gets a file of its own. `replaces`: False refuses to replace another model's weights. Raises
-    StoreError."""
+    All files are written to a hidden directory and synced before the first is renamed. A single file replaces a single
+    earlier one at once. Otherwise earlier weights of this name are removed before the first rename: until the last
+    rename a reader finds no weights, and never a mixture. A tensor larger than `max_shard_nbytes` gets a file of its
+    own. `replaces`: False refuses to replace another model's weights. Raises StoreError."""
     stem = file_name.removesuffix(".safetensors")
     shards = _split(tensors, max_shard_nbytes)
     names = [f"{stem}-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]

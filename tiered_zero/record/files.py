@@ -92,7 +92,7 @@ def read_file(name: str | Path, dir_fd: int | None, *, uid: int, most_nbytes: in
 
 def names_in(dir_fd: int) -> list[str]:
     """Return the names in the directory. The directory is opened again first, because btrfs lists only names that
-    existed when it was opened."""
+    existed when the descriptor was opened."""
     try:
         with open_directory(".", dir_fd) as fd:
             return os.listdir(fd)

@@ -350,9 +350,9 @@ class Span(NamedTuple):
 
 
 def locate(record: Record, ranges: Iterable[Range], start: int, end: int, most_nbytes: int | None = None) -> list[Span]:
-    """Return where the bytes `[start, end)` of a record lie, as spans in order. `ranges`: the ranges that hold these
-    bytes. Ranges that are neighbours on the disk are joined to spans of at most `most_nbytes`, unless a single range is
-    longer."""
+    """Return where the bytes `[start, end)` of a record lie, as spans in order. `ranges`: the record's ranges that hold
+    these bytes. Ranges that are neighbours on the disk are joined to spans of at most `most_nbytes`, unless a single
+    range is longer."""
     spans: list[Span] = []
     for item in ranges:
         low, high = max(item.start, start), min(item.end, end)
@@ -431,8 +431,9 @@ def first_gap(ranges: Iterable[Range | Span], start: int, end: int) -> int | Non
 
 
 def other_slots(durable: Iterable[Range], start: int, end: int) -> Iterator[Range]:
-    """Yield `[start, end)` as ranges, each with the slot to write: the one of the record's two slots in which the last
-    commit has no byte of that range. `durable`: the ranges of that commit that overlap `[start, end)`, in order."""
+    """Yield `[start, end)` as ranges, each with the slot to write: the one of the record's two slots that the last
+    commit does not use for these bytes, or slot 0 if it uses neither. `durable`: the ranges of that commit that overlap
+    `[start, end)`, in order."""
     for item in durable:
         if start < item.start:
             yield Range(start, item.start, 0, None)

@@ -42,7 +42,7 @@ _STUCK_S = 5.0
 
 @final
 class SwapStore:
-    """Named records on NVMe. One thread drives the store; any thread may wait for its transfers.
+    """Stores named records on NVMe. One thread drives the store; any thread may wait for its transfers.
 
     A request that overlaps another one in flight of the same record is refused unless both are reads: the caller must
     wait in between. A failed transfer or sync latches the store: from then on its calls only raise.
@@ -283,7 +283,8 @@ class SwapStore:
             raise
 
     def cancel_prepared(self) -> None:
-        """Drop the prepared state, if any, durably. Called if another store of the same commit could not prepare."""
+        """Drop the prepared state, if there is one, durably. Called if the commit cannot go on, for example because
+        another store of the same commit could not prepare."""
         if self._prepared is None:
             return
         try:
