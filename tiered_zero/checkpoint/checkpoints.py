@@ -358,9 +358,9 @@ def find_together(
     find: Callable[[], FoundCheckpoint | None],
     prepare: Callable[[], None] = lambda: None,
 ) -> FoundCheckpoint | None:
-    """Find a checkpoint below `directory` on rank 0; every other rank then uses the one of the same relative path in
-    its own directory. Return None if rank 0 finds none. `find`: called on rank 0 alone. `prepare`: called on every rank
-    before that."""
+    """Find a checkpoint on rank 0, and return it on every rank. A checkpoint below `directory` is taken by its path
+    relative to that directory, of which each rank may have its own. Return None if there is none. `find`: called on
+    rank 0 alone. `prepare`: called on every rank before that."""
 
     def act() -> FoundCheckpoint | None:
         prepare()

@@ -375,8 +375,8 @@ def _with_inner(scheduler: Any, state: Any = None) -> list[tuple[Any, Any]]:
 
 
 def _check_scheduler(scheduler: Any, saved: Any, optimizer: TieredOptimizer) -> None:
-    """Try to load `saved` into the scheduler, then restore the scheduler and the param groups. Raises ModelError if it
-    does not fit."""
+    """Try to load `saved` into the scheduler, then restore the scheduler and the param groups. Raises ModelError if
+    `saved` does not fit."""
     kind = type(scheduler).__name__
     otherwise = "Build the scheduler of the saved run, or load with load_lr_scheduler_states=False to begin a new one."
     if saved is None:

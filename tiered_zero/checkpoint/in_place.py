@@ -2,8 +2,8 @@
 
 [Note: In-place commits] A store is a set of swap files with a manifest (record/__init__.py). A commit is such a
 manifest, whose metadata is a checkpoint's manifest with the records of the run's stores. The newest manifest of the
-state's store is the truth; a tag in a save directory is a pointer to it, written later. A commit of step N, after one
-of an earlier step M:
+state's store is the one that counts; a tag in a save directory only points to that store, and is written later. A
+commit of step N, after one of an earlier step M:
 
     1  updates have written only slots that manifest M does not name; now they may not write
     2  sync the data files, write and sync `manifest.next`; meanwhile write and sync the tag under a temporary name

@@ -318,10 +318,11 @@ def _moved(parts: Sequence[Part], first: int) -> list[Part]:
 
 
 COMMIT_ID: Final = "commit_id"
-"""Key in the metadata of all stores and in the tag: an id drawn by rank 0, since two commits may have the same step."""
+"""The key of a commit's id, in the metadata of all stores and in the tag. Rank 0 draws the id, because two commits may
+have the same step."""
 
 DECIDED_BY: Final = "decided_by"
-"""Key in the metadata of the other stores: the `StoreLocation` of the store that decides."""
+"""The key, in the metadata of the other stores, of the `StoreLocation` of the store that decides."""
 
 ON_ITS_HOST: Final = (
     "Resume an in-place commit with the same number of ranks, each on the host that has its part (torchrun "

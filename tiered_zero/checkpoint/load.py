@@ -597,7 +597,7 @@ class StateLoader:
                 home.tier.write(home.slot, lease, start).wait()
 
     def _fill_unit(self, unit: Unit, flat: torch.Tensor, first: int) -> None:
-        """Read the unit's elements from `first` on into `flat`, 1-D, until it is full."""
+        """Fill `flat`, 1-D, with the unit's elements from `first` on."""
         targets = []
         for entry in unit.entries:
             low, high = max(entry.start, first), min(entry.stop, first + flat.numel())

@@ -224,7 +224,7 @@ def _field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tup
 # -- places ------------------------------------------------------------------------------------------------------------
 
 Place = tuple[RecordName, int]
-"""A record, and the position of a first byte in it."""
+"""A record's name, and the position of a first byte in the record."""
 
 
 class RecordPlaces(NamedTuple):

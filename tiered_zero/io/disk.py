@@ -171,7 +171,7 @@ class DiskFile(File):
 
 
 class DiskTransfer(IOTransfer):
-    """A request of a DiskEngine. It holds its memory until it is done."""
+    """A request of a DiskEngine. Holds the request's memory until the request is done."""
 
     def __init__(self, engine: DiskEngine, file: DiskFile, request: Request) -> None:
         self.engine, self.file, self.request = engine, file, request

@@ -28,8 +28,7 @@ _WARNINGS = {
 
 
 def is_local(fstype: str | None) -> bool:
-    """Return whether a file system of this type can be used by no other machine at the same time; False for unknown
-    types."""
+    """Return whether only one machine at a time can use a file system of the type `fstype`; False for unknown types."""
     return fstype in _LOCAL
 
 

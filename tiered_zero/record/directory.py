@@ -46,7 +46,7 @@ PREFIX = "tiered_zero-"
 OWNER_NAME = "owner.json"
 _FORMAT = "tiered_zero.owner"
 _MOST_NBYTES = 1 << 20
-"""Limit of an owner file's size; it takes some hundred bytes, and its paths a few thousand at most."""
+"""The largest `owner.json` that is read. The file takes some hundred bytes, and its paths a few thousand at most."""
 
 _ROOT = Path("/")
 
@@ -110,15 +110,15 @@ def read_owner(path: Path) -> Owner:
 @final
 @dataclass(kw_only=True)
 class _Hold:
-    """One directory of a run, and its lock. `directory`, `lock`: descriptors of the directory and of its locked owner
-    file. Files are removed through `directory`, so whatever is at `path` by then is not touched."""
+    """One directory of a run, and its lock. `directory`, `lock`: descriptors of the directory and of the locked
+    `owner.json` in it. Files are removed through `directory`, so whatever is at `path` by then is not touched."""
 
     path: Path
     directory: Descriptor = CLOSED
     lock: Descriptor = CLOSED
 
     def take(self, flags: int = 0) -> None:
-        """Open the directory, and open and lock its owner file. Raises OSError, StoreError."""
+        """Open the directory, and open and lock `owner.json` in it. Raises OSError, StoreError."""
         self.directory = open_directory(self.path)
         if (uid := os.fstat(self.directory).st_uid) != os.geteuid():
             raise StoreError(f"The run's directory {self.path} belongs to user id {uid}; expected {os.geteuid()}.")
@@ -128,13 +128,13 @@ class _Hold:
             raise StoreError(f"The run's directory {self.path} was removed by another process.")
 
     def write(self, owner: Owner) -> None:
-        """Write the owner file. Raises OSError."""
+        """Write `owner.json`. Raises OSError."""
         os.ftruncate(self.lock, 0)
         os.lseek(self.lock, 0, os.SEEK_SET)
         write_and_sync(self.lock, [owner.encode()])
 
     def remove(self) -> None:
-        """Remove the directory. The owner file goes last: a half-removed directory is still known as a run's. Raises
+        """Remove the directory. `owner.json` goes last: a half-removed directory is still known as a run's. Raises
         OSError."""
         if not self.directory.closed:
             try:

@@ -49,11 +49,10 @@ class Range(NamedTuple):
 
 @final
 class Record(StrictModel):
-    """A named region of a store.
+    """A named region of a store (a set of data files).
 
     `nbytes`: the size that was asked for. `offsets`: the start of each slot in the store: one slot for scratch records,
-    two for committed ones; the second may be missing until bytes are written again.
-    """
+    two for committed ones; the second may be missing until bytes are written again."""
 
     name: str
     nbytes: Annotated[Count, Field(gt=0)]
@@ -73,8 +72,9 @@ class Record(StrictModel):
 
 
 class Contents(StrictModel):
-    """The records of a store. `capacity_nbytes`: size of the data files together. `weights`: the share of each data
-    file in the stripes, in any unit. `ranges`: record name -> the ranges of it that were written."""
+    """The records of a store (a set of data files). `capacity_nbytes`: size of the data files together. `weights`: the
+    share of each data file in the stripes, in any unit. `ranges`: record name -> the record's ranges that were
+    written."""
 
     capacity_nbytes: Count
     weights: Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], Field(min_length=1)]
@@ -124,7 +124,7 @@ class Manifest(Contents):
 
     @classmethod
     def decode(cls, data: bytes, path: Path) -> Manifest:
-        """Parse a manifest file. Raises StoreError if it is not one, of another version, or damaged."""
+        """Parse a manifest file. Raises StoreError if `data` is no manifest, of another version, or damaged."""
         return decode_file(data, path, _FORMAT, cls)
 
 

@@ -114,7 +114,7 @@ def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> l
 
 def clear_restarted(parents: Iterable[str], note: str) -> None:
     """Remove the directories that ended processes of one launch have left; a restart of that launch calls this. `note`:
-    the launch's name, as in the directories' owner files. Committed state stays: it may be resumed."""
+    the launch's name, as `owner.json` in the directories has it. Committed state stays: it may be resumed."""
     for parent in dict.fromkeys(parents):
         with suppress(StoreError):  # the directory cannot be read: using it will raise
             collect_garbage(Path(parent), note=note)
@@ -125,7 +125,7 @@ def collect_garbage(
 ) -> list[Collected]:
     """Remove the directories under `parent` whose owner is dead, never those of a live owner or another user.
     `dry_run`: remove nothing. `committed`: also remove runs that can be resumed from a committed state. `unknown`: also
-    remove runs that may be alive. `note`: only consider owners with this note. Return what was done with each run.
+    remove runs that may be alive. `note`: consider only owners with this note. Return what was done with each run.
     Raises StoreError."""
     found = []
     for run in list_runs(parent):
@@ -167,7 +167,7 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
 
 
 def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
-    """Lock the owner file, so that no other process takes the run over. Return `CLOSED`, a descriptor of nothing, if
+    """Lock `owner.json`, so that no other process takes the run over. Return `CLOSED`, a descriptor of nothing, if
     there is no such file or, with `unknown`, none that can be locked. Raises OSError, StoreError."""
     try:
         fd = open_file(OWNER_NAME, dir_fd, uid=os.geteuid(), flags=os.O_RDWR)
@@ -198,7 +198,7 @@ def _refusal(run: RunInfo, committed: bool, unknown: bool) -> str | None:
 
 def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) -> RunInfo:
     """Describe the run in `path`. `locked`: whether another process holds the lock; None: find out. Raises
-    FileNotFoundError if it is gone."""
+    FileNotFoundError if the directory is gone."""
     status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
     run = RunInfo(
         run_id=name.removeprefix(PREFIX),
