@@ -10,12 +10,12 @@ from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 
 DEFAULT_NVME_NBYTES = 16 * GIB
 DEFAULT_HOST_SHARE = 4
-"""The budget without a limit in the config: on nvme, and as a part of the host memory that all else leaves."""
+"""The budget if the config sets no limit: bytes on nvme; in host memory a quarter of what everything else leaves."""
 
 IN_FLIGHT_SHARE = 16
 MIN_IN_FLIGHT_NBYTES, MAX_IN_FLIGHT_NBYTES = 16 * MIB, GIB
-"""The most bytes on their way at once: a part of the budget, within these bounds. A larger tensor stays on the
-device."""
+"""The most bytes of activations on their way at once: a sixteenth of the budget, within these bounds. A larger tensor
+stays on the device."""
 
 NUM_STAGING = 4
 NO_STAGING = StagingSize()
@@ -23,8 +23,9 @@ NO_STAGING = StagingSize()
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPlan:
-    """`nbytes`: the budget on `tier`. `in_flight_nbytes`: the bytes on the device that are on their way there or back.
-    `min_nbytes`: smaller tensors stay on the device. `staging`: buffers between the device and nvme."""
+    """The sizes for activations that leave the device. `nbytes`: their budget on `tier`. `in_flight_nbytes`: the bytes
+    on the device that are on their way to that tier or back. `min_nbytes`: smaller tensors stay on the device.
+    `staging`: buffers between the device and nvme."""
 
     tier: str
     nbytes: int
@@ -34,8 +35,8 @@ class ActivationPlan:
 
 
 def plan_activations(request: PlanRequest, host_room_nbytes: int) -> ActivationPlan | None:
-    """Size the budget of one rank; None if activations stay on the device. `host_room_nbytes`: what all else leaves of
-    host memory."""
+    """Size the activations of one rank. Return None if activations stay on the device. `host_room_nbytes`: the bytes of
+    host memory that everything else in the plan leaves."""
     tier, section = request.activation_tier, request.config.tiered_zero.activations
     if tier == "device":
         return None
@@ -61,7 +62,7 @@ STATISTICS_NBYTES = 4
 """Bytes of one row's statistic: a normalization's factor, or a head's sum of exponentials."""
 
 LOSS_NBYTES = 12
-"""Bytes of a logit at the peak of its loss: log-softmax, its gradient, and the gradient of its input, all in fp32."""
+"""Bytes for each logit at the peak of the loss: log-softmax, its gradient, and the gradient of its input, in fp32."""
 
 GELU_OF_OPERATIONS = "gelu_new"
 """An activation that is made of torch's operations, each of which saves its own input."""
@@ -71,10 +72,11 @@ GELU_OF_OPERATIONS = "gelu_new"
 class BlockShape:
     """Sizes of a transformer block, in elements of a token.
 
-    `ffn`: the size of one expert. `experts`: how many a token passes through; 0: no router. `query`, `key`: over all
-    heads. `norms`: the number of normalizations of the hidden state. `norms_heads`: queries and keys are normalized
-    too. `fp32_norms`: normalizations are made of operations in fp32, as in models with RMSNorm; else they are torch's
-    own. `masks`: with dropout. `eager`: attention keeps its scores. `fp32_scores`: its softmax runs in fp32."""
+    `ffn`: the size of one expert. `experts`: the number of experts that a token passes through; 0: no router. `query`,
+    `key`: over all heads. `norms`: the number of normalizations of the hidden state. `norms_heads`: queries and keys
+    are normalized too. `fp32_norms`: normalizations are made of operations in fp32, as in models with RMSNorm; else
+    they are torch's own. `masks`: dropout saves its masks. `eager`: attention keeps its scores. `fp32_scores`: the
+    softmax of eager attention runs in fp32."""
 
     hidden: int
     ffn: int
@@ -92,7 +94,8 @@ class BlockShape:
     fp32_scores: bool = True
 
     def token_nbytes(self, length: int, itemsize: int) -> int:
-        """Return the bytes that autograd saves for one token. `length`: of its sample. `itemsize`: of an activation."""
+        """Return the bytes that autograd saves for one token. `length`: the tokens of its sample. `itemsize`: bytes of
+        an activation's element."""
         # A normalization saves its input (in fp32, if made of operations in fp32, and then its result before the
         # weight, too) and a statistic.
         norm_itemsize = 4 + itemsize if self.fp32_norms else itemsize
@@ -124,9 +127,9 @@ class BlockShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationEstimate:
-    """Bytes of one micro-batch with a checkpoint around each block. `boundary_nbytes`: the input of one block; there
-    are `num_boundaries`. `block_nbytes`: one block while it is computed again. `logits_nbytes`: logits and their
-    loss."""
+    """The estimated bytes of one micro-batch of `tokens` tokens, with a checkpoint around each block.
+    `boundary_nbytes`: the saved input of one block. `num_boundaries`: the number of blocks. `block_nbytes`: the
+    activations of one block while it is computed again. `logits_nbytes`: logits and their loss."""
 
     tokens: int
     boundary_nbytes: int
@@ -140,15 +143,16 @@ class ActivationEstimate:
 
     @property
     def budget_nbytes(self) -> int:
-        """Return the budget in which the inputs of all blocks find room."""
+        """Return the bytes of a budget that has room for the inputs of all blocks."""
         return self.num_boundaries * align_up(self.boundary_nbytes, PAGE_NBYTES)
 
     def needed_nbytes(self, plan: ActivationPlan | None) -> int:
-        """Return the bytes in the memory of the device that computes."""
+        """Return the bytes that activations need in the memory of the device that computes. `plan`: what of them is
+        offloaded; None: nothing."""
         return self.boundaries_nbytes - self.offloaded_nbytes(plan) + self.block_nbytes + self.logits_nbytes
 
     def offloaded_nbytes(self, plan: ActivationPlan | None) -> int:
-        """Return the bytes of the blocks' inputs that find room in the budget."""
+        """Return the bytes of the blocks' inputs that have room in the budget of `plan`; 0 if `plan` is None."""
         if plan is None or not plan.min_nbytes <= self.boundary_nbytes <= plan.in_flight_nbytes:
             return 0
         return (
@@ -159,8 +163,8 @@ class ActivationEstimate:
 def estimate_activations(
     block: BlockShape, *, samples: int, length: int, layers: int, vocab: int, itemsize: int
 ) -> ActivationEstimate:
-    """Estimate a micro-batch: `samples` of `length` tokens. `itemsize`: bytes of an activation's element. The logits
-    themselves stay until the step ends, as the model's output."""
+    """Estimate the activations of a micro-batch of `samples` samples, each of `length` tokens. `itemsize`: bytes of an
+    activation's element. The logits stay until the step ends, as the model's output."""
     tokens = samples * length
     return ActivationEstimate(
         tokens=tokens,

@@ -24,22 +24,24 @@ from tiered_zero.sizes import TIERS, format_nbytes
 
 NUM_SHOWN = 3
 NUM_TRIES = 4
-"""Tries to fill a tier: buffers may grow with the bytes that rest there."""
+"""The most tries to fill a tier: a try may exceed a limit because buffers grow with the bytes that rest there."""
 
 LARGE_SUB_GROUP_NUMEL = 1 << 22
-"""The largest that `sub_group_size` sets. If it is left out, state that is transferred has a quarter of it."""
+"""The most elements that `sub_group_size` can set. If that key is left out, sub-groups whose state is transferred have
+a quarter of it."""
 
 _ZERO, _OWN = "zero_optimization.", "tiered_zero."
 _PARAM, _STATE = f"{_ZERO}offload_param.", f"{_ZERO}offload_optimizer."
 _ON_DEVICE = f"{_ZERO}stage3_model_persistence_threshold"
 
 Settings = Mapping[str, Any]
-"""Path of a key -> its value."""
+"""Path of a config key -> its value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A config that fits, its plan, and the step that is predicted for it."""
+    """A config that fits, its plan, and the step that is predicted for it. `settings`: the keys that the search has set
+    in the config."""
 
     config: Config
     plan: Plan
@@ -68,7 +70,8 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        """One line: seconds, the busiest resource, places, bytes of each tier, and bytes written in a step."""
+        """Describe the candidate in one line: seconds of a step, busiest resource, places, bytes of each tier, and
+        bytes written in a step."""
         sizes = ", ".join(f"{tier} {format_nbytes(n)}" for tier in TIERS if (n := self.plan.nbytes(tier)))
         bound = self.step.bound_by
         return (
@@ -82,8 +85,9 @@ SAME_SHARE = 1.05
 
 
 def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
-    """Sort by seconds. Of steps equal to the shortest, those with the default sub_group_size come first (4 Mi elements,
-    chosen for a predicted 0.5%, took 1.17 times as long), then those that write less."""
+    """Sort candidates by the seconds of a step. Of those that SAME_SHARE makes equal to the shortest, candidates with
+    the default sub_group_size come first (4 Mi elements, chosen for a predicted gain of 0.5%, took 1.17 times as long),
+    then those that write less."""
     same_s = SAME_SHARE * min((each.step.seconds for each in found), default=0.0)
 
     def order(candidate: Candidate) -> tuple[float, bool, int, float]:
@@ -95,8 +99,10 @@ def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
 
 @dataclass(kw_only=True)
 class PlacementSearch:
-    """`plan_of`: plans a config, allocating nothing. `predict`: predicts the step of a plan. `estimate`: of
-    activations, for which room is left if free memory is the limit. `disk_nbytes`: free bytes. None: not known."""
+    """Searches for the placement whose predicted step is shortest. `plan_of`: plans a config, allocating nothing.
+    `predict`: predicts the step of a plan. `estimate`: the activations for which room is left if free memory is the
+    limit; None: not known. `disk_nbytes`: free bytes of the disk; None: not known. `errors`: why settings were
+    dropped."""
 
     config: Config
     plan_of: Callable[[Config], Plan]
@@ -107,8 +113,8 @@ class PlacementSearch:
     _plans: dict[frozenset[tuple[str, Any]], Plan] = field(default_factory=dict)
 
     def run(self) -> list[Candidate]:
-        """Return the candidates that fit, best first. If none fits, raise the error of the last one, which has least in
-        memory."""
+        """Return the candidates that fit, best first. If none fits, raise the error of the last settings tried, which
+        keep least in memory."""
         placements = [*self._placements()]  # before the disk is asked, so that its error is the last
         plans = [each for each in placements if self._has_disk(each[1])]
         least = min((self._short_nbytes(plan) for _, plan in plans), default=0)
@@ -135,8 +141,8 @@ class PlacementSearch:
         return [*by_places.values()]
 
     def _plan(self, settings: Settings, *, fits: bool = True) -> Plan | None:
-        """Return the plan of settings that work, and that `fits` if that is asked. For others add an entry to `errors`
-        and return None."""
+        """Return the plan of the config with `settings` filled in. If they do not work, or if `fits` is true and the
+        plan exceeds a limit, add the error to `errors` and return None."""
         key = frozenset(settings.items())
         try:
             if key not in self._plans:
@@ -162,8 +168,9 @@ class PlacementSearch:
         return Candidate(config=config, plan=plan, step=self.predict(plan), settings=settings)
 
     def _placements(self) -> Iterator[tuple[Settings, Plan]]:
-        """Yield settings that differ in tiers and limits, the slowest tiers last. A byte of host memory spares the disk
-        more if it holds parameters, which both passes read and the update writes, than if it holds state."""
+        """Yield settings that differ in tiers and limits, each with its plan, the slowest tiers last. A byte of host
+        memory spares the disk more if it holds parameters, which forward and backward read and the update writes, than
+        if it holds state."""
         zero = self.config.zero_optimization
         path = self._path
         pages = "stage" not in zero.model_fields_set or zero.stage == 3
@@ -191,8 +198,8 @@ class PlacementSearch:
         return ("none", "cpu", "nvme") if self._path else ("none", "cpu")
 
     def _fill(self, settings: Settings, on_device: Sequence[str]) -> Iterator[tuple[Settings, Plan]]:
-        """Yield the settings, and their plan, with as much on faster tiers as there is room for. `on_device`: the kinds
-        that go to the device, in order."""
+        """Yield `settings`, extended until faster tiers hold as much as they have room for, and the plan. `on_device`:
+        the kinds ("param", "state") that go to the device, in order."""
         plan = self._plan(settings)
         if plan is None:
             return
@@ -211,7 +218,8 @@ class PlacementSearch:
         yield settings, plan
 
     def _grow(self, settings: Settings, plan: Plan, tier: str, kind: str) -> tuple[Settings, Plan]:
-        """Put as much of a kind on `tier` as it has room for, without moving anything else from it."""
+        """Put as much of `kind` on `tier` as the tier has room for, and move nothing else away from the tier. Return
+        the new settings and plan, or those given if nothing can be added."""
         itemsize, room_of = 4 if self.config.param_dtype_name == "float32" else 2, self._room_nbytes
         room = min(room_of(plan, tier), sum(plan.nbytes(other, kind) for other in TIERS))
         for _ in range(NUM_TRIES):
@@ -236,11 +244,11 @@ class PlacementSearch:
         return settings, plan
 
     def _short_nbytes(self, plan: Plan) -> int:
-        """Return the bytes that activations need, as estimated, beyond those that the plan leaves them."""
+        """Return the bytes that the estimated activations need beyond those that the plan leaves; 0 if they fit."""
         return max(0, -self._room_nbytes(plan, plan.request.computing_tier))
 
     def _room_nbytes(self, plan: Plan, tier: str) -> int:
-        """Return the bytes of the tier that neither the plan nor activations need."""
+        """Return the bytes of the tier that neither the plan nor activations need; negative if they need too much."""
         limit, source = plan.limits[tier]
         room = limit - plan.needed_nbytes(tier)
         if self.estimate is None or tier != plan.request.computing_tier or RESERVED not in source:

@@ -14,7 +14,8 @@ HEAD_SIZE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Counts, not bytes. `heads` 0: one for each 64 channels. `tied`: the head's weight is the embedding's."""
+    """The shape of the built-in GPT, in counts, not bytes. `heads`: 0 makes one for each 64 channels. `tied`: the
+    output head's weight is the embedding's."""
 
     layers: int = 8
     hidden: int = 384
@@ -24,7 +25,7 @@ class GPTConfig:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a shape that no GPT can have."""
+        """Fill in `heads` and check the shape. Raises ConfigError for a shape that no GPT can have."""
         if not self.heads:
             object.__setattr__(self, "heads", max(1, self.hidden // HEAD_SIZE))
         for name in ("layers", "hidden", "heads", "vocab", "context"):
@@ -37,7 +38,7 @@ class GPTConfig:
             )
 
     def __str__(self) -> str:
-        """The text that `parse_gpt` reads."""
+        """Return the text that `parse_gpt` reads."""
         return "gpt:" + ",".join(f"{f.name}={int(getattr(self, f.name))}" for f in fields(self))
 
 

@@ -16,7 +16,8 @@ from itertools import count
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """Work for the lane of `resource`. `opposed_s`: its seconds while jobs of another resource wait for the same lane,
-    as a disk reads at another rate while it writes; None: the same seconds. The lowest `order` goes first."""
+    as a disk reads at another rate while it writes; None: `seconds`. Of the jobs that wait for a lane, the one with the
+    lowest `order` goes first."""
 
     resource: str
     seconds: float
@@ -25,7 +26,7 @@ class Job:
 
 
 class Event:
-    """Comes once, after `num_awaited` calls of `come`."""
+    """An event for which processes wait. It comes once, after `num_awaited` calls of `come`."""
 
     def __init__(self, num_awaited: int = 1) -> None:
         self._num_awaited = num_awaited
@@ -68,8 +69,8 @@ class _Lane:
 
 
 class Clock:
-    """Runs processes. `lanes`: resource -> the lane that its jobs share with others; a resource that is not named has
-    its own. `num_events`: jobs that have ended."""
+    """Runs processes in simulated time. `lanes`: resource -> the lane that its jobs share with other resources; a
+    resource that is not named has a lane of its own. `num_events`: the number of jobs that have ended."""
 
     def __init__(self, lanes: dict[str, str]) -> None:
         self.now_s = 0.0
@@ -80,7 +81,7 @@ class Clock:
         self._numbers = count()
 
     def run(self, process: Process, has_ended: Callable[[], bool]) -> None:
-        """Run until `has_ended`, or until no job is left."""
+        """Run `process`, and all that wait, until `has_ended` returns true or no job is left."""
         self.resume(process)
         while self._ends and not has_ended():
             self.now_s, _, lane, process = heapq.heappop(self._ends)

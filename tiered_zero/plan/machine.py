@@ -45,11 +45,12 @@ _Flops = Annotated[float, _or_text(partial(_read_tera, unit="flops")), Field(gt=
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The disk of a directory, or one described. None: not known.
+    """The disk of a directory, or a disk that a text describes. A field that is None is not known.
 
-    `path`: the directory, or the text that describes the disk. `nbytes`: free for this user. `mixed_bytes_per_s`: bytes
-    a second of both together, half of them read and half written at the same time; left out, as if the disk did one
-    after the other. `rated_nbytes`: the bytes that may be written in its life, by its maker's rating.
+    `path`: the directory, or the text that describes the disk. `nbytes`: free bytes for this user. `mixed_bytes_per_s`:
+    bytes a second of reads and writes together, half of the bytes read and half written at the same time; if it is left
+    out, the rate of a disk that does one after the other. `rated_nbytes`: the bytes that may be written in the disk's
+    life, by its maker's rating.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
@@ -71,12 +72,13 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Sizes and rates of a machine. None, or a type that `flops_per_s` lacks: not known.
+    """Sizes and rates of a machine. A field that is None, or a dtype that `flops_per_s` lacks, is not known.
 
-    `source`: where the numbers come from. `date`: of the measurement, ISO 8601. `device`: "cpu", "cuda", ...
-    `device_nbytes`, `host_nbytes`: free for this user. `flops_per_s`: of matrix products, by "bf16", "fp16", "fp32".
-    `copy_bytes_per_s`: of host memory, read and written. `update_bytes_per_s`: read and written by AdamW on all cores.
-    `to_device_bytes_per_s`, `from_device_bytes_per_s`: of pinned memory; None if the device is the CPU.
+    `source`: where the numbers come from. `date`: the date of the measurement, ISO 8601. `device`: "cpu", "cuda", ...
+    `device_nbytes`, `host_nbytes`: free bytes for this user. `flops_per_s`: "bf16", "fp16", "fp32" -> rate of matrix
+    products. `copy_bytes_per_s`: bytes read plus bytes written by a copy within host memory. `update_bytes_per_s`:
+    bytes read plus bytes written by AdamW on all cores. `to_device_bytes_per_s`, `from_device_bytes_per_s`: rates of
+    copies from and to pinned memory; None if the device is the CPU.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
@@ -96,7 +98,7 @@ class Machine:
     disks: tuple[Disk, ...] = ()
 
     def save(self, path: Path) -> None:
-        """Replace the file, mode 0600. Raises OSError."""
+        """Write the machine to the file `path`, mode 0600, in place of an earlier one. Raises OSError."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) as fd:
@@ -108,7 +110,7 @@ _READER: Final = TypeAdapter(Machine)
 
 
 def load_machine(path: Path) -> Machine:
-    """Read a file of `Machine.save`, or a description, whose sizes and rates may be text: "24GiB", "7GB/s",
+    """Read a file that `Machine.save` wrote, or a description, in which sizes and rates may be text: "24GiB", "7GB/s",
     "150TFLOPS", "1200TBW". Raises ConfigError."""
     try:
         return _READER.validate_json(json.dumps(read_json(path)))
@@ -119,7 +121,7 @@ def load_machine(path: Path) -> Machine:
 
 
 def default_path() -> Path:
-    """Name the file of the rates that were measured on this machine."""
+    """Return the path of the file with the rates that were measured on this machine."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "tiered_zero" / "machine.json"
 
@@ -131,8 +133,8 @@ def from_description(
     host_nbytes: int | None = None,
     disks: Sequence[Disk] = (),
 ) -> Machine:
-    """Return `base` (None: a machine without rates) with the given sizes and disks in place of its own. If it has no
-    device but the CPU, `device_nbytes` adds an accelerator whose rates are not known."""
+    """Return `base` (None: a machine without rates) with the given sizes and disks in place of its own. If `base` has
+    no device but the CPU, `device_nbytes` adds an accelerator whose rates are not known."""
     machine = base or Machine(name="described by options")
     if device_nbytes is not None and machine.device == "cpu":
         machine = replace(machine, device="cuda", flops_per_s={})
@@ -145,7 +147,7 @@ def from_description(
 
 
 def parse_disk(text: str) -> Disk:
-    """Read "2TB", "2TB:7GB/s,5GB/s" or "2TB:7GB/s,5GB/s:1200TBW". Raises ConfigError."""
+    """Read a disk from text: "2TB", "2TB:7GB/s,5GB/s" or "2TB:7GB/s,5GB/s:1200TBW". Raises ConfigError."""
     size, rates, rating, *more = (*text.split(":"), "", "")
     try:
         if any(more):

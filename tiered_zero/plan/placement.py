@@ -1,6 +1,6 @@
 """Place every unit, sub-group and gradient: its tier, its slot, and what a step writes of it on nvme.
 
-Slots are one list, from which they are reserved, in-place commits are planned, and a layout is hashed.
+One list of slots serves to reserve them, to plan in-place commits, and to hash the layout.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from tiered_zero.plan.request import PlanRequest, SubGroupSize
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """`params`: unit index -> tier. `sharded`: units of which this rank's shard rests there; the others rest whole, and
-    those on "device" never leave it. `state`: tier of each sub-group.
+    """The tiers of all units, sub-groups and gradients.
 
-    `gradients`: trainable unit -> "device" where all its state rests there, so that gradients and update stay there
-    too; else "host", or "nvme" where `gradients_to_nvme` moves them.
+    `params`: unit index -> tier of its parameters. `sharded`: indices of the units of which only this rank's shard
+    rests on that tier; other units rest whole, and whole units on "device" never leave it. `state`: the tier of each
+    sub-group's state. `gradients`: index of a trainable unit -> "device" if all its state rests on the device, where
+    its gradients and update then stay too; else "host", or "nvme" if `gradients_to_nvme` has moved them.
     """
 
     params: Mapping[int, str]
@@ -42,7 +43,7 @@ class Placement:
 
 
 def place(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Placement:
-    """Choose the tier of each. Limits are checked when the plan is complete."""
+    """Choose the tiers of all parameters, state and gradients. Limits are checked when the plan is complete."""
     state = place_state(subgroups, request)
     return Placement(
         params=place_params(units, request),
@@ -53,7 +54,8 @@ def place(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: Pla
 
 
 def place_params(units: Sequence[Unit], request: PlanRequest) -> dict[int, str]:
-    """Return unit index -> tier. With nvme the first units stay in host memory, up to `max_in_cpu` elements."""
+    """Return unit index -> tier of its parameters. With nvme the first units stay in host memory, up to `max_in_cpu`
+    elements."""
     tiers: dict[int, str] = {}
     slowest, room = request.param_tier, request.config.zero_optimization.offload_param.max_in_cpu
     for unit in units:
@@ -70,8 +72,8 @@ def place_state(subgroups: Sequence[SubGroupSize], request: PlanRequest) -> list
     to `state_tier`.
 
     Embeddings come first: their gradients are the last of a backward, and a forward needs them first. Then come the
-    units in the order of the next forward. State of no bytes rests on the host: on the device it would bring the update
-    of parameters that need not lie there.
+    units in the order of the next forward. A sub-group whose state has no bytes goes to the host: on the device, its
+    parameters would be updated there, and need not lie there.
     """
     total = sum(subgroup.state_nbytes for subgroup in subgroups)
     ratio = request.config.zero_optimization.offload_optimizer.ratio
@@ -94,7 +96,8 @@ def place_state(subgroups: Sequence[SubGroupSize], request: PlanRequest) -> list
 def _place_gradients(
     units: Sequence[Unit], subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], last: str
 ) -> dict[int, str]:
-    """Return the tier of each trainable unit's gradients. A unit that no sub-group holds follows `last`."""
+    """Return unit index -> tier of its gradients, for each trainable unit. `last`: the slowest tier of state, which
+    decides for a unit that no sub-group holds."""
     tiers_of: dict[int, set[str]] = {}
     for subgroup, tier in zip(subgroups, state_tiers, strict=True):
         for index in subgroup.parts:
@@ -113,10 +116,11 @@ def gradients_to_nvme(
     nbytes_of: Callable[[Unit], int],
     host_nbytes: int,
 ) -> Placement:
-    """Leave `host_nbytes` of gradients in host memory, those of the first units, whose updates come first; the others
-    rest on nvme. A unit with some state on the device stays in host memory, from which that state is updated.
+    """Return `tiers` with gradients moved from host memory to nvme, except for the first `host_nbytes` of them.
 
-    `nbytes_of`: returns the bytes of a unit's gradients at their home."""
+    Gradients of the first units stay, because their updates come first. Gradients of a unit with some state on the
+    device stay in any case: that state is updated from host memory. `nbytes_of`: returns the bytes of a unit's
+    gradients at their home."""
     split = {
         index
         for subgroup, tier in zip(subgroups, tiers.state, strict=True)
@@ -139,19 +143,19 @@ COMMIT_KINDS = {"param": "commit_param", "param_back": "commit_param", "state": 
 """Kind of a slot -> the kind under which its further places on disk, for commits, are counted."""
 
 NUM_GRADIENT_WINDOWS = 3
-"""Buffers for gradients that rest on nvme: one unit's are gathered, those before them rest until they are needed, and
-those before them are written."""
+"""The number of windows, buffers in host memory through which gradients pass to and from nvme, one unit's in each: one
+is filled, one keeps the gradients of the unit before until they are needed, and one is written."""
 
 BUFFERS = -1
-"""The index, in place of a unit's, of the copy of all buffers."""
+"""The index of the slot with the copy of all the model's buffers, in place of a unit's index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSlot:
-    """One slot. `index`: of the unit, of the sub-group if `kind` is "state", or BUFFERS.
+    """A slot to be reserved. `index`: that of the unit, or of the sub-group if `kind` is "state", or BUFFERS.
 
-    `num_durable`: places on disk for in-place commits, which write the place that the last commit does not name; 1: the
-    slot is written once; 0: no commit holds it.
+    `num_durable`: the number of the slot's places on disk for in-place commits, each of which writes the place that the
+    last commit does not name. 1: the slot is written once. 0: no commit holds it.
     """
 
     kind: str
@@ -166,7 +170,7 @@ class PlannedSlot:
 
     @property
     def charges(self) -> list[tuple[str, int]]:
-        """Return the kind under which each place is counted, and its bytes."""
+        """Return (kind, bytes) of each of the slot's places: the kind under which the ledger counts the bytes."""
         more = max(0, self.num_durable - 1)
         return [(self.kind, self.nbytes), *[(COMMIT_KINDS.get(self.kind, self.kind), self.nbytes)] * more]
 
@@ -181,8 +185,9 @@ def list_slots(
 ) -> list[PlannedSlot]:
     """List the slots of a run in the order in which they are reserved: units, sub-groups, buffers.
 
-    A commit makes state durable, and everything that cannot be made from it: parameters of no sub-group, buffers, and
-    all parameters if they are half of their masters. Those that rest in memory have a copy next to the state.
+    A commit makes state durable, and everything that cannot be computed from state: parameters that no sub-group holds,
+    buffers, and all parameters if they are half of their masters. What of this rests in memory has a copy on nvme, next
+    to the state. `delayed`: the update is delayed, and units that it updates have a second slot for parameters.
     """
     commits, is_half = request.config.tiered_zero.checkpoint.in_place, request.state_format == "bf16_remainder"
     held = {index for subgroup in subgroups for index in subgroup.parts}
@@ -210,9 +215,10 @@ def list_slots(
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTraffic:
-    """A unit's bytes at their homes. `numel`: elements of parameters, without padding. `lookups`: those of embeddings
-    that no product reads. `is_tied`: it holds an embedding that is also a product's weight. `params`, `gradients`: the
-    tier and the bytes; the tier is "" without gradients. `is_paged`: it leaves the device. `state`: tier -> bytes."""
+    """What a step moves and computes of one unit. `numel`: elements of parameters, without padding. `lookups`: elements
+    of embeddings that no matrix product reads. `is_tied`: the unit holds an embedding that is also the weight of a
+    product. `params`, `gradients`: (tier, bytes) at their home; the tier is "" without gradients. `is_paged`: the unit
+    leaves the device. `state`: tier -> bytes."""
 
     numel: int
     lookups: int
@@ -229,7 +235,7 @@ def list_traffic(
     tiers: Placement,
     request: PlanRequest,
 ) -> tuple[UnitTraffic, ...]:
-    """List the units in the order of a forward."""
+    """Return the traffic of each unit, in the order of a forward."""
     state: dict[int, Counter[str]] = {unit.index: Counter() for unit in units}
     for subgroup, tier in zip(subgroups, tiers.state, strict=True):
         left_nbytes, left_numel = subgroup.state_nbytes, sum(subgroup.parts.values())
@@ -256,9 +262,9 @@ def list_traffic(
 
 
 def written_on_nvme(units: Sequence[UnitTraffic], accumulation: int, *, in_backward: bool) -> dict[str, int]:
-    """Return by kind the bytes that a step writes: trained parameters, masters and state, and the gradients that find
-    no window. See [Note: Gradients on NVMe]. `in_backward`: updates start there, and keep the windows that they
-    need."""
+    """Return kind -> bytes that a step of `accumulation` micro-batches writes to nvme: trained parameters, masters and
+    state, and the gradients that find no window, no buffer in host memory. See [Note: Gradients on NVMe].
+    `in_backward`: updates start in backward, and keep the windows that they need."""
     params = sum(unit.params[1] for unit in units if unit.state and unit.params[0] == "nvme")
     return {
         "param": params,
@@ -268,8 +274,9 @@ def written_on_nvme(units: Sequence[UnitTraffic], accumulation: int, *, in_backw
 
 
 def _gradient_writes(units: Sequence[UnitTraffic], accumulation: int, *, in_backward: bool) -> list[int]:
-    """Return the bytes of each write of gradients in the order of backward, the last unit's first. Each backward opens
-    all of them anew. When the last backward ends, those of the first units are in windows and are not written."""
+    """Return the bytes of each write of gradients in the order of backward, the last unit's first. Each backward brings
+    the gradients of all units into windows again. When the last one ends, the gradients of the first units are still in
+    windows, and are not written."""
     sizes = [unit.gradients[1] for unit in reversed(units) if unit.gradients[0] == "nvme"]
     if in_backward:
         return sizes * (accumulation - 1)

@@ -31,19 +31,21 @@ WINDOW_UNITS = 3
 
 SHARED_SEGMENT_NBYTES, SEGMENT_NBYTES = 20 * MIB, 2 * MIB
 LEAST_SEGMENT_NBYTES = 10 * MIB
-"""Segments of torch's allocator on CUDA: blocks larger than a MiB share segments of the first size. Blocks of at least
-the last size have a segment of their own, a multiple of the second."""
+"""Sizes of the segments in which torch's allocator takes memory on CUDA. Blocks larger than a MiB share segments of
+SHARED_SEGMENT_NBYTES. A block of at least LEAST_SEGMENT_NBYTES has a segment of its own, a multiple of
+SEGMENT_NBYTES."""
 
 UPDATE_CHUNK_NUMEL, COPIES_CHUNK_NUMEL = 1 << 26, 1 << 22
-"""Elements that an update on the device steps at once: with fp32 state, and with other formats, by fp32 copies."""
+"""The most elements that an update on the device steps at once: with fp32 state; with other formats, by fp32 copies."""
 
 NUM_UPDATE_COPIES = 12
-"""The number of such copies, including the temporaries of rounding them back."""
+"""The number of fp32 copies of a chunk with other formats, including the temporaries of rounding them back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """Bytes of one kind on a tier. `kind`: the ledger's name for it. `what`: the same in words."""
+    """The planned bytes of one kind on a tier. `kind`: the name under which the ledger, which counts every allocation
+    of the run, counts these bytes. `what`: the kind in words, for tables and messages."""
 
     tier: str
     kind: str
@@ -59,13 +61,13 @@ _Row = tuple[str, str, int, str]
 class PagerLimits:
     """Limits of the paged units on the device.
 
-    `live_nbytes`: planned bytes at once. `reserved_nbytes`: the memory that the device's allocator takes for them.
-    `most_live_nbytes`: the most that the config allows, for code that uses more units at a time than a forward of
-    nested modules does (a checkpointed region of many blocks, `gathered`). `one_module`: the largest unit holds the
-    parameters of one module, which no size cap cuts. `limited_by`: the settings that keep fewer units on the device, or
-    fetch fewer ahead, than could be in use. `tier`: the tier whose limit counts, host if the device's memory is the
-    host's. `prefetch_numel`: most elements fetched ahead of use. `reuse_numel`: a unit expected again within this many
-    elements is kept, room permitting.
+    `live_nbytes`: the bytes of these units on the device at once, as planned. `reserved_nbytes`: the memory that the
+    device's allocator takes for these bytes. `most_live_nbytes`: the most that the config allows, for code that uses
+    more units together than a forward of nested modules does (a checkpointed region of many blocks, `gathered`).
+    `one_module`: the largest unit holds the parameters of one module, which no size cap cuts. `limited_by`: the
+    settings that keep fewer units on the device, or fetch fewer ahead, than could be in use. `tier`: the tier whose
+    limit counts, host if the device's memory is the host's. `prefetch_numel`: the most elements fetched ahead of their
+    use. `reuse_numel`: a unit that is expected again within this many elements is kept if there is room.
     """
 
     live_nbytes: int
@@ -96,7 +98,7 @@ class Plan:
     request: PlanRequest
     units: tuple[UnitTraffic, ...]
     activations: ActivationPlan | None = None
-    """None if they stay on the device."""
+    """None if activations stay on the device."""
 
     @property
     def delayed(self) -> bool:
@@ -109,15 +111,15 @@ class Plan:
         return self.request.limits
 
     def nbytes(self, tier: str, kind: str | None = None) -> int:
-        """Planned bytes of a tier, or of one kind on it."""
+        """Return the planned bytes of a tier, or those of one kind on the tier."""
         return sum(row.nbytes for row in self.rows if row.tier == tier and kind in (None, row.kind))
 
     def needed_nbytes(self, tier: str) -> int:
-        """Planned bytes that count against the tier's limit."""
+        """Return the planned bytes that count against the tier's limit."""
         return sum(row.nbytes for row in self.rows_of(tier))
 
     def rows_of(self, tier: str) -> list[PlanRow]:
-        """List what counts against the tier's limit."""
+        """List the rows that count against the tier's limit."""
         return [row for row in self.rows if row.tier in self.request.counted_tiers(tier)]
 
     @property
@@ -139,15 +141,16 @@ class Plan:
         return f"{self.text}\n  {self.update_policy.text}"
 
     def written_nbytes(self, accumulation: int, activation_nbytes: int) -> dict[str, int]:
-        """Return by kind the bytes that a step of `accumulation` micro-batches writes to nvme. Of two homes, or two
-        slots for commits, it writes one. `activation_nbytes`: what a micro-batch saves on a tier."""
+        """Return kind -> bytes that a step of `accumulation` micro-batches writes to nvme. Of two homes, or of two
+        slots for commits, a step writes one. `activation_nbytes`: the bytes of activations that one micro-batch saves
+        on their tier."""
         in_backward = self.update_policy.optimizer_in_backward
         on_nvme = self.activations is not None and self.activations.tier == "nvme"
         written = written_on_nvme(self.units, accumulation, in_backward=in_backward)
         return {**written, "activation": accumulation * activation_nbytes * on_nvme}
 
     def missing_nbytes(self, tier: str) -> int:
-        """Bytes that the tier's limit is short of the plan; 0 or less where it fits."""
+        """Return the bytes by which the plan exceeds the tier's limit; 0 or less if it fits."""
         return self.needed_nbytes(tier) - self.request.limit_nbytes(tier)
 
     def check(self) -> None:
@@ -176,9 +179,9 @@ class Plan:
 def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
     """Place every byte. Raises ConfigError where a size that the config fixes cannot work; does not check limits.
 
-    Before a limit is missed, the plan shrinks: first the window of paged parameters, then gradients leave memory, then
-    no more sub-groups are in flight than the pipeline needs. The caller may cut those smaller. A plan that still needs
-    more than a limit is therefore the smallest of these units and sub-groups.
+    Before the plan exceeds a limit, it shrinks: first the window, the paged parameters on the device at once, then
+    gradients leave memory, then no more sub-groups are in flight than the pipeline needs. The caller may then cut
+    sub-groups smaller. A plan that still exceeds a limit is therefore the smallest of these units and sub-groups.
     """
     plan = _plan_gradients(units, subgroups, request)
     if plan.missing_nbytes("host") <= 0 or request.num_state_buffers is not None:
@@ -188,9 +191,10 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
 
 
 def _plan_gradients(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
-    """Place gradients last: with "auto" host memory holds as many as it has room for next to everything else.
-    Parameters that `max_in_cpu` keeps there come first: in a step of n micro-batches a byte of memory spares the disk
-    2n + 1 bytes of a parameter, which both passes read and the update writes, and at most 2n bytes of a gradient."""
+    """Plan, with gradients placed last: with "auto", host memory holds as many as have room next to everything else.
+    Parameters that `max_in_cpu` keeps in host memory come first: in a step of n micro-batches a byte of memory spares
+    the disk 2n + 1 bytes of a parameter, which forward and backward read and the update writes, and at most 2n bytes of
+    a gradient."""
     if request.gradient_tier == "nvme":
         return _plan(units, subgroups, request, 0)
     plan = _plan(units, subgroups, request, NO_LIMIT)
@@ -260,7 +264,7 @@ def _plan(
 
 
 def _room_nbytes(tier: str, rows: Iterable[_Row], request: PlanRequest) -> int:
-    """Return the bytes that the rows leave of the tier's limit."""
+    """Return the bytes of the tier's limit that `rows` leave; negative if they exceed it."""
     counted = request.counted_tiers(tier)
     return request.limit_nbytes(tier) - sum(nbytes for own, _, nbytes, _ in rows if own in counted)
 
@@ -275,7 +279,7 @@ def _rows(
     *,
     delayed: bool,
 ) -> list[_Row]:
-    """Return the rows of the bytes that rest on each tier, and of staging. `gradients`: tier -> their bytes."""
+    """Return the rows of the bytes that rest on each tier, and of staging. `gradients`: tier -> bytes of gradients."""
     on_device = sum(tiers.home_nbytes(unit) for unit in units if tiers.params[unit.index] == "device")
     part = "parameters, this rank's part"
     shards = f" of rank {request.rank}'s shards" if request.shards_gradients else ""
@@ -306,9 +310,9 @@ def _rows(
 
 
 def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room_nbytes: int) -> int:
-    """Return the gradients of a second unit in flight, or 0 if the device has no room for them. On an accelerator they
-    count from the launch of their computation: with one unit only, backward would not be launched ahead of the
-    device."""
+    """Return the bytes of the gradients of a second unit in flight, or 0 if the device has no room for them. On an
+    accelerator gradients count from the launch of their computation: with room for one unit only, backward would not be
+    launched ahead of the device."""
     second = sorted((unit.nbytes for unit in to_host), reverse=True)[1:2]
     return 0 if request.shares_cores or sum(second) > room_nbytes else sum(second)
 
@@ -316,8 +320,8 @@ def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room
 def _update_nbytes(
     subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], request: PlanRequest, grad_itemsize: int
 ) -> int:
-    """Return the temporaries of the largest update on an accelerator: the rule's own, gradients in fp32, and the state
-    that torch creates in the first step, before it is copied to its place."""
+    """Return the bytes of the temporaries of the largest update on an accelerator: the rule's own, gradients in fp32,
+    and the state that torch creates in the first step, before it is copied to its place."""
     count = request.temporaries
     on_device = [group for group, tier in zip(subgroups, state_tiers, strict=True) if tier == "device"]
     if count is None or not on_device:
@@ -332,7 +336,8 @@ def _update_nbytes(
 
 
 def _waiting_nbytes(trainable: Sequence[Unit], request: PlanRequest) -> int:
-    """Return the gradients of shards that wait on the device until all units of their bucket are complete."""
+    """Return the most bytes of gradients that wait on the device until all units of their bucket are complete; 0 if
+    ranks keep whole gradients."""
     if not request.shards_gradients:
         return 0
     buckets = cut_buckets(trainable, request.world_size, request.bucket_numel)
@@ -342,7 +347,9 @@ def _waiting_nbytes(trainable: Sequence[Unit], request: PlanRequest) -> int:
 def _returned_nbytes(
     to_host: Sequence[Unit], subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], sums: bool
 ) -> int:
-    """Return the gradients that come back to the device at a time: a unit split over tiers is updated on it in part."""
+    """Return the most bytes of gradients that come back to the device for one update: of a unit whose state is split
+    over tiers, a part is updated on the device. `to_host`: the units whose gradients leave the device. `sums`:
+    gradients are fp32 sums."""
     itemsizes = {unit.index: 4 if sums else unit.itemsize for unit in to_host}
     return max(
         (
@@ -355,10 +362,10 @@ def _returned_nbytes(
 
 
 def _pager_limits(paged: Sequence[Unit], request: PlanRequest, room_nbytes: int, tier: str) -> PagerLimits:
-    """Size the window: the largest chain of units in use together (a module inside a module), and the next largest
-    units to fetch.
+    """Size the window, the paged units on the device at once: the largest chain of units in use together (those of a
+    module inside a module), and the next largest units, to be fetched meanwhile.
 
-    `room_nbytes`: the room that the limit of `tier` leaves. The window shrinks to it, but not below the chain.
+    `room_nbytes`: the room that the limit of `tier` leaves. The window shrinks to this room, but not below the chain.
     """
     if not paged:
         return PagerLimits(live_nbytes=0)

@@ -14,8 +14,8 @@ Exchange = Callable[[bytes, str], list[bytes]]
 
 
 def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
-    """Compare `facts` (name -> a JSON value) with those of the other ranks, by hashes first. On a difference every rank
-    raises RankError, which names the first one and both values."""
+    """Compare `facts` (name -> a JSON value) with those of the other ranks, by hashes first. If they differ, every rank
+    raises RankError, which names the first difference and both values."""
     texts = {what: json.dumps(value, sort_keys=True).encode() for what, value in facts.items()}
     digests = {what: hashlib.sha256(text).hexdigest()[:16] for what, text in texts.items()}
     found = [json.loads(message) for message in exchange(json.dumps(digests).encode(), "the plan")]
@@ -35,8 +35,8 @@ def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
 
 
 def _first_difference(first: Any, other: Any, path: Sequence[str] = ()) -> tuple[Sequence[str], Any, Any]:
-    """Return the path of the first value that differs, and both values; None for a missing one. Keys that only one rank
-    has come first, because they move the others."""
+    """Return the path of the first value that differs, and both values; None stands for a missing value. Keys that only
+    one rank has come first, because they change the values of other keys."""
     if isinstance(first, dict) and isinstance(other, dict):
         alone = [key for key in (*first, *other) if (key in first) != (key in other)]
         for key in (*alone, *first):

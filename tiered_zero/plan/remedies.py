@@ -1,6 +1,6 @@
-"""Name the changes that make a plan fit which does not.
+"""Name the changes of settings with which a plan that is too large would fit.
 
-A setting is named only if the plan shows that it acts: what already rests on nvme is not said to be moved there.
+A setting is named only if the plan shows that it would free bytes: nothing is to be moved to nvme that rests there.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _sentence(text: str) -> str:
 
 
 def _changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]:
-    """Yield the changes that free bytes of a row on `tier`, each with the share of them that it frees."""
+    """Yield the changes that free bytes of a row on `tier`, each with the share of the row's bytes that it frees."""
     request = plan.request
     kind, on_host = row.kind, tier == "host"
     if kind == "param" and row.tier == "device" and request.param_tier == "device" and not on_host:
@@ -100,8 +100,8 @@ def _changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]
 
 
 def _gradient_changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]:
-    """Yield the changes for gradients in host memory. They follow state to nvme, except for the windows through which
-    they pass: of a small model these take as much."""
+    """Yield the changes for gradients in host memory. Gradients follow state to nvme, except for the windows, the
+    buffers through which they pass: for a small model the windows take as much as the gradients."""
     request = plan.request
     if tier == "host" and request.gradient_tier == "host" and request.state_tier == "nvme":
         yield "set tiered_zero.gradients to auto", 1.0

@@ -29,8 +29,8 @@ RESERVED = ", less an eighth for "
 def limit_of(
     tier: str, free_nbytes: int | None, source: str, given_nbytes: int | None, prefix: str = "tiered_zero."
 ) -> dict[str, tuple[int, str]]:
-    """Return the limit of one tier: the config's, up to all free memory, or free memory less the reserved share.
-    `prefix`: of the config's key."""
+    """Return tier -> limit for one tier: the config's (`given_nbytes`), up to all free memory, or else free memory less
+    RESERVED_SHARE; empty if neither is known. `source`: names the free memory. `prefix`: begins the config's key."""
     if given_nbytes is not None and (free_nbytes is None or given_nbytes <= free_nbytes):
         return {tier: (given_nbytes, f"{prefix}{tier}_memory_limit")}
     if free_nbytes is None:
@@ -43,8 +43,8 @@ NUM_STATE_STAGING = 3
 """The fewest buffers of state: one sub-group is read, one updated, one written."""
 
 MAX_BUCKET_NUMEL = 1 << 22
-"""Elements of gradients in one collective, however large reduce_bucket_size is: 16 MiB of fp32, with two under way,
-stream at full rate, and borders of buckets do not depend on memory."""
+"""The most elements of gradients in one collective, however large reduce_bucket_size is: two collectives of 16 MiB of
+fp32 under way reach the full rate, and a constant keeps the borders of buckets independent of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,10 @@ class PlanRequest:
 
     `shares_cores`: compute runs on the CPU, like the update. `device_is_host`: what the device holds counts against
     host memory. See [Note: The CPU as the device]. `segments`: the device's allocator takes memory in segments, as
-    CUDA's does. `buffers_nbytes`: of the model's buffers, which commits copy. `temporaries`: fp32 arrays that an update
-    on an accelerator makes in addition to copies of state and gradients; None: no accelerator. `keeps_group_state`: the
-    update rule has state of whole param groups. `fewest_buffers`: plan no more state in flight than the pipeline needs.
-    Raises ConfigError for gradients or an update that cannot be as the config asks.
+    CUDA's does. `buffers_nbytes`: bytes of the model's buffers, which commits copy. `temporaries`: the number of fp32
+    arrays that an update on an accelerator makes in addition to copies of state and gradients; None: no accelerator.
+    `keeps_group_state`: the update rule has state of whole param groups. `fewest_buffers`: plan no more state in flight
+    than the pipeline needs. Raises ConfigError for gradients or an update that cannot be as the config asks.
     """
 
     config: Config
@@ -141,7 +141,7 @@ class PlanRequest:
 
     @property
     def activation_tier(self) -> str:
-        """The tier of saved activations, which is their device's memory, too, where the CPU computes."""
+        """The tier of saved activations. Where the CPU computes, host memory is the device's own: "device"."""
         tier = _TIER_OF_DEVICE[self.config.activations_device]
         return "device" if tier == "host" and self.shares_cores else tier
 
@@ -152,13 +152,13 @@ class PlanRequest:
 
     @property
     def shards_params(self) -> bool:
-        """Whether each rank has parameters of its own shards only; units are gathered for each use, else after an
-        update."""
+        """Whether each rank has parameters of its own shards only, and units are gathered for each use. Otherwise they
+        are gathered after an update."""
         return self.world_size > 1 and self.config.zero_optimization.stage == 3
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether each rank keeps gradients of its own shards only, and every backward reduces."""
+        """Whether each rank keeps gradients of its own shards only, and every backward reduces gradients."""
         stage = self.config.zero_optimization.stage
         return self.shards_state and (stage > 1 or self.state_tier != "device")
 
@@ -174,11 +174,11 @@ class PlanRequest:
 
     @property
     def computing_tier(self) -> str:
-        """The tier whose limit holds for what the device computes with."""
+        """The tier whose limit counts for the bytes on the device."""
         return "host" if self.device_is_host else "device"
 
     def limit_nbytes(self, tier: str) -> int:
-        """Bytes of the tier that may be used."""
+        """Return the bytes of the tier that may be used."""
         return self.limits.get(tier, (NO_LIMIT, ""))[0]
 
     def counted_tiers(self, tier: str) -> tuple[str, ...]:
@@ -187,15 +187,15 @@ class PlanRequest:
 
 
 def given(section: OffloadOptimizerSection | OffloadParamSection, name: str) -> int | None:
-    """Return the value of a key that the file has; None if it has not."""
+    """Return the value of the key `name` in a section; None if the config leaves the key out."""
     value: int = getattr(section, name)
     return value if name in section.model_fields_set else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubGroupSize:
-    """The sizes of a sub-group. `state_nbytes`: its slot. `parts`: unit index -> the unit's elements in it.
-    `embedding`: it goes to faster tiers before others."""
+    """The sizes of a sub-group. `state_nbytes`: bytes of its slot. `parts`: unit index -> the unit's elements in the
+    sub-group. `embedding`: the sub-group goes to faster tiers before others."""
 
     state_nbytes: int
     parts: Mapping[int, int]
@@ -203,8 +203,8 @@ class SubGroupSize:
 
 
 def splits_masters_off_device(config: Config) -> bool:
-    """Return whether half of each master is the parameter and the update runs off the device, so that no parameter may
-    stay."""
+    """Return whether half of each master is the parameter and the update runs off the device: no parameter may stay on
+    the device then."""
     return (
         config.tiered_zero.state_format == "bf16_remainder"
         and config.zero_optimization.offload_optimizer.device != "none"
@@ -212,8 +212,9 @@ def splits_masters_off_device(config: Config) -> bool:
 
 
 def unit_rules(config: Config, world_size: int = 1, *, whole_params: bool = False) -> UnitRules:
-    """Read from `config` how units are cut. A small parameter moves with its block, in the same gather, with many
-    ranks, and if it is half of a master that is updated elsewhere."""
+    """Read from `config` how units are cut. With several ranks a small parameter moves with its block, in one gather;
+    it also does if it is half of a master that is updated off the device. `whole_params`: ranks own whole parameters,
+    which the update rule steps."""
     zero = config.zero_optimization
     persists = zero.offload_param.device != "none" and world_size == 1 and not splits_masters_off_device(config)
     return UnitRules(

@@ -14,8 +14,8 @@ State stays in host memory if the update policy that was asked for needs it off 
 and if parameters rest on nvme: from the device its update would read them by one copy more.
 
 What the device holds counts against the limit of host memory, unless the device has a limit of its own or is simulated.
-The window of parameters that rest on nvme is process memory like any buffer, and shrinks to that limit as it does to a
-device's.
+The window, the parameters fetched from nvme that are in memory at once, is process memory like any buffer, and shrinks
+to that limit as it does to a device's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tiered_zero.plan.request import Limits, PlanRequest
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateChoice:
-    """`policy`: "barrier", "overlapped" or "delayed", as it runs. `reason`: why this one, in words.
+    """The update policy of a run. `policy`: "barrier", "overlapped" or "delayed". `reason`: why this one, in words.
 
     `optimizer_in_backward`: updates start before `step()`, as soon as a unit's gradients are complete.
     """
@@ -46,11 +46,12 @@ class UpdateChoice:
 
 
 def choose_update_policy(request: PlanRequest, state_tiers: Collection[str]) -> UpdateChoice:
-    """Resolve `tiered_zero.update`. `state_tiers`: the tiers that hold optimizer state.
+    """Choose the update policy that runs for `tiered_zero.update`. `state_tiers`: the tiers that hold optimizer state.
 
     If ranks have shards of the state and whole parameters, `barrier` runs: step() ends with the gather of the new
-    parameters. An update of state on the device takes compute's own time: `barrier` runs whatever is requested. The
-    same holds if the CPU is the device and no state comes from NVMe, unless `overlapped` is requested.
+    parameters. If all state is on the device, its update takes compute's own time: `barrier` runs, even if `overlapped`
+    is requested. `barrier` also runs if the CPU is the device and no state comes from NVMe, unless `overlapped` is
+    requested.
     """
     policy = request.config.tiered_zero.update
     automatic, asked = policy == "auto", f"tiered_zero.update is {policy}"

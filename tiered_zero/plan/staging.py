@@ -14,22 +14,25 @@ from tiered_zero.plan.request import NUM_STATE_STAGING, PlanRequest, SubGroupSiz
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 
 MAX_AUTO_STAGING_NBYTES = 16 * MIB
-"""A parameter staging buffer if the config gives no size: enough for full disk rate; units move in chunks of it."""
+"""The most bytes of a parameter staging buffer if the config gives no size: enough for the disk's full rate. Units move
+in chunks of this size."""
 
 NUM_PARAM_STAGING = 4
 AUTO_STATE_STAGING_NBYTES = 168 * MIB
-"""State in flight if the config counts no buffers: it keeps the disk busy while an update or a wait takes long."""
+"""Bytes of state in flight if the config gives no number of buffers: they keep the disk busy while an update or a wait
+takes long."""
 
 NUM_GRADIENT_STAGING = 2
-"""One is filled while the other is added up."""
+"""Gradient staging buffers: one is filled while the other is added up."""
 
 NUM_BUCKETS = 2
-"""One is reduced while the other is filled."""
+"""Buckets: one is reduced while the other is filled."""
 
 MAX_AUTO_STATE_STAGING_NBYTES = 640 * MIB
 MAX_AUTO_STATE_STAGING_SHARE = 16
-"""The most bytes, and the part of the host's limit, for staging a whole unit at once. A tied embedding's gradient is
-backward's last, and the next forward waits for its update first: its state is then read ahead."""
+"""The most bytes, and the largest part of the host's limit, for staging a whole unit at once. A tied embedding's
+gradient is backward's last, and the next forward waits for its update first: with this staging, all of its state is
+read ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,8 @@ class StagingSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Staging:
-    """One pool of buffers for each kind of bytes. `gradient_windows`: for gradients that rest on nvme."""
+    """The pools of staging buffers, one for each kind of bytes. `gradient_windows`: buffers in host memory, each for
+    one unit's gradients, which rest on nvme. `buckets`: for gradients that ranks reduce, on `bucket_tier`."""
 
     params: StagingSize
     state: StagingSize
@@ -80,7 +84,8 @@ def size_staging(
 
 def _gradient_staging(to_host: Sequence[Unit], request: PlanRequest) -> StagingSize:
     """Size the buffers of gradients. On an accelerator one buffer is filled while the other is added up; each holds as
-    much of a unit's gradients as fits, because every buffer is waited for. The CPU adds gradients in their place."""
+    much of a unit's gradients as fits, because every buffer costs a wait. If the CPU computes, it adds gradients where
+    they are, and one buffer for the largest parameter is enough."""
     if not to_host:
         return StagingSize()
     if request.shares_cores:
@@ -99,7 +104,8 @@ def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:
 
 
 def _bucket_tier(units: Sequence[Unit], tiers: Placement, request: PlanRequest) -> str:
-    """Return the tier of gradients that are reduced: shards wait for their bucket, whole ones lie at their home."""
+    """Return the tier on which ranks reduce gradients: the device if ranks keep shards, whose gradients wait there for
+    their bucket, or if all whole gradients rest there; else, and wherever the CPU computes, host memory."""
     homes = {tiers.gradients[unit.index] for unit in units if unit.trainable}
     on_device = request.shards_gradients or homes == {"device"}
     return "device" if on_device and not request.shares_cores else "host"

@@ -28,14 +28,14 @@ from tiered_zero.sizes import TIERS
 
 MODEL_SHARE: Final = {"cpu": 0.45}
 OTHER_SHARE: Final = 0.75
-"""The part of the rate of products that a model reaches, by the device's kind, with everything that it computes between
-them. The value for accelerators is an assumption."""
+"""The part of the rate of matrix products that a model reaches, with everything that it computes between them: kind of
+device -> part, and the part for other kinds. The value for accelerators is an assumption."""
 
 PYTHON_S_PER_TENSOR: Final = 1.5e-4
 """Seconds of hooks and autograd for each trained tensor and micro-batch where the CPU computes."""
 
 OVERLAP_S_PER_TENSOR: Final = 3.7e-4
-"""The same, in addition, if updates run on another thread than the driver's."""
+"""Further seconds for each trained tensor and micro-batch if updates run on another thread than the training loop."""
 
 PYTHON_S_PER_SUB_GROUP: Final = 7e-4
 """Seconds between two calls of the update's kernel, for each sub-group."""
@@ -77,9 +77,9 @@ DISK: Final = {"disk read": "disk", "disk write": "disk"}
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of a step. `tokens`, `forward_flops`: of a micro-batch. `dtype`: "bf16", "fp16" or "fp32".
-    `num_tensors`: the number of trained parameters. `recomputes`: backward computes each forward again.
-    `activation_nbytes`: bytes of a micro-batch that are saved on the plan's tier."""
+    """The work of a step of `accumulation` micro-batches. `tokens`, `forward_flops`: of one micro-batch. `dtype`:
+    "bf16", "fp16" or "fp32". `num_tensors`: the number of trained parameters. `recomputes`: backward computes each
+    forward again. `activation_nbytes`: the bytes that one micro-batch saves on the plan's tier of activations."""
 
     tokens: int
     forward_flops: float
@@ -90,7 +90,7 @@ class Work:
     activation_nbytes: int = 0
 
     def scaled(self, factor: float) -> Work:
-        """Return the work of `factor` times the tokens."""
+        """Return the work of a step with `factor` times the tokens."""
         return replace(
             self,
             tokens=max(1, round(self.tokens * factor)),
@@ -102,9 +102,9 @@ class Work:
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
     """A predicted step. `by_resource`: busy seconds of compute, fetch, reduce, update, disk read and disk write.
-    `tokens`: of the step. `written_nbytes`: bytes written to nvme, by kind. `hidden_from_tokens`: tier -> the tokens of
-    a step from which the tier adds nothing to compute; None: not up to `searched_tokens`. `num_events`: simulated
-    events."""
+    `tokens`: all tokens of the step. `written_nbytes`: kind -> bytes written to nvme. `hidden_from_tokens`: tier -> the
+    tokens of a step from which the tier adds nothing to compute; None: it still adds at `searched_tokens`.
+    `num_events`: the number of simulated events."""
 
     seconds: float
     by_resource: Mapping[str, float]
@@ -146,8 +146,8 @@ def missing_rates(plan: Plan, work: Work, machine: Machine) -> list[str]:
 
 
 def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool = True) -> StepSeconds:
-    """Predict a step. `machine` lacks none of `missing_rates`. `finds_hidden`: also search the tokens from which each
-    tier is hidden, which takes some ten predictions."""
+    """Predict a step of `work` with `plan` on `machine`, which must have all rates of `missing_rates`. `finds_hidden`:
+    also search the number of tokens from which each tier is hidden, which takes some ten predictions."""
     rates = _Rates(plan, machine)
     seconds, by_resource, num_events = _simulate(plan, work, rates)
     step = StepSeconds(
@@ -165,16 +165,17 @@ def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool
 
 
 def _is_used(plan: Plan, tier: str) -> bool:
-    """Return whether parameters, state or gradients cross from the tier. The CPU computes in host memory."""
+    """Return whether parameters, state or gradients cross from the tier. From host memory nothing does if the CPU
+    computes."""
     if tier == "host" and plan.request.shares_cores:
         return False
     return any(tier in (unit.params[0], unit.gradients[0], *unit.state) for unit in plan.units)
 
 
 def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[int, bool]:
-    """Search the tokens that hide a tier. Return the last ones tried, and whether they do. The fewest make compute as
-    long as the tier's busiest lane, which is the answer if updates start in backward; the most are eight times as
-    many."""
+    """Search the number of tokens of a step that hides a tier. Return the last number tried, and whether it hides the
+    tier. The smallest number tried makes compute as long as the tier's busiest lane, and is the answer if updates start
+    in backward; the largest is eight times as many."""
     rates = _Rates(plan, machine, only=tier)
 
     def is_hidden(factor: float) -> bool:
@@ -194,7 +195,7 @@ def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[i
 
 
 def _lanes(by_resource: Mapping[str, float], rates: _Rates) -> dict[str, float]:
-    """Return the busy seconds of lanes; "compute" has all that shares its cores."""
+    """Return lane -> busy seconds. If the CPU computes, "compute" includes everything that shares its cores."""
     shared = DISK | (dict.fromkeys(CORES, "compute") if rates.shares_cores else {})
     lanes: dict[str, float] = {}
     for name, seconds in by_resource.items():
@@ -204,8 +205,8 @@ def _lanes(by_resource: Mapping[str, float], rates: _Rates) -> dict[str, float]:
 
 
 def _simulate(plan: Plan, work: Work, rates: _Rates) -> tuple[float, dict[str, float], int]:
-    """Return the seconds of a step, by resource, and the number of events. Of many micro-batches each one more takes
-    what the last of a few takes."""
+    """Return the seconds of a step, its seconds by resource, and the number of events. Each further one of many
+    micro-batches takes as long as the last of a few."""
     few = replace(work, accumulation=min(work.accumulation, NUM_MICRO_BATCHES))
     seconds, by_resource, num_events = _Run(plan, few, rates).predict()
     if more := work.accumulation - few.accumulation:
@@ -251,11 +252,12 @@ class _Rates:
         return (job, *self.copy("fetch", DISK_PASSES * nbytes)) if self.shares_cores else (job,)
 
     def copy(self, resource: str, nbytes: float) -> Jobs:
-        """Pass over `nbytes` of host memory."""
+        """Return the jobs that pass over `nbytes` of host memory."""
         return self._job(resource, nbytes, self.machine.copy_bytes_per_s)
 
     def to_device(self, nbytes: float) -> Jobs:
-        """Fetch parameters from host memory. If the CPU computes, they are copied: read and written."""
+        """Return the jobs that fetch parameters from host memory. If the CPU computes, each byte is read and
+        written."""
         if self.shares_cores:
             return self.copy("fetch", 2 * nbytes)
         return self._job("fetch", nbytes, self.machine.to_device_bytes_per_s)
@@ -273,8 +275,8 @@ class _Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """State of unit `unit` that is updated at once, and its new parameters. `reads`, `writes`: jobs to memory and back,
-    through a staging buffer of `staged_nbytes`."""
+    """A part of the state of unit `unit` that is updated at once, with its new parameters. `reads`, `writes`: the jobs
+    that bring the part to memory and back, through a staging buffer of `staged_nbytes`."""
 
     unit: int
     reads: Jobs
@@ -285,9 +287,10 @@ class _Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """Neighbouring units together, in one micro-batch. `head_s`: seconds of forward's product with a tied embedding,
-    after all units. `fetch`: parameters from their home. `forwarded`: parameters from the buffers of an update that has
-    just ended. `save`, `restore`: activations. `gradient`: the gradient on its way to its home."""
+    """The work of neighbouring units, joined, in one micro-batch. `head_s`: seconds of forward's product with a tied
+    embedding, after all units. `fetch`: the jobs that bring parameters from their home. `forwarded`: those that bring
+    them from the buffers of an update that has just ended. `save`, `restore`: those that move activations. `gradient`:
+    those that bring the gradient to its home."""
 
     forward_s: float
     backward_s: float
@@ -302,8 +305,8 @@ class _Unit:
 
 @dataclass(kw_only=True)
 class _Use:
-    """A unit's use in a step. `is_hit`: the device still has it. `is_kept`: the next use is a hit. `completes`: its
-    gradient is complete in this micro-batch."""
+    """A unit's use in a step. `is_hit`: the device still has the unit. `is_kept`: the next use will be a hit.
+    `completes`: the unit's gradient of this micro-batch is complete after the use."""
 
     unit: int
     micro: int
@@ -315,7 +318,7 @@ class _Use:
 
 
 def _join(units: Sequence[UnitTraffic]) -> list[list[UnitTraffic]]:
-    """Join neighbours until there are few enough. A tied embedding stays alone: it is used at both ends."""
+    """Join neighbouring units until about MAX_UNITS are left. A tied embedding stays alone: it is used at both ends."""
     most = sum(unit.numel for unit in units) / MAX_UNITS
     found: list[list[UnitTraffic]] = []
     for unit in units:
@@ -437,7 +440,7 @@ class _Step:
 
 
 class _Run:
-    """A few steps through the lanes."""
+    """Simulates a few steps through the lanes."""
 
     def __init__(self, plan: Plan, work: Work, rates: _Rates) -> None:
         self._rates, self._policy = rates, plan.update_policy.policy
@@ -479,7 +482,7 @@ class _Run:
         return uses
 
     def predict(self) -> tuple[float, dict[str, float], int]:
-        """Return the seconds of a step, by resource, and how many jobs have been simulated."""
+        """Return the seconds of a step, its seconds by resource, and the number of simulated jobs."""
         clock = self._clock
         clock.resume(self._fetch())
         for staged in (True, False):
@@ -490,8 +493,8 @@ class _Run:
         return max(mean_s, *_lanes(by_resource, self._rates).values()), by_resource, clock.num_events
 
     def _sum_jobs(self) -> dict[str, float]:
-        """Return by resource the seconds of a step's jobs. In the long run no step is shorter than those of a lane; a
-        few simulated ones may be, because their last writes fall into the next step."""
+        """Return resource -> seconds of a step's jobs. In the long run no step is shorter than the jobs of one lane; a
+        few simulated steps may be, because their last writes fall into the next step."""
         sums = dict.fromkeys(RESOURCES, 0.0)
         jobs = [job for piece in self._pieces for job in (*piece.reads, *piece.update, *piece.writes)]
         for use in self._uses:
@@ -507,7 +510,7 @@ class _Run:
         return sums
 
     def _drive(self) -> Process:
-        """Compute, in order, as the thread of the driver does."""
+        """Compute the uses of all steps in order, as the training loop's thread does."""
         before: _Step | None = None
         last = self._uses[-1].micro
         for step in self._steps:
@@ -566,7 +569,8 @@ class _Run:
             before = step
 
     def _update(self, pieces: Sequence[_Piece], staged: bool) -> Process:
-        """Begin pieces: the first in forward's order that may be updated, else the next in the last step's order."""
+        """Begin the update of each piece: next comes the first in forward's order that may be updated, or else the next
+        in the order of the last step. `staged`: the pieces pass through staging buffers."""
         order = [*(reversed(pieces) if self._in_backward else pieces)]
         for step in self._steps if pieces else ():
             left: dict[int, list[_Piece]] = {}
