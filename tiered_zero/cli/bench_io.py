@@ -1,7 +1,8 @@
 """Find the best of four aio settings for a disk: `tiered-zero bench io DIR`.
 
-Each setting reads, writes and does both at once through the I/O engine that a run would choose there. Its score is the
-geometric mean of the three rates. The rates of the defaults go into the record that plans read (assembly/rates.py).
+With each setting a file is read, written, and both at once, through the I/O engine that a run would choose in DIR. The
+score of a setting is the geometric mean of the three rates. The rates with the default setting go into the record that
+plans read (assembly/rates.py).
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ SETTINGS = (
     IOSettings(block_size=2 * MIB, queue_depth=4),
     IOSettings(block_size=2 * MIB, queue_depth=16),
 )
-"""The defaults, and the best of 1..4 MiB x 4..16 in tools/bench/records/io.jsonl: for reads (and for both at once), for
-both at once by fio, and for writes."""
+"""The default setting, and the best of 1..4 MiB x 4..16 in tools/bench/records/io.jsonl: for reads (and for both at
+once), for both at once by fio, and for writes."""
 
 MAX_SECONDS = 60
-"""Longest measurement, and the default."""
+"""The most seconds of a measurement, and the default."""
 
 WANTED_NBYTES = GIB
-"""The size of the file, larger than the cache of most drives."""
+"""The size of the file if time and space allow: larger than the cache of most drives."""
 
 LEAST_NBYTES = 4 * MIB
 _LEAST_TRIAL_S = 0.01
 _FILL_SHARE, _END_SHARE = 0.15, 0.05
-"""Shares of the time: to fill the file, and to be sure to end in time."""
+"""Shares of the given seconds: to fill the file, and left unused so that the measurement ends in time."""
 
 
 @click.group("bench")
@@ -84,9 +85,10 @@ def io(directory: Path, seconds: float, as_json: bool) -> None:
 
 
 def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSettings] = SETTINGS) -> dict[str, Any]:
-    """Try each of `choices`, the default settings first, until `end_s`, by time.perf_counter().
+    """Measure the disk of `directory` with each of `choices`, the default settings first, until `end_s`, a time of
+    time.perf_counter(). Return the report that `bench io --json` prints.
 
-    "disk" in the result has the rates of the default settings, with which a run works unless its config says otherwise.
+    "disk" in the report has the rates with the default settings, which a run uses unless its config says otherwise.
     Raises ConfigError, PlanError, StoreError.
     """
     fstype = filesystem_type(directory)
@@ -129,8 +131,8 @@ def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSetting
 
 
 def _fill(path: str, directory: Path, free_nbytes: int, seconds: float, notes: list[str]) -> int:
-    """Write the file, as large as wanted or as space and time allow; return its size. Raises PlanError on a full
-    disk."""
+    """Write the file `path`, as large as wanted or as space and `seconds` allow, and add a note to `notes` if it is
+    smaller than wanted. Return its size in bytes. Raises PlanError if the disk is full."""
     room_nbytes = free_nbytes * 4 // 5 // MIB * MIB
     if room_nbytes < LEAST_NBYTES:
         raise PlanError(

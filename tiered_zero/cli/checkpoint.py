@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tiered_zero.checkpoint.tag import TagInfo
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Option -> torch's name. Only the functions that need torch import it: --help does not."""
+"""Value of --dtype -> torch's name of the dtype. Only functions that need torch import it: --help does not wait."""
 
 
 @click.group("checkpoint")
@@ -75,8 +75,8 @@ def ls(directory: Path, as_json: bool) -> None:
 def verify_command(directory: Path, as_json: bool) -> None:
     """Read every byte of the checkpoints in DIRECTORY against its checksum; exit code 1 if one is broken or none whole.
 
-    Passed over, and no failure: a save that is under way or was cut off, an in-place commit whose run has committed a
-    later step since, and another program's checkpoint.
+    Passed over, without a failure, are a save that is under way or was cut off, an in-place commit whose run has
+    committed a later step since, and another program's checkpoint.
     """
     from tiered_zero.checkpoint.tag import find_damage
 
@@ -102,13 +102,13 @@ def verify_command(directory: Path, as_json: bool) -> None:
 
 
 def _echo_reasons(reasons: Iterable[tuple[str, str]]) -> None:
-    """Print a line for each reason, after the consecutive tags that have it: every commit in place leaves one."""
+    """Print one line for consecutive tags with the same reason, as the tags of commits in place have."""
     for reason, own in groupby(reasons, key=lambda item: item[1]):
         click.echo(printable(f"{_span([tag for tag, _ in own])}: {reason}"))
 
 
 def _span(tags: Sequence[str]) -> str:
-    """Name consecutive tags in one line, however many they are."""
+    """Name consecutive tags in a text that stays short, however many tags they are."""
     return ", ".join(tags) if len(tags) < 7 else f"{tags[0]} to {tags[-1]} ({len(tags)})"
 
 
@@ -196,7 +196,7 @@ def _state(info: TagInfo) -> Text:
 
 
 def _tags(directory: Path) -> list[TagInfo]:
-    """List the tags of a directory of checkpoints, or the tag of one checkpoint."""
+    """List the tags in a directory of checkpoints; if `directory` is itself a checkpoint, its own tag."""
     from tiered_zero.checkpoint.tag import list_tags, look_at
 
     is_one = (directory / MANIFEST_NAME).exists()

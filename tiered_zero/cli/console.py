@@ -33,7 +33,7 @@ JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 def parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
     """Return the callback of an option whose text, or each of whose texts, `parse` reads. A ConfigError or ValueError
-    of it is wrong usage."""
+    that `parse` raises is reported as wrong usage."""
 
     def read(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
         try:
@@ -49,7 +49,7 @@ parse_bytes = parsed(parse_nbytes)
 
 
 def parse_source(text: str) -> GPTConfig | str:
-    """Read gpt:layers=24 as a GPTConfig, and leave module:function. Raises ConfigError, ValueError."""
+    """Read "gpt:layers=24" as a GPTConfig; return "module:function" as it is. Raises ConfigError, ValueError."""
     if text.partition(":")[0] == "gpt":
         return parse_gpt(text)
     if not re.fullmatch(r"[\w.]+:\w+", text):
@@ -58,12 +58,12 @@ def parse_source(text: str) -> GPTConfig | str:
 
 
 def parse_size(text: str) -> GPTConfig:
-    """Return a GPT of about 7B or 7e9 parameters. Raises ConfigError."""
+    """Return the shape of a GPT of about as many parameters as `text` says: "7B" or "7e9". Raises ConfigError."""
     return gpt_of_size(parse_count(text))
 
 
 STDERR = Console(stderr=True)
-"""The console of progress and log, so that lines are printed above the bar. It follows a replaced sys.stderr."""
+"""The console that progress and log share: log lines are printed above the bar. It follows a replaced sys.stderr."""
 
 _NUMBERS = {
     *("age", "block", "busy", "bytes", "depth", "mixed", "peak", "planned", "rate while busy", "read", "runs"),
@@ -73,8 +73,8 @@ _NUMBERS = {
 
 
 def stdout() -> Console:
-    """Return a console for results. It wraps at the width of a terminal, or at COLUMNS. A file or a pipe gets whole
-    lines, which can be searched."""
+    """Return a console for results. It wraps lines at the width of the terminal, or at COLUMNS. In a file or a pipe
+    lines stay whole, and can be searched."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 1000)
 
 
@@ -111,7 +111,7 @@ def print_json(value: Any) -> None:
 def print_table(
     columns: Iterable[str], rows: Sequence[Sequence[str | Text]], empty: str = "No runs.", title: str | None = None
 ) -> None:
-    """Print a table of texts, which may come from a foreign directory. `empty`: printed if there are no rows."""
+    """Print a table of texts; control characters in them are escaped. `empty`: printed if there are no rows."""
     if not rows:
         click.echo(empty)
         return

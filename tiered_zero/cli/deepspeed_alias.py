@@ -1,6 +1,6 @@
 """Install a distribution `deepspeed` in which other tools find `tiered_zero.deepspeed`: `tiered-zero deepspeed-alias`.
 
-Nothing else writes it, and nothing here imports it.
+Only this command writes that distribution, and nothing in tiered_zero imports it.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ _INFO_FILES = ("METADATA", "WHEEL", "INSTALLER", "entry_points.txt", "RECORD")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The directories of a Python's packages and commands."""
+    """Where the alias is installed: the directories of a Python's packages and of its commands."""
 
     packages: Path
     scripts: Path
 
     @property
     def package(self) -> Path:
-        """Return the package's one file."""
+        """Return the path of the only file of the package `deepspeed`."""
         return self.packages / "deepspeed" / "__init__.py"
 
     @property
     def command(self) -> Path:
-        """Return the launcher."""
+        """Return the path of the command `deepspeed`, the launcher."""
         return self.scripts / "deepspeed"
 
     @property
     def infos(self) -> list[Path]:
-        """Return the directories of metadata: one if the alias is installed, of this version or another."""
+        """Return the alias's metadata directories, of any version; the list is empty if no alias is installed."""
         return sorted(self.packages.glob("deepspeed-*+tiered.zero.dist-info"))
 
 
@@ -142,7 +142,7 @@ def status(place: Place) -> None:
 
 
 def _find_real(place: Place) -> str | None:
-    """Name a DeepSpeed that `install` did not write, in `place` or on this Python's path."""
+    """Name a DeepSpeed that `install` has not written, in `place` or on this Python's path; None if there is none."""
     for found in metadata.distributions(name="deepspeed", path=[str(place.packages), *sys.path]):
         if "+tiered" not in found.version:
             return f"deepspeed {found.version} in {found.locate_file('')}"
@@ -151,7 +151,8 @@ def _find_real(place: Place) -> str | None:
 
 
 def _remove(place: Place) -> None:
-    """Remove the files that an install writes, by their names and not by RECORD, and directories left empty."""
+    """Remove the files that an install writes, found by their names and not by RECORD, and the directories that are
+    empty then."""
     cached = place.package.parent / "__pycache__"
     paths = [path for path in (place.package, place.command) if path.exists() and _is_ours(path)]
     paths += cached.glob("__init__.*.pyc") if place.package in paths else ()

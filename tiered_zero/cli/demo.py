@@ -30,16 +30,17 @@ HIDDEN, CONTEXT, NUM_STEPS = 1024, 32, 3
 PER_BLOCK = 12 * HIDDEN**2 + 13 * HIDDEN
 DEVICE_NBYTES, LEAST_HOST_NBYTES = 300 * MIB, 384 * MIB
 SPARE_NBYTES = 300 * MIB
-"""Memory beyond the plan: activations, and what the allocator keeps."""
+"""Bytes of memory beyond the plan: activations, and what the allocator keeps."""
 
 PLAIN_NBYTES, DISK_NBYTES, HOST_NBYTES = 16.5, 20, 2
-"""Bytes for a parameter: of plain PyTorch; here on the disk; here in host memory."""
+"""Bytes for each parameter: with plain PyTorch in memory; with tiered_zero on the disk, and in host memory."""
 
 MIN_PARAMETERS, MAX_PARAMETERS = 100e6, 1e11
 
 
 def parse_layers(text: str) -> int:
-    """Return the number of blocks of a model of about 750M parameters. Raises ConfigError."""
+    """Return the number of blocks of a model of about as many parameters as `text` says, such as "750M". Raises
+    ConfigError."""
     count = parse_count(text)
     if not MIN_PARAMETERS <= count <= MAX_PARAMETERS:
         raise ConfigError(f"expected {MIN_PARAMETERS:.0e} to {MAX_PARAMETERS:.0e} parameters; found {text}")
@@ -108,7 +109,7 @@ def demo(directory: Path, layers: int) -> None:
 
 
 def _check_room(directory: Path, disk_nbytes: int, memory_nbytes: int, available_nbytes: int) -> None:
-    """Raise StoreError or ConfigError if the demo has no room."""
+    """Raise StoreError if the disk has no room for the demo, ConfigError if memory has none."""
     if not directory.is_dir():
         raise StoreError(f"{directory}: expected a directory for the swap files; it does not exist.")
     if (free := shutil.disk_usage(directory).free) < disk_nbytes:
@@ -125,7 +126,7 @@ def _check_room(directory: Path, disk_nbytes: int, memory_nbytes: int, available
 
 @contextmanager
 def _own_directory(parent: Path) -> Iterator[Path]:
-    """Make a directory for the block, and remove it with its contents."""
+    """Make a directory in `parent` for the `with` block, and remove it with its contents afterwards."""
     own = Path(tempfile.mkdtemp(prefix="tiered_zero-demo-", dir=parent))
     try:
         yield own
@@ -134,7 +135,8 @@ def _own_directory(parent: Path) -> Iterator[Path]:
 
 
 def _train(form: Form) -> tuple[list[float], str]:
-    """Run `form` in a process of its own and print its steps. Return its losses, and its error or ""."""
+    """Run `form`, one of the demo's trainings, in a process of its own, and print its steps. Return the losses, and the
+    error of the process or ""."""
     began_s, losses, error = time.perf_counter(), list[float](), ""
     command = [sys.executable, "-m", "tiered_zero.demo.forms", json.dumps(asdict(form))]
     environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}  # fewer page faults

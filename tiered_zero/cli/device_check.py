@@ -20,7 +20,8 @@ WIDTH = 64
 
 
 def examine_device(pinned_nbytes: int) -> Iterator[Finding]:
-    """Yield all findings; if there is no device or no kernel runs, one that says why. `pinned_nbytes`: bytes to pin."""
+    """Check the accelerator and yield all findings; the last one says why if there is no accelerator or if no kernel
+    runs. `pinned_nbytes`: bytes to pin as a test."""
     accelerator = build_accelerator()
     try:
         if accelerator.name == "cpu":
@@ -47,8 +48,8 @@ def examine_device(pinned_nbytes: int) -> Iterator[Finding]:
 
 
 def check_steps(accelerator: Accelerator) -> Finding:
-    """Compare steps of a small model whose state is in host memory with plain PyTorch: compute on the device, AdamW on
-    the CPU."""
+    """Compare steps of a small model whose state is in host memory with those of plain PyTorch. Both compute on the
+    device and run AdamW on the CPU."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
     batches = torch.randn(NUM_STEPS, 8, WIDTH, device=accelerator.device)

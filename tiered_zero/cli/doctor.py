@@ -1,6 +1,6 @@
 """Check what works on this machine and in DIR, and say why the rest does not and how to mend it: `tiered-zero doctor`.
 
-`--device` does the same for the accelerator (device_check.py).
+With `--device` the command checks the accelerator instead (device_check.py).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, 
 
 
 def examine(directory: Path) -> Iterator[Finding]:
-    """Yield all findings in order. A check that fails is a finding too."""
+    """Check this machine and `directory`, and yield all findings in order. A check that raises is a finding too."""
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("directory", lambda: _directory(directory)),
         ("host memory", _memory),
@@ -89,7 +89,8 @@ def examine(directory: Path) -> Iterator[Finding]:
 
 
 def _directory(directory: Path) -> Iterator[Finding]:
-    """Check the directory, and the I/O engines in it, or, if no file can be made there, in the temporary directory."""
+    """Check the directory, and the I/O engines with files in it; if no file can be made in it, with files in the
+    temporary directory."""
     try:
         preflight_directory(directory)
     except TieredZeroError as error:
@@ -217,7 +218,7 @@ def _pinning() -> Iterator[Finding]:
 
 
 def _rates(directory: Path, measures: bool) -> Iterator[Finding]:
-    """Yield the recorded rates of this machine. `measures`: measure them first, with the disk of `directory`."""
+    """Yield the recorded rates of this machine. `measures`: measure the machine and the disk of `directory` first."""
     if measures:
         load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
         with stop_on_signals(at_boundary=False):  # the disk's file is removed

@@ -1,6 +1,6 @@
 """Start ranks on this host by torchrun, with the options of DeepSpeed's launcher: `tiered-zero launch`.
 
-It is also the alias's command `deepspeed`.
+With the alias (deepspeed_alias.py) the command `deepspeed` runs `tiered-zero launch` too.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tiered_zero.stopping import INTERRUPTED
 
 
 class Command(NamedTuple):
-    """The place of a command (module:attribute), and its line in `--help`."""
+    """A command. `target`: where its function is, "module:attribute". `summary`: its line in `--help`."""
 
     target: str
     summary: str

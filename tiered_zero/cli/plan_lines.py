@@ -30,15 +30,16 @@ _NO_ESTIMATE = (
 
 
 def written_per_commit(run: RunSpec) -> int:
-    """Return the bytes that a commit copies from memory to one of their two places. Frozen values have one place, and
-    are written once."""
+    """Return the number of bytes that one commit copies from memory to disk. Each copy has two places there, of which a
+    commit writes one. Frozen values have one place, are written once, and are not counted."""
     return sum(slot.nbytes for slot in run.slots if slot.kind == "commit_copy" and slot.num_durable > 1)
 
 
 def directory_needs(run: RunSpec, ranks: int = 1, activation_nbytes: int = 0) -> list[dict[str, Any]]:
-    """Return a row for each directory of the stores that the run would open, parameters and state first: the bytes that
-    `ranks` of one host need there, and write in a step, with an in-place commit after each. Stripes are of one size, as
-    on drives of one speed. `activation_nbytes`: what a micro-batch saves on a tier."""
+    """Return a row for each directory of the swap files that the run would open, those of parameters and state first:
+    the bytes that `ranks` ranks on one host need there, and the bytes that they write in a step, with an in-place
+    commit after each step. A file striped over several directories takes as much in each, as on drives of one speed.
+    `activation_nbytes`: the bytes of activations that one micro-batch saves on their tier."""
     from tiered_zero.tiers.rack import nvme_needs, scratch_needs  # imports torch, which no help text needs
 
     zero = run.config.zero_optimization
@@ -59,8 +60,8 @@ def directory_needs(run: RunSpec, ranks: int = 1, activation_nbytes: int = 0) ->
 
 
 def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Say which of the directories exist, and return a row for each file system: the bytes that are needed and free
-    there, and whether they fit."""
+    """Return the rows of `needs`, each with whether its directory exists, and a row for each file system: the bytes
+    that are needed and free there, and whether they fit."""
     directories = []
     drives: dict[int, tuple[int, list[dict[str, Any]]]] = {}
     for need in needs:
@@ -72,9 +73,9 @@ def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]
 
 
 def fill_drives(needs: Sequence[dict[str, Any]], disks: Sequence[Disk]) -> list[dict[str, Any]]:
-    """Return a row for each disk, as `look_at_drives` does. If there are as many disks as directories, each directory
-    has its own, in the order of the config. Otherwise the disks share all bytes evenly, as directories of one
-    `nvme_path` do."""
+    """Return a row for each of the described `disks`, as `look_at_drives` does for file systems. If there are as many
+    disks as directories, each directory has a disk of its own, in the order of the config. Otherwise the disks share
+    all bytes evenly, as directories of one `nvme_path` do."""
     rows = []
     for index, disk in enumerate(disks):
         own, shares = (needs[index : index + 1], 1) if len(disks) == len(needs) else (needs, len(disks))
@@ -133,10 +134,10 @@ def drive_problems(drives: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 def estimate_lines(
     estimate: ActivationEstimate | None, plan: Plan, device_nbytes: int | None, *, is_given: bool
 ) -> tuple[list[str], str]:
-    """Say what a micro-batch takes in addition to the plan. Return the lines, and the problem, or "", of a length that
-    `is_given` and does not fit.
+    """Return lines that say what the activations of a micro-batch take in addition to the plan, and a problem or "".
 
-    `device_nbytes`: size of the device, with what the plan leaves to activations; None: not known.
+    `is_given`: the user has given the length of a sample; if activations do not fit then, this is the problem.
+    `device_nbytes`: size of the device's memory, including what the plan leaves to activations; None: not known.
     """
     if estimate is None:
         return [_NO_ESTIMATE], ""
@@ -170,7 +171,7 @@ def estimate_lines(
 
 
 def seconds_facts(step: StepSeconds) -> dict[str, Any]:
-    """Return the facts of the seconds' screen, for programs."""
+    """Return the facts of `seconds_lines` for `--json`."""
     return {
         **asdict(step),
         "tokens_per_s": step.tokens_per_s,
@@ -180,7 +181,8 @@ def seconds_facts(step: StepSeconds) -> dict[str, Any]:
 
 
 def seconds_lines(step: StepSeconds, plan: Plan, machine: Machine) -> Iterator[str]:
-    """Yield the screen that ends `plan`: seconds by resource, the tokens that hide a tier, and what shortens a step."""
+    """Yield the last lines of `tiered-zero plan`: seconds by resource, the tokens with which a tier adds nothing to
+    compute, and what would shorten a step."""
     sizes = ((tier, plan.nbytes(tier)) for tier in TIERS)
     yield f"Predicted step on {machine.name}:"
     yield f"  bytes     {', '.join(f'{tier} {format_nbytes(nbytes)}' for tier, nbytes in sizes if nbytes)}"

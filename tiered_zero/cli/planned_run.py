@@ -1,4 +1,4 @@
-"""Build the model that `tiered-zero plan` plans, on the `meta` device, and specify its run."""
+"""Build the model for `tiered-zero plan` on the `meta` device, and specify the run that is planned."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _with_checkpoints(model: nn.Module) -> nn.Module:
 
 
 class _PlannedRanks:
-    """Stands for rank 0 of ranks that do not run: the others answer as it does."""
+    """Stands for the collectives of rank 0 of a run that is only planned: the other ranks answer as rank 0 does."""
 
     rank = 0
 
@@ -66,8 +66,8 @@ def specify_planned(
     host_nbytes: int | None = None,
     rates: Machine | None = None,
 ) -> RunSpec:
-    """Specify rank 0's run. `device_nbytes`, `host_nbytes`: memory of the machine, which the ranks share. `rates`: for
-    the choice of a placement. None: those of this machine."""
+    """Specify the run of rank 0. `device_nbytes`, `host_nbytes`: bytes of the machine's memory, which the ranks share.
+    `rates`: rates of the machine for the choice of a placement. None: those of this machine."""
     check_sections(config)
     machine = PlannedMachine(device_nbytes=device_nbytes, host_nbytes=host_nbytes, ranks=ranks)
     collects = gc.isenabled()
@@ -86,7 +86,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def _of_hugging_face(path: Path) -> nn.Module:
-    """Build the first of the config's architectures, from its numbers alone: nothing is downloaded."""
+    """Build the first known class that the config's `architectures` names, without weights: nothing is downloaded."""
     values = read_json(path / "config.json" if path.is_dir() else path)
     try:
         import transformers
@@ -110,7 +110,8 @@ def _of_hugging_face(path: Path) -> nn.Module:
 
 
 def _of_function(target: str) -> nn.Module:
-    """Call `module:function`, with the working directory first on the path, as `python -m` has it."""
+    """Call `module:function` and return the model that it returns. The module is imported with the working directory
+    first on the path, as `python -m` does."""
     module, _, name = target.partition(":")
     sys.path.insert(0, "")
     try:

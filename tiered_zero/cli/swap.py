@@ -71,7 +71,7 @@ def du(directory: Path, as_json: bool) -> None:
 @click.option("--committed", is_flag=True, help="Also remove dead runs that can still be resumed from a commit.")
 @click.option("--unknown", is_flag=True, help="Also remove runs whose owner may be alive: it cannot be seen from here.")
 def gc(directory: Path, as_json: bool, dry_run: bool, committed: bool, unknown: bool) -> None:
-    """Remove the runs in DIRECTORY whose owner is dead; never a live one's, and never another user's."""
+    """Remove the runs in DIRECTORY whose owner is dead. Runs of a live owner and of another user stay."""
     items = collect_garbage(directory, dry_run=dry_run, committed=committed, unknown=unknown)
     freed_nbytes = sum(item.run.nbytes for item in items if item.removed)
     if as_json:

@@ -1,4 +1,4 @@
-"""Run `tiered-zero train`: steps, progress, saves and resumption, exchange of ranks, and the tables at the end."""
+"""Run `tiered-zero train`: steps, progress, saves, resumption, exchange between ranks, and the tables at the end."""
 
 from __future__ import annotations
 
@@ -60,23 +60,25 @@ class Saver:
     """
 
     def __init__(self, engine: Engine, directory: Path, every: int | None, options: Mapping[str, Any]) -> None:
-        """Save for `engine`. `options`: those of the command line on which the numbers depend; saved with the state."""
+        """Prepare to save `engine`. `options`: the options of the command line on which the numbers depend; they are
+        saved with the state."""
         self._engine, self._directory, self._every = engine, directory, every
         self._options = dict(options)
         self._begun: tuple[Path, float] | None = None
         """The save whose end is not logged yet: its directory, and when it began."""
         self._tried_step = engine.global_steps
-        """The last step that was to be saved."""
+        """The last step that this object tried to save."""
         self._saved_step: int | None = engine.global_steps
 
     def after_step(self, loss: float) -> None:
-        """Save if it is time to. `loss`: of the step."""
+        """Save if the step just made is an `every`-th one. `loss`: the loss of that step."""
         self._options[_LOSS] = loss
         if self._every is not None and self._engine.global_steps % self._every == 0:
             self._save()
 
     def finish(self) -> bool:
-        """Save the last step if that was not tried yet, and wait until it is durable. Return whether it is saved."""
+        """Save the last step, unless that was tried already, and wait until it is durable. Return whether the last step
+        is saved."""
         if self._engine.global_steps != self._tried_step:
             self._save("at the end of training")
         self._end_save()
@@ -101,14 +103,15 @@ class Saver:
             self._end_save()
 
     def _is_found(self, error: Exception) -> bool:
-        """Return whether the failed save has committed its step in place, and --resume finds it by an older tag."""
+        """Return whether the save that failed with `error` has committed its step in place nevertheless, and --resume
+        finds the commit by an older tag."""
         try:
             return isinstance(error, UntaggedCommitError) and find_checkpoint(self._directory).swap is not None
         except StoreError:
             return False
 
     def _end_save(self) -> None:
-        """Wait for an asynchronous save and log that it is durable. Its error is in the log already."""
+        """Wait for an asynchronous save and log that it is durable. If it fails, its error is in the log already."""
         if self._begun is None:
             return
         (path, began_s), self._begun = self._begun, None
@@ -130,8 +133,8 @@ class Saver:
 
 
 def compare_options(directory: Path, options: Mapping[str, Any]) -> None:
-    """Warn of `options` that differ from those of the run that saved the newest checkpoint in `directory`. Raises
-    StoreError, and ConfigError for another model."""
+    """Log a warning for each of `options` that differs from that of the run that saved the newest checkpoint in
+    `directory`. Raises StoreError, and ConfigError for another model."""
     with open_reader(find_checkpoint(directory)) as reader:
         saved = read_client_state(reader.manifest.driver).get(_STATE_KEY)
     if not isinstance(saved, dict):
@@ -148,7 +151,8 @@ def compare_options(directory: Path, options: Mapping[str, Any]) -> None:
 
 
 def warn_of_others(directory: Path) -> None:
-    """Warn that a new run saves next to the checkpoints of another run, and over them. Raises StoreError."""
+    """Log a warning if `directory` holds checkpoints of another run, which a new run would replace. Raises
+    StoreError."""
     tags = list_tags(directory) if directory.exists() else []
     if tags:
         logger.warning(
@@ -170,7 +174,7 @@ STEPS_AVERAGED = 20
 """The number of last steps from which tokens/s and the time left are taken."""
 
 _MESSAGE = struct.Struct("<dq")
-"""What ranks exchange: loss, and the exit code of a signal or 0."""
+"""What ranks exchange after a step: the loss, and the exit code of a signal (0: none came)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,11 +198,11 @@ class TrainOptions:
 
 @final
 class Training:
-    """Runs the command, on each rank. Main thread."""
+    """Runs `tiered-zero train` on one rank. Main thread."""
 
     def __init__(self, options: TrainOptions) -> None:
-        """Check what can be checked before an engine is built. Raises ConfigError, StoreError, and click.BadParameter
-        for a model that cannot read bytes."""
+        """Check everything that can be checked before an engine is built. Raises ConfigError, StoreError, and
+        click.BadParameter for a model that cannot read bytes."""
         self._options = options
         model = options.model or DEMO_MODEL
         self._model = model = replace(model, context=options.context or model.context)
@@ -226,12 +230,12 @@ class Training:
             "--data": corpus.source,
             "batch": resolved.train_batch_size,
         }
-        """Saved with a checkpoint, because the numbers depend on it."""
+        """Options that are saved with a checkpoint, because the numbers depend on them."""
         self._resumes = options.save if options.resume else None
-        """The directory of the newest checkpoint, from which the run goes on; None: it begins at step 0."""
+        """The directory from whose newest checkpoint the run goes on; None: the run begins at step 0."""
         self._resumed_from: str | None = None
         self._loss_before: float | None = None
-        """The loss of the last step that is not made again."""
+        """The loss of the last step before the run goes on."""
         if self._resumes is not None and (why := nothing_to_load(self._resumes)):
             logger.info("no checkpoint in %s yet (%s): starting at step 0", self._resumes, why)
             self._resumes = None
@@ -267,7 +271,8 @@ class Training:
         return code
 
     def _train(self, engine: Engine, stop: StopRequest, totals: RunTotals) -> int:
-        """Make the missing steps; return the exit code."""
+        """Make the steps that are missing, with saves, until a signal or a loss that is not finite. Return the exit
+        code."""
         options, progress = self._options, self._progress
         if self._resumes is not None and engine.resumed is not None:
             path, client_state = engine.resumed
@@ -321,7 +326,7 @@ class Training:
             print_report(report, num_parameters(self._model))
 
     def _show_end(self, code: int) -> None:
-        """Say why the run ended early. Raises NonFiniteError."""
+        """Print why the run ended early, if a signal ended it. Raises NonFiniteError if the loss was not finite."""
         progress, steps = self._progress, self._options.steps
         if code == DIVERGED:
             raise NonFiniteError(
@@ -334,8 +339,8 @@ class Training:
 
 
 def train_step(engine: Engine, corpus: Corpus, step: int, context: int, seed: int) -> float:
-    """Run forward and backward for each micro-batch; the last `step()` updates. Return the mean loss of this rank,
-    whose micro-batches lie between those of the others."""
+    """Run forward, backward and `step()` for each micro-batch of a step; the last `step()` updates. Ranks take the
+    micro-batches in turn. Return the mean loss of this rank."""
     accumulation, size = engine.config.gradient_accumulation_steps, engine.config.train_micro_batch_size_per_gpu
     losses = []
     for micro in range(step * accumulation, (step + 1) * accumulation):
@@ -349,13 +354,15 @@ def train_step(engine: Engine, corpus: Corpus, step: int, context: int, seed: in
 
 
 def open_engine(settings: Mapping[str, Any], model: GPTConfig, seed: int) -> Engine:
-    """Build the model on `meta`; the engine initializes it unit by unit, straight into its tiers."""
+    """Build the model on the `meta` device, and its engine, which initializes the model unit by unit, straight into its
+    tiers."""
     torch.manual_seed(seed)
     return tiered_zero.initialize(model=build_gpt(model), config=settings)[0]
 
 
 def overlay(settings: Mapping[str, Any], batch: int | None, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the file's settings with the options in their place. `own`: for the section "tiered_zero"."""
+    """Return the config file's settings with options in place of its values. `batch`: the samples per forward; None:
+    the file's. `own`: keys of the section "tiered_zero"; a value of None changes nothing."""
     result = dict(settings)
     if batch is not None:
         result.pop("train_batch_size", None)
@@ -366,7 +373,7 @@ def overlay(settings: Mapping[str, Any], batch: int | None, own: Mapping[str, An
 
 
 def print_report(report: RunReport, num_parameters: int) -> None:
-    """Print bytes by tier, seconds per step by cause, links, and what sets the pace."""
+    """Print bytes by tier, seconds per step by cause, traffic on links, and what sets the pace of a step."""
     sizes = {tier: (report.planned_nbytes.get(tier), report.peak_nbytes.get(tier)) for tier in TIERS}
     tiers = [(tier, *map(_size, pair)) for tier, pair in sizes.items() if pair != (None, None)]
     print_table(("tier", "planned", "peak"), tiers, "Nothing was planned.", title="Bytes by tier")
@@ -397,13 +404,14 @@ def _size(nbytes: int | None) -> str:
 
 
 class TrainingProgress:
-    """Shows loss, learning rate, gradient norm, tokens/s and time left on stderr: a bar on a terminal, elsewhere a line
-    every 10 s. One thread."""
+    """Shows loss, learning rate, gradient norm, tokens/s and time left on stderr: as a bar on a terminal, elsewhere as
+    a line every 10 s. One thread."""
 
     def __init__(self, num_steps: int, is_shown: bool = True) -> None:
         """Prepare the bar. `is_shown`: true on rank 0 only."""
         self.done = self.first = 0
-        """`done`: steps made. `first`: those of them that an earlier process made, which are not measured."""
+        """`done`: the number of steps made. `first`: how many of these an earlier process made; they are not
+        measured."""
         self.loss = float("nan")
         self._num_steps = num_steps
         self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=STEPS_AVERAGED + 1)
@@ -426,12 +434,12 @@ class TrainingProgress:
         self._bar.stop()
 
     def begin_at(self, step: int) -> None:
-        """Count `step` steps as made."""
+        """Count `step` steps as made by an earlier process."""
         self.done = self.first = step
         self._bar.update(self._task, completed=step)
 
     def advance(self, report: StepReport) -> None:
-        """Show a step that is done."""
+        """Count one more step as made, and show the numbers of `report`."""
         self.done += 1
         self.loss = math.nan if report.loss is None else report.loss
         now_s = time.monotonic()
@@ -449,8 +457,9 @@ class TrainingProgress:
 
 
 def agree(engine: Engine, loss: float, code: int | None) -> tuple[float, int | None]:
-    """Exchange loss and exit code with the other ranks after each step. Return the mean loss, and the code of a signal
-    that any rank has got, or None: the same on all ranks. Raises RankError."""
+    """Exchange loss and exit code with the other ranks after a step. `code`: the exit code of a signal that came to
+    this rank, or None. Return the mean loss, and the code of a signal that came to any rank, or None; all ranks get the
+    same values. Raises RankError."""
     if engine.world_size == 1:
         return loss, code
     found = [_MESSAGE.unpack(each) for each in engine.exchange(_MESSAGE.pack(loss, code or 0))]
