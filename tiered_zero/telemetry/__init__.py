@@ -2,8 +2,8 @@
 
 Promise: a step's seconds are its work plus its named waits, and sum to its wall time; bytes are counted when they have
 arrived, never when they are requested; a record on disk can be read up to its last line, however the run ended.
-Owner: `Recorder` the spans of a run, `Ledger` its bytes, `RunLog` its JSON lines, `TraceWriter` its trace.
-Never: torch, a decision that training depends on, a log line for each step.
+Owner: `Recorder` owns the spans of a run, `Ledger` its bytes, `RunLog` its JSON lines, `TraceWriter` its trace.
+Never: imports torch, decides anything that training depends on, logs a line for each step.
 
 [Note: Lanes and kinds] A span is on a lane (LANES) and has a kind, by which it is summed: on compute `forward`,
 `backward`, `step`; on any lane a named wait (WAIT_CAUSES), on the lane of the waiting thread. A span inside another one

@@ -13,7 +13,7 @@ OUTSIDE_SHARE = 0.25
 """If the loop around the engine takes at least this share of a step, it is named first."""
 
 CPU_SHARE = 0.5
-"""If the CPU computes and the process gets less than this share of it, that is named first."""
+"""If the CPU computes and the process gets less than this share of the CPU seconds, this is named first."""
 
 WAIT_SHARE = 0.1
 """A wait that takes less than this share of a step is not worth a change."""
@@ -80,11 +80,11 @@ NAMES: dict[str, tuple[str, str]] = {
     OTHER: ("the loop around the engine: data loading, logging", ""),
     "overlap": ("100%: a step takes no longer than its busiest resource; 0%: resources work one after another", ""),
 }
-"""Name in a report -> its meaning, and what shortens a step in which it takes longest."""
+"""Name in a report -> its meaning, and what shortens a step of which this name takes the largest part."""
 
 
 def remedy_of(lane: str) -> str:
-    """Return what shortens a step if the lane sets its pace."""
+    """Return the changes that shorten a step whose pace `lane` sets; "" if none is known."""
     return NAMES.get(lane, ("", ""))[1]
 
 

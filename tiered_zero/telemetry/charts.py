@@ -44,7 +44,7 @@ class Bar:
 
 
 class Plot:
-    """A frame with axes. `x` and `y` convert values to px."""
+    """A plotting area with axes, as SVG. `x` and `y` convert values to px."""
 
     def __init__(
         self, size: tuple[float, float], x_range: tuple[float, float], y_range: tuple[float, float], left: float = LEFT
@@ -115,7 +115,8 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
 
 
 def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Series], most: float = math.inf) -> str:
-    """Draw stacked bars, the first layer at the bottom. All layers have the same x. `most`: bars are cut off there."""
+    """Draw stacked bars, the first layer at the bottom. All layers have the same x values. `most`: the height at which
+    bars are cut off."""
     thinned = [thin(layer.points) for layer in layers]
     if not thinned or not thinned[0]:
         return NOT_RECORDED

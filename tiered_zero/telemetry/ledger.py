@@ -1,4 +1,4 @@
-"""Count bytes by tier and kind, now and at their peak, and check each tier's limit."""
+"""Keep the ledger of a run: count its bytes by tier and kind, now and at their peak, and check each tier's limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tiered_zero.sizes import format_nbytes
 
 
 class Ledger:
-    """The bytes of a run: each allocation is charged before it is made. Any thread."""
+    """Counts the bytes of a run: each allocation is charged before it is made, and discharged when it is freed. Any
+    thread. `limits`: tier -> the most bytes; a tier that is not named has no limit."""
 
     def __init__(self, limits: Mapping[str, int] | None = None) -> None:
         self._limits = dict(limits or {})
@@ -23,7 +24,8 @@ class Ledger:
         self._recent_peak: defaultdict[str, int] = defaultdict(int)
 
     def charge(self, tier: str, kind: str, nbytes: int) -> None:
-        """Count `nbytes` more. Raises BudgetError, with nothing charged, if the tier's limit would be exceeded."""
+        """Count `nbytes` more of `kind` on `tier`. Raises BudgetError, with nothing charged, if the tier's limit would
+        be exceeded."""
         with self._lock:
             total = self._tier_now[tier] + nbytes
             limit = self._limits.get(tier)

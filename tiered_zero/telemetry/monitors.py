@@ -68,8 +68,9 @@ class Monitors:
     """Writes each step's report to the chosen monitors, on the stepping thread. A writer that fails is dropped with a
     warning.
 
-    `chosen`: section of the config -> its opener; a missing package costs one warning. `groups`: the live param groups.
-    `batch_size`: samples of a step. Raises ConfigError if a writer cannot be opened.
+    `chosen`: section of the config -> the opener of its writer; if its package is missing, one warning is logged.
+    `groups`: the live param groups, which hold the learning rate. `batch_size`: samples of a step. Raises ConfigError
+    if a writer cannot be opened.
     """
 
     def __init__(self, chosen: Mapping[str, Open], groups: Sequence[Mapping[str, Any]], batch_size: int) -> None:

@@ -135,14 +135,14 @@ MAX_BARS = 4000
 """The most bars in a timeline: the longest spans, so that the page stays small."""
 
 MAX_PLACES = 6
-"""The most checkpoints that are named."""
+"""The most saved or loaded checkpoints that the page names."""
 
 MAX_ROWS = 6
-"""The most rows of a lane: a disk may have more requests at a time."""
+"""The most rows of a lane in a timeline: a disk may have more requests in flight."""
 
 
 def render_page(run: RunRecord, title: str) -> str:
-    """Return the page's text."""
+    """Return the HTML of the page about `run`."""
     body = "\n".join(
         (
             f"<h1>{escape(title)}</h1>",
@@ -343,7 +343,8 @@ def _links(report: RunReport) -> str:
 
 
 def _plan(run: RunRecord) -> str:
-    """Render a row for each kind on each tier, then the tier's sum. Its peak may be less than the sum of its kinds'."""
+    """Render a row for each kind on each tier, then the tier's sum. A tier's peak may be less than the sum of the peaks
+    of its kinds."""
     planned, peak = run.header.planned_nbytes, run.steps[-1].kind_nbytes if run.steps else {}
     sums = run.header.planned_by_tier, run.report.peak_nbytes
     rows = []

@@ -1,9 +1,10 @@
 """Report steps and runs: seconds by cause, bytes by link, and the resource that bound them.
 
-[Note: The facts of a step] Causes: `forward`, `backward`, `step` without the following ones, the driver's work for
-other lanes (`update`), each named wait, and `other` (the loop around the engine). They sum to the wall time. A lane's
-busy fraction is its busy seconds divided by the wall time; the busiest lane binds the step. The overlap fraction is 0
-if the wall time is the sum of all lanes' busy times, and 1 if it is the longest of them.
+[Note: The facts of a step] The causes are `forward`, `backward` and `step`, without the seconds of causes inside them;
+the work of the driver, the thread that runs the step, for other lanes (`update`); each named wait; and `other` (the
+loop around the engine). They sum to the wall time. A lane's busy fraction is its busy seconds divided by the wall time;
+the busiest lane binds the step. The overlap fraction is 0 if the wall time is the sum of all lanes' busy times, and 1
+if it is the longest of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ BOUND_SHARE = 0.5
 """A lane that is busy for a smaller share of a step does not bind it."""
 
 MAX_STEPS_KEPT = 1000
-"""In a longer run the typical step is taken from this many last ones."""
+"""The number of last steps from which the typical step of a longer run is taken."""
 
 Record = TypeVar("Record", bound="JsonRecord")
 Number = TypeVar("Number", int, float)
@@ -68,12 +69,12 @@ class StepReport(JsonRecord):
 
     `loss`: mean over the micro-batches, unscaled; None if unknown. `tokens`: tokens of all micro-batches; 0 if the
     model does not read tokens. `lr`: learning rate of the first param group, in this step; None if it has none.
-    `grad_norm`: before clipping; None if it is not computed. `seconds`: by cause. `link_nbytes`, `busy_s`: by lane.
-    `tier_nbytes`: the most bytes on each tier in this step. `peak_nbytes`: the most since the run began. `kind_nbytes`:
-    tier -> kind -> its most since the run began. `activations`: the number and bytes of storages that were moved or did
-    not fit (kept), if activations are offloaded. `cpu_share`: the part that the process got of the CPU seconds that
-    compute's threads could have; None if an accelerator computes. `start_s`: seconds of placing the values, before a
-    run's first step; 0 in others.
+    `grad_norm`: before clipping; None if it is not computed. `seconds`: cause -> seconds. `link_nbytes`, `busy_s`: lane
+    -> bytes moved, lane -> busy seconds. `tier_nbytes`: tier -> the most bytes in this step. `peak_nbytes`: tier -> the
+    most bytes since the run began. `kind_nbytes`: tier -> kind -> the most bytes since the run began. `activations`:
+    the number and bytes of storages that were moved or did not fit (kept), if activations are offloaded. `cpu_share`:
+    the part that the process got of the CPU seconds that compute's threads could have; None if an accelerator computes.
+    `start_s`: seconds of placing the values before a run's first step; 0 in later steps.
     """
 
     step: int
@@ -96,7 +97,7 @@ class StepReport(JsonRecord):
 
     @property
     def bytes_per_s(self) -> dict[str, float]:
-        """Bytes divided by busy time, by lane."""
+        """Lane -> bytes divided by busy time."""
         return link_rates(self.link_nbytes, self.busy_s)
 
     @property
@@ -166,7 +167,7 @@ class StepMeter:
         self.num_tokens = 0
 
     def finish(self, step: int, **facts: Any) -> None:
-        """End an optimizer step. `facts`: lr, grad_norm, loss_scale, skipped of `StepReport`."""
+        """End an optimizer step and build its report. `facts`: lr, grad_norm, loss_scale, skipped of `StepReport`."""
         now_s, cpu_s = time.perf_counter(), time.process_time()
         possible_s = self._num_threads * (now_s - self._start_s)
         losses, self.losses = self.losses, []
@@ -214,13 +215,13 @@ def link_rates(nbytes: Mapping[str, int], busy_s: Mapping[str, float]) -> dict[s
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport(JsonRecord):
-    """A run so far, or whole.
+    """The report of a run so far, or of a whole run.
 
     The typical step is the mean over the middle half of the steps by wall time, so that its causes sum to its wall
-    time; the first step, which allocates, is left out if there are others. `planned_nbytes`, `peak_nbytes`: by tier.
-    `link_nbytes`: by lane, whole run. `bytes_per_s`: by lane, while busy. `cpu_share`: see StepReport. `start_s`:
-    seconds of placing the values. `end_save_s`: seconds of saves after the last step. `predicted`: tokens and seconds
-    of a step, and seconds by lane.
+    time; the first step, which allocates, is left out if there are others. `planned_nbytes`, `peak_nbytes`: tier ->
+    bytes. `link_nbytes`: lane -> bytes of the whole run. `bytes_per_s`: lane -> rate while the lane is busy.
+    `cpu_share`: see StepReport. `start_s`: seconds of placing the values. `end_save_s`: seconds of saves after the last
+    step. `predicted`: "tokens" of a step, seconds of a "step", and lane -> its seconds.
     """
 
     steps: int
@@ -251,8 +252,8 @@ class RunReport(JsonRecord):
         return f"{self.steps:,} step{'s' * (self.steps != 1)}{skipped}"
 
     def prediction_rows(self) -> list[tuple[str, float, float]]:
-        """List "step" and each lane with its seconds, predicted and measured; none where nothing was predicted, or for
-        other tokens than a step has."""
+        """List "step" and each lane with its seconds, predicted and measured. The list is empty if nothing was
+        predicted, or if the prediction is for another number of tokens than a step has."""
         if not self.steps or self.predicted.get("tokens") != self.tokens / self.steps:
             return []
         measured = {"step": self.step_s, **self.busy_s}

@@ -32,14 +32,15 @@ logger = logging.getLogger("tiered_zero")
 FORMAT_VERSION = 1
 
 TIMELINE_STEP = 3
-"""The step of a process whose spans go into the record: by then the order of units is known, and they are fetched
-ahead."""
+"""The step, counted from the start of the process, whose spans go into the record: by then the order of units is known,
+and units are fetched ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader(JsonRecord):
-    """Facts known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: further ones, name -> text.
-    `config`: key -> value as JSON, for keys that do not have their defaults."""
+    """Facts known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: name -> text of further
+    facts. `config`: key -> value as JSON, for keys that do not have their defaults. `predicted`: as in RunReport.
+    `started_at`: seconds since the epoch."""
 
     model: str
     num_parameters: int
@@ -60,7 +61,7 @@ _COLUMNS = tuple(field.name for field in fields(Span))
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The spans of one step, in perf_counter seconds. A row of its JSON has a span's fields in their order."""
+    """The spans of one step, in perf_counter seconds. In JSON each span is a list of its fields in order."""
 
     step: int
     spans: list[Span]
@@ -76,7 +77,7 @@ class Timeline:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """A record read back. `footer`: None if the run was interrupted, or its disk was full."""
+    """The record of a run as read from its file. `footer`: None if the run was interrupted, or its disk was full."""
 
     header: RunHeader
     steps: list[StepReport] = field(default_factory=list)
@@ -85,7 +86,7 @@ class RunRecord:
 
     @property
     def report(self) -> RunReport:
-        """The footer, or the sum of the steps."""
+        """The footer, or without one the sum of the steps."""
         if self.footer is not None:
             return self.footer
         totals = RunTotals(self.header.planned_by_tier, self.header.predicted)
@@ -102,7 +103,7 @@ class PrivateFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], setting: str) -> None:
-        """Create the file. `setting`: its name in the config. Raises ConfigError."""
+        """Create the file. `setting`: the config key that names the file, for messages. Raises ConfigError."""
         self._name, self._setting = os.fspath(path), setting
         self._nbytes = 0
         try:
@@ -128,7 +129,8 @@ class PrivateFile:
         return self._fd.closed
 
     def write(self, text: str) -> None:
-        """Pass the text to the system, so that it survives a kill. Raises nothing; does nothing once closed."""
+        """Pass the text to the operating system at once: on return it survives a kill of the process. Raises nothing;
+        does nothing once the file is closed."""
         if self.closed:
             return
         data = memoryview(text.encode())
@@ -154,8 +156,8 @@ class PrivateFile:
 
 
 class RunLog:
-    """Writes a run's record, and sums the run for its footer. One thread. Raises ConfigError if the file cannot be
-    created.
+    """Writes a run's record to a file, and sums the steps for its footer. One thread. Raises ConfigError if the file
+    cannot be created.
     """
 
     def __init__(self, header: RunHeader, path: str | os.PathLike[str]) -> None:
@@ -180,7 +182,7 @@ class RunLog:
 
 
 def read_run(path: str | os.PathLike[str]) -> RunRecord:
-    """Read a run's record. Raises StoreError, with the line, if the file is not one."""
+    """Read a run's record from a file. Raises StoreError, which names the line, if the file is no such record."""
     try:
         *lines, _cut_off = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -214,7 +216,7 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
 
 _PROCESS = 1
 _ROWS_A_LANE = 1000
-"""Thread ids for one lane's rows; fewer requests are in flight at once."""
+"""The number of thread ids that a trace sets aside for the rows of one lane: more than requests in flight at once."""
 
 
 class RowLayout:
@@ -224,8 +226,8 @@ class RowLayout:
         self._rows: dict[str, list[_Row]] = {name: [] for name in (*LANES, *WAIT_CAUSES)}
 
     def place(self, span: Span) -> tuple[str, int]:
-        """Return the lane's or wait's name and the row's index. Pass spans of a batch in order of start, longer ones
-        first."""
+        """Place a span, and return the name of its lane or wait and the index of its row. Callers pass the spans of a
+        batch in order of their start, longer ones first."""
         name = span.kind if is_wait(span.kind) else span.lane
         rows = self._rows.setdefault(name, [])
         for index, row in enumerate(rows):
@@ -266,7 +268,8 @@ def by_start(spans: Iterable[Span]) -> list[Span]:
 
 
 class TraceWriter:
-    """Appends spans taken from the recorder. One thread. Raises ConfigError if the file cannot be created."""
+    """Writes spans taken from the recorder to a trace. One thread. `metadata`: name -> text, shown as labels of the
+    trace. Raises ConfigError if the file cannot be created."""
 
     def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
         self._file = PrivateFile(path, "tiered_zero.trace")
@@ -277,7 +280,7 @@ class TraceWriter:
         self._write([_about("process_name", 0, name="tiered_zero"), _about("process_labels", 0, labels=labels)])
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Write spans, flushed on return, so that they survive a kill. Does nothing once closed."""
+        """Write spans: on return they survive a kill of the process. Does nothing once the trace is closed."""
         if self._file.closed:
             return
         events: list[dict[str, Any]] = []
@@ -312,9 +315,9 @@ def _about(what: str, thread: int, **args: Any) -> dict[str, Any]:
 
 
 class StepLog:
-    """Prints or logs a line for every `every`-th step; None: never. `groups`: the live param groups. `breaks_down`: add
-    a second line with the step's seconds by cause. The user asked for the line (steps_per_print), so it is printed if
-    no handler of the logger would show it."""
+    """Logs a line for every `every`-th step; with None, for no step. `groups`: the live param groups, which hold the
+    learning rates. `breaks_down`: add a second line with the step's seconds by cause. The user asked for the line
+    (steps_per_print), so it is printed if no handler of the logger would show it."""
 
     def __init__(self, every: int | None, groups: Sequence[Mapping[str, Any]], breaks_down: bool = False) -> None:
         self._every = every
@@ -340,8 +343,9 @@ class StepLog:
 
 
 class RunObserver:
-    """Records each step's report, on the stepping thread; enables the recorder's spans when they are needed.
-    `report_path`, `trace_path`: None: no file. Raises ConfigError if a file cannot be created."""
+    """Writes each step's report to the run's files, on the stepping thread; makes the recorder keep spans when they are
+    needed. `report_path`, `trace_path`: the files of the record and of the trace; None: no file. Raises ConfigError if
+    a file cannot be created."""
 
     def __init__(self, recorder: Recorder, header: RunHeader, report_path: str | None, trace_path: str | None) -> None:
         self._recorder = recorder

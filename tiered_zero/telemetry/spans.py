@@ -21,7 +21,7 @@ DRIVER_LANE = "compute"
 """The lane of the thread that runs the step."""
 
 SAVE_LANE = "save"
-"""The lane of that thread's calls that save or load a checkpoint, which are not compute."""
+"""The lane of calls that save or load a checkpoint on the thread that runs the step. They are not compute."""
 
 _DRIVER_LANES = (DRIVER_LANE, SAVE_LANE)
 
@@ -79,8 +79,8 @@ class Recorder:
 
     def span(self, lane: str, kind: str, name: str = "", nbytes: int = 0) -> _OpenSpan:
         """Time a `with` block as a span of `lane`. A block that raises counts its time but no bytes. `kind`: the key in
-        totals ("forward", "wait_param", ...). One thread at a time is inside the spans of a lane (autograd's while main
-        waits in backward), so that they nest."""
+        totals ("forward", "wait_param", ...). Spans of a lane nest: only one thread is inside them at any moment
+        (autograd's thread while the main thread waits in backward)."""
         return _OpenSpan(recorder=self, lane=lane, kind=kind, name=name, nbytes=nbytes)
 
     def add(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
