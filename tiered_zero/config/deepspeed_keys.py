@@ -32,10 +32,10 @@ class Fate(str, Enum):
 class Key:
     """One key. `why`: its effect, or the reason for having none or being refused.
 
-    `default`: DeepSpeed's value if the key is absent. `to`: the path as which a renamed key is read. `quiet`: not worth
-    a notice: a spelling that DeepSpeed accepts too, or a key whose demand is always met. `allowed`: the only values
-    that are accepted for a refused key, in addition to None and "auto"; a section (its default is a dict) may also be
-    off.
+    `default`: DeepSpeed's value if the key is absent. `to`: the path as which a renamed key is read. `quiet`: no notice
+    is logged, because DeepSpeed accepts the spelling too, or because what the key demands is always met. `allowed`: the
+    only values that are accepted for a refused key, in addition to None and "auto"; a section (its default is a dict)
+    may also be off.
     """
 
     path: str
@@ -110,7 +110,7 @@ def _no_effect(section: str, why: str, *, quiet: bool = False, **defaults: Any) 
 
 
 def _satisfied(section: str, why: str, **defaults: Any) -> list[Key]:
-    """Return keys without effect whose demand is always met."""
+    """Return keys without effect, because what they demand is always met."""
     return _no_effect(section, why, quiet=True, **defaults)
 
 
@@ -120,12 +120,12 @@ def _refused(path: str, why: str, *allowed: Any) -> Key:
 
 
 def _refused_sections(why: str, *names: str, on: bool = False) -> list[Key]:
-    """Return refused sections. `on`: the section is on if it does not say `enabled`; in DeepSpeed most are off then."""
+    """Return the keys of refused sections. `on`: a section without `enabled` is on in DeepSpeed, where most are off."""
     return [Key(path=name, fate=Fate.REFUSED, why=why, default={} if on else {"enabled": False}) for name in names]
 
 
 def _bare(*names: str) -> list[Key]:
-    """Return keys that DeepSpeed reads as `stage3_x`, too."""
+    """Return keys without the prefix `stage3_`, which DeepSpeed reads like the keys with it."""
     prefix = "zero_optimization."
     return [
         Key(path=prefix + n, fate=Fate.RENAMED, why="bare name", to=f"{prefix}stage3_{n}", quiet=True) for n in names
@@ -296,7 +296,7 @@ def asks_for_something(key: Key, value: Any) -> bool:
 
 
 def _switched_on(section: Mapping[str, Any]) -> bool:
-    """Return whether `enabled` is true or, without it, whether any value inside is neither false nor empty."""
+    """Return whether `enabled` is true; in a section without that key, whether any value is neither false nor empty."""
     off = (False, None, "auto", "false")
     if "enabled" in section:
         return section["enabled"] not in off and bool(section["enabled"])

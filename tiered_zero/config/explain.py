@@ -27,20 +27,20 @@ class KeyReport:
 
 @dataclass(kw_only=True)
 class Reading:
-    """Facts that the loader collects between the file and the values."""
+    """What the loader finds out about the keys of a file while it reads them, for `reports` and `notices`."""
 
     auto: dict[str, Any] = field(default_factory=dict)
-    """Path with "auto" in the file -> the value that it got."""
+    """Path of a key that is "auto" in the file -> the value that the key got."""
     derived: set[str] = field(default_factory=set)
     """Batch sizes that follow from the others."""
     unfilled: set[str] = field(default_factory=set)
-    """Paths with "auto" and without a default: a trainer fills them before a run."""
+    """Paths of keys that are "auto" and have no default: a trainer fills them before a run."""
     idle: list[tuple[Key, Any]] = field(default_factory=list)
     """Keys in the file that do nothing, with their values."""
     renamed: dict[str, str] = field(default_factory=dict)
     """Path as understood -> path as written."""
     notices: list[str] = field(default_factory=list)
-    """Separate lines, about rounding and mappings."""
+    """Further lines to log: values that were rounded, names that mean something else here."""
 
     def written_as(self, path: str) -> str:
         """Return the other name that the file uses for `path` or a section around it; "" if none."""
@@ -48,7 +48,7 @@ class Reading:
 
 
 def reports(config: BaseModel, reading: Reading) -> list[KeyReport]:
-    """Return every honoured key, then every key of the file that has no effect."""
+    """Return a report for every honoured key, then one for every key of the file that has no effect."""
     keys = table(type(config))
     rows = list(_honoured(config, reading, "", keys))
     rows += [_idle(key, value, reading) for key, value in reading.idle]

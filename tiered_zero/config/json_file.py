@@ -15,13 +15,14 @@ _TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*[}}\]])", re.DOTALL)
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers which keys it was given twice."""
+    """A JSON object that also keeps the names of the keys that its text gives twice."""
 
     twice: tuple[str, ...] = ()
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the object in the file. Raises ConfigError: no such file, no JSON, no object, a key given twice."""
+    """Return the object in the file. Raises ConfigError if the file cannot be read, is no JSON, holds no object, or
+    gives a key twice."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read()

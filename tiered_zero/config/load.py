@@ -46,8 +46,8 @@ def load(
     to_train: bool = True,
 ) -> Config:
     """Read `config` (a dict, or the path of a JSON file), or the file that `args.deepspeed_config` names. `world_size`:
-    data-parallel ranks, for the batch sizes. `to_train`: False to read a file whose "auto" a trainer fills later; its
-    batch is then one sample. Reads no other file. Raises ConfigError."""
+    the number of data-parallel ranks, from which missing batch sizes follow. `to_train`: False to read a file whose
+    "auto" a trainer fills later; its batch is then one sample. Reads no other file. Raises ConfigError."""
     named = getattr(args, "deepspeed_config", None)
     if (config is None) == (named is None):
         found = "neither" if config is None else f"both ({named} in args)"
@@ -77,7 +77,7 @@ def load(
 
 
 def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
-    """Return a key without effect, whatever the table says about its name."""
+    """Return a Key for `path` that has no effect, whatever the table says about that path."""
     return Key(path=path, fate=Fate.NO_EFFECT, why=why, quiet=quiet)
 
 
@@ -98,8 +98,8 @@ def _plain(node: Any, path: str, reading: Reading) -> Any:
 
 
 def _drop_dotted(tree: dict[str, Any], known: Container[str], reading: Reading) -> None:
-    """Drop "section.key" at the top level, which trainers write and DeepSpeed does not read. `known`: paths of keys and
-    sections."""
+    """Drop keys such as "section.key" at the top level, which trainers write and DeepSpeed does not read. `known`: the
+    paths of all keys and sections."""
     for name in [name for name in tree if "." in name and name in known]:
         section, _, inner = name.rpartition(".")
         if name.startswith("tiered_zero."):
@@ -152,7 +152,8 @@ def _rename_one(tree: dict[str, Any], key: Key, reading: Reading) -> None:
 
 
 def _sort(node: dict[str, Any], prefix: str, reading: Reading) -> dict[str, Any]:
-    """Return the honoured values of a section. Other keys are recorded or refused."""
+    """Return the honoured values of the section `node`. Other keys are recorded in `reading` or refused. `prefix`: the
+    section's path, with a dot at its end."""
     values: dict[str, Any] = {}
     off = prefix in ("fp16.", "bf16.") and switch(node.get("enabled")) in (None, "auto", False)
     for name, value in node.items():
@@ -195,8 +196,8 @@ def _drop_offload_param(values: dict[str, Any], reading: Reading) -> None:
 
 
 def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> None:
-    """Record a key that does nothing, or refuse it. `off`: its section is off, so the key does nothing in DeepSpeed
-    either."""
+    """Record a key that does nothing, or refuse the key. `off`: the key's section is off, and the key does nothing in
+    DeepSpeed either."""
     if key.fate is Fate.REFUSED and not off and asks_for_something(key, value):
         taken = "it to be off" if False in key.allowed else " or ".join(map(json.dumps, key.allowed))
         raise ConfigError(f"{key.path}: expected {taken} or left out; found {shown(value)}. It is refused: {key.why}.")
@@ -204,7 +205,8 @@ def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> Non
 
 
 def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
-    """Return the arguments of the optimizer or schedule. Numeric strings become numbers, "auto" the class's default."""
+    """Return the arguments of the optimizer or schedule. Numeric strings become numbers; arguments that are "auto" are
+    left out, and get the class's default."""
     if not isinstance(params, dict | None):
         raise ConfigError(f"{path}: expected an object; found {shown(params)}. Write the arguments inside {{}}.")
     values = {}
@@ -243,7 +245,7 @@ def _nearest(path: str) -> str:
 
 
 def _batch(values: dict[str, Any], world_size: int, reading: Reading, to_train: bool) -> dict[str, int]:
-    """Complete the batch sizes, train = micro * accumulation * ranks, from any of them that suffice."""
+    """Return all three batch sizes, of which train = micro * accumulation * ranks, from those that the file has."""
     given: dict[str, int | None] = {}
     for name in _BATCH:
         try:
@@ -297,7 +299,8 @@ def _check_optimizer(section: dict[str, Any] | None) -> None:
 
 
 def _check_scheduler(section: dict[str, Any] | None, reading: Reading, to_train: bool) -> None:
-    """Check the arguments of DeepSpeed's own schedules; torch's check theirs when they are built."""
+    """Check and complete the arguments of DeepSpeed's own schedules. Torch's schedules check theirs when they are
+    built."""
     kind = SCHEDULES.get(section["type"]) if section and isinstance(section.get("type"), str) else None
     if section is None or kind is None:
         return

@@ -348,8 +348,9 @@ def _paths(value: Any) -> Any:
 
 
 class StateLimitsSection(Section):
-    """The most bytes of masters and optimizer state on each tier. Tiers faster than offload_optimizer.device are filled
-    up to it; for that device it is a limit. Embeddings come first, then the units that the next forward needs first."""
+    """The most bytes of masters and optimizer state on each tier. A tier faster than offload_optimizer.device is filled
+    up to its value; for that device the value is a limit. Embeddings come first, then the units that the next forward
+    needs first."""
 
     device: Nbytes = Field(
         None, description="most bytes of master weights and state on the device; null: what offload_optimizer says"
@@ -560,8 +561,8 @@ class Config(Section):
         return self
 
     def filled_in(self, settings: Mapping[str, Any]) -> Config:
-        """Return the config with those of `settings` (path -> value) that it leaves out, and with placement
-        `as_written`. Raises ValidationError if they contradict what is written."""
+        """Return a config with those of `settings` (path -> value) that this config leaves out, and with placement
+        `as_written`. Raises ValidationError if `settings` contradict what is written."""
         values = self.model_dump(by_alias=True, exclude_unset=True)
         for path, value in settings.items():
             *sections, name = path.split(".")

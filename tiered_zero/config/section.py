@@ -136,8 +136,9 @@ Nbytes = Annotated[int | None, BeforeValidator(_nbytes), WithJsonSchema({"type":
 
 
 class Section(BaseModel):
-    """A frozen section that refuses unknown keys. `model_fields_set` names the keys of the file. It can also be read
-    like the dict of DeepSpeed's `engine.config`: `config["zero_optimization"].get("stage", 0)`."""
+    """A frozen section of the config, which refuses unknown keys. `model_fields_set` names the keys of the file. A
+    section can also be read like the dict of DeepSpeed's `engine.config`:
+    `config["zero_optimization"].get("stage", 0)`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
@@ -151,7 +152,7 @@ class Section(BaseModel):
         return any(key == (field.alias or name) for name, field in type(self).model_fields.items())
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key as the JSON spells it; `default` if it is null, or has no effect here."""
+        """Return the value of the key that the JSON spells `key`; `default` if it is null, or has no effect here."""
         try:
             value = self[key]
         except KeyError:
@@ -160,7 +161,8 @@ class Section(BaseModel):
 
 
 class SwitchedSection(Section):
-    """A section whose first field is a switch. While it is off, other values do nothing, and a bad one is no error."""
+    """A section whose first field is a switch. While the switch is off, other values do nothing, and an invalid one is
+    no error."""
 
     @field_validator("*", mode="wrap")
     @classmethod
