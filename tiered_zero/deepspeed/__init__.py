@@ -1,9 +1,9 @@
 """Provide DeepSpeed's names: `import tiered_zero.deepspeed as deepspeed`, or `import deepspeed` where `tiered-zero
 deepspeed-alias install` has written a distribution of that name.
 
-Promise: scripts and libraries find the names that they import of DeepSpeed; one that does not exist here raises an
-error that says what to do. Every module is imported with the package, so that it has one copy under both names.
-Owner: nothing. Never: a mechanism of its own.
+Promise: scripts and libraries find the names that they import from DeepSpeed; a name that does not exist here raises an
+error that says what to do. Every module is imported with the package: it has one copy under both names.
+Owner: owns nothing. Never: implements a mechanism; it calls the rest of tiered_zero.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tiered_zero.deepspeed.runtime.engine import DeepSpeedEngine, initialize
 from tiered_zero.errors import ConfigError as DeepSpeedConfigError
 
 __version__ = "0.19.8+tiered.zero"
-"""The version of DeepSpeed whose names these are: libraries compare it with the one that they need."""
+"""The version of DeepSpeed whose names are here: libraries compare it with the version that they need."""
 
 __all__ = [
     "DeepSpeedConfigError",
@@ -57,7 +57,7 @@ for _name in MISSING:
 
 
 def modules_named(name: str) -> dict[str, ModuleType]:
-    """Return this package and its modules by the names that they have in a package called `name`."""
+    """Return this package and its modules, each under the name that it has in a package called `name`."""
     return {
         name + path.removeprefix(__name__): module
         for path, module in sys.modules.items()

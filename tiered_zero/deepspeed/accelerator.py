@@ -1,4 +1,4 @@
-"""Answer what scripts ask DeepSpeed's `accelerator`, for the device that torch computes on."""
+"""Provide DeepSpeed's `accelerator`: questions about the device on which torch computes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def get_accelerator() -> CurrentAccelerator:
 
 @final
 class CurrentAccelerator:
-    """Answers by DeepSpeed's names. Names of `torch.cuda` (Stream, Event, manual_seed ...) come from torch's module for
-    the device, `torch.get_device_module()`."""
+    """DeepSpeed's object for the device. Further names, those of `torch.cuda` (Stream, Event, manual_seed ...), come
+    from torch's module for the device, `torch.get_device_module()`."""
 
     def __init__(self) -> None:
         self._type = find_device("auto").type
@@ -56,7 +56,8 @@ class CurrentAccelerator:
         return True
 
     def communication_backend_name(self) -> str:
-        """Name the backend for tensors on the device: gloo on a CPU, and if this torch has none for the device."""
+        """Name the backend of torch.distributed for tensors on the device: gloo on a CPU, or if this torch has no
+        backend for the device."""
         with suppress(ConfigError):
             return HOST_BACKEND if self._type == "cpu" else device_backend(torch.device(self._type))
         return HOST_BACKEND

@@ -1,7 +1,7 @@
 """Provide DeepSpeed's `checkpointing`: recompute functions in backward, by torch.utils.checkpoint.
 
-The engine around a checkpoint offloads what it saves (`tiered_zero.activations`); without an engine
-`checkpoint_in_cpu` does.
+The inputs that a checkpoint saves are offloaded by the engine around it (`tiered_zero.activations`); without an engine,
+by `checkpoint_in_cpu`.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ def configure(
     """Set how `checkpoint` runs in this process. `deepspeed_config`: a path, an object, or the config of an engine.
 
     `checkpoint_in_cpu`: keep the inputs of checkpoints in host memory, if no engine moves them already. `synchronize`:
-    wait for the device around each checkpoint. `profile`: log the seconds of each. `mpu_`: seeds split modules; see
-    `model_parallel_cuda_manual_seed`. The other arguments have no effect: an engine's budget is one piece of memory,
-    and inputs are not split over ranks, which a notice says. Raises ConfigError.
+    wait for the device around each checkpoint. `profile`: log the seconds of each checkpoint. `mpu_`: DeepSpeed's
+    object for model parallelism, whose rank enters the seeds; see `model_parallel_cuda_manual_seed`. The other
+    arguments have no effect: an engine's budget is one piece of memory, and inputs are not split over ranks, of which a
+    warning is logged. Raises ConfigError.
     """
     section, is_partitioned = _read(deepspeed_config)
     partition_activations_in_checkpoint(is_partitioned if partition_activations is None else partition_activations)
@@ -89,7 +90,8 @@ def configure(
 
 
 def _read(config: Any) -> tuple[ActivationCheckpointingSection, bool]:
-    """Return the section of a config, and whether it has partition_activations, which the schema leaves out."""
+    """Return the section activation_checkpointing of a config, and whether it sets partition_activations, which the
+    schema leaves out."""
     if config is None:
         return ActivationCheckpointingSection(), False
     if isinstance(config, Config):
@@ -125,7 +127,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Do the same by torch's checkpoint that is not reentrant: it keeps the graph of `function` without its tensors."""
+    """Run `function` as `checkpoint` does, by torch's checkpoint that is not reentrant: it keeps the graph of
+    `function`, but not the tensors that the graph saves."""
     return _run(function, args, reentrant=False)
 
 

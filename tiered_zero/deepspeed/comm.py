@@ -27,7 +27,8 @@ def init_distributed(
 ) -> None:
     """Initialize the default process group, if there is none: of the ranks that the launcher has started, or of one.
 
-    `timeout`: a timedelta; half an hour by default. Raises ModelError and RankError.
+    `timeout`: how long to wait for a rank, a timedelta; half an hour by default. Arguments other than `timeout` and
+    `dist_init_required` have no effect. Raises ModelError and RankError.
     """
     open_default_group(timeout.total_seconds() if timeout is not None else 1800.0, dist_init_required)
 

@@ -46,7 +46,7 @@ MISSING = {
     "utils.timer": _NUMBERS,
     "zero.TiledLinear": "a linear layer is fetched whole; set tiered_zero.unit_size_cap to a number that holds it",
 }
-"""Module or name of DeepSpeed, with all that lies in it -> what to do instead."""
+"""Module or name of DeepSpeed that does not exist here, with everything in it -> what to do instead."""
 _ANY = "docs/migrating.md lists what scripts take of DeepSpeed, and what does the same here"
 
 
@@ -70,8 +70,9 @@ def refuse_other_names(module: str = "") -> Callable[[str], Any]:
 
 
 class MissingModule(ModuleType):
-    """Stands in `sys.modules` for a module or name that does not exist here. `import deepspeed.moe` finds it; an import
-    from it raises MissingModuleError, and an attribute, a call or a subclass of it MissingNameError."""
+    """Stands in `sys.modules` for a module or name that does not exist here. `import deepspeed.moe` finds this object;
+    an import from it raises MissingModuleError; reading an attribute, calling it or deriving from it raises
+    MissingNameError."""
 
     def __getattr__(self, name: str) -> Any:
         path = self.__name__.partition(".deepspeed.")[2]

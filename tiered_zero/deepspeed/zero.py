@@ -1,6 +1,6 @@
 """Provide DeepSpeed's `zero`, for scripts that build models under `zero.Init` and use GatheredParameters.
 
-Nothing is sharded while a model is built, so most of it does nothing.
+Nothing is sharded while a model is built, so most of these names do nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __getattr__ = refuse_other_names("zero")
 class Init:
     """Builds the model as it is written, in host memory; `initialize` moves it to its tiers.
 
-    DeepSpeed shards each module as it is made. On the meta device what a constructor writes into parameters would be
-    lost, so it is left to the user: build under `torch.device("meta")` a model larger than host memory, whose values
-    come from `reset_parameters`, `_init_weights` or `tiered_zero.weights`. With many ranks all get rank 0's values,
-    unit by unit.
+    DeepSpeed shards each module as it is made. This class does not build on the meta device, where the values that a
+    constructor writes into parameters would be lost. The user may: build a model larger than host memory under
+    `torch.device("meta")`, with values from `reset_parameters`, `_init_weights` or `tiered_zero.weights`. With many
+    ranks all get rank 0's values, unit by unit.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class Init:
         enabled: bool = True,
         **others: Any,
     ) -> None:
-        """Every argument of DeepSpeed is taken; the config that counts is that of `initialize`. Makes the process group
-        if there is none, as DeepSpeed does: scripts ask for their rank while they build the model."""
+        """Make the process group if there is none, as DeepSpeed does: scripts ask for their rank while they build the
+        model. All arguments of DeepSpeed are accepted, but only `enabled` has an effect; the config that counts is that
+        of `initialize`."""
         if enabled:
             open_default_group()
             logger.info("zero.Init: the model is built in host memory, and moves to its tiers in initialize()")
@@ -63,8 +64,9 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Gather weights by `tiered_zero.gathered`, and keep the changes of `modifier_rank`. Before `initialize` it does
-    nothing. Skips None, which Transformers passes in the place of a bias."""
+    """Gather weights by `tiered_zero.gathered` for a `with` block, and keep the changes that `modifier_rank` makes.
+    Before `initialize` it does nothing. A None among `params`, which Transformers passes in the place of a bias, is
+    skipped."""
     num_ranks = get_world_size()
     if modifier_rank is not None and modifier_rank not in range(num_ranks):
         raise ModelError(
@@ -77,4 +79,4 @@ def GatheredParameters(
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing: functions of any module find the parameters that they are called with."""
+    """Do nothing: functions of any module find the parameters with which they are called."""

@@ -1,4 +1,4 @@
-"""Provide DeepSpeed's optimizers: torch's own classes, whose steps the engine takes with its own kernel."""
+"""Provide DeepSpeed's optimizers. They are torch's own classes; the engine makes their steps with its own kernel."""
 
 from tiered_zero.deepspeed.missing import refuse_other_names
 from tiered_zero.deepspeed.ops import adagrad, adam, lion

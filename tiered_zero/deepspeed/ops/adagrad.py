@@ -17,6 +17,6 @@ def DeepSpeedCPUAdagrad(
     adamw_mode: bool = False,
     **options: Any,
 ) -> torch.optim.Adagrad:
-    """Make torch's Adagrad. `adamw_mode`: no effect; Accelerate passes it to every optimizer. `options`: further ones
-    of torch's."""
+    """Make torch's Adagrad. `adamw_mode`: no effect; Accelerate passes it to every optimizer. `options`: further
+    arguments of torch's Adagrad."""
     return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay, **options)

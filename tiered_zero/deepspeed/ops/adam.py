@@ -11,7 +11,7 @@ from tiered_zero.errors import ConfigError
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 _KEYS = {"params", "param_names", "lr", "initial_lr", "betas", "eps", "weight_decay", "bias_correction"}
-"""Keys of a param group that an Adam without `amsgrad` has made."""
+"""Keys of a param group that an Adam class without the key `amsgrad` has made."""
 
 
 def DeepSpeedCPUAdam(
@@ -25,8 +25,8 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Adam:
-    """Make torch's AdamW, or its Adam without `adamw_mode`. State has the format that the config says. Raises
-    ConfigError without `bias_correction`, which only the config can ask for, and for param groups of another
+    """Make torch's AdamW, or torch's Adam if `adamw_mode` is false. The format of state is that of the config. Raises
+    ConfigError if `bias_correction` is false, for which only the config can ask, and for param groups of another
     optimizer."""
     if not bias_correction:
         raise ConfigError(
@@ -50,14 +50,15 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> torch.optim.Adam:
-    """Do the same as `DeepSpeedCPUAdam`: on a GPU the engine takes torch's code."""
+    """Make the optimizer that `DeepSpeedCPUAdam` makes: on a GPU the engine steps it with torch's code."""
     return DeepSpeedCPUAdam(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
 
 
 def _check_groups(params: list[Any]) -> None:
     """Raise ConfigError for a param group that another optimizer has made: Accelerate hands over the groups of any
-    optimizer, and would train Adam in its place. A group with `lr` is taken for a made one, with `amsgrad` for torch's
-    Adam. The groups of bitsandbytes' Lion, SGD and RMSprop have no other keys than Adam's, but 0 for eps or beta2."""
+    optimizer, and would train Adam in its place. A group that has `lr` counts as made by an optimizer, and one that has
+    `amsgrad` as made by torch's Adam. The groups of bitsandbytes' Lion, SGD and RMSprop have no other keys than Adam's,
+    but 0 for eps or beta2."""
     for group in params:
         if not isinstance(group, dict) or "lr" not in group or "amsgrad" in group:
             continue

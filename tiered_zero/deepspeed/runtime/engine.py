@@ -20,8 +20,8 @@ __all__ = ["DeepSpeedEngine", "initialize"]
 
 
 class _ParameterOffload:
-    """`optimizer.parameter_offload` of DeepSpeed, whose hooks TRL takes off a model that generates, and puts on again.
-    Parameters are fetched here by the functions that are called with them, so there are none."""
+    """Stands for DeepSpeed's `optimizer.parameter_offload`, whose hooks TRL removes while a model generates, and adds
+    again. It has no hooks: here functions fetch the parameters with which they are called."""
 
     class _Module(nn.Module):
         def ds_external_parameters(self) -> tuple[()]:
@@ -37,10 +37,10 @@ class _ParameterOffload:
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, TieredOptimizer, TrainingLoader | None, Any]:
-    """Do `tiered_zero.initialize`. At stage 3 parameters and the optimizer get attributes of DeepSpeed that TRL and
-    Lightning read: `ds_numel` (elements), `ds_status` (AVAILABLE: a function fetches what it is called with) and
-    `parameter_offload`. Every tensor has `ds_status`: TRL's losses ask what autograd has saved of a weight, which is no
-    parameter under saved-tensor hooks."""
+    """Call `tiered_zero.initialize`, and return its results. At stage 3 parameters and the optimizer get attributes of
+    DeepSpeed that TRL and Lightning read: `ds_numel` (elements), `ds_status` (AVAILABLE: a function fetches the
+    parameters with which it is called) and `parameter_offload`. Every tensor gets `ds_status`: TRL's losses read it
+    from what autograd has saved of a weight, which is no parameter under saved-tensor hooks."""
     _check_accelerate()
     engine, optimizer, loader, scheduler = api.initialize(*args, **kwargs)
     if engine.zero_optimization_stage() == 3:
@@ -53,8 +53,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, TieredOptimi
 
 
 def _check_accelerate() -> None:
-    """Raise ModelError if Accelerate, which splits the data, knows of fewer ranks than there are: with DeepSpeed and
-    without a GPU it takes each rank for the only one, unless the backend is named."""
+    """Raise ModelError if Accelerate, which splits the data, knows of another number of ranks than there are: with
+    DeepSpeed and without a GPU it takes each rank for the only one, unless the backend is named."""
     state = sys.modules.get("accelerate.state")
     known = state.PartialState._shared_state.get("num_processes") if state is not None else None
     if known is not None and known != world_size_here():

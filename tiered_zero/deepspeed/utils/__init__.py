@@ -34,7 +34,7 @@ __getattr__ = refuse_other_names("utils")
 
 
 class RepeatingLoader:
-    """Begins `loader` again when it ends."""
+    """Yields the batches of `loader`, and begins again when the loader ends."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -54,8 +54,9 @@ class RepeatingLoader:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Return the modules of these classes (or class names, with or without their module's), and change nothing: what a
-    module needs is fetched when it is called. Raises ConfigError if there are none."""
+    """Return the modules of `model` that are of these classes (or class names, with or without their module's name),
+    and change nothing: what a module needs is fetched when it is called. Raises ConfigError if there is no such module
+    and `raise_if_not_found` is true."""
     kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
     names = {kind for kind in leaf_module_classes if isinstance(kind, str)}
 
@@ -78,10 +79,12 @@ safe_get_full_grad, safe_set_full_grad = get_grad, set_grad
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return state such as "exp_avg", fp32, a copy on the CPU; None before the first step."""
+    """Return a copy of the state called `optim_state_key`, such as "exp_avg", in fp32 on the CPU; None before the first
+    step."""
     return get_state(param, optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set state such as "exp_avg". Raises ModelError before the first step."""
+    """Set the state called `optim_state_key`, such as "exp_avg", to `value`. Raises ModelError before the first
+    step."""
     set_state(param, optim_state_key, value)

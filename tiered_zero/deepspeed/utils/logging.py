@@ -11,6 +11,6 @@ logger = logging.getLogger("tiered_zero")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` if `ranks` is None or has 0 or -1."""
+    """Log `message` if `ranks` is None, or has rank 0 or -1 (all ranks)."""
     if ranks is None or 0 in ranks or -1 in ranks:
         logger.log(level, "%s", message)

@@ -39,9 +39,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> StateDict:
     """Read the weights of `checkpoint_dir/tag` to host memory: parameters as fp32, tied ones under each of their names.
 
-    Without a tag: what `latest` names, else the newest whole one. `exclude_frozen_parameters`: leave out those that
-    were not trained. `lazy_mode` has no effect. Raises StoreError, CorruptionError, and BudgetError if they do not fit
-    into free host memory.
+    `tag`: the checkpoint; None: the one that `latest` names, else the newest whole one. `exclude_frozen_parameters`:
+    leave out parameters that were not trained. `lazy_mode` has no effect. Raises StoreError, CorruptionError, and
+    BudgetError if the weights do not fit into free host memory.
     """
     with _open(checkpoint_dir, tag) as reader:
         weights = list_weights(reader, with_frozen=not exclude_frozen_parameters)
@@ -60,8 +60,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load the weights of `checkpoint_dir/tag` into `model`, of which no engine is open, move it to the CPU, and return
-    it. A warning lists names that only one of the two has. Raises as `get_fp32_state_dict_from_zero_checkpoint`."""
+    """Load the weights of `checkpoint_dir/tag` into `model`, move the model to the CPU, and return it. No engine of the
+    model may be open. A warning counts the names that only the model or only the checkpoint has. Raises what
+    `get_fp32_state_dict_from_zero_checkpoint` raises."""
     found = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     missing, unexpected = model.load_state_dict(found, strict=False)
     for names, where in ((missing, "checkpoint has no values for"), (unexpected, "model has no place for")):
@@ -79,7 +80,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write the weights of `checkpoint_dir/tag` to `output_dir` as safetensors, also without `safe_serialization`, in
-    bounded memory. `max_shard_size`: of a file; None: one file. Raises StoreError, CorruptionError, ConfigError."""
+    bounded memory. `max_shard_size`: the most bytes of a file, or text such as "5GB"; None: one file. Raises
+    StoreError, CorruptionError, ConfigError."""
     if not safe_serialization:
         logger.warning("convert_zero_checkpoint_to_fp32_state_dict writes model.safetensors, and no pytorch_model.bin")
     try:
@@ -99,7 +101,7 @@ def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> TensorRead
 
 
 def _read(weight: WeightTensor, read: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Read a tensor, and keep it in `read` for its other names."""
+    """Read the tensor of `weight`, add it to `read`, in which its other names find it, and return it."""
     whole = torch.empty(weight.shape, dtype=weight.dtype)
     flat, start = whole.view(-1), 0
     for part in weight.read():
