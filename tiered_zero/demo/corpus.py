@@ -12,11 +12,11 @@ from torch import Tensor
 from tiered_zero.errors import ConfigError
 
 NUM_BYTE_VALUES = 256
-"""The vocabulary: one token a byte, so that any file is text and no tokenizer is needed."""
+"""The size of the vocabulary: each byte is a token. Any file can be read as text, and no tokenizer is needed."""
 
 
 class Corpus:
-    """The text: [num_bytes] uint8, host."""
+    """A text in host memory, as bytes: [num_bytes] uint8. `source`: says where it comes from."""
 
     def __init__(self, text: bytes, source: str) -> None:
         self.source = source
@@ -31,16 +31,17 @@ class Corpus:
         return bool((self._text[: 1 << 16] == 0).any())
 
     def check(self, length: int) -> None:
-        """Raise ConfigError if the text is too short for one window of `length` bytes and the byte after it."""
+        """Raise ConfigError if the text is too short for one sample of `length` bytes and the byte after it."""
         if len(self) <= length:
             raise ConfigError(
                 f"A context of {length} bytes needs at least {length + 1} bytes of text; {self.source} has {len(self)}."
             )
 
     def batch(self, index: int, size: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Return batch `index`: tokens and targets, each [size, length] int64, host; targets are one byte further on.
+        """Return batch `index`: tokens and targets, each [size, length] int64 in host memory. The target of a byte is
+        the next byte of the text.
 
-        Windows begin anywhere, with equal chance. Raises ConfigError if the text is too short for one window.
+        Samples begin anywhere in the text, with equal chance. Raises ConfigError if the text is too short for one.
         """
         self.check(length)
         num_starts = len(self) - length
@@ -52,7 +53,8 @@ class Corpus:
 
 
 def read_corpus(path: str | Path | None = None) -> Corpus:
-    """Read a file, or the language reference that CPython ships for `help()`. Raises ConfigError."""
+    """Read the text of a file; without a path, the language reference that CPython ships for `help()`. Raises
+    ConfigError."""
     if path is None:
         return Corpus(_python_reference().encode(), "the Python reference (pydoc_data.topics)")
     try:

@@ -2,7 +2,8 @@
 
     python -m tiered_zero.demo.forms '{"directory": null, ...}'
 
-Each line of its output is one JSON object: that the model is built, a step's loss, an error or the peak of memory.
+Each line of its output is one JSON object: the seconds of building the model, a step's loss, an error, or the peak of
+memory.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ WATCH_S = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How to train. `directory`: where swap files go; None: plain PyTorch. `limit_nbytes`: how much memory training may
-    take beyond the imports; None: no limit. `steps`: how many losses; plain PyTorch ends with a forward alone."""
+    """How to train. `directory`: where swap files go; None: train with plain PyTorch. `limit_nbytes`: how much memory
+    training may take beyond what the imports take; None: no limit. `steps`: the number of losses; plain PyTorch runs
+    only the forward of the last step."""
 
     layers: int
     hidden: int
@@ -63,7 +65,8 @@ class Form:
 
 
 def run(form: Form) -> None:
-    """Train; end this process if it passes the limit. Raises what training raises."""
+    """Train as `form` says, and print the lines. End this process if its memory passes the limit. Raises what training
+    raises."""
     text = read_corpus()
     memory = _MemoryWatch(form.limit_nbytes)
     began_s = time.perf_counter()
@@ -96,7 +99,8 @@ def run(form: Form) -> None:
 
 class _MemoryWatch:
     """Ends this process, as the kernel ends one, when its own memory grows by more than `limit_nbytes`. A thread looks
-    every WATCH_S. Not RLIMIT_DATA, which counts the stacks of threads too: on a large machine more than the model."""
+    every WATCH_S. RLIMIT_DATA would not do: it counts the stacks of threads too, on a large machine more than the
+    model."""
 
     def __init__(self, limit_nbytes: int | None) -> None:
         self._limit_nbytes, self.peak_nbytes = limit_nbytes, 0

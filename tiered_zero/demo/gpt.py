@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from tiered_zero.plan.gpt_shape import GPTConfig
 
 INIT_STD = 0.02
-"""For every weight matrix; projections into the residual stream divide it by sqrt(2 * layers) (GPT-2, section 2.3)."""
+"""The standard deviation of initial weights. Projections into the residual stream divide it by sqrt(2 * layers) (GPT-2,
+section 2.3)."""
 
 
 class Embedding(nn.Embedding):
@@ -35,7 +36,7 @@ class Linear(nn.Linear):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). [B, T, hidden] -> the same."""
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)). Input and output are [B, T, hidden]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -91,6 +92,6 @@ class GPT(nn.Module):
 
 
 def build_gpt(config: GPTConfig, device: str = "meta") -> GPT:
-    """Build the model. On `meta` it takes no memory: for planning, and for engines that fill it unit by unit."""
+    """Build the model. On `meta` it takes no memory: for planning, and for engines that initialize it unit by unit."""
     with torch.device(device):
         return GPT(config)
