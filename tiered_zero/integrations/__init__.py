@@ -1,6 +1,6 @@
 """Connect to other training tools: callbacks for Transformers' Trainer, a strategy for Lightning, a plugin for axolotl.
 
 Promise: a script of the tool changes by one line, and in fp32 on one rank its numbers are those of the plain tool.
-Owner: the tool owns its loop; what is here calls public names of tiered_zero and of the tool. Never: an import by the
-rest of the package, so that a tool is needed only by those who import its file. docs/integrations.md says what was run.
+Owner: the tool owns its loop; these files call public names of tiered_zero and of the tool. Never: imported by the rest
+of the package; a tool is needed only by those who import its file. docs/integrations.md says what was run.
 """

@@ -23,14 +23,14 @@ from tiered_zero.optim import OffloadedOptimizer
 
 
 class TieredZeroArgs(BaseModel):
-    """The keys that the plugin adds to axolotl's."""
+    """The keys that the plugin adds to axolotl's config."""
 
     tiered_zero_offload: dict[str, Any] | None = None
     tiered_zero_config: dict[str, Any] | str | None = None
 
 
 class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
-    """Puts the optimizer's state, or all of the model, onto tiers; saves that state in files, and logs bytes."""
+    """Puts the optimizer's state, or the whole model, onto tiers; saves the state in files, and logs bytes by tier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,8 @@ class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
         return f"{__name__}.{TieredZeroArgs.__name__}"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Build the engine, once adapters are in the model. Raises ConfigError."""
+        """Build the engine if the config asks for one. axolotl calls this once adapters are in the model. Raises
+        ConfigError."""
         if cfg.tiered_zero_offload and cfg.tiered_zero_config:
             raise ConfigError("tiered_zero_offload, tiered_zero_config: expected one of them; found both.")
         if cfg.tiered_zero_config is None:
@@ -65,7 +66,8 @@ class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
         self.engine = tiered_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def create_optimizer(self, cfg: Any, trainer: Any) -> Any:
-        """Return the engine's optimizer, or Trainer's own class and groups with its state on a tier; None: neither."""
+        """Return the engine's optimizer, or one of Trainer's own class and param groups with its state on a tier; None
+        if the config asks for neither."""
         if self.engine is not None:
             return self.engine.optimizer
         if cfg.tiered_zero_offload is None or trainer.optimizer_cls_and_kwargs is not None:
@@ -76,5 +78,5 @@ class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
         return trainer.create_optimizer()
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
-        """Return the callbacks that save state in files and log bytes."""
+        """Return the callbacks that save state in files and log bytes by tier."""
         return [SaveStateCallback(cfg.resume_from_checkpoint), ReportCallback(self.engine)]

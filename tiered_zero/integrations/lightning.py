@@ -14,14 +14,14 @@ from tiered_zero.errors import ConfigError, ModelError
 
 
 class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
-    """`Trainer(strategy=TieredStrategy(config))`: parameters, gradients and state on the tiers of `config`, a dict or a
-    file. Module, optimizer and schedulers stay as they are; Lightning accumulates and clips (several ranks clip by
-    `gradient_clipping` in the config). The engine stays open after `fit`, for saves and tests; `engine.close()` or the
-    end of the strategy frees it.
+    """Puts parameters, gradients and state on the tiers of `config`, a dict or a file:
+    `Trainer(strategy=TieredStrategy(config))`. Module, optimizer and schedulers stay as they are; Lightning accumulates
+    and clips (several ranks clip by `gradient_clipping` in the config). The engine stays open after `fit`, for saves
+    and tests; `engine.close()` or the end of the strategy frees it.
     """
 
     def __init__(self, config: Mapping[str, Any] | str | os.PathLike[str], **options: Any) -> None:
-        """`options`: DDPStrategy's. Raises ConfigError."""
+        """Read the config. `options`: arguments of DDPStrategy. Raises ConfigError."""
         super().__init__(process_group_backend="gloo", **options)
         self.config = {"train_micro_batch_size_per_gpu": 1, **config} if isinstance(config, Mapping) else config
         self.engine: tiered_zero.Engine | None = None
@@ -32,7 +32,7 @@ class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
             )
 
     def setup(self, trainer: Any) -> None:
-        """Build the engine for a fit; a test or a validation after it runs on the same engine."""
+        """Build the engine for a fit. A test or a validation after the fit runs on the engine of the fit."""
         if self.num_nodes * self.num_processes == 1:  # with a sampler for ranks Lightning shuffles the data
             trainer._accelerator_connector.use_distributed_sampler = False
         if self.engine is None or trainer.state.fn == TrainerFn.FITTING:
@@ -42,7 +42,8 @@ class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
             self.model = self.engine
 
     def model_to_device(self) -> None:
-        """Leave moving parameters to the engine; without a fit there is none, and the base class moves them."""
+        """Do nothing in a fit, where the engine moves parameters. Without a fit there is no engine, and the base class
+        moves the model."""
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             super().model_to_device()
 

@@ -14,9 +14,9 @@ _FOLDER = "optimizer_state"
 
 
 class SaveStateCallback(TrainerCallback):
-    """Writes an OffloadedOptimizer's state to `checkpoint-N/optimizer_state`, a parameter at a time, and reads it from
-    there: Trainer's `optimizer.pt` holds only a key of these files. Brings a ZeroRedundancyOptimizer's state, which has
-    to fit into host memory, to rank 0 before a save.
+    """Writes an OffloadedOptimizer's state to `checkpoint-N/optimizer_state`, one parameter after the other, and reads
+    the state from these files: Trainer's `optimizer.pt` holds only their key. Brings a ZeroRedundancyOptimizer's state,
+    which has to fit into host memory, to rank 0 before a save.
 
     `resume_from`: the checkpoint that `train(resume_from_checkpoint=...)` names, if it is neither in
     `args.output_dir` nor `args.resume_from_checkpoint`.
@@ -26,7 +26,7 @@ class SaveStateCallback(TrainerCallback):
         self._resume_from = resume_from
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Read the state that Trainer's load left to `load_state`; from now on its saves write files."""
+        """Read the state from files if Trainer resumes, and let Trainer's later saves write files."""
         own = unwrapped(optimizer)
         if not isinstance(own, OffloadedOptimizer):
             return
@@ -38,14 +38,14 @@ class SaveStateCallback(TrainerCallback):
         vars(own)["state_dict"] = lambda: saved.save_state_dict(_folder(args, state))
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Consolidate before a save, on every rank: Trainer asks rank 0 alone for the state."""
+        """Bring the state to rank 0 before a save. On every rank: Trainer asks rank 0 alone for the state."""
         if control.should_save and not args.save_only_model:
             _consolidate(optimizer)
 
     on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Consolidate if the metric is about to decide whether a save follows."""
+        """Bring the state to rank 0 if the metric is about to decide whether a save follows."""
         if args.save_strategy == "best" and not args.save_only_model:
             _consolidate(optimizer)
 

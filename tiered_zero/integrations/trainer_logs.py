@@ -1,4 +1,4 @@
-"""Add a step's bytes and links to the logs of Transformers' Trainer."""
+"""Add a step's bytes by tier and busy shares of links to the logs of Transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tiered_zero.sizes import parse_nbytes
 
 class ReportCallback(TrainerCallback):
     """Adds to each line of training logs: GiB on each tier, the busy share of each link in the last step (the largest
-    binds it), GB written to the disk by this process, and which share of `rated` ("600TB", the drive's endurance) that
-    is. `engine`: the engine, if the optimizer is one's. Loggers before this callback, such as those of
+    binds the step), GB written to the disk by this process, and these GB as a share of `rated` ("600TB", the drive's
+    endurance). `engine`: the engine, if one steps the optimizer. Loggers before this callback, such as those of
     `report_to`, miss the numbers; `state.log_history` has them."""
 
     def __init__(self, engine: Any = None, rated: str | int | None = None) -> None:
@@ -27,7 +27,7 @@ class ReportCallback(TrainerCallback):
             self._written += report.link_nbytes.get("disk write", 0)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **_: Any) -> None:
-        """Add the numbers to a line that has a loss."""
+        """Add the numbers to the line `logs` if it has a loss."""
         report = _report(self._engine, optimizer)
         if report is None or "loss" not in logs:
             return
