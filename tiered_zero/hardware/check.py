@@ -50,7 +50,7 @@ def check_memory(accelerator: Accelerator) -> Finding:
 
 
 def check_kernel(accelerator: Accelerator) -> Finding:
-    """Launch a kernel: this torch may lack the device's architecture."""
+    """Launch a kernel on the device, which fails if this torch was not built for the device's architecture."""
     device, built = accelerator.device, f"torch {torch.__version__}"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -119,7 +119,7 @@ def check_allocator(accelerator: Accelerator) -> Finding:
 
 
 def check_pinning(accelerator: Accelerator, nbytes: int) -> Finding:
-    """Pin `nbytes`, the plan's host memory, and time it."""
+    """Pin `nbytes` of host memory, as much as a plan needs, and measure the seconds."""
     if nbytes > (available := available_host_nbytes()):
         found = f"{format_nbytes(nbytes)} asked for, {format_nbytes(available)} of host memory may be taken"
         return Finding("pinned memory", BAD, found, "lower tiered_zero.host_memory_limit")
@@ -133,7 +133,7 @@ def check_pinning(accelerator: Accelerator, nbytes: int) -> Finding:
 
 
 def check_numa(accelerator: Accelerator, system: Path = SYSTEM, proc: Path = PROC) -> Finding:
-    """Compare the NUMA nodes of the device and of pinned pages."""
+    """Compare the device's NUMA node with those of pinned pages."""
     node, num_nodes = gpu_node(accelerator.device, system), len([*system.glob("devices/system/node/node[0-9]*")])
     if node is None or num_nodes < 2:
         return Finding("NUMA", GOOD, f"nodes: {num_nodes}; the device's: {'not said' if node is None else node}")
@@ -155,8 +155,8 @@ def node_pages(address: int, proc: Path = PROC) -> dict[int, int]:
 
 
 def check_collectives(accelerator: Accelerator) -> Finding:
-    """Reduce over a group of this process alone, which connects as a larger group does. In a thread, since a call that
-    hangs cannot be ended."""
+    """Run an all-reduce in a group of this process alone, which connects as a larger group does. The call is made in a
+    thread of its own, because a call that hangs cannot be ended."""
     device, ended = accelerator.device, list[str]()
 
     def reduce() -> None:
@@ -211,7 +211,7 @@ def copy_buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[
 
 
 def _products(accelerator: Accelerator, seconds: float) -> tuple[Launch, float]:
-    """Return a function that launches matrix products of about `seconds`, and their measured time."""
+    """Return a function that launches matrix products which take about `seconds`, and the seconds measured."""
     square = torch.ones(SIDE, SIDE, device=accelerator.device)
 
     def launch(number: int = 1) -> Transfer:
@@ -226,7 +226,7 @@ def _products(accelerator: Accelerator, seconds: float) -> tuple[Launch, float]:
 
 
 def launch_seconds(accelerator: Accelerator, *launches: Launch) -> float:
-    """Return the seconds from the launch of all work to its end."""
+    """Call all `launches`, and return the seconds until all of their work is complete."""
     accelerator.synchronize()
     began_s = time.perf_counter()
     for transfer in [launch() for launch in launches]:

@@ -24,9 +24,9 @@ Place = tuple[int, int, int]
 def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTEM) -> None:
     """Bind this process, and the threads and children that it starts later, to its share of processors. Collective.
 
-    Only if the launcher has not done so: ranks of one host that may run on exactly the same processors divide them.
-    Each rank gets whole cores, on its GPU's NUMA node if that is known, until the process ends. Does nothing if there
-    are fewer processors than ranks.
+    Ranks of one host that may run on exactly the same processors divide these; ranks that the launcher has bound to
+    different processors stay as they are. Each rank gets whole cores, on its GPU's NUMA node if that is known, until
+    the process ends. Does nothing if there are fewer processors than ranks.
     """
     if ranks.world_size == 1 or not hasattr(os, "sched_setaffinity"):
         return
@@ -48,11 +48,11 @@ def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTE
 
 
 def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: int) -> list[int]:
-    """Return the processors of rank `index` of `len(nodes)`; none if there are too few.
+    """Return the processors of rank `index` of `len(nodes)` ranks; an empty list if there are too few.
 
-    `places`: places of the processors to divide. `nodes`: the node of each rank's GPU; if one is unknown (None), all
-    are ignored. Each rank gets a range in the order of places, so that threads of a core, and cores of a node, stay
-    together.
+    `places`: processor -> place, of the processors to divide. `nodes`: the NUMA node of each rank's GPU; if one is
+    unknown (None), all nodes are ignored. Each rank gets a range in the order of places: threads of a core, and cores
+    of a node, stay together.
     """
     ordered = sorted(places, key=lambda cpu: (places[cpu], cpu))
     num_sharing, number = len(nodes), index
@@ -66,7 +66,7 @@ def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: in
 
 
 def place_of(cpu: int, system: Path = SYSTEM) -> Place:
-    """Return a processor's place; zeros if the system does not tell."""
+    """Return the place of the processor `cpu`, with zeros for what the system does not tell."""
     folder = system / "devices/system/cpu" / f"cpu{cpu}"
     nodes = [entry.name[4:] for entry in folder.glob("node[0-9]*")]
     package, core = (read_text(folder / "topology" / name) for name in ("physical_package_id", "core_id"))
@@ -84,8 +84,9 @@ def gpu_node(device: torch.device, system: Path = SYSTEM) -> int | None:
 
 
 def near_cpus(device: torch.device, system: Path = SYSTEM) -> set[int]:
-    """Return this process's processors on an accelerator's NUMA node: host memory that they touch first is near the
-    device. Empty if the system does not tell, or if all or none of the processors are there."""
+    """Return those of this process's processors that are on an accelerator's NUMA node: host memory that they touch
+    first is near the device. The set is empty if the system does not tell, or if all or none of the processors are on
+    that node."""
     if (node := gpu_node(device, system)) is None or not hasattr(os, "sched_getaffinity"):
         return set()
     cpus = os.sched_getaffinity(0)

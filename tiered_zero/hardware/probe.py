@@ -1,4 +1,4 @@
-"""Read facts about the machine, without changing anything. Works without /proc or cgroups, too."""
+"""Read facts about the machine, without changing anything. The functions work without /proc or cgroups, too."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def accelerator_names() -> list[str]:
 
 
 def available_device_nbytes(device: torch.device, own: Iterable[torch.Tensor] = ()) -> int | None:
-    """Return the accelerator memory that this process can still get: free memory, what torch's allocator caches unused,
-    and the bytes of `own`, tensors that will be freed. None for the CPU, or if torch finds no such device or cannot
-    tell."""
+    """Return the bytes of accelerator memory that this process can still get: free memory, unused memory that torch's
+    allocator keeps, and the bytes of `own`, tensors that will be freed. None for the CPU, or if torch finds no such
+    device or cannot tell."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type != device.type:
         return None
@@ -68,7 +68,7 @@ def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def cgroup_memory_limit_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
-    """Return the least memory limit of the enclosing cgroups; None if there is none."""
+    """Return the smallest memory limit of the enclosing cgroups, in bytes; None if none of them has a limit."""
     folders = cgroup_folders("memory", proc, cgroup)
     limits = (_read_int(folder / "memory.max", folder / "memory.limit_in_bytes") for folder in folders)
     return min((limit for limit in limits if limit is not None), default=None)
@@ -87,7 +87,7 @@ def _inactive_file_nbytes(folder: Path) -> int:
 
 
 def _meminfo(proc: Path) -> dict[str, int]:
-    """Return the fields of /proc/meminfo in bytes, by name."""
+    """Return name -> bytes of the fields of /proc/meminfo."""
     fields = (line.split() for line in read_text(proc / "meminfo").splitlines())
     return {name.rstrip(":"): int(kib) * 1024 for name, kib, *_ in fields}
 
@@ -97,6 +97,6 @@ def _physical_nbytes() -> int:
 
 
 def _read_int(*candidates: Path) -> int | None:
-    """Return the first candidate file's number; None for "max", or if none exists."""
+    """Return the number in the first of the files that holds one; None if there is no such file, or only "max"."""
     texts = (read_text(path) for path in candidates)
     return next((int(text) for text in texts if text.isdigit()), None)

@@ -15,7 +15,8 @@ _NUM_WORDS = 624
 
 
 def random_states() -> dict[str, Any]:
-    """Copy the states of all generators; of devices, those of torch's accelerators that this process uses."""
+    """Return copies of the states of all generators, including those of torch's accelerators that this process
+    uses."""
     module = _accelerators()
     return {
         "python": random.getstate(),
@@ -26,8 +27,8 @@ def random_states() -> dict[str, Any]:
 
 
 def check_random_states(states: Any) -> None:
-    """Raise ValueError unless `restore_random_states` accepts the untrusted `states`: try it, then restore the present
-    states."""
+    """Raise ValueError unless `restore_random_states` accepts `states`, which are not trusted: restore them, and the
+    present states after that."""
     try:
         with kept_random_states():
             restore_random_states(states)
@@ -62,7 +63,7 @@ def restore_random_states(states: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def kept_random_states() -> Iterator[None]:
-    """Restore the states of all generators after the block."""
+    """Restore the states of all generators after the `with` block."""
     states = random_states()
     try:
         yield

@@ -23,7 +23,7 @@ DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.fl
 REPEATS: Final = 5
 
 LIMIT_S: Final = 1.0
-"""Seconds for one rate: slow work is repeated less often."""
+"""The seconds after which one rate is measured no further: slow work is repeated less often."""
 
 _SHAPES: Final = {True: (512, 512), False: (4096, 4096)}
 """Tokens and hidden size of the products, on the CPU and on others. On two cores of Zen 5, alone, 512 x 512 reaches
@@ -33,8 +33,8 @@ _COPIED_NBYTES: Final = 128 * MIB
 
 
 def median_rate(amount: float, work: Callable[[], object]) -> float:
-    """Return `amount` per second: the median of REPEATS calls after a first one, which counts only if it takes LIMIT_S
-    alone."""
+    """Return `amount` per second, from the median of REPEATS calls of `work`. A first call before them counts only if
+    that call alone takes LIMIT_S. `amount`: bytes or operations of one call."""
     seconds: list[float] = []
     while not seconds or (len(seconds) <= REPEATS and sum(seconds) < LIMIT_S):
         began_s = time.perf_counter()
@@ -44,8 +44,8 @@ def median_rate(amount: float, work: Callable[[], object]) -> float:
 
 
 def product_rates(accelerator: Accelerator) -> Mapping[str, float]:
-    """Measure operations per second of an MLP's products, forward and both of backward, by name of dtype. Types that
-    the device cannot multiply are left out."""
+    """Return name of dtype -> operations per second of an MLP's matrix products, one of forward and two of backward.
+    Dtypes that the device cannot multiply are left out."""
     tokens, hidden = _SHAPES[accelerator.device.type == "cpu"]
     rates = {}
     for name, dtype in DTYPES.items():
@@ -64,13 +64,13 @@ def product_rates(accelerator: Accelerator) -> Mapping[str, float]:
 
 
 def copy_rate() -> float:
-    """Measure bytes per second, read and written, of a copy within host memory, on torch's threads."""
+    """Return bytes read plus bytes written per second by a copy within host memory, on torch's threads."""
     source, target = (torch.ones(_COPIED_NBYTES, dtype=torch.uint8) for _ in range(2))
     return median_rate(2 * _COPIED_NBYTES, lambda: target.copy_(source))
 
 
 def link_rates(accelerator: Accelerator) -> tuple[float | None, float | None]:
-    """Measure bytes per second from pinned memory to the device, and back; None if the device is the CPU."""
+    """Return bytes per second of copies from pinned memory to the device, and back; None if the device is the CPU."""
     if accelerator.device.type == "cpu":
         return None, None
     with copy_buffers(accelerator) as launches:

@@ -12,7 +12,8 @@ from tiered_zero.telemetry.spans import Recorder
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """The device, the ledger of bytes, the recorder of spans, and the other ranks; one per run."""
+    """The device, the ledger (the count of all bytes), the recorder of spans of time, and the other ranks; one per
+    run."""
 
     accelerator: Accelerator
     ledger: Ledger

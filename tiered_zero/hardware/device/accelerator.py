@@ -40,8 +40,8 @@ Timer = Callable[[str, str, str, int], AbstractContextManager[None]]
 
 
 class Accelerator(ABC):
-    """The device. `shares_cores`: compute and the host's own work compete for processors. `pins`: copies to and from
-    host memory are faster, and overlap compute, if that memory is pinned."""
+    """The device that computes. `shares_cores`: compute and the host's own work compete for processors. `pins`: copies
+    to and from host memory are faster, and overlap compute, if that memory is pinned."""
 
     name: str
     device: torch.device
@@ -89,12 +89,12 @@ class Accelerator(ABC):
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
         """Launch a copy from `source` to `target` (contiguous, same dtype and size) on the calling lane's stream.
-        `finish`: return only when the bytes are there, because the caller reuses the host memory next. Starts no
+        `finish`: return only when the copy is complete, because the caller reuses the host memory next. Starts no
         threads, and does not change autograd's version counters."""
 
     def timer(self, recorder: Recorder) -> Timer:
-        """Return a timer for a block of a lane's job, called like `Recorder.span`. It records a span from the moment at
-        which the device begins what the block launches until that is complete."""
+        """Return a timer for a `with` block in a lane's job, called like `Recorder.span`. Its span begins when the
+        device begins the work that the block launches, and ends when that work is complete."""
         return recorder.span
 
     def add_spans(self) -> None:
@@ -106,38 +106,39 @@ class Accelerator(ABC):
         return
 
     def synchronize(self) -> None:
-        """Wait for everything launched. For measurements and shutdown only."""
+        """Wait for all work that was launched. For measurements and shutdown only."""
         with self._lock:
             lanes = list(self._lanes.values())
         for transfer in [lane.submit(lambda: None) for lane in lanes]:
             transfer.wait()
 
     def prepare(self, flat: torch.Tensor) -> None:
-        """Prepare `flat`, which has just been given device memory of undefined content: poison it in debug mode."""
+        """Prepare `flat`, which has just got device memory of undefined content: in debug mode `poison` it."""
         self.poison(flat)
 
     def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
-        """Reserve addresses for a flat that is fetched and evicted; all such flats hold at most `window_nbytes` at
-        once. Return None if the device's allocator should allocate its memory."""
+        """Reserve addresses for a flat that is fetched and evicted. `window_nbytes`: the most bytes that all such flats
+        have on the device at once. Return None if the device's allocator should allocate the flat's memory."""
         return None
 
     def unit_memory(self) -> AbstractContextManager[None]:
-        """Return a context in which the device's allocator allocates flats that are fetched and evicted, apart from
-        activations if it can. Driver or autograd's thread."""
+        """Return a context for allocating flats that are fetched and evicted: in it the device's allocator keeps them
+        apart from activations, if it can. Driver or autograd's thread."""
         return nullcontext()
 
     def host_pages(self, flat: torch.Tensor) -> memoryview | None:
-        """Return the whole pages of `flat`, a unit's or a shard's on the device, if the disk can write to them; else
-        None."""
+        """Return the whole pages of `flat`, the flat of a unit or a shard on the device, if the disk can write to these
+        pages; else None."""
         return None
 
     def alias(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return `flat` as a tensor that does not count as a view of its storage if the memory has its own owner: for
-        threads that may hold it for some time."""
+        """Return a tensor of the memory of `flat`, for threads that may hold it for some time. If the memory has an
+        owner of its own, the tensor does not count as a view of the storage of `flat`."""
         return flat.data
 
     def poison(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """In debug mode overwrite `flat`, taken as `dtype`, with NaN, or integers with a pattern; else do nothing."""
+        """In debug mode overwrite `flat` with NaN, or with a pattern if it holds integers; else do nothing. `dtype`:
+        take the bytes as this dtype."""
         if not self._poison:
             return
         flat = flat if dtype is None else flat.view(dtype)
@@ -155,7 +156,8 @@ class Accelerator(ABC):
     def unpin(self, address: int) -> None: ...
 
     def close(self) -> None:
-        """Finish every lane's jobs and stop the threads. Log errors for which nobody waited. Idempotent."""
+        """Finish every lane's jobs and stop the threads. Log the errors of jobs for which no thread has waited.
+        Idempotent."""
         with self._lock:
             self._closed = True
             lanes = list(self._lanes.values())
@@ -175,8 +177,8 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy between contiguous CPU tensors of one dtype and size, without the GIL.
 
     A lane's thread copies alone, any other thread with its OpenMP team: Tensor.copy_ would start another team per lane,
-    and torch.set_num_threads(1) in a lane would also bind all threads that start later. Raises ValueError, also if the
-    storage was emptied.
+    and torch.set_num_threads(1) in a lane would also bind all threads that start later. Raises ValueError for other
+    tensors, and for one whose storage was emptied.
     """
     if target.dtype != source.dtype or target.numel() != source.numel():
         raise ValueError(f"copy_bytes needs equal dtypes and sizes, not {_describe(target)} and {_describe(source)}")
@@ -201,8 +203,9 @@ def advise_huge_pages(memory: torch.Tensor) -> None:
 
 @final
 class CpuAccelerator(Accelerator):
-    """Computes on the calling thread: what it launched is complete, and a wait blocks it. `delay_seed`: every job
-    starts and ends late by a seeded, pseudo-random time, as on a separate device."""
+    """The CPU as the device: compute runs on the calling thread, and all that it has launched is complete; a wait
+    blocks that thread. `delay_seed`: every job starts and ends late by a seeded, pseudo-random time, as on a separate
+    device."""
 
     name = "cpu"
     device = torch.device("cpu")
@@ -253,7 +256,8 @@ class CpuAccelerator(Accelerator):
         return super().alias(flat) if pages is None else torch.frombuffer(pages, dtype=flat.dtype, count=flat.numel())
 
     def prepare(self, flat: torch.Tensor) -> None:
-        """Advise huge pages: a unit's memory is mapped twice a step, with a few page faults instead of thousands."""
+        """Advise huge pages for `flat`: a unit's memory is mapped twice a step, with them at a few page faults instead
+        of thousands. In debug mode `poison` it."""
         if self._page_pool is None:  # the pool's places have huge pages already
             advise_huge_pages(flat)
         if self._poison:

@@ -25,7 +25,8 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 def build_accelerator(name: str = "auto", poison: bool = False, delay_seed: int | None = None) -> Accelerator:
     """Build the accelerator. `name`: "auto" (an accelerator if there is one), "cpu", or a torch name ("cuda", "xpu:1").
-    `delay_seed`: CPU only. Raises ConfigError."""
+    `poison`: overwrite freed memory with NaN, for debugging. `delay_seed`: seed of random delays, on the CPU only.
+    Raises ConfigError."""
     device = find_device(name)
     if device.type == "cpu":
         return CpuAccelerator(poison, delay_seed)
@@ -52,16 +53,16 @@ def _own_device() -> torch.device:
 
 
 def shares_cores(name: str, delay_seed: int | None) -> bool:
-    """Return whether compute on that device uses the update's cores: only on the CPU, unless delays simulate a
-    device."""
+    """Return whether compute on the device called `name` uses the update's cores: on the CPU it does, unless delays
+    simulate another device."""
     return find_device(name).type == "cpu" and delay_seed is None
 
 
 def choose_device(ranks: Collectives, name: str) -> None:
-    """Make this rank's device the calling thread's current one: the index in `name` (`tiered_zero.device`), else
-    LOCAL_RANK. Driver thread, before the run is planned, on every rank at the same time. Does nothing for one rank, and
-    on the CPU. Raises ConfigError, on every rank, if there is no such device, torch has no backend for it, or two ranks
-    share one."""
+    """Make this rank's device the current one of the calling thread. Its index is that in `name`
+    (`tiered_zero.device`), or else LOCAL_RANK. Driver thread, before the run is planned, on every rank at the same
+    time. Does nothing for one rank, and on the CPU. Raises ConfigError, on every rank, if there is no such device,
+    torch has no backend for it, or two ranks share a device."""
     if ranks.world_size == 1 or name == "cpu":
         return
     if (device := find_device(name)).type == "cpu":

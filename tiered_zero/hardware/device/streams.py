@@ -1,12 +1,13 @@
 """Run on any device that torch.accelerator knows: each lane's thread owns a stream, and events order streams without
 blocking the host. `CudaAccelerator` adds the registration of host memory, and a pool for paged units.
 
-[Note: The pool of units] torch's allocator splits its blocks. If units and activations share them, activations soon
+[Note: The pool of units] torch's allocator splits its blocks. If units and activations share blocks, activations soon
 take parts of a block that a unit has freed, the next unit finds no block that is long enough, and more is reserved than
-planned. A private pool gives its blocks to units alone: the next unit takes what one has freed, on the same stream, and
-if units are alike the pool reserves no more than the window of paged parameters. `storage.resize_()` allocates from it,
-too. Inside such a block torch neither releases its cache nor retries, so the caller of `fill()` does. If an allocation
-outside the pool finds no memory, it gets what idle units have left in the pool (`use_on_oom`).
+planned. A private pool gives its blocks to units alone: the next unit takes the block that another unit has freed, on
+the same stream, and if units are alike the pool reserves no more than the window, the units that are on the device at
+once. `storage.resize_()` allocates from the pool, too. While the pool is in use, torch neither releases its cache nor
+retries, so the caller of `fill()` does. If an allocation outside the pool finds no memory, it gets the memory that idle
+units have left in the pool (`use_on_oom`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tiered_zero.telemetry.spans import Recorder
 logger = logging.getLogger("tiered_zero")
 
 MAX_PENDING = 1 << 14
-"""The most spans that wait for a step; in an evaluation without one the oldest are dropped."""
+"""The most spans that wait for the end of a step; in an evaluation, which has no steps, the oldest are dropped."""
 
 HOST_REGISTER_PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every CUDA context of the process."""
@@ -119,7 +120,7 @@ class StreamAccelerator(Accelerator):
             transfer.wait()
 
     def _current_stream(self) -> torch.Stream:
-        """Return the calling thread's stream, as the events of this device take it."""
+        """Return the calling thread's current stream, as an object that this device's events accept."""
         return torch.accelerator.current_stream(self.device)
 
     def _new_event(self) -> torch.Event:
@@ -195,8 +196,9 @@ class CudaAccelerator(StreamAccelerator):
         return torch.cuda.current_stream(self.device)
 
     def _new_event(self) -> torch.Event:
-        """Make an event whose waiter sleeps, since the update needs the core. torch.Event has that argument but ignores
-        it here (c10::EventFlag 2.13 only has timing), so its waiter spins."""
+        """Make an event for which a thread waits asleep, since the update needs the core. torch.Event accepts the
+        argument `blocking` but ignores it here (c10::EventFlag 2.13 only has timing): a thread that waits for it
+        spins."""
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def unit_memory(self) -> AbstractContextManager[None]:
@@ -225,8 +227,8 @@ class CudaAccelerator(StreamAccelerator):
             )
 
     def release_cached_memory(self) -> None:
-        """Release the memory that units have freed, too: a pool is released with its owner. Units in memory keep
-        theirs."""
+        """Release the allocator's cached memory, and the memory that units have freed: dropping the pool releases it.
+        Units in memory keep theirs."""
         self._unit_pool = None
         super().release_cached_memory()
 
@@ -263,8 +265,8 @@ def _runtime() -> Any:
 
 @final
 class EventMarker:
-    """A recorded event. The host waits for it once, however many threads wait, and not at all once it was seen
-    complete: both the limit of gradients in flight and the update wait for a unit's gradients."""
+    """A recorded event. If several threads wait, only one waits for the device; once the event was seen complete, none
+    does. Both the limit of gradients in flight and the update wait for a unit's gradients."""
 
     def __init__(self, event: torch.Event) -> None:
         self.event = event
@@ -299,8 +301,8 @@ class _Pending:
 
 @final
 class DeviceClock:
-    """Times the work of lanes by device events: the host would only see the launch. Spans are pairs of events, and
-    their times are counted from one event whose host time is known."""
+    """Measures the work of lanes by device events: the host's clock would only measure the launch. A span is a pair of
+    events, whose times are counted from one event whose host time is known."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -313,7 +315,8 @@ class DeviceClock:
 
     @contextmanager
     def span(self, recorder: Recorder, lane: str, kind: str, name: str = "", nbytes: int = 0) -> Iterator[None]:
-        """Time what the block launches on the current stream. Records nothing if the block raises. On a lane."""
+        """Measure the seconds of the work that the `with` block launches on the current stream. Records nothing if the
+        block raises. On a lane's thread."""
         start = self._record()
         yield
         end = self._record()
@@ -322,8 +325,9 @@ class DeviceClock:
         )
 
     def add_spans(self) -> None:
-        """Add the spans that have ended, in the order of their launch; the others follow at the next call. The zero
-        moves along: torch returns milliseconds in fp32, which cannot hold microseconds after some minutes."""
+        """Add the spans that have ended to their recorders, in the order of their launch; the others follow at the next
+        call. The event from which time is counted is replaced by each span's end: torch returns milliseconds in fp32,
+        which cannot hold microseconds after some minutes."""
         if self._first is None and not self._pending:
             return
         if self._zero is None:

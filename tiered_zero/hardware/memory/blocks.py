@@ -18,22 +18,22 @@ from tiered_zero.system.resources import map_memory
 
 @final
 class BlockPool:
-    """Memory mappings that are reused by the next tensor of the same size. One thread takes; any thread may drop
-    tensors.
+    """Keeps memory mappings whose tensor was dropped, and reuses each for the next tensor of its size. One thread calls
+    `take`; any thread may drop tensors.
 
     The system clears a new mapping when it is touched: 1.6 GB/s per core where this was measured, while the disk read 4
-    GB/s. `mapped_nbytes`: bytes of all mappings that are kept.
+    GB/s. `mapped_nbytes`: bytes of all mappings, used and free.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """`nbytes`: limit of all mappings, used and free; beyond it free ones are dropped."""
+        """`nbytes`: limit of all mappings, used and free; beyond it free mappings are dropped."""
         self._nbytes = nbytes
         self.mapped_nbytes = 0
         self._returned: deque[mmap.mmap] = deque()
         self._free: list[mmap.mmap] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return whole pages for `nbytes`, [n] uint8 of undefined content."""
+        """Return a tensor of whole pages for `nbytes`: [n] uint8, of undefined content."""
         self._collect()
         size = align_up(nbytes, PAGE_NBYTES)
         found = next((index for index in reversed(range(len(self._free))) if len(self._free[index]) == size), None)
@@ -65,7 +65,8 @@ class BlockPool:
 
 @final
 class HeapTrim:
-    """Trims malloc's heap when moved blocks have left too much of it free and resident; glibc 2.33 only. One thread.
+    """Trims malloc's heap when blocks that were moved away have left too much of the heap free but resident. Does
+    nothing without mallinfo2 of glibc 2.33. One thread.
 
     Small long-lived blocks end up between large ones in the heap, whose holes then fit no large block: 64 checkpoints
     of 4 MiB, whose inputs were offloaded, left 250 MiB there. A mapping per large block (M_MMAP_THRESHOLD) leaves no
@@ -73,8 +74,8 @@ class HeapTrim:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """`nbytes`: size of holes that is left alone for the next blocks, and bytes moved before holes are looked for;
-        plain PyTorch leaves holes, too."""
+        """`nbytes`: the bytes of holes that are left alone for the next blocks, and the bytes that are moved before
+        holes are looked for. Plain PyTorch leaves holes, too."""
         self._nbytes = nbytes
         self._moved_nbytes = 0
         self._info = getattr(ctypes.CDLL(None), "mallinfo2", None)
@@ -95,7 +96,7 @@ class HeapTrim:
         self._least_nbytes = min(found, self._least_nbytes)
 
     def _unused_nbytes(self) -> int:
-        """Return the resident set minus malloc's blocks in use: holes, and memory that is not malloc's."""
+        """Return the bytes of the resident set minus malloc's blocks in use: holes, and memory that is not malloc's."""
         info = self._info()  # type: ignore[misc]
         num_pages = int(Path("/proc/self/statm").read_bytes().split()[1])
         return num_pages * mmap.PAGESIZE - int(info.uordblks) - int(info.hblkhd)

@@ -20,14 +20,14 @@ from tiered_zero.system.resources import map_memory, touch_pages
 from tiered_zero.telemetry.ledger import Ledger
 
 _MAPPED_NBYTES = 128 * 1024
-"""From this size on malloc, too, uses separate mappings, until the first of them is freed."""
+"""The least bytes for a separate mapping. malloc, too, uses one from this size on, until the first of them is freed."""
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HostSlot:
     """Whole pages of the arena. `nbytes`: the requested size, rounded up to a page. `tensor`: [nbytes] uint8. `memory`:
-    the same bytes for the I/O engines.
+    the bytes of `tensor`, for the I/O engines.
     """
 
     offset: int
@@ -38,7 +38,7 @@ class HostSlot:
     _arena: HostArena
 
     def release(self) -> None:
-        """Free the bytes, once. The caller keeps no view: the next slot may get them."""
+        """Free the bytes; call it once. The caller keeps no view of them: the next slot may get these bytes."""
         self._arena._release(self)
 
 
@@ -69,16 +69,17 @@ def typed_view(raw: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tenso
 
 
 UNPINNED_KINDS = frozenset({"state", "commit", "commit_param", "commit_copy", "bucket"})
-"""Kinds that never cross to the device: the CPU updates state in place."""
+"""Kinds of slots whose bytes never cross to the device, and are not pinned: the CPU updates state in place."""
 
 
 @final
 class HostArena:
-    """One anonymous, page-aligned mapping, whose slots are pinned if that is asked for and possible. Any thread.
+    """The host memory of a run: one anonymous, page-aligned mapping. Its slots are pinned if that is asked for and
+    possible. Any thread.
 
-    Torch's pinned allocator rounds sizes up to powers of two; this one takes exactly the pages asked for. Slots are
-    pinned one by one, so that a slot which cannot be leaves the others pinned. `UNPINNED_KINDS`, most of the bytes, are
-    not.
+    Torch's pinned allocator rounds sizes up to powers of two; the arena takes exactly the pages asked for. Slots are
+    pinned one by one: if one cannot be pinned, the others are. Slots of UNPINNED_KINDS, most of the bytes, are not
+    pinned.
     """
 
     def __init__(self, capacity_nbytes: int, accelerator: Accelerator, pin: bool, ledger: Ledger) -> None:
@@ -105,7 +106,8 @@ class HostArena:
         return sum(self._pinned.values())
 
     def take(self, nbytes: int, kind: str) -> HostSlot:
-        """Return a slot of at least `nbytes`, first fit, of undefined content. Raises BudgetError."""
+        """Return a slot of at least `nbytes`, of undefined content, at the first place that has room. `kind`: the name
+        under which the ledger counts the bytes. Raises BudgetError."""
         size = align_up(max(nbytes, 1), PAGE_NBYTES)
         with self._lock:
             offset = self._extents.allocate(size)

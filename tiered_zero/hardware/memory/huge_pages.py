@@ -31,10 +31,10 @@ _MAX_STORED = 4096
 
 @final
 class HugePagePool:
-    """Hands huge pages to address ranges, and stores those that no unit has. Driver thread.
+    """Maps huge pages at the addresses of units, and stores the pages that no unit has. Driver thread.
 
-    Full ranges and the store hold at most `nbytes`. Raises OSError if the system cannot move pages (not Linux, or
-    before 5.7).
+    Pages at addresses and in the store have at most `nbytes` together. Raises OSError if the system cannot move pages
+    (not Linux, or before 5.7).
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -55,14 +55,15 @@ class HugePagePool:
             self._move(start, start + num_pages * HUGE_PAGE_NBYTES)
 
     def close(self) -> None:
-        """Free the stored pages, and from now on the pages of emptied ranges. Idempotent."""
+        """Free the stored pages. Pages that are unmapped after this are freed, too. Idempotent."""
         self._vacant.clear()
         self._stored.clear()
         self._store.close()
 
     def map(self, address: int, nbytes: int) -> None:
-        """Map huge pages of the store at `address`; the system provides missing ones when they are touched. Then free
-        stored pages beyond the limit. `nbytes`: whole pages, also below."""
+        """Map huge pages of the store at `address`; pages that the store lacks are provided by the system when they are
+        touched. Then free stored pages beyond the limit. `nbytes`: a multiple of the page size, here and in the
+        following methods."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         if self._libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
             raise OSError(ctypes.get_errno(), "mmap of memory for units")
@@ -78,8 +79,8 @@ class HugePagePool:
             self._vacant.append(self._stored.pop())
 
     def unmap(self, address: int, nbytes: int, keep: bool) -> None:
-        """Move the huge pages at `address` into the store while it has room, and free the rest. `keep`: False frees
-        everything."""
+        """Move the huge pages at `address` into the store while the store has room, and free the rest. `keep`: False
+        frees all of them."""
         with suppress(OSError):  # the rest is freed
             for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant)) if keep else 0):
                 self._move(address + index * HUGE_PAGE_NBYTES, self._vacant[-1])
@@ -88,7 +89,8 @@ class HugePagePool:
         self.show_nans(address, nbytes)
 
     def show_nans(self, address: int, nbytes: int) -> None:
-        """Map NaNs at these addresses, piece by piece; the memory that they had returns to the system."""
+        """Map one shared page of NaNs at all of these addresses; the memory mapped there before returns to the
+        system."""
         for start in range(0, nbytes, HUGE_PAGE_NBYTES):
             size = min(HUGE_PAGE_NBYTES, nbytes - start)
             # for a shared mapping, an old size of 0 makes a second mapping of the same memory
@@ -104,8 +106,8 @@ class HugePagePool:
 
 @final
 class PageRange:
-    """A unit's addresses, empty at first. `tensor`: [nbytes] uint8. `alias`: the same with its own storage. `memory`:
-    the same as whole pages.
+    """The addresses of a unit, without memory at first. `tensor`: [nbytes] uint8 at these addresses. `alias`: another
+    tensor of the same bytes, with a storage of its own. `memory`: the bytes as whole pages.
 
     The content is undefined after `fill` until it is written, and NaN before `fill` and after `empty`. The mapping ends
     with its last view.
@@ -129,7 +131,7 @@ class PageRange:
         self.is_full = True
 
     def empty(self, keep: bool = True) -> None:
-        """Unmap the memory. `keep`: False if something may still write to it, so that no other range may get it."""
+        """Unmap the memory. `keep`: False if something may still write to the memory, and no other unit may get it."""
         self._pool.unmap(self._address_of_first, self._nbytes, keep)
         self.is_full = False
 

@@ -1,4 +1,4 @@
-"""Lease staging buffers: a fixed number of equal buffers, with back-pressure instead of failure."""
+"""Lease staging buffers: a fixed number of equal buffers. If none is free, the caller waits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Lease:
     """Ownership of one staging buffer, until `release()` (any thread, only the first call counts) or the end of a
     `with` block.
 
-    `tensor`: [n] uint8, host, n the asked size rounded up to a page. `memory`: the same bytes for the I/O engines.
-    After release both are empty, so that a late use fails.
+    `tensor`: [n] uint8 in host memory; n is the requested size, rounded up to a page. `memory`: the bytes of `tensor`,
+    for the I/O engines. After the release both are empty, so that a late use fails.
     """
 
     def __init__(self, pool: StagingPool, index: int, holder: str, tensor: torch.Tensor, memory: memoryview) -> None:
@@ -54,7 +54,7 @@ class Lease:
 
 @final
 class StagingPool:
-    """`count` buffers of `buffer_nbytes` in one slot of the arena. Any thread."""
+    """Leases `count` buffers of `buffer_nbytes` each, in one slot of the arena. Any thread."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class StagingPool:
             return lease
 
     def _wait_free(self) -> bool:
-        """Wait at most `timeout_s` until a buffer is free or the pool closed, and return whether that is so. Under the
-        lock."""
+        """Wait at most `timeout_s` until a buffer is free or the pool is closed. Return False if neither has happened.
+        Time in which the process was stopped does not count. Under the lock."""
         looked_s = time.monotonic()
         until_s = looked_s + self._timeout_s
         while (left_s := until_s - looked_s) > 0:
@@ -127,7 +127,7 @@ class StagingPool:
             return [(lease.holder, now_s - lease.since_s) for lease in self._leased.values()]
 
     def reclaim(self) -> None:
-        """Release every lease: nothing is in flight, and the holders were aborted."""
+        """Release every lease. Callers have aborted the holders, and nothing is in flight."""
         for lease in list(self._leased.values()):
             lease.release()
 

@@ -1,4 +1,4 @@
-"""Run an act on every rank: all get every rank's result, or all raise the error of one."""
+"""Run a function on every rank. Every rank gets the results of all ranks; if the function raises on one, all raise."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def agree(
     """Run `act` on every rank and return the results in rank order. Driver thread, on all ranks at the same time;
     blocks until the slowest has ended. With one rank it returns `[act()]`.
 
-    An error of `act` on one rank is raised there; the others raise one of the same class that names the rank. So ranks
-    stay in step, and the run can go on. An `act` that makes collectives and fails between them must call `ranks.fail`,
-    since the others wait in a collective instead of for its answer. `encode`, `decode`: convert a result to JSON and
-    back. Raises RankError if another rank makes another `call`, fails or does not answer; this rank's own error is its
-    cause.
+    An error of `act` on one rank is raised there; the other ranks raise an error of that class which names the rank.
+    Ranks thus stay in step, and the run can go on. An `act` that makes collectives and fails between them must call
+    `ranks.fail`, since the other ranks wait in a collective instead of for its result. `call`: names the act in errors.
+    `encode`, `decode`: convert a result to JSON and back. Raises RankError if another rank makes another `call`, fails
+    or does not answer; an error of `act` on this rank is the RankError's cause then.
     """
     if ranks.world_size == 1:
         return [act()]
@@ -59,6 +59,6 @@ def agree(
 
 
 def _class_of(name: str) -> type[errors.TieredZeroError]:
-    """Return this package's error class of that name; their base class for any other name."""
+    """Return the error class of this package that is called `name`, or TieredZeroError if there is none."""
     found = getattr(errors, name, None)
     return found if isinstance(found, type) and issubclass(found, errors.TieredZeroError) else errors.TieredZeroError

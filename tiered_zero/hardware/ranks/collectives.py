@@ -1,4 +1,4 @@
-"""Define the interface of collectives, and make those of a run."""
+"""Define the interface of collectives, and make the collectives of a run."""
 
 from __future__ import annotations
 
@@ -55,12 +55,13 @@ class Collectives(Protocol):
         order: str | None = ...,
         bounds: Sequence[int] | None = ...,
     ) -> Transfer:
-        """Start to fill `flat` [W * n] with every rank's `shard` [n], in rank order. `shard` may be its part of `flat`.
+        """Start to fill `flat` [W * n] with every rank's `shard` [n], in rank order, for W ranks. `shard` may be this
+        rank's part of `flat`.
 
-        The caller leaves both alone until the transfer is done. `after`: fills `shard`; its error becomes this
-        transfer's. `order`: names what is gathered; if ranks name different things, all raise RankError with every
-        name. None: the order is known to be the same. `bounds`: W+1 offsets of shards of any sizes; None: all have one
-        size."""
+        The caller leaves both alone until the transfer is done. `after`: transfers that fill `shard`; an error of one
+        becomes the error of the returned transfer. `order`: a name of what is gathered; if the names of ranks differ,
+        all raise RankError with every name. None: ranks are known to gather in one order. `bounds`: W + 1 offsets in
+        `flat`, of shards of any sizes; None: all shards have one size."""
 
     def reduce_scatter(
         self,
@@ -71,17 +72,18 @@ class Collectives(Protocol):
         after: Sequence[Transfer] = ...,
         bounds: Sequence[int] | None = ...,
     ) -> Transfer:
-        """Start to sum part `rank` of all ranks' `bucket` [W * n] into this rank's, in rank order, so that an element's
-        sum depends only on its values. The other parts are then undefined. `room`, 1-D: at least [W - 1], to receive
-        others' parts; with (W - 1) n all are received at once. The caller leaves both alone until the transfer is done.
-        `after`, `bounds`: as in `all_gather`."""
+        """Start to sum part number `rank` of all ranks' `bucket` [W * n] into this rank's bucket, for W ranks. Parts
+        are added in rank order: the sum of an element depends only on its values. The other parts of this rank's bucket
+        are undefined after that. `room`, 1-D: at least [W - 1], memory to receive the parts of other ranks; with
+        (W - 1) n elements all are received at once. The caller leaves both alone until the transfer is done. `after`,
+        `bounds`: as in `all_gather`."""
 
     def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
         """Fill `tensor` with rank `source`'s tensor. Blocks."""
 
     def exchange(self, data: bytes, what: str = ..., *, kind: str = ...) -> list[bytes]:
-        """Return every rank's `data`, of any length, in rank order. Blocks. `kind`: the kind of call, if `what` says
-        more, such as a step's number. Raises RankError on every rank if kinds differ."""
+        """Return every rank's `data`, of any length, in rank order. Blocks. `kind`: the kind of call, which must be
+        equal on all ranks; "": it is `what`. Raises RankError on every rank if kinds differ."""
 
     def fail(self, message: str) -> None:
         """End the run on every rank: the others raise RankError with `message`. Idempotent; raises nothing."""
@@ -95,16 +97,16 @@ class Collectives(Protocol):
         `open`, on every rank at the same time. Raises ConfigError and RankError."""
 
     def close(self) -> None:
-        """Free what this object has created. Idempotent."""
+        """End the groups and threads that this object has made. Idempotent."""
 
 
 def make_collectives(
     timeout_s: float, dist_init_required: bool | None = None, gather_numel: int = 1 << 62
 ) -> Collectives:
     """Return the collectives of the ranks that the launcher or torch.distributed has: one or many. The caller opens
-    them, and closes them if that fails. Every rank calls it at the same time. `timeout_s`: a rank that does not answer
-    for longer is an error. `dist_init_required`: False initializes no process group. `gather_numel`: the most elements
-    that a gather moves at once. Raises ModelError and RankError."""
+    them, and closes them if opening fails. Every rank calls this function at the same time. `timeout_s`: seconds after
+    which a rank that does not answer is an error. `dist_init_required`: False initializes no process group.
+    `gather_numel`: the most elements that a gather moves at once. Raises ModelError and RankError."""
     if world_size_here() == 1:
         return SingleRank(dist_init_required)
     ensure_many(timeout_s, dist_init_required)
@@ -112,8 +114,8 @@ def make_collectives(
 
 
 def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> None:
-    """Initialize torch.distributed from the launcher's environment, unless it is. The group stays until the process
-    ends: the launcher's store accepts no second one, and another engine may follow."""
+    """Initialize torch.distributed from the launcher's environment, unless it is initialized. The process group stays
+    until the process ends: another engine may follow, and the launcher's store accepts no second group."""
     if is_initialized():
         return
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -159,8 +161,9 @@ def _meet(timeout_s: float) -> None:
 
 
 def _restarted_store(timeout: timedelta) -> dict[str, Any]:
-    """Return a store in which a restarted run does not see the keys of the ended ranks, which name their addresses.
-    Only on one host: with several, each torchrun agent counts its own restarts."""
+    """Return arguments of `init_process_group`: for a restarted run, a store in which the keys of the ended ranks,
+    which name their addresses, are not seen. Empty without a restart, and on several hosts, where each torchrun agent
+    counts its own restarts."""
     if not num_restarts() or not is_one_host():
         return {}
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
@@ -169,8 +172,8 @@ def _restarted_store(timeout: timedelta) -> dict[str, Any]:
 
 
 def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | None = None) -> None:
-    """Initialize torch.distributed unless it is: with the launcher's ranks, or with one. Raises ModelError and
-    RankError."""
+    """Initialize torch.distributed, unless it is initialized, with the launcher's ranks, or with one rank. Raises
+    ModelError and RankError."""
     if world_size_here() > 1:
         ensure_many(timeout_s, dist_init_required)
     else:
@@ -179,22 +182,22 @@ def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | Non
 
 @final
 class SingleRank:
-    """The collectives of rank 0 of 1: each is the identity, and changes no bit."""
+    """The collectives of a run with one rank: each returns its input, and changes no bit."""
 
     rank = 0
     world_size = 1
 
     def __init__(self, dist_init_required: bool | None = None) -> None:
-        """`dist_init_required`: False: `open` creates no group."""
+        """`dist_init_required`: if it is False, `open` creates no process group."""
         self.traffic = RankTraffic()
         self.recorder = Recorder()
         self._dist_init_required = dist_init_required
         self._owns_group = False
 
     def open(self) -> None:
-        """Create a private one-rank group if there is none, so that scripts can ask torch.distributed for a rank. It
-        opens no connection: an in-memory store, the loopback interface. An existing group is kept. Raises ModelError if
-        more than one rank runs."""
+        """Create a private one-rank group if there is none, so that scripts can ask torch.distributed for a rank. The
+        group opens no connection: its store is in memory, its interface the loopback. An existing group is kept. Raises
+        ModelError if more than one rank runs."""
         self._check_world_size("the launcher's WORLD_SIZE", launched_world_size())
         if not dist.is_available():
             return
@@ -273,8 +276,8 @@ class SingleRank:
 
 @functools.cache
 def _keep_group_in_children() -> None:
-    """Keep the group alive in forked children, once per process: they have none of gloo's threads, which a group's
-    destructor joins."""
+    """Keep the group alive in forked children; the first call counts. A group's destructor joins gloo's threads, which
+    children do not have."""
 
     def keep() -> None:
         if dist.is_initialized():

@@ -28,18 +28,18 @@ LANE = "collectives"
 class DeviceCollectives:
     """The device part of `ProcessGroups`. Driver thread, except the lanes inside.
 
-    [Note: Collectives of a device] Gathers and reductions share one group and one lane. Its stream waits for the events
-    of earlier work, and later work waits for its events: the host launches, and waits for no device. Calls have one
-    order on all ranks; two groups would need that too, since kernels of both wait in one device's queues. A gather
-    moves bytes. A reduction exchanges parts and sums them here in rank order, as on the host ([Note: Collectives by
-    owner]): the order of the backend's own reduction depends on the number of ranks and bytes.
+    [Note: Collectives of a device] Gathers and reductions share one group and one lane. The lane's stream waits for the
+    events of earlier work, and later work waits for events of that stream: the host launches, and waits for no device.
+    Calls have one order on all ranks; two groups would need that too, since kernels of both wait in one device's
+    queues. A gather moves bytes. A reduction exchanges parts, and each rank sums them in rank order, as on the host
+    ([Note: Collectives by owner]): the order of the backend's own reduction depends on the number of ranks and bytes.
 
     [Note: Comparisons before gathers] At stage 3 ranks compare what they gather, over the host's backend, before each
-    launch: different units of one size would be mixed, and of two sizes hang. A comparison took 0.26 ms (2 ranks of one
-    host). It has its own lane, begins when the gather is asked for, during the fetch of the shard, and ends before
-    compute comes to the unit. Modelled with two ranks and other load, a step of 7B (65 gathers, 2.1 s of compute) took
-    2.16 to 2.18 s with comparisons, once 2.35 s, and 2.16 to 2.20 s without. So gathers that repeat the last step's
-    order are compared, too: leaving that out would gain nothing.
+    launch: gathers of different units would mix their bytes if the units have one size, and hang if they have two. A
+    comparison took 0.26 ms (2 ranks of one host). It has its own lane, begins when the gather is asked for, during the
+    fetch of the shard, and ends before compute comes to the unit. Modelled with two ranks and other load, a step of 7B
+    (65 gathers, 2.1 s of compute) took 2.16 to 2.18 s with comparisons, once 2.35 s, and 2.16 to 2.20 s without. So
+    gathers that repeat the last step's order are compared, too: leaving out these comparisons would gain nothing.
     """
 
     def __init__(self, accelerator: Accelerator, failures: RankFailures, rank: int, world_size: int, timeout_s: float):
@@ -53,8 +53,8 @@ class DeviceCollectives:
         """The last collective. [Note: Gathers that meet]"""
 
     def open(self, call: Callable[[str, str], CollectiveCall]) -> None:
-        """Connect the devices, and try both kinds of collectives. `call`: counts one, given group and kind. Raises
-        ConfigError and RankError."""
+        """Connect the devices of all ranks, and try both kinds of collectives. `call`: counts a collective, given its
+        group and kind, and returns its CollectiveCall. Raises ConfigError and RankError."""
         device = self._accelerator.device
         backend = device_backend(device)
         try:
@@ -68,8 +68,8 @@ class DeviceCollectives:
             ) from error
 
     def _try(self, call: Callable[[str, str], CollectiveCall]) -> None:
-        """Run one gather and one reduction: many backends connect at the first collective, better now than in the first
-        step."""
+        """Run one gather and one reduction. Many backends connect at the first collective: a failure to connect is then
+        raised here, and not in the first step."""
         ranks = torch.arange(self._world_size, device=self._accelerator.device)
         rows, others = split_rows(ranks, None, self._world_size), torch.empty_like(ranks)[1:]
         own, after = rows[self._rank], [self._accelerator.record_compute()]
@@ -87,7 +87,7 @@ class DeviceCollectives:
         call: CollectiveCall,
         after: Sequence[Transfer],
     ) -> Transfer:
-        """Gather `rows` of `flat`; `shard` is this rank's."""
+        """Start to fill `rows`, the parts of `flat`, with the shards of all ranks. `shard`: this rank's."""
         group, own = self._group, rows[self._rank]
 
         def gather() -> None:
@@ -113,7 +113,8 @@ class DeviceCollectives:
         call: CollectiveCall,
         after: Sequence[Transfer],
     ) -> Transfer:
-        """Sum this rank's row of `bucket` over all ranks, in rank order."""
+        """Start to sum this rank's row of `bucket` over all ranks, in rank order. `room`: receives the rows of other
+        ranks."""
         group, rank = self._group, self._rank
         part_numel = room.numel() // (self._world_size - 1)
 
@@ -154,7 +155,7 @@ class DeviceCollectives:
         return transfer
 
     def abort(self) -> None:
-        """Free everything that hangs in the group, on this rank; no collective begins after this. Any thread;
+        """End every collective that hangs in the group, on this rank. No collective begins after this. Any thread;
         idempotent."""
         if (group := self._group) is not None:
             try:

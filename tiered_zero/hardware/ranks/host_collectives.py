@@ -15,12 +15,13 @@ from tiered_zero.errors import RankError
 from tiered_zero.hardware.ranks.launcher import all_gather_single
 
 ORDER_NBYTES = 256
-"""Bytes that ranks compare of a gather's order: a digest, and as much of the text as fits. Names of calls that differ
-have the same room."""
+"""The number of bytes that ranks compare of a gather's order: a digest, and as much of the text as fits. Names of calls
+that differ are sent in as many bytes."""
 
 
 def split_rows(flat: torch.Tensor, bounds: Sequence[int] | None, world_size: int) -> list[torch.Tensor]:
-    """Return a view of each rank's part. Sizes must be equal on all ranks: gloo ends the process otherwise."""
+    """Return a view of each rank's part of `flat`. `bounds`: offsets of the parts; None: all have one size. All ranks
+    must pass equal sizes: gloo ends the process otherwise."""
     ends = range(0, flat.numel() + 1, flat.numel() // world_size or 1) if bounds is None else bounds
     rows = [flat[start:stop] for start, stop in pairwise(ends)]
     assert len(rows) == world_size and ends[-1] == flat.numel(), "bounds cover the whole"
@@ -36,7 +37,8 @@ def add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def compare_order(order: str, group: Any, world_size: int) -> None:
-    """Raise RankError if another rank gathers something else now. On a lane; `group` is over host memory."""
+    """Raise RankError if another rank gathers something else now. `order`: the name of what this rank gathers. `group`:
+    a process group over host memory. On a lane's thread."""
     message = sha256(order.encode()).digest() + order.encode()
     own = torch.frombuffer(bytearray(message[:ORDER_NBYTES].ljust(ORDER_NBYTES)), dtype=torch.uint8)
     out = torch.empty(world_size * ORDER_NBYTES, dtype=torch.uint8, device="cpu")
@@ -54,8 +56,8 @@ def compare_order(order: str, group: Any, world_size: int) -> None:
 
 
 def gather(rows: Sequence[torch.Tensor], shard: torch.Tensor, rank: int, part_numel: int, group: Any) -> None:
-    """Fill `rows` with all ranks' shards, at most `part_numel` elements of each at once. `shard`: this rank's; it may
-    be its row.
+    """Fill `rows` with all ranks' shards, at most `part_numel` elements of each at once. `shard`: this rank's shard,
+    which may be its row.
 
     [Note: Collectives by owner] A gather is a broadcast of each rank's shard; a reduction is a message of each part to
     the rank that owns it, which adds them in rank order. All messages of a call are under way at once. Parts may differ
@@ -76,8 +78,8 @@ def gather(rows: Sequence[torch.Tensor], shard: torch.Tensor, rank: int, part_nu
 
 
 def reduce(rows: Sequence[torch.Tensor], room: torch.Tensor, rank: int, part_numel: int, group: Any) -> None:
-    """Sum all ranks' row `rank` into this rank's, at most `part_numel` elements at once. `room`: receives others'
-    parts. See [Note: Collectives by owner]."""
+    """Sum row `rank` of all ranks into this rank's row, at most `part_numel` elements at once. `room`: memory to
+    receive the parts of other ranks. See [Note: Collectives by owner]."""
     for start in range(0, max(row.numel() for row in rows), part_numel):
         parts = [row[start : start + part_numel] for row in rows]
         own_numel = parts[rank].numel()
@@ -103,7 +105,8 @@ def _wait_each(started: Iterable[Any]) -> None:
 def _exchange_parts(
     parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int, group: Any
 ) -> Iterator[Any]:
-    """Start to send each other rank its part, and to receive its copy of this rank's."""
+    """Start to send each other rank its part, and to receive from each other rank its copy of this rank's part. Yield
+    the works of torch.distributed."""
     for other, part in enumerate(received):
         if other != rank and part.numel():
             yield dist.irecv(part, group_src=other, group=group)

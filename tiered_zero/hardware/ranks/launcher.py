@@ -18,7 +18,7 @@ from tiered_zero.errors import ConfigError, ModelError
 _INTERFACE_KEY = "GLOO_SOCKET_IFNAME"
 
 HOST_BACKEND = "gloo"
-"""Carries control messages, and bytes in host memory."""
+"""The backend that carries control messages, and bytes in host memory."""
 
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """(output, input, group), one tensor each. torch 2.13 has renamed `all_gather_into_tensor` and warns about the old
@@ -101,9 +101,9 @@ def num_restarts() -> int:
 
 @contextmanager
 def network_interface() -> Iterator[None]:
-    """Make gloo use the network interface by which ranks reach each other: loopback if all are on this host, else the
-    one that has the route to MASTER_ADDR. gloo finds its interface by a variable, else by the host's name, which may
-    not resolve, or to loopback. A variable that is set stays."""
+    """Make gloo use, inside the `with` block, the network interface by which ranks reach each other: loopback if all
+    are on this host, else the interface that has the route to MASTER_ADDR. gloo finds its interface by a variable, or
+    else by the host's name, which may not resolve, or resolve to loopback. A variable that the user has set stays."""
     before = os.environ.get(_INTERFACE_KEY)
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")] if is_one_host() else _routed()
     try:

@@ -36,17 +36,19 @@ from tiered_zero.telemetry.spans import Recorder
 logger = logging.getLogger("tiered_zero")
 
 GROUPS = ("collectives", "control")
-"""One process group and one lane each: gathers and reductions run in the order of their calls, the same on every rank;
-control, for which the driver waits, runs independently of them."""
+"""Names of the process groups, each of which has a lane. Gathers and reductions ("collectives") run in the order of
+their calls, which is the same on every rank. Calls of "control", for which the driver thread waits, run independently
+of them."""
 
 FREED_S = 5.0
-"""Seconds that collectives under way have to end when an engine closes."""
+"""Seconds within which collectives under way must end when an engine closes."""
 
 INLINE_NBYTES = 248
-"""The most data in an exchange of one collective of 256 bytes per rank; more data takes a second one."""
+"""The most bytes of data in an exchange that makes one collective, of 256 bytes per rank; more data takes a second
+one."""
 
 _HEAD = struct.Struct("<II")
-"""The header of an exchange's data: its bytes, and the number of its kind of call."""
+"""The header of an exchange's data: the number of its bytes, and a number that stands for the kind of call."""
 
 
 class _Phase(Enum):
@@ -60,7 +62,7 @@ class _Phase(Enum):
 
 @final
 class _SharedNotices(logging.Filter):
-    """Lets notices and warnings, which are the same on all ranks, come from rank 0 only; errors come from each rank."""
+    """Drops notices and warnings, which are equal on all ranks, on all ranks but 0; errors come from each rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -75,12 +77,13 @@ class ProcessGroups:
     """The collectives of rank `rank` of `world_size`: of CPU tensors over its own gloo groups, of device tensors over
     the device's backend. Driver thread, except the lanes inside.
 
-    A rank that fails calls `fail`: it posts its message to the store and closes its groups, and every other rank raises
-    RankError with the message, at most seconds later. The timeout finds a rank that is stopped.
+    A rank that fails calls `fail`, which posts a message to the store and closes the rank's groups; every other rank
+    raises RankError with the message, at most seconds later. A rank that is stopped is found by the timeout.
     """
 
     def __init__(self, timeout_s: float, gather_numel: int) -> None:
-        """torch.distributed is initialized. `gather_numel`: the most elements that a gather moves at once."""
+        """Read rank and world size from torch.distributed, which must be initialized. `gather_numel`: the most elements
+        that a gather moves at once."""
         self._timeout_s = timeout_s
         self._gather_numel = gather_numel
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -220,13 +223,13 @@ class ProcessGroups:
         nbytes: int = 0,
         after: Sequence[Transfer] = (),
     ) -> CollectiveTransfer:
-        """Submit a collective to its lane. `nbytes`: what this rank passes to it. `after`: waited for first, outside
-        the span.
+        """Submit a collective to its lane. `nbytes`: the bytes that this rank passes to the collective. `after`:
+        transfers for which the lane waits first, outside the span.
 
-        [Note: Gathers that meet] The n-th gather of a rank meets the n-th of the others, and takes its bytes: a gather
-        whose order is not compared has no name. So once one fails on a rank, for example because its fetch failed, that
-        rank makes no later gather or reduction: it would meet the failed one. The same holds on a device. The others
-        wait until this rank posts its error.
+        [Note: Gathers that meet] The n-th gather of a rank meets the n-th gather of the other ranks, and takes their
+        bytes, whatever they are: a gather whose order is not compared has no name. So once a gather fails on a rank,
+        for example because its fetch failed, that rank makes no later gather or reduction, which would meet the failed
+        one of the other ranks. This holds on a device, too. The other ranks wait until this rank posts its error.
         """
         name, kind = call.group, call.kind
         transfer = CollectiveTransfer(self.failures, call, f"{kind} of {what}")
@@ -249,7 +252,8 @@ class ProcessGroups:
         return transfer
 
     def _count(self, name: str, kind: str) -> CollectiveCall:
-        """Count a collective of a group that begins now."""
+        """Count a collective that begins now in the group `name`, and return its call. Raises RankError if the groups
+        are closed."""
         self._check_open()
         self.failures.num_calls[name] += 1
         return CollectiveCall(group=name, number=self.failures.num_calls[name], kind=kind)
@@ -262,8 +266,8 @@ class ProcessGroups:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def fail(self, message: str) -> None:
-        """Post `message`, which the others raise, and close the groups. Called on the rank where the first error is
-        raised, and on those that the message reaches."""
+        """Post `message`, which the other ranks raise, and close the groups. Called on the rank where the first error
+        is raised, and on the ranks that the message reaches."""
         if self._phase is not _Phase.OPEN:
             return
         self._phase, self._why_closed = _Phase.FAILED, message
@@ -282,7 +286,7 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Close the groups and the lanes. Idempotent. If a collective is under way, wait for other ranks for some
-        seconds at most. If the program ends by an error, the others raise that error."""
+        seconds at most. If the program ends by an error, the other ranks raise RankError with that error's text."""
         if self._phase is _Phase.CLOSED:
             return
         if (uncaught := getattr(sys, "last_value", None)) is not None:
@@ -299,7 +303,8 @@ class ProcessGroups:
         logger.removeFilter(self._notices)
 
     def _ends_in_time(self) -> bool:
-        """Return whether every collective ends by itself, or when the other ranks close their groups."""
+        """Wait at most FREED_S until every collective has ended, by itself or because other ranks have closed their
+        groups. Return whether all have."""
         under_way: list[Transfer] = [*self._last.values()]
         if self._device is not None and self._device.last is not None:
             under_way.append(self._device.last)
@@ -320,8 +325,9 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
 
     def _close_lanes(self) -> None:
-        """End the threads of lanes. One blocked in a collective stays until the others close, at most seconds later:
-        returning from C++ while Python ends would crash the process. One blocked by a stopped peer stays for ever."""
+        """End the threads of lanes, after a wait of at most FREED_S for threads that are blocked in a collective until
+        the other ranks close: returning from C++ while Python ends would crash the process. A thread that a stopped
+        rank blocks stays for ever."""
         self._ends_in_time()
         for name, lane in self._lanes.items():
             if name not in self._last or self._last[name].done():
@@ -332,7 +338,7 @@ _num_runs = 0
 
 
 def _next_run(group: Any) -> int:
-    """Return this run's number, the same on every rank; it separates the runs' keys in the store."""
+    """Return the number of this run, which is equal on every rank and separates the keys of runs in the store."""
     global _num_runs
     number = torch.tensor(_num_runs + 1)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)

@@ -17,23 +17,23 @@ from tiered_zero.hardware.device.lanes import LaneTransfer, runs_on_lane
 from tiered_zero.telemetry.spans import Recorder
 
 GRACE_S = 3.0
-"""Seconds that a rank with a broken connection waits for another's message, and for the launcher to see which rank
-ended."""
+"""Seconds for which a rank with a broken connection waits: for the message of another rank, and for the launcher to see
+which rank ended."""
 
 POLL_S = 0.5
-"""A blocked wait checks the store this often for the message of a failed rank."""
+"""Seconds between two checks of the store, for the message of a failed rank, during a blocked wait."""
 
 _FAILED, _CLOSED, _WAITS = "failed", "closed", "wait"
 """Keys of the store: the first failure; per rank, whether it has closed its engine, and where it waits."""
 
 _ALL = "all"
-"""Marks a message, in the place of a rank, that every rank raises unchanged."""
+"""Stands in a message in place of a rank's number: every rank raises the message unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCall:
-    """One collective of this rank. `number`: its place in its group, from 1. `kind`: collectives of different kinds do
-    not meet."""
+    """One collective of this rank. `number`: its number in its group, from 1; calls of one number on all ranks belong
+    together. `kind`: collectives of different kinds cannot complete together."""
 
     group: str
     number: int
@@ -42,8 +42,9 @@ class CollectiveCall:
 
 @dataclass(frozen=True, kw_only=True)
 class RankWaits:
-    """What one rank waits for; `text` is "" if nothing. `call`: the collective in which its driver is blocked, or None.
-    `num_calls`: the number of collectives that it has made, by group."""
+    """What one rank waits for. `text`: the wait in words; "": the rank does not wait. `call`: the collective in which
+    the rank's driver thread is blocked, or None. `num_calls`: group -> the number of collectives that the rank has
+    made."""
 
     text: str = ""
     call: CollectiveCall | None = None
@@ -57,9 +58,10 @@ class RankWaits:
 
 
 def find_blocked(waits: Sequence[RankWaits]) -> set[int]:
-    """Return the ranks that wait for each other for ever: each is in a collective that another of them has not made and
-    will not make before its own completes. Correct even if posts are from different times: the first of these ranks to
-    end its wait would need a call that another makes only after its own wait."""
+    """Return the ranks that wait for each other for ever: each is in a collective that another of them has not made,
+    and will not make before the collective in which that other rank waits completes. This is correct even if ranks have
+    posted their waits at different times: the first of these ranks to end its wait would need a call that another makes
+    only after its own wait."""
     blocked = {rank for rank, each in enumerate(waits) if each.call is not None}
     while True:
         free = {
@@ -84,14 +86,14 @@ class RankTraffic:
 
 @final
 class RankFailures:
-    """The first failure of a run, posted by this rank or found by it. Any thread. Errors of the store are ignored: it
-    may have ended with its rank, and is then not used again."""
+    """Posts this rank's failure for the other ranks, and finds theirs; the first failure of a run counts. Any thread.
+    Errors of the store are ignored: the store may have ended with its rank, and is not used again then."""
 
     def __init__(
         self, store: Any, rank: int, world_size: int, timeout_s: float, traffic: RankTraffic, recorder: Recorder
     ) -> None:
-        """`store`: store with this run's keys only. `timeout_s`: timeout of a collective, for messages. `traffic`,
-        `recorder`: get the driver's waits."""
+        """`store`: a store with this run's keys only. `timeout_s`: the timeout of a collective, for messages.
+        `traffic`, `recorder`: count and record the waits of the driver thread."""
         self._store = store
         self._rank = rank
         self._world_size = world_size
@@ -100,7 +102,7 @@ class RankFailures:
         self.recorder = recorder
         self._driver_waits = False
         self.num_calls: Counter[str] = Counter()
-        """Collectives that this rank has made, by group. Driver thread."""
+        """Group -> the number of collectives that this rank has made. Driver thread."""
         self._is_store_lost = False
         self.found: RankError | None = None
         """The error that another rank has posted, or that ended a collective here: every later call raises it."""
@@ -125,8 +127,8 @@ class RankFailures:
             raise self.found
 
     def check_blocked(self) -> None:
-        """Raise RankError, on every rank, if this one and others wait for each other for ever. Driver thread, in a
-        posted wait."""
+        """Raise RankError, on every rank, if this rank and others wait for each other for ever. Driver thread, during a
+        wait that it has posted."""
         blocked: set[int] = set()
         with suppress(Exception):
             blocked = find_blocked(self._read_waits())
@@ -153,7 +155,9 @@ class RankFailures:
         what: str,
         call: CollectiveCall,
     ) -> None:
-        """Wait for `is_over(seconds)`, which needs the other ranks. Raises RankError if another rank has failed."""
+        """Wait until `is_over` returns true, which needs the other ranks. `is_over(seconds)`: waits at most that long,
+        and returns whether the wait is over. `has_failed`: returns whether the collective has failed. `what`, `call`:
+        the collective. Raises RankError if another rank has failed."""
         start_s, blocks_driver = time.perf_counter(), not runs_on_lane()
         if not is_over(POLL_S):
             if blocks_driver:
@@ -172,7 +176,7 @@ class RankFailures:
             self.recorder.add("compute", "wait_ranks", what, start_s, end_s)
 
     def post_wait(self, what: str, call: CollectiveCall) -> None:
-        """Post that the driver waits in the collective `what` and nowhere else, so that ranks can find a deadlock.
+        """Post that the driver thread waits in the collective `call`, called `what`, so that ranks can find a deadlock.
         Driver thread."""
         self._driver_waits = True
         self._post_wait(what, call)
@@ -226,7 +230,8 @@ class RankFailures:
         return lost
 
     def _agree_on(self, message: str) -> RankError:
-        """Post `message` for every rank, and return what all raise: this, or a message that was posted earlier."""
+        """Post `message` for every rank, and return the error that all raise: with this message, or with one that was
+        posted earlier."""
         try:
             self._store.compare_set(_FAILED, "", f"{_ALL} {message}")
             return self._read_posted()
@@ -284,8 +289,8 @@ class CollectiveTransfer(Transfer):
 
 @final
 class DeviceCollective(LaneTransfer):
-    """One collective on a device. Its event orders what follows. The host waits for its launch, which may wait for the
-    other ranks' calls; the wait ends early, with RankError, if another rank has failed."""
+    """One collective on a device. Its event orders later work on the device. The host waits only for its launch, which
+    may wait for the other ranks' calls; the wait ends early, with RankError, if another rank has failed."""
 
     def __init__(self, failures: RankFailures, call: CollectiveCall, what: str) -> None:
         super().__init__(launched=threading.Event())

@@ -1,5 +1,5 @@
 """Wrap a user's process group for an optimizer whose ranks own parameters: broadcasts, and messages between two ranks.
-It has no lanes or groups of its own: calls run on the loop's thread and stream."""
+The wrapper has no lanes or groups of its own: its calls run on the thread and stream of the training loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def notify_join_context(joinable: Joinable) -> None:
 
 @final
 class StepHook(JoinHook):
-    """Steps on a rank that has no more data, so that it takes part in the others' broadcasts."""
+    """Calls `step` on a rank that has no more data, so that the rank takes part in the broadcasts of the others."""
 
     def __init__(self, step: Callable[[], Any]) -> None:
         self._step = step
@@ -34,8 +34,8 @@ class StepHook(JoinHook):
 
 @final
 class ShardGroup:
-    """The ranks of `process_group`; None: the default group, or this process alone without one. If a launcher has
-    started several processes and there is no group, raises torch's error."""
+    """The ranks of `process_group`. None: those of the default group, or this process alone if there is none. If a
+    launcher has started several processes and there is no group, raises torch's error."""
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group: Any = process_group
@@ -75,7 +75,7 @@ class ShardGroup:
         return found
 
     def send(self, data: bytes, to: int) -> None:
-        """Send any number of bytes to another rank, which calls `receive`. Both block."""
+        """Send any number of bytes to rank `to`, which calls `receive`. Both calls block."""
         self.send_tensor(torch.tensor([len(data)]), to)
         self.send_tensor(torch.frombuffer(bytearray(data), dtype=torch.uint8), to)
 
@@ -87,12 +87,13 @@ class ShardGroup:
         return bytes(data.numpy())
 
     def send_tensor(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a tensor on any device; it may be copied to where the group communicates."""
+        """Send a tensor, on any device, to rank `to`. The tensor is copied to the device of messages if it is not
+        there."""
         if tensor.numel():
             dist.send(tensor.to(self._device).contiguous(), self._global(to), group=self.process_group)
 
     def receive_tensor(self, tensor: torch.Tensor, source: int) -> None:
-        """Fill a contiguous CPU tensor."""
+        """Fill `tensor`, a contiguous CPU tensor, with the tensor that rank `source` sends."""
         if not tensor.numel():
             return
         room = tensor if self._device.type == "cpu" else torch.empty_like(tensor, device=self._device)
@@ -102,7 +103,7 @@ class ShardGroup:
 
     @property
     def _device(self) -> torch.device:
-        """The device of messages: host memory, unless the backend takes none there."""
+        """The device of messages: the CPU, unless the group's backend takes no tensors in host memory."""
         types: Sequence[str] = [device.type for device in self.process_group._device_types]
         return torch.device("cpu" if "cpu" in types else types[0])
 
