@@ -147,8 +147,8 @@ class ActivationEstimate:
         return self.num_boundaries * align_up(self.boundary_nbytes, PAGE_NBYTES)
 
     def needed_nbytes(self, plan: ActivationPlan | None) -> int:
-        """Return the bytes that activations need in the memory of the device that computes. `plan`: what of them is
-        offloaded; None: nothing."""
+        """Return the bytes that activations need in the memory of the device that computes. `plan`: the budget to which
+        blocks' inputs are offloaded; None: none are."""
         return self.boundaries_nbytes - self.offloaded_nbytes(plan) + self.block_nbytes + self.logits_nbytes
 
     def offloaded_nbytes(self, plan: ActivationPlan | None) -> int:

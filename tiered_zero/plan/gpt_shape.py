@@ -14,8 +14,8 @@ HEAD_SIZE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of the built-in GPT, in counts, not bytes. `heads`: 0 makes one for each 64 channels. `tied`: the
-    output head's weight is the embedding's."""
+    """The shape of the built-in GPT, in counts, not bytes. `heads`: if it is 0, each 64 channels make a head. `tied`:
+    the output head's weight is the embedding's."""
 
     layers: int = 8
     hidden: int = 384
@@ -59,8 +59,8 @@ _FAMILIES = (
 
 
 def gpt_of_size(num_wanted: float) -> GPTConfig:
-    """Return a GPT of about that many parameters, with the usual proportion, hidden = 128 * layers, and the vocabulary
-    and context of real models of that size. Raises ConfigError."""
+    """Return a GPT of about `num_wanted` parameters, with the usual proportion, hidden = 128 * layers, and the
+    vocabulary and context of real models of that size. Raises ConfigError."""
     if not 1e6 <= num_wanted < math.inf:
         raise ConfigError(f"A model planned by its size has at least 1e6 parameters, not {num_wanted:g}.")
     family = [config for least, config in _FAMILIES if num_wanted >= least][-1]
@@ -79,7 +79,7 @@ _MULTIPLES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 def parse_count(text: str) -> float:
-    """Read '7B', '350M' or '7e9'. Raises ConfigError."""
+    """Read a number of parameters, such as '7B', '350M' or '7e9'. Raises ConfigError."""
     stripped = text.strip().lower().replace("_", "")
     multiple = _MULTIPLES.get(stripped[-1:], 1.0)
     try:
@@ -89,7 +89,8 @@ def parse_count(text: str) -> float:
 
 
 def parse_gpt(text: str) -> GPTConfig:
-    """Read 'gpt:layers=24,hidden=2048'; settings that are not named keep their defaults. Raises ConfigError."""
+    """Read a shape such as 'gpt:layers=24,hidden=2048'. Settings that are not named keep their defaults. Raises
+    ConfigError."""
     family, _, settings = text.partition(":")
     if family.strip() != "gpt":
         raise ConfigError(f"The built-in model is written gpt:layers=24,hidden=2048; found {text!r}.")

@@ -45,7 +45,8 @@ class Event:
 
 
 class Room:
-    """A number of places. A process that yields it takes one; `leave` returns one."""
+    """A number of places, for which processes wait. A process that yields the room takes a place; `leave` returns
+    one."""
 
     def __init__(self, num_places: int) -> None:
         self.num_free = num_places

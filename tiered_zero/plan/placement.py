@@ -263,7 +263,7 @@ def list_traffic(
 
 def written_on_nvme(units: Sequence[UnitTraffic], accumulation: int, *, in_backward: bool) -> dict[str, int]:
     """Return kind -> bytes that a step of `accumulation` micro-batches writes to nvme: trained parameters, masters and
-    state, and the gradients that find no window, no buffer in host memory. See [Note: Gradients on NVMe].
+    state, and the gradients that cannot stay in a window, a buffer in host memory. See [Note: Gradients on NVMe].
     `in_backward`: updates start in backward, and keep the windows that they need."""
     params = sum(unit.params[1] for unit in units if unit.state and unit.params[0] == "nvme")
     return {

@@ -1,6 +1,7 @@
 """Name the changes of settings with which a plan that is too large would fit.
 
-A setting is named only if the plan shows that it would free bytes: nothing is to be moved to nvme that rests there.
+A setting is named only if the plan shows that it would free bytes: to move to nvme what rests there already is not
+advised.
 """
 
 from __future__ import annotations

@@ -23,14 +23,15 @@ RESERVED_SHARE = 8
 if the config sets no limit: a plan of all free memory would fail in its first forward."""
 
 RESERVED = ", less an eighth for "
-"""Text in the name of a limit from which that part was taken."""
+"""Text in the name of a limit that is free memory less this part."""
 
 
 def limit_of(
     tier: str, free_nbytes: int | None, source: str, given_nbytes: int | None, prefix: str = "tiered_zero."
 ) -> dict[str, tuple[int, str]]:
     """Return tier -> limit for one tier: the config's (`given_nbytes`), up to all free memory, or else free memory less
-    RESERVED_SHARE; empty if neither is known. `source`: names the free memory. `prefix`: begins the config's key."""
+    RESERVED_SHARE; empty if neither is known. `source`: names the free memory in messages. `prefix`: the beginning of
+    the config's key, for messages."""
     if given_nbytes is not None and (free_nbytes is None or given_nbytes <= free_nbytes):
         return {tier: (given_nbytes, f"{prefix}{tier}_memory_limit")}
     if free_nbytes is None:
@@ -152,7 +153,7 @@ class PlanRequest:
 
     @property
     def shards_params(self) -> bool:
-        """Whether each rank has parameters of its own shards only, and units are gathered for each use. Otherwise they
+        """Whether each rank has parameters of its own shards only, and units are gathered for each use. Otherwise units
         are gathered after an update."""
         return self.world_size > 1 and self.config.zero_optimization.stage == 3
 

@@ -4,9 +4,10 @@
 Compute, the links, the update and the disk are lanes, each of which does one job at a time. A job waits for its lane,
 and for the event that the run would wait for: a forward for its unit's parameters and last update; an update for its
 state, and for its gradient or, where one is taken, for the norm of all gradients; a read of state for a staging buffer.
-Units and pieces of state go through the lanes for a few steps, until each takes as long as the one before. Of many
-micro-batches each one more takes what the last of three takes. So the number of events depends on neither the
-parameters nor the micro-batches. Where the CPU computes, compute, update, checksums and copies share one lane of cores.
+Units and pieces of state go through the lanes for a few steps, until each step takes as long as the one before. Of many
+micro-batches three go through the lanes; each further one is taken to last as long as the third. So the number of
+events depends on neither the parameters nor the micro-batches. Where the CPU computes, compute, update, checksums and
+copies share one lane of cores.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Work:
 class StepSeconds:
     """A predicted step. `by_resource`: busy seconds of compute, fetch, reduce, update, disk read and disk write.
     `tokens`: all tokens of the step. `written_nbytes`: kind -> bytes written to nvme. `hidden_from_tokens`: tier -> the
-    tokens of a step from which the tier adds nothing to compute; None: it still adds at `searched_tokens`.
+    tokens of a step from which the tier adds no time to compute; None: the tier still adds time at `searched_tokens`.
     `num_events`: the number of simulated events."""
 
     seconds: float
