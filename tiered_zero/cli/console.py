@@ -32,8 +32,8 @@ JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return the callback of an option whose text, or each of whose texts, `parse` reads. A ConfigError or ValueError
-    that `parse` raises is reported as wrong usage."""
+    """Return a callback that reads an option's text, or each of its texts, by `parse`. A ConfigError or ValueError that
+    `parse` raises is reported as wrong usage."""
 
     def read(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
         try:

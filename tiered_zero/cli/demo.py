@@ -55,9 +55,10 @@ def parse_layers(text: str) -> int:
 def demo(directory: Path, layers: int) -> None:
     """Train a model that does not fit: plain PyTorch runs out of memory, the same model here does not.
 
-    Three processes, in one to two minutes on two idle cores, as fast as the disk allows: plain PyTorch with a limit on
-    its memory; the same model in the same memory, with its swap files in DIRECTORY; plain PyTorch without the limit, if
-    this machine has the memory for it. The losses must be equal in every bit. All files are removed at the end.
+    Runs three processes, in one to two minutes on two idle cores, as fast as the disk allows: plain PyTorch with a
+    limit on its memory; the same model in the same memory, with its swap files in DIRECTORY; plain PyTorch without the
+    limit, if this machine has the memory for it. The losses must be equal in every bit. All files are removed at the
+    end.
     """
     from tiered_zero.demo.forms import Form
     from tiered_zero.hardware.probe import available_host_nbytes

@@ -133,7 +133,7 @@ class Saver:
 
 
 def compare_options(directory: Path, options: Mapping[str, Any]) -> None:
-    """Log a warning for each of `options` that differs from that of the run that saved the newest checkpoint in
+    """Log a warning for each of `options` that had another value in the run that saved the newest checkpoint in
     `directory`. Raises StoreError, and ConfigError for another model."""
     with open_reader(find_checkpoint(directory)) as reader:
         saved = read_client_state(reader.manifest.driver).get(_STATE_KEY)
