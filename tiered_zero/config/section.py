@@ -96,7 +96,7 @@ def _int(digits: str) -> int:
 
 
 def _elements(value: Any, info: ValidationInfo) -> int:
-    """Convert a count of elements like `whole`, but round a fraction, as trainers compute it, down with a notice."""
+    """Convert a count of elements as `whole` does, but round a fraction down, with a notice: trainers compute some."""
     exact = number(value)
     if exact.is_integer():
         return whole(value)
