@@ -6,8 +6,8 @@ Owner: `Recorder` owns the spans of a run, `Ledger` its bytes, `RunLog` its JSON
 Never: imports torch, decides anything that training depends on, logs a line for each step.
 
 [Note: Lanes and kinds] A span is on a lane (LANES) and has a kind, by which it is summed: on compute `forward`,
-`backward`, `step`; on any lane a named wait (WAIT_CAUSES), on the lane of the waiting thread. A span inside another one
-(opened on the same thread or lane) takes its seconds away from it: forward's own seconds exclude waits, and the
-driver's causes sum to its time whichever lanes it works for. A lane's busy time is the union of its spans, since
-requests to a disk overlap, minus its waits and the work done for other lanes.
+`backward`, `step`; on any lane a named wait (WAIT_CAUSES), on the lane of the waiting thread. The seconds of a span
+inside another one (opened on the same thread or lane) are taken from the outer span: forward's own seconds exclude
+waits, and the driver's causes sum to its time whichever lanes it works for. A lane's busy time is the union of its
+spans, since requests to a disk overlap, minus its waits and the work done for other lanes.
 """

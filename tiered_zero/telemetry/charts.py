@@ -194,7 +194,7 @@ def format_tick(value: float) -> str:
 
 
 def thin(points: Points) -> Points:
-    """Reduce to at most MAX_POINTS points: means of parts of equal length."""
+    """Reduce a series to at most MAX_POINTS points, each the mean of a part; all parts have one length."""
     if len(points) <= MAX_POINTS:
         return points
     length = -(-len(points) // MAX_POINTS)

@@ -14,7 +14,7 @@ from tiered_zero.telemetry.report import StepReport
 logger = logging.getLogger("tiered_zero")
 
 Write = Callable[[str, float, int], object]
-"""Writes a value, given its name, the value, and the number of samples so far."""
+"""Writes a number, given its name, the number, and the count of samples so far."""
 Open = Callable[[ExitStack], Write]
 """Opens a writer, and registers its close on the stack."""
 

@@ -216,7 +216,7 @@ def _saves(run: RunRecord) -> dict[int, float]:
 
 
 def _curve(steps: Sequence[StepReport], title: str, name: str) -> str:
-    """Draw a value of the steps that have it."""
+    """Draw the field `name` of the steps in which it has a value."""
     points = [(step.step, value) for step in steps if (value := getattr(step, name)) is not None]
     return _figure(
         title, line_chart(f"{title} by step", "step", name, [Series(name=name, style="step", points=points)])
@@ -359,7 +359,7 @@ def _plan(run: RunRecord) -> str:
 
 
 def _words(title: str, texts: Mapping[str, str]) -> str:
-    """Render names with a text each."""
+    """Render a table with one row for each name and its text."""
     return _figure(title, _table((), [*texts.items()], style=' class="meanings"'))
 
 

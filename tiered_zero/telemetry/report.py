@@ -156,13 +156,13 @@ class StepMeter:
         """The report of the last optimizer step."""
 
     def begin(self) -> None:
-        """Start to time the first step: the run is assembled."""
+        """Begin to measure the first step. Called when the run is assembled."""
         self._recorder.take_totals()  # drop those of the run's start
         self._assembled_s = time.perf_counter() - self._start_s
         self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
 
     def clear(self) -> None:
-        """Drop the counts of this step's micro-batches: the step is dropped."""
+        """Drop the losses and tokens of this step's micro-batches. Called when the step is dropped."""
         self.losses.clear()
         self.num_tokens = 0
 

@@ -52,7 +52,7 @@ class Totals:
     """Sums over an interval, usually one step. See [Note: Lanes and kinds].
 
     `causes`: kind -> seconds that the driver worked or waited, without the spans inside. `nbytes`: lane -> bytes that
-    arrived, except during waits. `busy_s`: lane -> seconds in which it worked.
+    arrived, except during waits. `busy_s`: lane -> seconds in which the lane worked.
     """
 
     causes: dict[str, float] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Recorder:
         return _OpenSpan(recorder=self, lane=lane, kind=kind, name=name, nbytes=nbytes)
 
     def add(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
-        """Record a span that has ended, of any thread. `nbytes`: bytes that arrived."""
+        """Record a span that has ended, on whichever thread. `nbytes`: bytes that arrived in the span."""
         with self._lock:
             outer = next((span for span in reversed(self._open) if span.lane == lane), None)
             span = _OpenSpan(recorder=self, lane=lane, kind=kind, name=name, start_s=start_s, outer=outer)
