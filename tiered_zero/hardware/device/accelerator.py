@@ -49,7 +49,8 @@ class Accelerator(ABC):
     pins = False
 
     def __init__(self, poison: bool) -> None:
-        """`poison`: debug mode, in which freed memory is overwritten with NaN."""
+        """Prepare the device; lanes start at their first use. `poison`: debug mode, in which freed memory is
+        overwritten with NaN."""
         self._poison = poison
         self._lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()

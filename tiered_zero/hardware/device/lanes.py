@@ -84,8 +84,9 @@ class LaneTransfer(Transfer):
         failure: Failure | None = None,
         launched: threading.Event = _LAUNCHED,
     ) -> None:
-        """`marker`: the device's event that completes; None: no device. `failure`: why the job failed; None: it has
-        not. `launched`: an event that the lane's thread sets after marker and failure; the default: it is set."""
+        """Make the transfer of a job. `marker`: the device's event that completes; None: no device. `failure`: why the
+        job failed; None: it has not. `launched`: for a queued job, an event that the lane's thread sets after marker
+        and failure; the default is set already."""
         self.marker, self.failure = marker, failure
         self._launched = launched
 
@@ -193,8 +194,8 @@ class Lane:
         Returns the transfer that is done when the job is complete on the device. `holds`: device tensors that the job
         reads or writes, referenced until it is launched. Free their memory only after `wait_on_compute(transfer)` or
         `transfer.wait()`: the allocator knows only compute's stream. `waits`: False if the job waits for nothing but
-        `after`; on the CPU, if nothing is ahead of it, it then runs at once on the calling thread, since its own thread
-        would take a core from compute. `transfer`: a new transfer, of the caller's class, to use for the job.
+        `after`; on the CPU such a job runs at once on the calling thread if no job is ahead of it, since the lane's
+        thread would take a core from compute. `transfer`: a new transfer, of the caller's class, to use for the job.
         """
         work = Work(job=job, after=[each for each in after if each is not COMPLETED], holds=tuple(holds))
         with self._lock:  # so that nothing is queued after the end mark

@@ -46,7 +46,8 @@ class StreamAccelerator(Accelerator):
     pins = True
 
     def __init__(self, device: torch.device, poison: bool = False) -> None:
-        """Raises ConfigError if torch finds no such device."""
+        """Find the device, and take its current stream as that of compute. Raises ConfigError if torch finds no such
+        device."""
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None or found.type != device.type:
             raise ConfigError(

@@ -26,7 +26,7 @@ class BlockPool:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """`nbytes`: limit of all mappings, used and free; beyond it free mappings are dropped."""
+        """Make an empty pool. `nbytes`: limit of all mappings, used and free; beyond it free mappings are dropped."""
         self._nbytes = nbytes
         self.mapped_nbytes = 0
         self._returned: deque[mmap.mmap] = deque()
@@ -74,8 +74,8 @@ class HeapTrim:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """`nbytes`: the bytes of holes that are left alone for the next blocks, and the bytes that are moved before
-        holes are looked for. Plain PyTorch leaves holes, too."""
+        """Measure the holes that exist now. `nbytes`: the bytes of further holes that are left alone for the next
+        blocks, and the bytes that are moved before holes are looked for. Plain PyTorch leaves holes, too."""
         self._nbytes = nbytes
         self._moved_nbytes = 0
         self._info = getattr(ctypes.CDLL(None), "mallinfo2", None)

@@ -18,7 +18,7 @@ from tiered_zero.telemetry.spans import Recorder
 logger = logging.getLogger("tiered_zero")
 
 _SLICE_S = 1.0
-"""A blocked wait checks the clock this often."""
+"""Seconds between two looks at the clock during a blocked wait."""
 
 
 @final
@@ -65,7 +65,7 @@ class StagingPool:
         recorder: Recorder,
         timeout_s: float = 300.0,
     ) -> None:
-        """`timeout_s`: the longest wait for a lease; a longer one counts as a deadlock."""
+        """Take the buffers from the arena. `timeout_s`: the longest wait for a lease; a longer one is a deadlock."""
         self.buffer_nbytes = align_up(buffer_nbytes, PAGE_NBYTES)
         self.count = count
         self.kind = kind

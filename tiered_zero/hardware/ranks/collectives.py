@@ -188,7 +188,7 @@ class SingleRank:
     world_size = 1
 
     def __init__(self, dist_init_required: bool | None = None) -> None:
-        """`dist_init_required`: if it is False, `open` creates no process group."""
+        """Prepare the collectives. `dist_init_required`: if it is False, `open` creates no process group."""
         self.traffic = RankTraffic()
         self.recorder = Recorder()
         self._dist_init_required = dist_init_required
