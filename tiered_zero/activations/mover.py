@@ -52,7 +52,7 @@ class _Reference:
 @dataclass(eq=False, kw_only=True)
 class _Record:
     """One moved storage. `key`: (storage, version), see `ActivationMover._find`. `counter`: see `SavedActivation`.
-    `at`: the first byte of its extent in the budget."""
+    `at`: where its bytes begin in the memory that the plan has for activations."""
 
     index: int
     key: tuple[int, int]
@@ -228,8 +228,8 @@ class ActivationMover:
 
     def restore(self, reference: _Reference, *, is_first: bool) -> torch.Tensor:
         """Return a record's bytes on the device, [n] uint8, and begin to read the records that backward needs next.
-        `is_first`: this saved activation is asked for the first time. Raises ModelError after the step that saved the
-        record."""
+        `is_first`: whether this saved activation is asked for the first time. Raises ModelError after
+        the step that saved the record."""
         with self._profiled("unpack"):
             if self._is_closed or reference.step != self._step:
                 raise ModelError(

@@ -139,7 +139,7 @@ class TensorEntry(StrictModel):
 
 
 def _check_tensors(tensors: Mapping[str, TensorEntry]) -> None:
-    """Raise ValueError for an impossible tensor, or one whose parts are not in order, disjoint and covering."""
+    """Raise ValueError if a tensor's sizes are impossible, or if its parts are out of order, overlap or leave a gap."""
     for key, entry in tensors.items():
         dtype, shape, order, form = entry.dtype, entry.shape, entry.order, entry.form
         numel, stop, found = math.prod(shape), 0, ""

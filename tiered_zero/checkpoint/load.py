@@ -374,8 +374,9 @@ the second moment). For each of the three: the dtype in which it is stored, and 
 
 
 def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: memoryview) -> None:
-    """Add the elements in `memory` (of the mark: their signs), shifted left by `shift` bits, to `bits`, int32. `at`:
-    see `_take`. Adds few elements at once: temporaries stay small, and torch uses the calling thread alone."""
+    """Add one summand of masters ([Note: bf16 and remainder]) to their `bits`, int32: the elements in `memory`, of
+    `dtype`, or the signs of floating point elements, shifted left by `shift` bits. `at`: see `_take`. Adds few elements
+    at once: temporaries stay small, and torch uses the calling thread alone."""
     read = torch.frombuffer(memory, dtype=dtype)
     values, first = read.signbit() if dtype.is_floating_point else read, at // dtype.itemsize
     for start in range(0, values.numel(), _STEP_NUMEL):

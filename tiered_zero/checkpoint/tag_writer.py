@@ -256,7 +256,8 @@ def exchange(dir_fd: int, name: str, other: str) -> bool:
 class TagWriter:
     """Writes one tag. `with TagWriter.begin(...) as tag:` discards the tag unless it was published.
 
-    A failure before the rename leaves all earlier tags and no new one. With many ranks, rank 0 begins and publishes a
+    To publish a tag is to rename its temporary directory; a failure before that leaves all earlier tags and no new
+    one. With many ranks, rank 0 begins and publishes a
     tag, and the others join it: each writes its own data file."""
 
     def __init__(

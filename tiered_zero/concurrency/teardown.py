@@ -20,8 +20,8 @@ class Teardown:
     idempotent."""
 
     def __init__(self, order: Sequence[str] = ("",)) -> None:
-        """`order`: all names, in the order in which their acts are called; acts of one name are called last added
-        first."""
+        """`order`: the names under which closing functions may be added, in the order in which they are called. Of one
+        name's functions the one added last is called first."""
         self._acts: dict[str, list[Callable[[], Any]]] = {name: [] for name in order}
 
     def add(self, name: str, act: Callable[[], Any]) -> None:

@@ -367,7 +367,8 @@ class StateLimitsSection(Section):
 
 
 class ActivationsSection(OffloadSection):
-    """The place of tensors that autograd saves from forward to backward: inputs of checkpoints, or all of them."""
+    """Where tensors rest that autograd saves from forward to backward: the inputs of blocks under activation
+    checkpointing, or all saved tensors."""
 
     limit: Nbytes = Field(
         None,

@@ -220,8 +220,8 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
         Right after a `step()` that only counted a micro-batch nothing is dropped, because loops call `zero_grad()`
         after every `step()`; `abort_step()` drops the gradients in that case too. `set_to_none`: False sets gradients
-        to 0 instead, also those that the last `step()` used; they then count as gradients in the next step. Raises
-        ModelError if updates from these gradients have begun."""
+        to 0 instead, also those that the last `step()` used, so the next step has gradients of 0 in place of none.
+        Raises ModelError if updates from these gradients have begun."""
         self._step.zero_grad(set_to_none)
 
     @on_one_thread

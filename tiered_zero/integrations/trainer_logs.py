@@ -1,4 +1,4 @@
-"""Add a step's bytes by tier and busy shares of links to the logs of Transformers' Trainer."""
+"""Add to the logs of Transformers' Trainer a step's bytes by tier, and the share of time that each link was busy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ReportCallback(TrainerCallback):
             self._written += report.link_nbytes.get("disk write", 0)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **_: Any) -> None:
-        """Add the numbers to the line `logs` if it has a loss."""
+        """Add the last step's bytes by tier, and how busy each link was, to `logs`, if `logs` has a loss."""
         report = _report(self._engine, optimizer)
         if report is None or "loss" not in logs:
             return

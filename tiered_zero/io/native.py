@@ -1,4 +1,4 @@
-"""Move bytes with the C thread pool of native/direct_io.c, through ctypes: the engine `native`."""
+"""Move bytes with the C thread pool of native/direct_io.c, through ctypes: the I/O engine `native`."""
 
 from __future__ import annotations
 

@@ -100,6 +100,6 @@ def declare(function: Any, result: Any, *arguments: Any) -> Any:
 
 
 def struct_fields(*rows: tuple[Any, str]) -> list[tuple[str, Any]]:
-    """List the `_fields_` of a ctypes.Structure. `rows`: a type and the names of the fields that have it, as C declares
-    them."""
+    """List the `_fields_` of a ctypes.Structure. `rows`: a ctypes type and the names of the fields that have it, with
+    spaces in between, in the order of the C declaration."""
     return [(name, kind) for kind, names in rows for name in names.split()]

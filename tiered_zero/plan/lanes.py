@@ -45,8 +45,8 @@ class Event:
 
 
 class Room:
-    """A number of places, for which processes wait. A process that yields the room takes a place; `leave` returns
-    one."""
+    """A number of places, such as buffers, in the simulation. A simulated process (a generator) waits for a place, and
+    takes it, by `yield room`; `leave` gives a place back."""
 
     def __init__(self, num_places: int) -> None:
         self.num_free = num_places

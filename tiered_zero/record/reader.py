@@ -393,7 +393,7 @@ def is_same(kept: Sequence[Range], memory: memoryview, start: int) -> bool:
 
 @final
 class RangeMap:
-    """The ranges of one record, disjoint and in order. Has no lock of its own: the table's lock guards it."""
+    """The ranges of one record, disjoint and in order. Has no lock of its own: that of the record table guards it."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._ranges = list(ranges)

@@ -62,7 +62,7 @@ class _Hook(partial[None]):
 class _ForwardHook(_Hook):
     @property
     def __name__(self) -> str:
-        """Raise ModelError: torch.jit.script asks for this name before anything else."""
+        """Raise ModelError, to refuse torch.jit.script, which asks for this name before anything else."""
         raise ModelError(
             "torch.jit.script cannot compile a module of a tiered_zero engine: its parameters are paged by Python. "
             "Use a model that is built anew, with engine.module.state_dict() loaded."

@@ -446,8 +446,8 @@ class Pager:
         self.cache.refuse()
 
     def block_unit_for_update(self, unit: Unit) -> bool:
-        """Refuse use of a unit, whose update begins in backward, until the step is taken. Return False, with nothing
-        done, if the unit is in use."""
+        """Refuse any use of a unit until the step is taken, because its update begins in backward; return True. Return
+        False, with nothing changed, if the unit is in use."""
         paged = self.units.by_index[unit.index]
         if paged.storage.is_viewed or (paged.num_users and not paged.is_resident):
             return False

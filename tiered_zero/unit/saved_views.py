@@ -67,7 +67,7 @@ class MovedTensor(Protocol):
     version: int
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor on the device."""
+        """Return the saved tensor on the device, to which its bytes are moved back if they have left."""
 
 
 class TensorMover(Protocol):

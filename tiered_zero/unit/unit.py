@@ -189,7 +189,7 @@ class FlatStorage:
         self.flat.data.view(torch.uint8).fill_(0xFF)
 
     def unguard(self) -> None:
-        """Make the parameters usable: the flat's bytes are valid."""
+        """Remove the guard from the parameters. The caller has made sure that the flat's bytes are valid."""
         with torch._C.DisableTorchFunctionSubclass():
             for param, view, in_use in zip(self._params, self._views, self._classes_in_use, strict=True):
                 set_data(param, view)

@@ -120,8 +120,8 @@ class ParamShards:
         return self.ranks if self.is_sharded else SingleRank()
 
     def read(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on all `readers`, and return this rank's result. If it raises on one rank, every reader raises.
-        `call`: what the ranks do, for error messages."""
+        """Run `act` on each rank of `readers`, and return this rank's result. If it raises on one rank, every reader
+        raises. `call`: what the ranks do, for error messages."""
         return _run(self.readers, call, act)
 
     def change(self, call: str, act: Callable[[], Result]) -> Result:
