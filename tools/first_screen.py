@@ -22,6 +22,7 @@ if __name__ == "__main__":
 from click.testing import CliRunner
 
 from tiered_zero.cli.main import main as command_line
+from tiered_zero.plan.gpt_shape import num_parameters, parse_gpt
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "docs" / "where_8b_rests.svg"
@@ -133,7 +134,7 @@ def draw(plan: Planned) -> str:
 
 
 def table(plans: Mapping[str, Planned]) -> str:
-    """Make the table: the rows that were modelled, then the row that was measured."""
+    """Make the table: the rows that were modelled, then those that were measured."""
     records = ROOT / "tools" / "bench" / "records"
     ranks = [json.loads(line) for line in (records / "ranks.jsonl").read_text().splitlines()]
     needed = {"FSDP2 offload", "stage 3 cpu/cpu"}
@@ -155,8 +156,22 @@ def table(plans: Mapping[str, Planned]) -> str:
         f"| {model}, 2 processes, {side['arguments']['tokens']} tokens each | 2 cores | "
         f"{seconds['stage 3 cpu/cpu']:.2f} s a step, measured | {deepspeed}, measured | "
         f"{seconds['FSDP2 offload']:.2f} s, measured |",
+        *(_next_to_deepspeed(records / "deepspeed.jsonl", tier) for tier in ("cpu", "nvme")),
     ]
     return "\n".join(rows) + "\n"
+
+
+def _next_to_deepspeed(records: Path, tier: str) -> str:
+    """Make the row of the last record of steps with everything on `tier`."""
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    record = [line for line in lines if line["arguments"]["tier"] == tier][-1]
+    shape = parse_gpt(record["arguments"]["model"])
+    own, other = (record["median"][f"{name}/{tier}"] for name in ("tiered_zero", "DeepSpeed"))
+    place = "disk" if tier == "nvme" else "memory"
+    return (
+        f"| a GPT of {num_parameters(shape) / 1e6:.0f}M, {shape.context} tokens | 2 cores, {place} | "
+        f"{own:.2g} s a step, measured | {other:.2g} s, measured | not measured |"
+    )
 
 
 def fill(text: str, made: Mapping[str, str]) -> str:
