@@ -115,7 +115,7 @@ class Commits:
         """The ids of all ranks' stores (sets of swap files)."""
 
     def revert(self) -> None:
-        """Return to the last commit and drop later writes. Nothing may be read or written meanwhile."""
+        """Return to the last commit and drop later writes. The caller reads and writes nothing until this returns."""
         for store in self._stores:
             store.revert()
 

@@ -213,7 +213,7 @@ NUM_SCRATCH = 8
 class StateSaver:
     """Writes everything that this rank saves, once. One thread uses it. `scalars`: the scalars of the state to save,
     such as step counts. `free`: called with the index of each sub-group that an update may change again. Nothing else
-    that is saved may change meanwhile."""
+    that is saved may change before the save ends."""
 
     def __init__(self, state: RunState, scalars: Scalars, writer: RecordWriter, free: Callable[[int], None]) -> None:
         self._state = state

@@ -183,7 +183,7 @@ class SaveDirectory:
         self.try_remove(name)
 
     def try_remove(self, name: str) -> int | None:
-        """Remove a directory of plain files that nobody reads, and return the bytes of disk that it took. If that
+        """Remove an unused directory of plain files, and return the bytes of disk that it took. If the removal
         fails, log a warning and return None."""
         try:
             with open_directory(name, self.fd) as fd:

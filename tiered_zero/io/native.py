@@ -164,7 +164,7 @@ class NativeEngine(DiskEngine):
         return transfer
 
     def _check_usable(self, file: DiskFile) -> None:
-        """Collect finished transfers that nobody waited for: after a failure all of them, otherwise the oldest two.
+        """Collect finished transfers for which no caller waited: after a failure all of them, otherwise the oldest two.
         Then check."""
         if not self._closed and self._pid == os.getpid():
             failed = self.library.failed(self.pool)

@@ -363,7 +363,7 @@ def _returned_nbytes(
 
 def _pager_limits(paged: Sequence[Unit], request: PlanRequest, room_nbytes: int, tier: str) -> PagerLimits:
     """Size the window, the paged units on the device at once: the largest chain of units in use together (those of a
-    module inside a module), and the next largest units, to be fetched meanwhile.
+    module inside a module), and the next largest units, which are fetched ahead.
 
     `room_nbytes`: the room that the limit of `tier` leaves. The window shrinks to this room, but not below the chain.
     """

@@ -5,7 +5,7 @@ Promise.  A read returns the bytes last written, or raises an error that names r
     under kill -9 and power loss: an extent (a range of the files) that the durable manifest names is not written until
     the next manifest is durable.
 Owner.  One process owns a `SwapDir` (flock on the file `owner.json` in it). One thread drives a `SwapStore`; any thread
-    may wait for transfers; two threads of the store compute checksums and finish requests that nobody waits for.
+    may wait for transfers; two threads of the store compute checksums and finish requests for which no caller waits.
 Never.  No code here imports torch, pickles, writes a file outside the run's own sub-directories, or retries a failed
     write or fsync.
 
