@@ -116,6 +116,7 @@ def test_rates_are_measured_kept_and_shown(swap_path: Path, monkeypatch: pytest.
     assert "are not known; measure them with `tiered-zero doctor DIR --measure`" in examine(swap_path)["rates"]["found"]
     for target, name, value in (
         (module, "_DISK_S", 0.5), (rates, "LIMIT_S", 0.0), (rates, "_SHAPES", {True: (32, 16)}),
+        (rates, "_MODEL_SHAPES", {True: (32, 1, 64)}),
         (rates, "_COPIED_NBYTES", MIB), (assembly_rates, "_UPDATED_NUMEL", MIB),
     ):  # fmt: skip
         monkeypatch.setattr(target, name, value)
@@ -131,11 +132,12 @@ def test_rates_are_measured_kept_and_shown(swap_path: Path, monkeypatch: pytest.
     assert json.loads(result.stdout)["machine"] == json.loads(default_path().read_text())
     assert machine.date[:2] == "20" and machine.num_cores and machine.host_nbytes
     assert machine.flops_per_s.keys() == {"bf16", "fp16", "fp32"}
+    assert "fp32" in machine.block_elements_per_s and machine.logits_per_s.keys() == machine.block_elements_per_s.keys()
     assert machine.copy_bytes_per_s and machine.update_bytes_per_s and machine.to_device_bytes_per_s is None
     assert [disk.path for disk in machine.disks] == [os.path.realpath(path) for path in paths]
     assert all(disk.read_bytes_per_s and disk.write_bytes_per_s and disk.mixed_bytes_per_s for disk in machine.disks)
     shown = CliRunner().invoke(main, ["doctor", str(swap_path)]).stdout
-    assert f"disk of {paths[0]}: read " in shown and machine.date in shown
+    assert "elements of blocks: " in shown and f"disk of {paths[0]}: read " in shown and machine.date in shown
     replace(machine, name="another").save(default_path())
     assert "were measured on another with" in examine(swap_path)["rates"]["found"]
 

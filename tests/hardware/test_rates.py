@@ -35,6 +35,10 @@ def test_each_type_that_the_device_multiplies_has_a_rate(monkeypatch: pytest.Mon
         found = rates.product_rates(accelerator)
         assert found.keys() == {"bf16", "fp16", "fp32"}
         assert all(0 < rate < math.inf for rate in found.values())
+        monkeypatch.setattr(rates, "_MODEL_SHAPES", {True: (32, 1, 64)})
+        for besides in rates.model_rates(accelerator, {"fp32": 1e30, "bf16": 1e30, "fp16": 1.0}):
+            assert besides.keys() == {"bf16", "fp32"}, "none for a type that is multiplied slowly"
+            assert all(0 < rate < math.inf for rate in besides.values())
         assert rates.link_rates(accelerator) == (None, None)
     finally:
         accelerator.close()

@@ -80,9 +80,12 @@ def test_products_and_link_of_a_device_have_rates(device: LaggingDevice) -> None
         patch.setattr(check, "COPY_NBYTES", 1 << 16)
         patch.setattr(rates, "COPY_NBYTES", 1 << 16)
         patch.setattr(rates, "_SHAPES", {False: (32, 16)})
+        patch.setattr(rates, "_MODEL_SHAPES", {False: (32, 1, 64)})
         patch.setattr(rates, "LIMIT_S", 0.0)
-        found = [*rates.link_rates(accelerator), *rates.product_rates(accelerator).values()]
-    assert len(found) >= 4 and all(rate is not None and rate > 0 for rate in found)
+        products = rates.product_rates(accelerator)
+        models = [rate for found in rates.model_rates(accelerator, products) for rate in found.values()]
+        found = [*rates.link_rates(accelerator), *products.values(), *models]
+    assert len(products) >= 2 and len(models) >= 2 and all(rate is not None and rate > 0 for rate in found)
     accelerator.close()
     assert device.pinned_nbytes() == pinned
 

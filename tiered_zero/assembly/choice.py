@@ -102,6 +102,8 @@ def make_predictor(
             forward_flops=forward_flops(plan.units, tokens, length=length, width=width) - 2.0 * tokens * idle,
             accumulation=config.gradient_accumulation_steps,
             dtype=dtype,
+            num_block_elements=tokens * width,
+            num_logits=tokens * _size(_sizes_of(model), "vocab", "vocab_size"),
             num_tensors=sum(param.requires_grad for param in model.parameters()),
             recomputes=any(getattr(module, "gradient_checkpointing", False) for module in model.modules()),
             activation_nbytes=estimate.offloaded_nbytes(plan.activations) if estimate is not None else 0,

@@ -34,12 +34,16 @@ def measure_machine(disk: Disk) -> Machine:
     accelerator = build_accelerator()
     try:
         to_device, from_device = rates.link_rates(accelerator)
+        products = rates.product_rates(accelerator)
+        in_blocks, logits = rates.model_rates(accelerator, products)
         return replace(
             _this_machine(),
             device=accelerator.device.type,
             device_nbytes=available_device_nbytes(accelerator.device),
             host_nbytes=available_host_nbytes(),
-            flops_per_s=rates.product_rates(accelerator),
+            flops_per_s=products,
+            block_elements_per_s=in_blocks,
+            logits_per_s=logits,
             copy_bytes_per_s=rates.copy_rate(),
             update_bytes_per_s=_update_rate(accelerator.shares_cores),
             to_device_bytes_per_s=to_device,
@@ -128,6 +132,9 @@ def rate_lines(machine: Machine) -> Iterator[str]:
     """Yield what was measured, a line for each kind of work."""
     products = (f"{name} {rate / 1e12:.3g} TFLOPS" for name, rate in machine.flops_per_s.items())
     yield f"products of matrices: {', '.join(products)}"
+    for kind, rates in (("elements of blocks", machine.block_elements_per_s), ("logits", machine.logits_per_s)):
+        if rates:
+            yield f"{kind}: {', '.join(f'{name} {rate / 1e6:.3g} million/s' for name, rate in rates.items())}"
     memory = {"copies": machine.copy_bytes_per_s, "AdamW": machine.update_bytes_per_s}
     link = {"to the device": machine.to_device_bytes_per_s, "from it": machine.from_device_bytes_per_s}
     yield f"memory: {_rates(memory)}"

@@ -1,4 +1,4 @@
-"""Measure the rates of this machine for plans: matrix products, host memory, the link to the device.
+"""Measure the rates of this machine for plans: matrix products, a small model, host memory, the link to the device.
 
 assembly/rates.py measures the optimizer's rates, and stores all of them. Main thread; the device is idle.
 """
@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tiered_zero.hardware.check import COPY_NBYTES, NUM_COPIES, copy_buffers, launch_seconds
 from tiered_zero.hardware.device.accelerator import Accelerator
@@ -28,6 +29,12 @@ LIMIT_S: Final = 1.0
 _SHAPES: Final = {True: (512, 512), False: (4096, 4096)}
 """Tokens and hidden size of the products, on the CPU and on others. On two cores of Zen 5, alone, 512 x 512 reaches
 0.95 of the rate of 2048 x 2048 in fp32 and in bf16. With fewer tokens reading the weights takes additional time."""
+
+_MODEL_SHAPES: Final = {True: (256, 2, 8192), False: (4096, 2, 16384)}
+"""Tokens, blocks and vocabulary of the small model. Its hidden size is that of the products."""
+
+_SLOW: Final = 0.1
+"""The small model does not run in a dtype that the device multiplies at less than this part of its rate in fp32."""
 
 _COPIED_NBYTES: Final = 128 * MIB
 
@@ -61,6 +68,59 @@ def product_rates(accelerator: Accelerator) -> Mapping[str, float]:
 
             rates[name] = median_rate(3 * 2 * tokens * hidden * 4 * hidden, multiply)
     return rates
+
+
+def model_rates(
+    accelerator: Accelerator, products: Mapping[str, float]
+) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Return name of dtype -> elements per second of what a model computes besides its matrix products, in forward and
+    backward together: elements of the hidden states of transformer blocks, and logits of a loss. `products`: the result
+    of `product_rates`. Dtypes that the device multiplies slowly, or whose model has no room, are left out."""
+    tokens, layers, vocab = _MODEL_SHAPES[accelerator.device.type == "cpu"]
+    hidden = _SHAPES[accelerator.device.type == "cpu"][1]
+    in_blocks, logits = {}, {}
+    for name, rate in products.items():
+        if rate < _SLOW * products.get("fp32", 0.0):
+            continue
+        with suppress(RuntimeError):  # no room, or no operation of this type
+            run_blocks, run_loss = _model_parts(accelerator, DTYPES[name], tokens, hidden, layers, vocab)
+            product_s = 6 * tokens * hidden * layers * (12 * hidden + tokens) / rate
+            in_blocks[name] = _rate_besides(tokens * layers * hidden, product_s, run_blocks)
+            logits[name] = _rate_besides(tokens * vocab, 6 * tokens * hidden * vocab / rate, run_loss)
+    return in_blocks, logits
+
+
+def _rate_besides(amount: float, product_s: float, work: Callable[[], object]) -> float:
+    """Return `amount` per second of `work` without its products; at least a tenth of its time is without them."""
+    seconds = 1 / median_rate(1.0, work)
+    return amount / max(seconds - product_s, seconds / 10)
+
+
+def _model_parts(
+    accelerator: Accelerator, dtype: torch.dtype, tokens: int, hidden: int, layers: int, vocab: int
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return functions that run forward and backward of a model's blocks, and of its last layer and loss."""
+    device = accelerator.device
+    block = nn.TransformerEncoderLayer(
+        hidden, max(1, hidden // 64), 4 * hidden, activation="gelu", batch_first=True, norm_first=True
+    )
+    blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False).to(device, dtype)
+    head = nn.Linear(hidden, vocab, bias=False, device=device, dtype=dtype)
+    inputs = torch.randn(1, tokens, hidden, device=device, dtype=dtype, requires_grad=True)
+    labels = torch.randint(vocab, (tokens,), device=device)
+    mask = nn.Transformer.generate_square_subsequent_mask(tokens, device=device, dtype=dtype)
+
+    def run_blocks() -> None:
+        blocks.zero_grad()
+        torch.autograd.backward(blocks(inputs, mask=mask, is_causal=True).sum())
+        accelerator.record_compute().wait()
+
+    def run_loss() -> None:
+        head.zero_grad()
+        torch.autograd.backward(functional.cross_entropy(head(inputs)[0].float(), labels))
+        accelerator.record_compute().wait()
+
+    return run_blocks, run_loss
 
 
 def copy_rate() -> float:

@@ -40,6 +40,7 @@ def _or_text(read: Callable[[str], int]) -> BeforeValidator:
 _Nbytes = Annotated[int, _or_text(parse_hardware_nbytes), Field(gt=0)]
 _Written = Annotated[int, _or_text(partial(_read_tera, unit="bw")), Field(gt=0)]
 _Rate = Annotated[float, _or_text(_read_rate), Field(gt=0, allow_inf_nan=False)]
+_PerSecond = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Flops = Annotated[float, _or_text(partial(_read_tera, unit="flops")), Field(gt=0, allow_inf_nan=False)]
 
 
@@ -72,13 +73,15 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Sizes and rates of a machine. A field that is None, or a dtype that `flops_per_s` lacks, is not known.
+    """Sizes and rates of a machine. A field that is None, or a dtype that a mapping lacks, is not known.
 
     `source`: where the numbers come from. `date`: the date of the measurement, ISO 8601. `device`: "cpu", "cuda", ...
     `device_nbytes`, `host_nbytes`: free bytes for this user. `flops_per_s`: "bf16", "fp16", "fp32" -> rate of matrix
-    products. `copy_bytes_per_s`: bytes read plus bytes written by a copy within host memory. `update_bytes_per_s`:
-    bytes read plus bytes written by AdamW on all cores. `to_device_bytes_per_s`, `from_device_bytes_per_s`: rates of
-    copies from and to pinned memory; None if the device is the CPU.
+    products. `block_elements_per_s`, `logits_per_s`: the rates of what a model computes besides products, in elements
+    of the hidden states of all its blocks, and in logits. `copy_bytes_per_s`: bytes read plus bytes written by a copy
+    within host memory. `update_bytes_per_s`: bytes read plus bytes written by AdamW on all cores.
+    `to_device_bytes_per_s`, `from_device_bytes_per_s`: rates of copies from and to pinned memory; None if the device is
+    the CPU.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
@@ -91,6 +94,8 @@ class Machine:
     device_nbytes: _Nbytes | None = None
     host_nbytes: _Nbytes | None = None
     flops_per_s: Mapping[str, _Flops] = field(default_factory=dict)
+    block_elements_per_s: Mapping[str, _PerSecond] = field(default_factory=dict)
+    logits_per_s: Mapping[str, _PerSecond] = field(default_factory=dict)
     copy_bytes_per_s: _Rate | None = None
     update_bytes_per_s: _Rate | None = None
     to_device_bytes_per_s: _Rate | None = None
@@ -137,7 +142,7 @@ def from_description(
     no device but the CPU, `device_nbytes` adds an accelerator whose rates are not known."""
     machine = base or Machine(name="described by options")
     if device_nbytes is not None and machine.device == "cpu":
-        machine = replace(machine, device="cuda", flops_per_s={})
+        machine = replace(machine, device="cuda", flops_per_s={}, block_elements_per_s={}, logits_per_s={})
     return replace(
         machine,
         device_nbytes=device_nbytes or machine.device_nbytes,

@@ -27,10 +27,9 @@ from tiered_zero.sizes import TIERS
 
 # Calibrated on 2026-11-25 on two cores of an AMD EPYC, GPT-2 of 30 to 350 million parameters at 128 tokens in bf16.
 
-MODEL_SHARE: Final = {"cpu": 0.45}
-OTHER_SHARE: Final = 0.75
-"""The part of the rate of matrix products that a model reaches, with everything that it computes between them: kind of
-device -> part, and the part for other kinds. The value for accelerators is an assumption."""
+MODEL_SHARE: Final = 0.75
+"""The part of the rate of matrix products that a model is assumed to reach, with everything that it computes between
+them, if that was not measured."""
 
 PYTHON_S_PER_TENSOR: Final = 1.5e-4
 """Seconds of hooks and autograd for each trained tensor and micro-batch where the CPU computes."""
@@ -79,13 +78,17 @@ DISK: Final = {"disk read": "disk", "disk write": "disk"}
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """The work of a step of `accumulation` micro-batches. `tokens`, `forward_flops`: of one micro-batch. `dtype`:
-    "bf16", "fp16" or "fp32". `num_tensors`: the number of trained parameters. `recomputes`: backward computes each
-    forward again. `activation_nbytes`: the bytes that one micro-batch saves on the plan's tier of activations."""
+    "bf16", "fp16" or "fp32". `num_block_elements`, `num_logits`: elements of one micro-batch's hidden states before all
+    blocks, and of its logits; 0: not known. `num_tensors`: the number of trained parameters. `recomputes`: backward
+    computes each forward again. `activation_nbytes`: the bytes that one micro-batch saves on the plan's tier of
+    activations."""
 
     tokens: int
     forward_flops: float
     accumulation: int = 1
     dtype: str = "bf16"
+    num_block_elements: int = 0
+    num_logits: int = 0
     num_tensors: int = 0
     recomputes: bool = False
     activation_nbytes: int = 0
@@ -96,6 +99,8 @@ class Work:
             self,
             tokens=max(1, round(self.tokens * factor)),
             forward_flops=self.forward_flops * factor,
+            num_block_elements=round(self.num_block_elements * factor),
+            num_logits=round(self.num_logits * factor),
             activation_nbytes=round(self.activation_nbytes * factor),
         )
 
@@ -336,8 +341,7 @@ def _cost(units: Sequence[UnitTraffic], plan: Plan, work: Work, rates: _Rates) -
     machine, accumulates = rates.machine, work.accumulation > 1
     products = sum(unit.numel - unit.lookups for unit in plan.units)
     share = sum(unit.numel - unit.lookups for unit in units) / max(1, products)
-    reached = machine.flops_per_s[work.dtype] * MODEL_SHARE.get(machine.device, OTHER_SHARE)
-    forward_s = share * work.forward_flops / reached
+    forward_s = share * _forward_s(work, machine)
     numel = max(1, sum(unit.numel for unit in units))  # frozen weights have no gradient to compute
     of_forward = 1 + sum(unit.numel for unit in units if unit.gradients[0]) / numel + work.recomputes
     backward_s = of_forward * forward_s
@@ -380,6 +384,15 @@ def _cost(units: Sequence[UnitTraffic], plan: Plan, work: Work, rates: _Rates) -
         gradient=gradient,
         is_paged=any(unit.is_paged for unit in units),
     )
+
+
+def _forward_s(work: Work, machine: Machine) -> float:
+    """Return the seconds of a forward. What was measured besides products is of forward and backward together."""
+    product_s = work.forward_flops / machine.flops_per_s[work.dtype]
+    in_blocks, logits = machine.block_elements_per_s.get(work.dtype), machine.logits_per_s.get(work.dtype)
+    if not (work.num_block_elements and in_blocks and logits):
+        return product_s / MODEL_SHARE
+    return product_s + (work.num_block_elements / in_blocks + work.num_logits / logits) / 3
 
 
 def _cut(joined: Sequence[Sequence[UnitTraffic]], plan: Plan, rates: _Rates) -> list[_Piece]:

@@ -32,11 +32,12 @@ if __name__ == "__main__":  # an installed tiered_zero goes before the checkout'
 import torch
 
 import tiered_zero
+from tiered_zero.assembly.choice import make_predictor
 from tiered_zero.assembly.rates import measure_machine
 from tiered_zero.cli.bench_io import measure_directory
+from tiered_zero.config.load import load as load_config
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.plan.machine import Machine, load_machine
-from tiered_zero.plan.step_time import Work, forward_flops, predict_step
 from tiered_zero.telemetry.report import StepReport
 from tools.bench.gpt2 import build_gpt2, gpt2_config
 from tools.bench.record import append_record
@@ -69,7 +70,7 @@ CELLS = [
 ]
 
 
-def make_config(cell: Cell, directory: str, half_nbytes: int) -> dict[str, Any]:
+def make_config(cell: Cell, directory: str, half_nbytes: int, num_tokens: int, dtype: str) -> dict[str, Any]:
     """`half_nbytes`: of the state, where it is split."""
     param, state = ("nvme", "nvme") if cell.placement == "nvme" else ("cpu", "cpu")
     own: dict[str, Any] = {}
@@ -79,18 +80,18 @@ def make_config(cell: Cell, directory: str, half_nbytes: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": cell.accumulation,
         "gradient_clipping": cell.clip,
-        "bf16": {"enabled": True, "check_grad_overflow": cell.clip > 0},
+        **({"bf16": {"enabled": True, "check_grad_overflow": cell.clip > 0}} if dtype == "bf16" else {}),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": param, "nvme_path": directory, "max_in_cpu": 0},
             "offload_optimizer": {"device": state, "nvme_path": directory},
         },
-        "tiered_zero": own,
+        "tiered_zero": {"sequence_length": num_tokens, **own},
     }
 
 
-def measure(cell: Cell, directory: str, num_tokens: int, steps: int, machine: Machine) -> dict[str, Any]:
+def measure(cell: Cell, directory: str, num_tokens: int, dtype: str, steps: int, machine: Machine) -> dict[str, Any]:
     """Train a few steps; return their seconds, the lanes' busy seconds and bytes, and what the plan predicts."""
     torch.manual_seed(0)
     config = gpt2_config(cell.model)
@@ -99,9 +100,10 @@ def measure(cell: Cell, directory: str, num_tokens: int, steps: int, machine: Ma
         model = build_gpt2(config)
     model.train()
     numel = sum(param.numel() for param in model.parameters())
+    raw = make_config(cell, directory, 6 * numel, num_tokens, dtype)
     seconds: list[float] = []
     reports: list[StepReport] = []
-    with tiered_zero.initialize(model=model, config=make_config(cell, directory, 6 * numel))[0] as engine:
+    with tiered_zero.initialize(model=model, config=raw)[0] as engine:
         for number in range(NUM_WARM_UP + steps):
             begun_s = time.perf_counter()
             for _ in range(cell.accumulation):
@@ -112,15 +114,7 @@ def measure(cell: Cell, directory: str, num_tokens: int, steps: int, machine: Ma
                 assert engine.step_report is not None
                 reports.append(engine.step_report)
         plan = engine.plan
-        work = Work(
-            tokens=num_tokens,
-            accumulation=cell.accumulation,
-            forward_flops=forward_flops(
-                plan.units, num_tokens, length=num_tokens, width=config.n_layer * config.n_embd
-            ),
-            num_tensors=len(list(model.parameters())),
-        )
-        predicted = predict_step(plan, work, machine)
+        predicted = make_predictor(load_config(raw), model, machine)(plan)
     gc.collect()
     lanes = {lane for report in reports for lane in report.busy_s}
     return {
@@ -161,6 +155,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cells with each of these words: '124m nvme, 30m'")
     parser.add_argument("--tokens", type=int, default=128, help="of a micro-batch, in one sequence")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of parameters")
     parser.add_argument("--steps", type=int, default=2, help="measured steps a cell and round, after two to warm up")
     parser.add_argument(
         "--rounds", type=int, default=2, help="how often each cell is run, in turns; large models at once"
@@ -186,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     continue
                 os.sync()  # what the last cell's removal still has to write is not this one's
                 steps = options.steps * (options.rounds if is_large else 1)
-                new = measure(cell, directory, options.tokens, steps, machine)
+                new = measure(cell, directory, options.tokens, options.dtype, steps, machine)
                 before = found.get(str(cell), {"seconds": []})
                 found[str(cell)] = {**new, "seconds": before["seconds"] + new["seconds"]}
                 show({str(cell): found[str(cell)]})
