@@ -257,9 +257,9 @@ def step_seconds_table(record: dict[str, Any]) -> str:
         ]
         for name, seconds in record["median"].items()
     ]
-    summary, tokens = record["summary"], record["arguments"]["tokens"]
+    summary, arguments = record["summary"], record["arguments"]
     after = f"\nMean error of {summary['num']} cells {summary['mean']:.1%}, worst {summary['worst']:.0%}.\n"
-    title = f"Predicted steps, bf16, {tokens} tokens a micro-batch"
+    title = f"Predicted steps, {arguments.get('dtype', 'bf16')}, {arguments['tokens']} tokens a micro-batch"
     return (
         head(record, title)
         + "\n"
