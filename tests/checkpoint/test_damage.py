@@ -21,7 +21,7 @@ from tiered_zero.checkpoint.tag import find_checkpoint, find_damage, list_tags, 
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.sizes import MIB, PAGE_NBYTES
-from tiered_zero.system.resources import map_memory
+from tiered_zero.system import map_memory
 
 TENSORS = {
     "master/a": torch.arange(2 * MIB // 4 + 100, dtype=torch.float32),

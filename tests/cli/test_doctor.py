@@ -22,7 +22,7 @@ from tiered_zero.io.disk import DiskEngine, DiskFile
 from tiered_zero.native import LIBRARY_DIR_VARIABLE
 from tiered_zero.plan.machine import default_path, load_machine
 from tiered_zero.sizes import GIB, MIB
-from tiered_zero.system.finding import BAD, GOOD, POOR
+from tiered_zero.system import BAD, GOOD, POOR
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [

@@ -27,8 +27,8 @@ from tests.support.inspection.insides import (
 )
 from tests.support.inspection.insides import tag as tag_module
 from tests.support.tags import equal_bits, load_tag, save_tag, tag_to_load
+from tiered_zero import system
 from tiered_zero.errors import StoreError
-from tiered_zero.system import resources
 
 PAGE = 4096
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> tupl
     """Saves under new names, over an old name twice, and a prune."""
     log: list[Operation] = []
     tree = RecordingTree(log)
-    for module in (tag_writer, writer, files, tag_module, resources):
+    for module in (tag_writer, writer, files, tag_module, system):
         monkeypatch.setattr(module, "os", tree)
     exchange = tag_writer.exchange if can_exchange else lambda *names: False
     monkeypatch.setattr(tag_writer, "exchange", lambda *names: tree.exchange(*names, exchange))

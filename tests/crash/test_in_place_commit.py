@@ -39,8 +39,8 @@ from tests.support.inspection.insides import (
 )
 from tests.support.inspection.insides import tag as tag_module
 from tests.support.tags import raw_bytes, read_all
+from tiered_zero import system
 from tiered_zero.errors import StoreError
-from tiered_zero.system import resources
 
 TAGS = ["a", "b", "b", "c"]
 """Of each commit: new names, and one that is replaced."""
@@ -124,7 +124,7 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
     saves = Saves([], [], [], [], [], [], [])
     log = saves.log
     tree = RecordingTree(log)
-    for module in (manifest, files, resources, tag_writer, tag_module):
+    for module in (manifest, files, system, tag_writer, tag_module):
         monkeypatch.setattr(module, "os", tree)
     exchange = tag_writer.exchange
     monkeypatch.setattr(tag_writer, "exchange", lambda *names: tree.exchange(*names, exchange))

@@ -27,8 +27,8 @@ from tests.support.inspection.insides import (
     table,
     verify_run,
 )
+from tiered_zero import system
 from tiered_zero.errors import StoreError
-from tiered_zero.system import resources
 
 PAGE = 4096
 CAPACITY = 48 * PAGE
@@ -60,7 +60,7 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
     random = Random(seed)
     log: list[Operation] = []
     recording = RecordingOS(log)
-    for module in (manifest, files, resources):
+    for module in (manifest, files, system):
         monkeypatch.setattr(module, "os", recording)
     monkeypatch.setattr(reader, "CHUNK_NBYTES", 2 * PAGE)
     engine = SyncEngine(operations=log)

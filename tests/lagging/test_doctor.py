@@ -20,7 +20,7 @@ from tiered_zero.cli.main import main
 from tiered_zero.hardware import check, rates
 from tiered_zero.hardware.device.streams import CudaAccelerator, StreamAccelerator
 from tiered_zero.sizes import MIB
-from tiered_zero.system.finding import BAD, GOOD, POOR
+from tiered_zero.system import BAD, GOOD, POOR
 
 NAMES = [
     "device memory", "kernel", "copies", "overlap", "waits", "allocator", "pinned memory", "NUMA", "collectives",

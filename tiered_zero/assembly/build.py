@@ -47,7 +47,7 @@ from tiered_zero.plan.placement import BUFFERS
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.request import PlanRequest
 from tiered_zero.rules.kernel_rule import open_kernel
-from tiered_zero.system.process import processor_name
+from tiered_zero.system import processor_name
 from tiered_zero.telemetry.monitors import Monitors, Open, csv_in, tensorboard_in, wandb_of
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader, RunObserver, StepLog

@@ -22,7 +22,7 @@ from tiered_zero.plan.choice import NUM_SHOWN, Candidate, PlacementSearch
 from tiered_zero.plan.machine import Disk, Machine
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.step_time import StepSeconds, Work, forward_flops, missing_rates, predict_step
-from tiered_zero.system.resources import opened
+from tiered_zero.system import opened
 
 if TYPE_CHECKING:
     from tiered_zero.assembly.spec import RunSpec

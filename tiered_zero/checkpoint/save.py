@@ -27,7 +27,7 @@ from tiered_zero.record.writer import RecordWriter
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
-from tiered_zero.system.resources import map_memory
+from tiered_zero.system import map_memory
 from tiered_zero.tiers.tier import as_bytes
 from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.update.state_view import Scalars

@@ -51,7 +51,7 @@ from tiered_zero.record.files import (
 )
 from tiered_zero.record.writer import RecordWriter
 from tiered_zero.sizes import MIB, format_nbytes
-from tiered_zero.system.resources import CLOSED, Descriptor
+from tiered_zero.system import CLOSED, Descriptor
 
 logger = logging.getLogger("tiered_zero")
 

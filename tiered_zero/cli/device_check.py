@@ -13,7 +13,7 @@ import tiered_zero
 from tiered_zero.hardware import check
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.device.select import build_accelerator
-from tiered_zero.system.finding import BAD, GOOD, Finding
+from tiered_zero.system import BAD, GOOD, Finding
 
 NUM_STEPS = 3
 WIDTH = 64

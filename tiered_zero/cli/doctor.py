@@ -29,7 +29,7 @@ from tiered_zero.native import find_library, why_missing
 from tiered_zero.native.update import UpdateKernel, available_cpus
 from tiered_zero.sizes import GIB, MIB, format_nbytes
 from tiered_zero.stopping import stop_on_signals
-from tiered_zero.system.finding import BAD, GOOD, POOR, Finding
+from tiered_zero.system import BAD, GOOD, POOR, Finding
 
 _STYLES = {GOOD: "green", POOR: "yellow", BAD: "red"}
 _PIN_TRIAL_NBYTES = 64 * MIB

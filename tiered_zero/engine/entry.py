@@ -30,7 +30,7 @@ from tiered_zero.grads.store import GradientStore
 from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.plan.planner import Plan
-from tiered_zero.system.process import OwnProcess
+from tiered_zero.system import OwnProcess
 from tiered_zero.telemetry.report import StepMeter, StepReport
 from tiered_zero.unit.driver import BACKWARD, Phase
 from tiered_zero.unit.guard import VisibleGradients

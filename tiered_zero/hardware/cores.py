@@ -13,7 +13,7 @@ import torch
 
 from tiered_zero.hardware.probe import PROC, SYSTEM
 from tiered_zero.hardware.ranks.collectives import Collectives
-from tiered_zero.system.process import read_text
+from tiered_zero.system import read_text
 
 logger = logging.getLogger("tiered_zero")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tiered_zero.system.process import cgroup_folders, read_text
+from tiered_zero.system import cgroup_folders, read_text
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")

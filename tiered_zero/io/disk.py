@@ -18,7 +18,7 @@ from tiered_zero.concurrency.transfer import STOPPED_S, FailureLatch
 from tiered_zero.errors import TransferError
 from tiered_zero.io.engine import File, IOEngine, IOSettings, IOTransfer, Request, dump_in_flight
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
-from tiered_zero.system.resources import Descriptor, opened
+from tiered_zero.system import Descriptor, opened
 
 _SLICE_S = 0.25
 """The longest wait before returning to Python, where signal handlers run (Ctrl-C) and stalls are noticed."""

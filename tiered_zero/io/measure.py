@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
-from tiered_zero.system.resources import map_memory
+from tiered_zero.system import map_memory
 
 MODES = ("read", "write", "mixed")
 

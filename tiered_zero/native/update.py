@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 
 from tiered_zero.errors import ConfigError
 from tiered_zero.native import declare, load, struct_fields
-from tiered_zero.system.process import cgroup_folders, read_text
+from tiered_zero.system import cgroup_folders, read_text
 
 LEVEL_VARIABLE = "TIERED_ZERO_UPDATE_LEVEL"
 """The environment variable that forces a level by name. A level that this machine cannot run is refused."""

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from tiered_zero.config.json_file import read_json
 from tiered_zero.errors import ConfigError
 from tiered_zero.sizes import parse_hardware_nbytes
-from tiered_zero.system.resources import opened
+from tiered_zero.system import opened
 
 
 def _read_rate(text: str) -> int:

@@ -38,7 +38,7 @@ from tiered_zero.record.files import (
     unlock,
     write_and_sync,
 )
-from tiered_zero.system.resources import CLOSED, Descriptor
+from tiered_zero.system import CLOSED, Descriptor
 
 logger = logging.getLogger("tiered_zero")
 

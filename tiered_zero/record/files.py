@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tiered_zero.errors import StoreError
 from tiered_zero.io.disk import errno_text
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.system.resources import Descriptor, opened
+from tiered_zero.system import Descriptor, opened
 
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _KINDS = {

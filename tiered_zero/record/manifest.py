@@ -31,7 +31,7 @@ from tiered_zero.record.files import (
     write_and_sync,
 )
 from tiered_zero.sizes import PAGE_NBYTES, align_up
-from tiered_zero.system.resources import opened
+from tiered_zero.system import opened
 
 MANIFEST_NAME: Final = "manifest"
 NEXT_NAME: Final = "manifest.next"

@@ -26,7 +26,7 @@ from tiered_zero.record import manifest
 from tiered_zero.record.manifest import Contents, Manifest, Range, Record
 from tiered_zero.record.stripes import DATA_NAME, StripedFiles, Stripes, check_data_files
 from tiered_zero.sizes import MIB
-from tiered_zero.system.resources import map_memory
+from tiered_zero.system import map_memory
 
 BUFFER_NBYTES: Final = 2 * MIB
 NUM_BUFFERS: Final = 12

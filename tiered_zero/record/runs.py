@@ -32,7 +32,7 @@ from tiered_zero.record.files import (
 from tiered_zero.record.manifest import MANIFEST_NAME, NEXT_NAME
 from tiered_zero.record.stripes import DATA_NAME
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.system.resources import CLOSED, Descriptor
+from tiered_zero.system import CLOSED, Descriptor
 
 _RUN_FILES = (OWNER_NAME, MANIFEST_NAME, NEXT_NAME, DATA_NAME)
 _PROBE_PREFIX = ".tiered-zero-probe-"

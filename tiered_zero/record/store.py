@@ -29,8 +29,7 @@ from tiered_zero.record.manifest import Manifest, Range, Record
 from tiered_zero.record.reader import Span, hashed, is_same, locate, mismatches
 from tiered_zero.record.stripes import DATA_NAME, PieceRequest, StripedFiles, Stripes, check_data_files
 from tiered_zero.record.table import InFlight, RecordTable
-from tiered_zero.system.process import OwnProcess
-from tiered_zero.system.resources import map_memory
+from tiered_zero.system import OwnProcess, map_memory
 from tiered_zero.telemetry.spans import Recorder
 
 _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)

@@ -23,7 +23,7 @@ from typing import Any
 
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.system.resources import opened
+from tiered_zero.system import opened
 from tiered_zero.telemetry.report import JsonRecord, RunReport, RunTotals, StepReport
 from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Recorder, Span, is_wait
 

@@ -13,7 +13,7 @@ from typing import final
 import torch
 
 from tiered_zero.errors import ModelError
-from tiered_zero.system.process import OwnProcess
+from tiered_zero.system import OwnProcess
 
 
 class Phase(Enum):

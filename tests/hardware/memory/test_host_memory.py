@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiered_zero import system
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.device.accelerator import CpuAccelerator
 from tiered_zero.hardware.memory import host_memory
 from tiered_zero.hardware.memory.host_memory import HostArena, temporary_zeros, typed_view
 from tiered_zero.hardware.probe import huge_pages
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
-from tiered_zero.system import resources
 from tiered_zero.telemetry.ledger import Ledger
 
 
@@ -170,8 +170,8 @@ def resident(slot):
 def test_pages_are_touched_by_several_threads_before_they_are_pinned(ledger, monkeypatch):
     monkeypatch.setattr(host_memory, "available_cpus", lambda: 3)
     started = []
-    monkeypatch.setattr(resources.threading.Thread, "start", lambda self: started.append(self))
-    monkeypatch.setattr(resources.threading.Thread, "join", lambda self, timeout=None: self.run())
+    monkeypatch.setattr(system.threading.Thread, "start", lambda self: started.append(self))
+    monkeypatch.setattr(system.threading.Thread, "join", lambda self, timeout=None: self.run())
     accelerator = Pinning(1 << 40)
     accelerator._poison = False
     arena = HostArena(72 * MIB, accelerator, pin=True, ledger=ledger)

@@ -14,7 +14,7 @@ from tiered_zero.hardware.probe import PROC
 from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.ranks.launcher import device_backend, local_rank
-from tiered_zero.system.process import read_text
+from tiered_zero.system import read_text
 
 _WITHOUT_STREAMS = frozenset({"meta", "mps"})
 """Device types without memory, or with only torch's own stream: nothing could be fetched during compute."""

@@ -13,7 +13,7 @@ import torch
 
 from tiered_zero.hardware.memory.host_memory import trim_malloc
 from tiered_zero.sizes import PAGE_NBYTES, align_up
-from tiered_zero.system.resources import map_memory
+from tiered_zero.system import map_memory
 
 
 @final

@@ -16,7 +16,7 @@ from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.layout.extents import ExtentMap
 from tiered_zero.native.update import available_cpus
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
-from tiered_zero.system.resources import map_memory, touch_pages
+from tiered_zero.system import map_memory, touch_pages
 from tiered_zero.telemetry.ledger import Ledger
 
 _MAPPED_NBYTES = 128 * 1024

@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
-from tiered_zero.system.resources import map_memory
+from tiered_zero.system import map_memory
 
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000

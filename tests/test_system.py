@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tiered_zero.sizes import PAGE_NBYTES
-from tiered_zero.system.resources import CLOSED, map_memory, opened, touch_pages
+from tiered_zero.system import CLOSED, map_memory, opened, touch_pages
 
 
 def is_open(number: int) -> bool:
@@ -57,7 +57,7 @@ def test_none_is_closed() -> None:
 
 def test_the_end_of_the_interpreter_is_silent() -> None:
     """Modules are emptied before the last objects go."""
-    code = "import os; from tiered_zero.system.resources import opened; kept = opened('.', os.O_RDONLY)"
+    code = "import os; from tiered_zero.system import opened; kept = opened('.', os.O_RDONLY)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -1,4 +1,10 @@
-"""Open descriptors that are closed once, and map anonymous memory for buffers that malloc would round or fragment."""
+"""Wrap the operating system: descriptors, anonymous memory, this process and its control groups.
+
+Promise: a descriptor is closed once, at the latest with its object; a forked child, which inherits an object's memory
+but neither its threads nor its files, knows that it is one. Control groups may allow less memory and fewer processors
+than the machine has. Owner: the caller that opened the descriptor or mapped the memory. Never: imports torch or numpy,
+or knows of a run.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,16 @@ import ctypes
 import logging
 import mmap
 import os
+import platform
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, final
 
+from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 logger = logging.getLogger("tiered_zero")
@@ -98,3 +108,79 @@ def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[in
         thread.start()
     for thread in threads:
         thread.join()
+
+
+@final
+class OwnProcess:
+    """Remembers the process in which this object is made. Any thread; takes no lock, which might be locked at a fork.
+
+    `what`: the name of the user's object in the text of the error, such as "engine". `error`: the class of that error.
+    """
+
+    def __init__(self, what: str = "engine", error: type[TieredZeroError] = ModelError) -> None:
+        self._what, self._error = what, error
+        self._pid = os.getpid()
+
+    def is_current(self) -> bool:
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raise the error in a forked child."""
+        if not self.is_current():
+            raise self._error(
+                f"This {self._what} belongs to process {self._pid}; found a call in process {os.getpid()}, which was "
+                f"forked from it and has none of its threads. Use the {self._what} in the parent alone, or make "
+                "another one in the child."
+            )
+
+
+def cgroup_folders(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
+    """Yield the mounted folders of this process's control group and of its ancestors: those of `controller` for cgroup
+    v1, and those of v2. `proc`, `mount`: usually /proc and /sys/fs/cgroup.
+
+    Inside a container the path in /proc/self/cgroup is often not mounted; the limits of its mounted ancestors apply."""
+    for line in read_text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            roots = [mount, mount / "unified"]
+        elif controller in controllers.split(","):
+            roots = [mount / controllers, mount / controller]
+        else:
+            continue
+        inside = Path(path.lstrip("/"))
+        for root in dict.fromkeys(roots):
+            yield from (folder for part in (inside, *inside.parents) if (folder := root / part).is_dir())
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text, stripped of blanks around it; "" if the file cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def processor_name() -> str:
+    """Return the processor's model as Linux names it; else the name of the machine's architecture."""
+    lines = read_text(Path("/proc/cpuinfo")).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def boot_id() -> str:
+    """Return the boot id of the running kernel; "" if there is no /proc."""
+    return read_text(Path("/proc/sys/kernel/random/boot_id"))
+
+
+GOOD, POOR, BAD = "ok", "slow", "off"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `tiered-zero doctor`. `name`: what was looked at. `state`: "ok", "slow" (works, but not at full
+    speed) or "off". `found`: what was found. `fix`: what the user can do; "" for nothing."""
+
+    name: str
+    state: str
+    found: str
+    fix: str = ""
