@@ -24,7 +24,7 @@ from tests.lagging.test_planted_faults import stream_of
 from tests.lagging.training import Course, differences_of
 from tests.parity.test_failures import Fragile
 from tests.support import inspection
-from tests.support.inspection.insides import SwapStore, UnitUpdate, unit_update
+from tests.support.inspection.insides import SwapStore, UnitUpdate, tier
 from tests.support.models import batch
 from tests.support.trainers import Plain, assert_same_bits, follow, tiered, train
 from tiered_zero.concurrency.transfer import Transfer
@@ -162,7 +162,7 @@ def test_training_goes_on_after_exceptions_while_parameters_are_written(
 
 
 def no_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(unit_update, "wait_quietly", lambda transfer: None)
+    patch.setattr(tier, "wait_quietly", lambda transfer: None)
 
 
 FAULTS = {
@@ -200,7 +200,7 @@ def goes_on(device: LaggingDevice, name: str, planted: bool, swap_path: Path) ->
             if planted:
                 plant(patch)
 
-            def forward_and_write(own: UnitUpdate, target: torch.Tensor, start_copy: unit_update.StartCopy) -> Any:
+            def forward_and_write(own: UnitUpdate, target: torch.Tensor, start_copy: tier.StartCopy) -> Any:
                 def noted(*parts: torch.Tensor) -> Transfer:
                     copies.append(copy := start_copy(*parts))
                     may_end.set()

@@ -8,9 +8,7 @@ import torch
 from tests.support.tier_rig import make_runtime
 from tests.support.units import make_unit
 from tiered_zero.layout.subgroups import cut_subgroups
-from tiered_zero.tiers.inventory import Home, Inventory
-from tiered_zero.tiers.tier import DeviceTier
-from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.tiers.tier import DeviceTier, Home, Inventory, UnitUpdate
 
 
 def test_homes_are_found_by_owner_and_kind() -> None:

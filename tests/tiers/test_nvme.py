@@ -19,8 +19,7 @@ from tiered_zero.errors import EngineFailedError, TransferError
 from tiered_zero.io.aiofile import AiofilesEngine
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.sizes import PAGE_NBYTES
-from tiered_zero.tiers.inventory import Home, write_slot
-from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.tiers.tier import Home, UnitUpdate, write_slot
 
 
 def fill(rig: Rig, name: str, num_pages: int) -> tuple[Home, torch.Tensor]:

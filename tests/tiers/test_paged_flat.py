@@ -13,10 +13,9 @@ import torch
 from tests.fakes.sync_io import SyncEngine
 from tests.support.tier_rig import Rig, open_rig
 from tiered_zero.errors import EngineFailedError, TransferError
-from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.step_gradients import FlatWindows, PagedFlat
-from tiered_zero.tiers.tier import BufferView
+from tiered_zero.tiers.tier import BufferView, Home
 
 NUMEL = 2048
 """A page of 16 bit."""

@@ -11,9 +11,7 @@ import torch
 from tests.support.tier_rig import TIERS, Rig, open_rig, random_bytes
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.sizes import PAGE_NBYTES
-from tiered_zero.tiers.inventory import Home, read_slot, write_slot
-from tiered_zero.tiers.tier import Slot, as_bytes
-from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.tiers.tier import Home, Slot, UnitUpdate, as_bytes, read_slot, write_slot
 
 
 @pytest.fixture(params=TIERS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiered_zero.concurrency.transfer import COMPLETED, Completion, Transfer
-from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.tiers.tier import UnitUpdate
 
 PART = 64
 

@@ -51,10 +51,10 @@ from tiered_zero.system import processor_name
 from tiered_zero.telemetry.monitors import Monitors, Open, csv_in, tensorboard_in, wandb_of
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader, RunObserver, StepLog
-from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.rack import TierRack
 from tiered_zero.tiers.step_gradients import FlatWindows
+from tiered_zero.tiers.tier import Home
 from tiered_zero.unit.guard import VisibleGradients
 from tiered_zero.unit.hooks import ModuleHooks
 from tiered_zero.unit.materialize import Materializer, UnitPlacer, materialize_model

@@ -77,10 +77,9 @@ from tiered_zero.record.store import SwapStore
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.system import map_memory
-from tiered_zero.tiers.inventory import Home, read_slot
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.rack import AdoptedStore, nvme_needs
-from tiered_zero.tiers.tier import BufferView, as_bytes
+from tiered_zero.tiers.tier import BufferView, Home, as_bytes, read_slot
 
 logger = logging.getLogger("tiered_zero")
 

@@ -38,7 +38,7 @@ from tiered_zero.record.reader import Broken, RecordReader, Wanted
 from tiered_zero.rules.optimizer_copy import same
 from tiered_zero.rules.quantized import dequantize, quantize
 from tiered_zero.rules.state_layout import StateLayout, gaps
-from tiered_zero.tiers.inventory import Home
+from tiered_zero.tiers.tier import Home
 from tiered_zero.update.state_view import StateView
 from tiered_zero.update.subgroup_io import SubGroupWork
 

@@ -35,7 +35,7 @@ from tiered_zero.layout.subgroups import ParamPiece, Segment
 from tiered_zero.rules.rule import StateField
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import align_up
-from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.tiers.tier import Home, Inventory
 from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.state_view import Scalars, StateView
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork

@@ -16,9 +16,8 @@ from tiered_zero.errors import ModelError
 from tiered_zero.hardware.device.lanes import Lane, LaneTransfer
 from tiered_zero.hardware.memory.host_memory import typed_view
 from tiered_zero.layout.flat import FlatEntry, Unit
-from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.step_gradients import FlatWindows, PagedFlat, UnitShare
-from tiered_zero.tiers.tier import Tier
+from tiered_zero.tiers.tier import Home, Tier
 
 
 class ExpiredGradient(torch.Tensor):

@@ -22,8 +22,8 @@ from tiered_zero.grads.in_flight import Arrival, InFlightGradients
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
+from tiered_zero.tiers.tier import Inventory
 
 logger = logging.getLogger("tiered_zero")
 

@@ -14,8 +14,7 @@ from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment
 from tiered_zero.tiers.step_gradients import GradientSource
-from tiered_zero.tiers.tier import BufferView
-from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.tiers.tier import BufferView, UnitUpdate
 from tiered_zero.unit.guard import handler_of
 from tiered_zero.unit.model import kept_stride
 

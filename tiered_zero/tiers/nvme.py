@@ -18,8 +18,7 @@ from tiered_zero.plan.placement import COMMIT_KINDS
 from tiered_zero.record.manifest import Record
 from tiered_zero.record.store import SwapStore
 from tiered_zero.sizes import PAGE_NBYTES, align_up
-from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
-from tiered_zero.tiers.unit_update import StartCopy, UnitUpdate
+from tiered_zero.tiers.tier import HostBuffer, Slot, StartCopy, Tier, UnitUpdate, as_bytes
 
 
 @dataclass(kw_only=True)

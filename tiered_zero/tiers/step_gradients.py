@@ -33,8 +33,7 @@ from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.tiers.inventory import Home
-from tiered_zero.tiers.tier import BufferView
+from tiered_zero.tiers.tier import BufferView, Home
 
 
 @dataclass(frozen=True, kw_only=True)

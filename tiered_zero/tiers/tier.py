@@ -1,19 +1,32 @@
-"""Define the interface of a tier, its slots and buffers, and the two tiers in memory: device and host."""
+"""Define where bytes rest: the interface of a tier; the two tiers in memory, device and host; the table of homes, which
+says what rests where; and a unit's update, which the next fetch from the unit's home waits for.
+
+The copies of plain CPU tensors to and from slots serve initial values, state_dict and changes by user code. They are
+slow: they block."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from tiered_zero.concurrency.transfer import COMPLETED, Transfer
+from tiered_zero.concurrency.transfer import COMPLETED, Completion, Transfer, wait_all, wait_quietly
+from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.memory.host_memory import HostArena, HostSlot
+from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.layout.flat import Unit
+from tiered_zero.layout.subgroups import Segment, SubGroup
+from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.tiers.unit_update import UnitUpdate
+
+# -- tiers, their slots and buffers ------------------------------------------------------------------------------------
 
 
 class HostBuffer(Protocol):
@@ -172,3 +185,268 @@ class DeviceTier(Tier):
         return accelerator.lane(lane).submit(
             lambda: accelerator.copy(target, source), after=after, holds=[target, source], waits=False
         )
+
+
+# -- the update of a unit ----------------------------------------------------------------------------------------------
+
+
+StartCopy = Callable[[torch.Tensor, torch.Tensor], Transfer]
+"""start_copy(target, source): start a copy and return its transfer. The copy must not wait for anything that waits for
+an update."""
+
+
+class UnitUpdate:
+    """The completion of one unit's update. `computed`: all new parameters are in staging memory or in their slot.
+    `written`: all of them are in their slot. Any thread.
+
+    Bytes that are computed and not written can be forwarded to a fetch, as a processor forwards a store to a load. The
+    fetch names its target and reads only written bytes; all other parts are copied to the target before the update
+    reuses their staging memory."""
+
+    def __init__(self) -> None:
+        self.computed = Completion()
+        self.written = Completion()
+        self._lock = threading.Lock()
+        self._pending: dict[int, torch.Tensor] = {}
+        """First byte of a part that is computed and not written -> the part."""
+        self._retired: dict[int, int] = {}
+        """First byte of a written part -> its last byte + 1."""
+        self._target: torch.Tensor | None = None
+        self._start_copy: StartCopy | None = None
+        self._covered: dict[int, int] = {}
+        """First byte -> last byte + 1 of each part that was copied to the target, or that the fetch reads itself."""
+        self._copies: list[tuple[int, Transfer]] = []
+        """The first byte of a part and its copy to a target, for each copy that was started."""
+
+    # -- the update worker ---------------------------------------------------------------------------------------------
+
+    def add_pending(self, start: int, part: torch.Tensor) -> None:
+        """Add a computed part of the unit. `part`: [n] uint8, the unit's new bytes from byte `start`. The part stays in
+        its memory until `retire` returns."""
+        with self._lock:
+            self._pending[start] = part
+            self._forward(start)
+
+    def retire(self, start: int) -> None:
+        """Mark the part at byte `start` as written, and wait until no copy reads it: its memory is about to be
+        reused."""
+        with self._lock:
+            self._forward(start)
+            part = self._pending.pop(start, None)
+            if part is not None:
+                self._retired[start] = start + part.numel()
+            copies = [copy for begin, copy in self._copies if begin == start]
+        for copy in copies:
+            wait_quietly(copy)  # the fetch raises its error
+
+    def complete(self) -> None:
+        self.computed.complete()
+        self.written.complete()
+
+    def fail(self, error: BaseException) -> None:
+        """Fail every wait for this update with `error`, unless the unit is written already. Wait until no copy reads a
+        part."""
+        if not self.written.done():
+            self.computed.fail(error)  # first, so that a fetch without pending parts sees the error
+            with self._lock:
+                self._pending.clear()
+                copies = [copy for _, copy in self._copies]
+            for copy in copies:
+                wait_quietly(copy)
+            self.written.fail(error)
+
+    # -- a fetch -------------------------------------------------------------------------------------------------------
+
+    def forward_to(self, target: torch.Tensor, start_copy: StartCopy) -> list[tuple[int, int]]:
+        """Start to copy the parts that are not written to `target`. Return the ranges of written bytes (from, to),
+        which the caller must read.
+
+        `target`: [n] uint8, memory for the whole unit. `start_copy`: may write to the target until `finish_forward`
+        returns."""
+        with self._lock:
+            self._target, self._start_copy, self._covered = target, start_copy, dict(self._retired)
+            return sorted(self._covered.items())
+
+    def cancel_forward(self) -> None:
+        """Start no more copies to the target, and wait for those under way. Raises the error of a copy that has
+        failed."""
+        with self._lock:
+            self._target = self._start_copy = None
+            copies = [copy for _, copy in self._copies]
+        wait_all(copies)
+
+    def finish_forward(self) -> list[tuple[int, int]]:
+        """Block until the unit is computed and its parts are copied. Return the ranges of bytes (from, to) that the
+        caller must still read, because the update leaves them unchanged. Raises the error of an update that has failed.
+        """
+        try:
+            self.computed.wait()
+            with self._lock:
+                assert self._target is not None, "forward_to comes before finish_forward"
+                for start in self._pending:
+                    self._forward(start)
+                nbytes, covered = self._target.numel(), sorted(self._covered.items())
+                if self.computed.error is not None:  # parts may be missing
+                    raise self.computed.error
+        finally:
+            self.cancel_forward()
+        starts = [0, *(stop for _, stop in covered)]
+        stops = [*(start for start, _ in covered), nbytes]
+        return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+    def _forward(self, start: int) -> None:
+        """Start to copy the pending part at byte `start` to the target, unless there is no target or it has the part
+        already. Called under the lock."""
+        part = self._pending.get(start)
+        if self._target is None or self._start_copy is None or part is None or start in self._covered:
+            return
+        stop = start + part.numel()
+        self._copies.append((start, self._start_copy(self._target[start:stop], part)))
+        self._covered[start] = stop
+
+
+# -- homes -------------------------------------------------------------------------------------------------------------
+
+
+Owner = Unit | SubGroup
+
+
+@dataclass(frozen=True)
+class Home:
+    """A slot and its tier. `start`: the element of the owner's flat with which the slot begins. The owner is a unit or
+    a sub-group. `start` is not 0 if the slot holds only this rank's shard."""
+
+    tier: Tier
+    slot: Slot
+    start: int = 0
+
+    def elements(self, unit: Unit) -> slice:
+        """Return the elements of the unit's flat that the slot holds. The slot must be a home of the unit."""
+        return slice(self.start, self.start + self.slot.nbytes // unit.itemsize)
+
+    def offset_of(self, segment: Segment) -> int:
+        """Return the first byte of the segment in the slot, which holds the unit's dtype."""
+        return (segment.unit_start - self.start) * segment.unit.itemsize
+
+    def view_of(self, segment: Segment) -> torch.Tensor | None:
+        """Return a view of the segment's elements in the slot, [numel] of the unit's dtype; None if memory cannot
+        address the slot."""
+        if (raw := self.tier.view(self.slot)) is None:
+            return None
+        start = (segment.unit_start - self.start) * segment.unit.itemsize
+        return raw[start : start + segment.nbytes].view(segment.unit.dtype)
+
+
+class Inventory:
+    """The table of homes, (unit or sub-group, kind) -> home, and the last update of each unit. A unit without a "param"
+    home rests on the device, in its own storage. Driver thread; the update thread reads the table too."""
+
+    def __init__(self) -> None:
+        self._homes: dict[tuple[type, int, str], Home] = {}
+        self._last_updates: dict[int, UnitUpdate] = {}
+
+    def place(self, owner: Owner, kind: str, home: Home) -> None:
+        key = (type(owner), owner.index, kind)
+        assert key not in self._homes, f"{key} has a home already"
+        self._homes[key] = home
+
+    def find(self, owner: Owner, kind: str) -> Home | None:
+        return self._homes.get((type(owner), owner.index, kind))
+
+    def home(self, owner: Owner, kind: str) -> Home:
+        home = self._homes.get((type(owner), owner.index, kind))
+        assert home is not None, f"nothing rests as {kind} of {owner}"
+        return home
+
+    def move(self, homes: Mapping[tuple[Owner, str], Home]) -> None:
+        """Set new homes. `homes`: (owner, kind) -> its home from now on."""
+        self._homes.update({(type(owner), owner.index, kind): home for (owner, kind), home in homes.items()})
+
+    def set_last_update(self, unit: Unit, unit_update: UnitUpdate) -> None:
+        """Set the unit's last update. Once the update is written, the unit's home (or its storage on the device) holds
+        the new parameters."""
+        self._last_updates[unit.index] = unit_update
+
+    def last_update(self, unit: Unit) -> UnitUpdate | None:
+        return self._last_updates.get(unit.index)
+
+    def homes(self) -> Iterator[Home]:
+        return iter(self._homes.values())
+
+
+# -- plain tensors, to and from slots ----------------------------------------------------------------------------------
+
+
+def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None) -> torch.Tensor:
+    """Return `nbytes` of the slot's bytes from `offset`, [nbytes] uint8 on the CPU. They pass through a buffer of
+    `staging` if memory cannot address the slot."""
+    view = home.tier.view(home.slot)
+    if view is not None:
+        return view[offset : offset + nbytes].to("cpu", copy=True)
+    assert staging is not None, "a tier without views is planned with staging buffers"
+    out, at, end = torch.empty(nbytes, dtype=torch.uint8), offset, offset + nbytes
+    while at < end:
+        exact = range(at, min(at + staging.buffer_nbytes, align_up(end, PAGE_NBYTES)))
+        window = _verified_window(home, exact, staging.buffer_nbytes)
+        try:
+            found = _read(home, window, staging)[at - window.start :]
+        except CorruptionError:
+            raise
+        except StoreError:  # bytes around the wanted ones were never written
+            found = _read(home, exact, staging)
+        part = out[at - offset :][: found.numel()]
+        part.copy_(found[: part.numel()])
+        at += part.numel()
+    return out
+
+
+def _verified_window(home: Home, wanted: range, buffer_nbytes: int) -> range:
+    """Extend the range `wanted` to whole checksum chunks, if the buffer can hold them: a part of a chunk cannot be
+    verified."""
+    start = wanted.start // MIB * MIB
+    stop = min(align_up(wanted.stop, MIB), home.slot.nbytes)
+    if stop - start > buffer_nbytes:
+        stop = (start + buffer_nbytes) // MIB * MIB
+    return range(start, stop) if stop > wanted.start else wanted
+
+
+def _read(home: Home, window: range, staging: StagingPool) -> torch.Tensor:
+    with staging.lease(len(window), home.slot.name) as lease:
+        home.tier.read(home.slot, lease, window.start).wait()
+        return lease.tensor.clone()
+
+
+def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool | None) -> None:
+    """Write `data`, a contiguous tensor of whole pages, to the slot's bytes from `offset`."""
+    raw = as_bytes(data)
+    view = home.tier.view(home.slot)
+    if view is not None:
+        view[offset : offset + raw.numel()].copy_(raw)
+        return
+    assert staging is not None, "a tier without views is planned with staging buffers"
+    for start in range(0, raw.numel(), staging.buffer_nbytes):
+        part = raw[start : start + staging.buffer_nbytes]
+        with staging.lease(part.numel(), home.slot.name) as lease:
+            lease.tensor.copy_(part)
+            home.tier.write(home.slot, lease, offset + start).wait()
+
+
+@contextmanager
+def leased_slot(
+    home: Home, staging: StagingPool | None, read: slice, write: slice | None = None
+) -> Iterator[torch.Tensor]:
+    """Lend a slot's bytes, [nbytes] uint8, inside the block: in place, possibly on the device, or in a staging buffer.
+
+    `read`: the bytes (from, to, in whole pages) that are read into the staging buffer before the block. `write`: the
+    bytes that are written back from there after it. Both are ignored if the slot is lent in place."""
+    view = home.tier.view(home.slot)
+    if view is not None:
+        yield view
+        return
+    assert staging is not None, "a tier without views is planned with staging buffers"
+    with staging.lease(home.slot.nbytes, home.slot.name) as lease:
+        if read.start < read.stop:
+            home.tier.read(home.slot, BufferView(lease.tensor[read], lease.memory[read]), read.start).wait()
+        yield lease.tensor
+        if write is not None and write.start < write.stop:
+            home.tier.write(home.slot, BufferView(lease.tensor[write], lease.memory[write]), write.start).wait()

@@ -17,7 +17,7 @@ from tiered_zero.errors import BudgetError, ModelError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.plan.planner import PagerLimits
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.tier import Inventory
 from tiered_zero.unit.driver import CallPhase, Phase
 from tiered_zero.unit.guard import ClosedEngine
 from tiered_zero.unit.unit import PagedUnit, UnitState, UnitTable, WeightState

@@ -21,7 +21,7 @@ from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.tiers.inventory import Inventory, read_slot, write_slot
+from tiered_zero.tiers.tier import Inventory, read_slot, write_slot
 from tiered_zero.unit.cache import UnitCache
 from tiered_zero.unit.driver import DriverThread, find_call, is_running
 from tiered_zero.unit.unit import PagedUnit, UnitState, UnitTable

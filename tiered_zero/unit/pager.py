@@ -20,8 +20,7 @@ from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.planner import PagerLimits
-from tiered_zero.tiers.inventory import Home, Inventory, Owner
-from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.tiers.tier import Home, Inventory, Owner, UnitUpdate
 from tiered_zero.unit.cache import UnitCache
 from tiered_zero.unit.driver import CallPhase, DriverThread, Phase, find_call, is_running
 from tiered_zero.unit.guard import offloaded_error

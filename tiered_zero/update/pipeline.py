@@ -25,7 +25,7 @@ from tiered_zero.rules.optimizer_copy import copied_group
 from tiered_zero.rules.rule import Run
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import GradientSource
-from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.tiers.tier import UnitUpdate
 from tiered_zero.update.state_view import PieceScalars, StateView
 from tiered_zero.update.subgroup_io import ParameterSink, SubGroupIO, SubGroupWork
 

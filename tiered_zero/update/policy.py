@@ -41,7 +41,7 @@ from tiered_zero.errors import EngineFailedError, ModelError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import GradientSource, StepGradients
-from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.tiers.tier import UnitUpdate
 from tiered_zero.unit.pager import Pager, WholeWeights
 from tiered_zero.update.pipeline import ReadyQueue, UpdateJob, UpdatePipeline, has_gradient
 

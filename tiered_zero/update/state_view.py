@@ -25,7 +25,7 @@ from tiered_zero.rules.rule import Run, UpdateRule
 from tiered_zero.rules.state_layout import Parts, StateLayout
 from tiered_zero.rules.torch_rule import PROBE_STEPS
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.tiers.inventory import Inventory, leased_slot, read_slot, write_slot
+from tiered_zero.tiers.tier import Inventory, leased_slot, read_slot, write_slot
 
 logger = logging.getLogger("tiered_zero")
 Result = TypeVar("Result")

@@ -17,10 +17,8 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import Segment, SubGroup
 from tiered_zero.rules.state_layout import StateLayout
-from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.step_gradients import GradientSource
-from tiered_zero.tiers.tier import BufferView, as_bytes
-from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.tiers.tier import BufferView, Home, Inventory, UnitUpdate, as_bytes
 
 
 class ParameterSink(Protocol):

@@ -16,9 +16,8 @@ from tiered_zero.record.store import SwapStore
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.tiers.inventory import Home, Inventory, read_slot
 from tiered_zero.tiers.nvme import NvmeTier
-from tiered_zero.tiers.tier import DeviceTier, HostBuffer, HostTier, Slot
+from tiered_zero.tiers.tier import DeviceTier, Home, HostBuffer, HostTier, Inventory, Slot, read_slot
 from tiered_zero.unit.pager import Pager
 from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.policy import UpdatePolicy

@@ -51,12 +51,21 @@ from tiered_zero.record.runs import RunInfo, collect_garbage, leftover_notices, 
 from tiered_zero.record.store import SwapStore
 from tiered_zero.record.stripes import DATA_NAME
 from tiered_zero.record.writer import RecordWriter
-from tiered_zero.tiers import rack, unit_update
-from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.tiers import rack, tier
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.step_gradients import StepGradients, UnitShare
-from tiered_zero.tiers.tier import BufferView, DeviceTier, HostBuffer, HostTier, Slot, Tier, as_bytes
-from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.tiers.tier import (
+    BufferView,
+    DeviceTier,
+    Home,
+    HostBuffer,
+    HostTier,
+    Inventory,
+    Slot,
+    Tier,
+    UnitUpdate,
+    as_bytes,
+)
 from tiered_zero.unit import materialize, offloaded
 from tiered_zero.unit.guard import OffloadedParameter
 from tiered_zero.unit.model import list_params, module_tree
