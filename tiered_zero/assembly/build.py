@@ -55,7 +55,6 @@ from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.rack import TierRack
 from tiered_zero.tiers.step_gradients import FlatWindows
 from tiered_zero.tiers.tier import Home
-from tiered_zero.unit.guard import VisibleGradients
 from tiered_zero.unit.hooks import ModuleHooks
 from tiered_zero.unit.materialize import Materializer, UnitPlacer, materialize_model
 from tiered_zero.unit.model import ModelParameters
@@ -291,8 +290,7 @@ def _place_model(
     )
     materialize_model(materializer, run_spec.units, run_spec.params_of, placer)
     materializer.move_buffers(machine.runtime.accelerator.device, collectives)
-    trainable = [unit for unit in run_spec.units if unit.trainable]
-    step.visible_gradients.open([param for unit in trainable for param in run_spec.params_of(unit)])
+    step.gradients.serve()
     hooks = ModuleHooks(run_spec.model, run_spec.units, step)
     resources.add("hooks", hooks.remove)
     hooks.install()
@@ -318,8 +316,7 @@ def _make_step(
     resources.add("gradients", gradients.close)
     if reducer is not None:
         resources.add("gradients", reducer.close)
-    visible_gradients = VisibleGradients(gradients, runtime.collectives.world_size)
-    resources.add("param.grad", visible_gradients.close)
+    resources.add("param.grad", gradients.end_serving)
     params = UnitParameters(inventory, runtime, _flats(pager))
     pipeline = UpdatePipeline(view, runtime, params, _paged_gradients(run_spec))
     whole = _make_whole(run_spec, runtime, pager)
@@ -336,7 +333,6 @@ def _make_step(
             pager=pager,
             parameters=ModelParameters(run_spec.model, run_spec.trains),
             gradients=gradients,
-            visible_gradients=visible_gradients,
             reducer=reducer,
             policy=policy,
             groups=ParamGroupWatch([handle, run_spec.source] if handle is not None else []),

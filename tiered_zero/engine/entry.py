@@ -33,7 +33,6 @@ from tiered_zero.plan.planner import Plan
 from tiered_zero.system import OwnProcess
 from tiered_zero.telemetry.report import StepMeter, StepReport
 from tiered_zero.unit.driver import BACKWARD, Phase
-from tiered_zero.unit.guard import VisibleGradients
 from tiered_zero.unit.model import ModelParameters
 from tiered_zero.unit.pager import Pager
 from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer
@@ -53,7 +52,6 @@ class Movers:
     pager: Pager
     parameters: ModelParameters
     gradients: GradientStore
-    visible_gradients: VisibleGradients
     reducer: GradientReducer | None
     policy: UpdatePolicy
     groups: ParamGroupWatch
@@ -249,7 +247,7 @@ class Entrance:
         the thread that waits for the backward."""
         self._pager.end_pass()
         self._arrivals.end_own_backward()
-        self._movers.visible_gradients.show()
+        self._movers.gradients.show()
         self._stop_following()  # last: if this was not reached, the next call drops the step
 
     def _stop_following(self) -> None:
@@ -299,7 +297,7 @@ class Entrance:
             self._stop_following()
         movers.pager.abort()
         if keeps_gradients:
-            movers.visible_gradients.show()
+            movers.gradients.show()
             return
         if movers.activations is not None:
             movers.activations.abort()
@@ -323,10 +321,10 @@ class Entrance:
     def drop_gradients(self, are_taken: bool = False) -> None:
         """Drop the gradients. `are_taken`: whether the update has taken them already; only gradients that hooks of the
         optimizer have assigned since are then left to drop."""
-        visible, gradients = self._movers.visible_gradients, self._movers.gradients
+        gradients = self._movers.gradients
         self._arrivals.reset()
-        visible.hide()
-        visible.set_hidden()
+        gradients.hide()
+        gradients.set_hidden()
         if are_taken and not gradients.has_gradients:
             gradients.take_unstored()
         else:

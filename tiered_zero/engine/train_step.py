@@ -45,7 +45,7 @@ class TrainStep:
         self, movers: Movers, config: Config, choice: UpdateChoice, *, trains: bool, overflow: OverflowGuard
     ) -> None:
         self.pager, self.parameters = movers.pager, movers.parameters
-        self.gradients, self.visible_gradients = movers.gradients, movers.visible_gradients
+        self.gradients = movers.gradients
         self.policy, self.runtime, self._drain_lanes = movers.policy, movers.runtime, movers.drain
         self._reducer = movers.reducer
         self._marks_uses = movers.reducer is not None and movers.reducer.marks_uses
@@ -73,7 +73,6 @@ class TrainStep:
         """Whether KeyboardInterrupt is held back, because a backward has begun updates whose step has not ended."""
         self._handled = 0
         """The id of the exception that the program handled as it called a module directly."""
-        self.visible_gradients.set_hidden()
 
     # -- module hooks, on the driver thread or in a recomputation in backward ------------------------------------------
 
@@ -257,7 +256,7 @@ class TrainStep:
             self.gradients.begin_backward(is_last=boundary and self._reducer is None)
             step_follows = self.counts.begin_backward(retain_graph) and boundary
             self.phase.step_follows = boundary  # the same on every rank, which `retain_graph` need not be
-            self.visible_gradients.set_hidden(step_follows and self._optimizer_in_backward)
+            self.gradients.set_hidden(step_follows and self._optimizer_in_backward)
             self.pager.cache.refuse()
             backward = self.arrivals.engine_backward(is_last=boundary, frees_graph=not retain_graph)
             with self.pager.saved_views.saving(), backward:
@@ -361,11 +360,11 @@ class TrainStep:
     def _pass(self, phase: Phase) -> Iterator[None]:
         """Run the block as a forward or a backward (`phase`), during which `param.grad` is hidden."""
         with self.entrance.call(phase):
-            self.visible_gradients.hide()
+            self.gradients.hide()
             with self.runtime.recorder.span("compute", phase.value):
                 yield
             self.pager.end_pass()
-            self.visible_gradients.show()
+            self.gradients.show()
 
     @property
     def zero_grad_drops(self) -> bool:
@@ -387,8 +386,8 @@ class TrainStep:
             else:
                 self.arrivals.reset()
                 self.gradients.zero()
-                self.visible_gradients.show()
-                self.visible_gradients.set_hidden()
+                self.gradients.show()
+                self.gradients.set_hidden()
             self.counts.num_backwards = 0
             self.meter.losses.clear()
 

@@ -24,12 +24,22 @@ from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.tier import Inventory
+from tiered_zero.unit.guard import set_gradient_home
 
 logger = logging.getLogger("tiered_zero")
 
 GRAD_SLOT: Any = torch.Tensor.grad
 """The descriptor of autograd's own attribute; it bypasses the `grad` property of guarded parameters."""
 
+_HIDDEN_BY_UPDATE = (
+    'its update begins in backward, as it does where nothing is clipped or checked. Set "tiered_zero": '
+    '{"optimizer_in_backward": false} to read and change gradients until step(). To clip, set gradient_clipping; '
+    "engine.get_global_grad_norm() has the norm after step()."
+)
+_HIDDEN_BY_RANKS = (
+    "it is this rank's own until step(), which averages the gradients of all ranks: leave DistributedDataParallel out. "
+    "To clip, set gradient_clipping; engine.get_global_grad_norm() has the norm after step()."
+)
 _PRESENT: Callable[[UnitGradients], set[int]] = attrgetter("present")
 
 _SECOND_BACKWARD = (
@@ -77,7 +87,11 @@ class GradientStore:
         self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
         self._span = runtime.accelerator.timer(runtime.recorder)
         self._measures_norms = True
-        self._hidden: str | None = None
+        self.is_shown = False
+        """Whether parameters in use read and assign `param.grad` at its home: there are gradients, and no call of the
+        engine runs."""
+        self._hidden_by_ranks = _HIDDEN_BY_RANKS if runtime.collectives.world_size > 1 else None
+        self._hidden: str | None = self._hidden_by_ranks
         """The reason for which `param.grad` cannot be read or assigned."""
         self._extra_nbytes: Counter[str] = Counter()
         """Tier -> number of bytes allocated beyond the plan, by `promote`."""
@@ -346,10 +360,31 @@ class GradientStore:
         """Whether any parameter has a gradient in this step."""
         return any(map(_PRESENT, self._units.values()))
 
-    def set_hidden(self, why: str | None) -> None:
-        """Make every read and assignment of `param.grad` raise ModelError from now on, with the reason `why`; None
-        allows both again."""
-        self._hidden = why
+    def serve(self) -> None:
+        """Let users read and assign `param.grad` at its home from now on, between backward and step().
+
+        A parameter in use does so while `is_shown`, a guarded parameter at any time. Without gradients at their home,
+        what users assign goes to autograd's attribute."""
+        set_gradient_home(self._places, self)
+
+    def end_serving(self) -> None:
+        self.hide()
+        set_gradient_home(self._places, None)
+
+    def show(self) -> None:
+        """Show gradients, if there are any: a forward or a backward has ended."""
+        self.is_shown = self.has_gradients
+
+    def hide(self) -> None:
+        """Hide gradients: a forward, a backward or a step begins, or the gradients are dropped."""
+        self.is_shown = False
+
+    def set_hidden(self, updates_in_backward: bool = False) -> None:
+        """Refuse to read or assign gradients until step(), with ModelError, if an update or other ranks change them.
+
+        `updates_in_backward`: whether updates begin in backward. The caller passes one value in every step, although
+        the first step's update never begins in backward."""
+        self._hidden = _HIDDEN_BY_UPDATE if updates_in_backward else self._hidden_by_ranks
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return `param.grad` between backward and step(): a live view of the gradient's home, which users may change

@@ -125,13 +125,10 @@ class ClosedEngine:
 
 
 class GradientHome(Protocol):
-    """Interface to the gradients of parameters at their home, between backward and step()."""
+    """Interface to the gradients of parameters at their home, between backward and step(). `is_shown`: whether
+    parameters in use read and assign `param.grad` there; guarded ones do at any time."""
 
-    def set_hidden(self, why: str | None) -> None:
-        """Refuse to read and assign gradients, with `why` as the reason in the error; None allows both."""
-
-    @property
-    def has_gradients(self) -> bool: ...
+    is_shown: bool
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the value of `param.grad`."""
@@ -143,58 +140,13 @@ class GradientHome(Protocol):
 _gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _grad: Any = torch.Tensor.grad  # the descriptor
 
-_HIDDEN_BY_UPDATE = (
-    'its update begins in backward, as it does where nothing is clipped or checked. Set "tiered_zero": '
-    '{"optimizer_in_backward": false} to read and change gradients until step(). To clip, set gradient_clipping; '
-    "engine.get_global_grad_norm() has the norm after step()."
-)
-_HIDDEN_BY_RANKS = (
-    "it is this rank's own until step(), which averages the gradients of all ranks: leave DistributedDataParallel out. "
-    "To clip, set gradient_clipping; engine.get_global_grad_norm() has the norm after step()."
-)
 
-
-@final
-class VisibleGradients:
-    """Lets user code read and assign `param.grad` of trainable parameters at the gradient's home, from backward to
-    step().
-
-    A backward moves each gradient to its home, which may be on another device, and in fp32 if micro-batches are summed;
-    autograd's own attribute can hold neither. A parameter in use reads its gradient here only while there are gradients
-    and no call of the engine runs; a guarded parameter reads it here at any time. Without gradients at their home, what
-    users assign goes to autograd's attribute. Driver thread."""
-
-    def __init__(self, home: GradientHome, num_ranks: int = 1) -> None:
-        self._params: Sequence[nn.Parameter] = ()
-        self.home = home
-        self.is_open = False
-        self._num_ranks = num_ranks
-
-    def open(self, params: Sequence[nn.Parameter]) -> None:
-        """Begin to serve `param.grad` of `params`: all trainable parameters."""
-        self._params = params
-        for param in params:
-            _gradients[param] = self
-
-    def set_hidden(self, updates_in_backward: bool = False) -> None:
-        """Refuse to read or assign gradients until step(), if an update or other ranks change them.
-
-        `updates_in_backward`: whether updates begin in backward. The caller passes one value in every step, although
-        the first step's update never begins in backward."""
-        by_ranks = _HIDDEN_BY_RANKS if self._num_ranks > 1 else None
-        self.home.set_hidden(_HIDDEN_BY_UPDATE if updates_in_backward else by_ranks)
-
-    def show(self) -> None:
-        """Show gradients, if there are any: a forward or a backward has ended."""
-        self.is_open = self.home.has_gradients
-
-    def hide(self) -> None:
-        """Hide gradients: a forward, a backward or a step begins, or the gradients are dropped."""
-        self.is_open = False
-
-    def close(self) -> None:
-        self.hide()
-        for param in self._params:
+def set_gradient_home(params: Iterable[nn.Parameter], home: GradientHome | None) -> None:
+    """Let `param.grad` of `params` be read and assigned at `home`; None: at autograd's own attribute again."""
+    for param in params:
+        if home is not None:
+            _gradients[param] = home
+        else:
             _gradients.pop(param, None)  # type: ignore[no-untyped-call]
 
 
@@ -205,14 +157,14 @@ def read_grad(param: nn.Parameter, is_guarded: bool) -> torch.Tensor | None:
         grad: torch.Tensor | None = _grad.__get__(param)
     if grad is not None:
         return grad
-    gradients: VisibleGradients | None = _gradients.get(param)  # type: ignore[no-untyped-call]
-    return gradients.home.read(param) if gradients is not None and (is_guarded or gradients.is_open) else None
+    home: GradientHome | None = _gradients.get(param)  # type: ignore[no-untyped-call]
+    return home.read(param) if home is not None and (is_guarded or home.is_shown) else None
 
 
 def assign_grad(param: nn.Parameter, value: torch.Tensor | None, is_guarded: bool) -> None:
-    gradients: VisibleGradients | None = _gradients.get(param)  # type: ignore[no-untyped-call]
-    if gradients is not None and (is_guarded or gradients.is_open):
-        gradients.home.assign(param, value)
+    home: GradientHome | None = _gradients.get(param)  # type: ignore[no-untyped-call]
+    if home is not None and (is_guarded or home.is_shown):
+        home.assign(param, value)
         value = None
     with torch._C.DisableTorchFunctionSubclass():
         _grad.__set__(param, value)
