@@ -13,8 +13,7 @@ from torch import nn
 
 from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.config.schema import Config
-from tiered_zero.engine.counts import StepCounts
-from tiered_zero.engine.entry import Entrance, Movers
+from tiered_zero.engine.entry import Entrance, Movers, StepCounts
 from tiered_zero.errors import ModelError, NonFiniteError
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.check import GradCheck, OverflowGuard, check_gradients
