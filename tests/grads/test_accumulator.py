@@ -21,10 +21,9 @@ from tests.support.tier_rig import make_runtime
 from tests.support.units import make_params, make_unit
 from tiered_zero.concurrency.transfer import Completion
 from tiered_zero.errors import ModelError
-from tiered_zero.grads import in_flight as in_flight_module
+from tiered_zero.grads import gradient
 from tiered_zero.grads.check import GradNorm, OverflowGuard
-from tiered_zero.grads.gradient import UnitGradients
-from tiered_zero.grads.in_flight import NUM_KEPT, SUM_CHUNK_NUMEL, InFlightGradients
+from tiered_zero.grads.gradient import NUM_KEPT, SUM_CHUNK_NUMEL, InFlightGradients, UnitGradients
 from tiered_zero.grads.store import GradientStore
 from tiered_zero.hardware.device.lanes import LaneTransfer
 from tiered_zero.hardware.memory.host_memory import HostArena
@@ -230,12 +229,12 @@ def test_single_gradients_stay_in_16_bit(runtime: Runtime, caplog: pytest.LogCap
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send each gradient in a batch of its own."""
-    monkeypatch.setattr(in_flight_module, "BATCH_NBYTES", 1)
+    monkeypatch.setattr(gradient, "BATCH_NBYTES", 1)
 
 
 def test_small_gradients_of_a_unit_go_together(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the unit is complete, the next unit begins, somebody waits, or the batch is full."""
-    monkeypatch.setattr(in_flight_module, "BATCH_NBYTES", 3000)
+    monkeypatch.setattr(gradient, "BATCH_NBYTES", 3000)
     lane, names = runtime.accelerator.lane("reduce"), []
     submit = lane.submit
 

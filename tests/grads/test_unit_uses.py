@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.units import make_unit
 from tiered_zero.grads.gradient import UnitGradients
-from tiered_zero.grads.uses import UnitUses
+from tiered_zero.grads.reduce import UnitUses
 
 
 class Layer(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tiered_zero.grads.uses import UseOrder
+from tiered_zero.grads.reduce import UseOrder
 
 ROWS: dict[str, tuple[Sequence[int], Sequence[int], Sequence[list[int]]]] = {
     "a row of units": ([0, 1, 2, 3], [3, 2, 1, 0], [[], [3], [3, 2], [3, 2, 1]]),

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
-from tests.support.inspection.insides import GradCopy, GradNorm, in_flight
+from tests.support.inspection.insides import GradCopy, GradNorm, gradient
 from tests.support.trainers import adamw, tiered
 from tiered_zero.hardware.device.lanes import Lane, LaneTransfer
 from tiered_zero.hardware.memory.staging import StagingPool
@@ -40,12 +40,12 @@ def test_one_buffer_is_filled_while_the_other_is_added(device: LaggingDevice, sw
     """Both are in use at each sum of a large gradient but the last; many small ones come in one, waited for once."""
     patch = pytest.MonkeyPatch()
     patch.setattr(staging, "MAX_AUTO_STAGING_NBYTES", 64 << 10)  # a quarter of the large gradient
-    patch.setattr(in_flight, "BATCH_NBYTES", 32 << 10)  # which goes alone
+    patch.setattr(gradient, "BATCH_NBYTES", 32 << 10)  # which goes alone
     pools: list[StagingPool] = []
     sums: list[tuple[int, int]] = []
-    build, add = in_flight.InFlightGradients.__init__, GradNorm.copy_threaded
+    build, add = gradient.InFlightGradients.__init__, GradNorm.copy_threaded
 
-    def build_with(self: in_flight.InFlightGradients, *parts: Any) -> None:
+    def build_with(self: gradient.InFlightGradients, *parts: Any) -> None:
         pools.append(parts[2])
         build(self, *parts)
 
@@ -53,7 +53,7 @@ def test_one_buffer_is_filled_while_the_other_is_added(device: LaggingDevice, sw
         sums.append((len(copies), pools[0].count - pools[0].num_free))
         add(self, copies)
 
-    patch.setattr(in_flight.InFlightGradients, "__init__", build_with)
+    patch.setattr(gradient.InFlightGradients, "__init__", build_with)
     patch.setattr(GradNorm, "copy_threaded", add_counted)
     zero, runtime = {"stage3_param_persistence_threshold": 0}, {"device": "cuda", "update": "barrier"}
     try:
@@ -72,7 +72,7 @@ def test_one_buffer_is_filled_while_the_other_is_added(device: LaggingDevice, sw
 def test_small_gradients_of_a_unit_leave_together(device: LaggingDevice, swap_path: Path) -> None:
     """In one job of the lane, with one mark of compute and one to wait for; a large gradient has its own."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(in_flight, "BATCH_NBYTES", 32 << 10)
+    patch.setattr(gradient, "BATCH_NBYTES", 32 << 10)
     jobs: list[tuple[int, LaneTransfer]] = []
     submit = Lane.submit
 

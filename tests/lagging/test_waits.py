@@ -18,7 +18,7 @@ import tiered_zero
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
 from tests.lagging.ranks import on_ranks
-from tests.support.inspection.insides import in_flight
+from tests.support.inspection.insides import gradient
 from tests.support.trainers import adamw, tiered
 
 NUM_MATRICES = 12
@@ -71,7 +71,7 @@ def count_waits(device: LaggingDevice, engine: Any, accumulation: int) -> int:
 def check(device: LaggingDevice, step: Step, open_engine: Callable[[nn.Module], Any]) -> None:
     """Each gradient leaves by itself, and the waits lie below a line of slope 1, in each backward."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_flight, "BATCH_NBYTES", 1024)
+        patch.setattr(gradient, "BATCH_NBYTES", 1024)
         for num_blocks in (FEW, MANY):
             torch.manual_seed(0)
             with open_engine(nn.Sequential(*(Block() for _ in range(num_blocks)))) as engine:

@@ -32,8 +32,7 @@ from tiered_zero.engine.entry import EngineParts, Movers
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import PlanError, add_note
 from tiered_zero.grads.check import GradNorm, OverflowGuard
-from tiered_zero.grads.gradient import UnitGradients
-from tiered_zero.grads.in_flight import InFlightGradients
+from tiered_zero.grads.gradient import InFlightGradients, UnitGradients
 from tiered_zero.grads.reduce import GradientReducer, Reduction
 from tiered_zero.grads.store import GradientStore
 from tiered_zero.hardware.device.select import build_accelerator

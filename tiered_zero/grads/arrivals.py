@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.reduce import GradientReducer
+from tiered_zero.grads.reduce import GradientReducer, UseMark
 from tiered_zero.grads.store import GRAD_SLOT, GradientStore
-from tiered_zero.grads.uses import UseMark
 from tiered_zero.layout.flat import Unit
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -13,7 +13,6 @@ import torch
 
 from tiered_zero.config.schema import Config, Fp16Section
 from tiered_zero.errors import ConfigError, NonFiniteError
-from tiered_zero.grads.gradient import UnitGradients
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.native.update import CopyNorm, Dtype, UpdateKernel
 
@@ -135,39 +134,6 @@ def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, lis
             part = values[start - span.start : last - span.start].double()
             squares[entry.param.index].append((part * part).sum())
     return squares
-
-
-def sum_squares(units: Iterable[UnitGradients], spans: Mapping[int, Sequence[range]]) -> tuple[float, int]:
-    """Return the fp64 sum of squares of the averaged gradients in this rank's shards, and the index of the first
-    parameter whose gradient is not finite, or NONE_BAD. `spans`: unit index -> the parts into which buckets cut this
-    rank's shard. Squares that were not summed on arrival are computed now. The host waits once for the device."""
-    found: list[tuple[int, list[torch.Tensor]]] = []
-    for each in units:
-        if not each.present:
-            continue
-        squares = each.squares
-        if not squares:
-            with each.opened() as flat:
-                for span in spans.get(each.unit.index, ()):
-                    values = flat[span.start - each.start : span.stop - each.start]
-                    for index, more in span_squares(values, span, each.unit).items():
-                        squares.setdefault(index, []).extend(more)
-        order = [entry.param.index for entry in each.unit.entries if entry.param.index in each.present]
-        found += [(index, squares[index]) for index in order if index in squares]
-    numbers = iter(_on_host([square for _, squares in found for square in squares]))
-    total, bad = 0.0, NONE_BAD
-    for index, parts in found:
-        total += (of_param := sum(next(numbers) for _ in parts))
-        if not of_param < float("inf"):
-            bad = index if bad == NONE_BAD else min(bad, index)
-    return total, bad
-
-
-def _on_host(numbers: Sequence[torch.Tensor]) -> list[float]:
-    """Return the values of 0-d tensors, in their order. The values on the device are copied to the host together."""
-    on_device = [number for number in numbers if not number.is_cpu]
-    came = iter(torch.stack(on_device).tolist() if on_device else ())
-    return [float(number) if number.is_cpu else next(came) for number in numbers]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.check import GradNorm, Norm, OverflowGuard, span_squares
-from tiered_zero.grads.gradient import UnitGradients
-from tiered_zero.grads.in_flight import Arrival, InFlightGradients
+from tiered_zero.grads.gradient import Arrival, InFlightGradients, UnitGradients
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.sizes import format_nbytes

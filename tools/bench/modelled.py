@@ -41,7 +41,7 @@ from torch.nn import functional
 import tiered_zero
 from tests.lagging.build import build, why_not
 from tests.lagging.cuda import LaggingDevice
-from tiered_zero.grads import in_flight
+from tiered_zero.grads import gradient
 from tiered_zero.io.engine import IOTransfer
 from tiered_zero.layout.subgroups import IN_PLACE_SUB_GROUP_NUMEL
 from tiered_zero.plan import staging
@@ -249,11 +249,11 @@ class Modelled:
 
         self.device.reset()
         disk = Disk(self.slow, self.one_way)
-        batch_nbytes = max(1, in_flight.BATCH_NBYTES // SCALE)
+        batch_nbytes = max(1, gradient.BATCH_NBYTES // SCALE)
         with (
             tempfile.TemporaryDirectory() as swap_path,
             patch.object(NativeRule, "update", timed_update),
-            patch.object(in_flight, "BATCH_NBYTES", batch_nbytes),
+            patch.object(gradient, "BATCH_NBYTES", batch_nbytes),
             patch.object(staging, "AUTO_STATE_STAGING_NBYTES", staging.AUTO_STATE_STAGING_NBYTES // SCALE),
             patch.object(StripedFiles, "submit", lambda *request: disk.submit(*request)),
         ):

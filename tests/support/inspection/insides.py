@@ -34,10 +34,9 @@ from tiered_zero.checkpoint.tag import (
 )
 from tiered_zero.checkpoint.tag_writer import TagWriter, prune
 from tiered_zero.engine.deepspeed_names import MISSING
-from tiered_zero.grads import check, in_flight
+from tiered_zero.grads import check, gradient
 from tiered_zero.grads.check import GradCopy, GradNorm
-from tiered_zero.grads.gradient import UnitGradients
-from tiered_zero.grads.in_flight import InFlightGradients
+from tiered_zero.grads.gradient import InFlightGradients, UnitGradients
 from tiered_zero.grads.store import GradientStore
 from tiered_zero.record import files, manifest, reader, runs, stripes, table, writer
 from tiered_zero.record import store as swap_store
