@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from tiered_zero.activations.mover import ActivationMover
-from tiered_zero.activations.places import HostPlace, NvmePlace, Place
+from tiered_zero.activations.mover import ActivationMover, HostPlace, NvmePlace, Place
 from tiered_zero.assembly.choice import predicted_seconds, save_choice
 from tiered_zero.assembly.machine import SHUTDOWN, Machine, Source, find_source, open_machine, open_runtime
 from tiered_zero.assembly.spec import RunSpec, planning_notices
