@@ -1,5 +1,5 @@
-"""Move what autograd saves to its place (a budget of bytes in host memory or on NVMe) in forward, and read it back ahead
-of its use in backward."""
+"""Move what autograd saves in forward to its place: a budget of bytes in host memory or on NVMe. Read it back ahead of
+its use in backward."""
 
 from __future__ import annotations
 
