@@ -223,11 +223,6 @@ def test_state_of_an_optimizer_that_is_passed_in_is_taken_by_the_native_rule(swa
         (lambda saved: saved["param_groups"].pop(), "param groups of"),
         (lambda saved: saved["param_groups"][0]["params"].pop(), "param groups of"),
         (lambda saved: saved["param_groups"][0].pop("lr"), "missing: lr. Load"),
-        (
-            lambda saved: saved["param_groups"][1].update(betas=None),
-            "param group 1 that are loaded; it raised TypeError",
-        ),
-        (lambda saved: saved["param_groups"][0].update(betas=(1, 0.9)), "group 0.*it raised ZeroDivisionError"),
         (lambda saved: saved["state"].update({99: {}}), "found state of .99."),
         (lambda saved: saved["state"][1].update(exp_avg=torch.zeros(3)), r"tokens.weight.*exp_avg.*found \(3,\)"),
         (lambda saved: saved["state"][1].pop("exp_avg_sq"), "tokens.weight.*exp_avg_sq"),

@@ -105,7 +105,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         return self._flushed().read(only)
 
     def check_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Raise ModelError if a step would fail with these values of the param groups."""
+        """Raise ModelError if these values of the param groups need state arrays that were not planned."""
         self._flushed().check_groups(groups)
 
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
@@ -423,7 +423,7 @@ class TieredOptimizer(TierStateOptimizer):
 
     def checked_group_options(self, options: Any) -> list[dict[str, Any]]:
         """Return `options`, which are untrusted, checked and completed. They have the form of `group_options()`. Raises
-        ModelError if the optimizer cannot step with them."""
+        ModelError if the form differs, or if they need state arrays that were not planned."""
         completed = self._completed_options(options)
         self._state_access().check_groups(completed)
         return completed
