@@ -69,17 +69,6 @@ class _ForwardHook(_Hook):
         )
 
 
-class _InstanceForward:
-    """The handle of a `forward` that this package has set in a module's instance. `remove` deletes it, and the
-    `forward` of the module's class serves again."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def remove(self) -> None:
-        self._module.__dict__.pop("forward", None)
-
-
 def _hide_from_compiler(*functions: Any) -> None:
     """Make torch.compile compile neither `functions` nor what they call. They run between the graphs of a module, or
     while autograd saves for backward. Unlike torch.compiler.disable this costs nothing per call."""
@@ -104,7 +93,9 @@ class ModuleHooks:
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], events: ForwardEvents) -> None:
         self._events = events
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
+        self._layers_4bit: list[nn.Module] = []
+        """Layers whose instance has a `forward` of this package."""
         self._key: int | None = None
         """The key of the forward hooks in every module's table of hooks."""
         self._model = model
@@ -132,7 +123,7 @@ class ModuleHooks:
             self._watch_state_dict(module)
             if is_4bit(module) and "forward" not in module.__dict__:
                 module.forward = Forward4bit(module)
-                self._handles.append(_InstanceForward(module))
+                self._layers_4bit.append(module)
         for param in self._model.parameters():
             if param.requires_grad:
                 handle = param.register_post_accumulate_grad_hook(self._events.grad_ready)  # type: ignore[no-untyped-call]
@@ -145,6 +136,9 @@ class ModuleHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for layer in self._layers_4bit:
+            layer.__dict__.pop("forward", None)  # the `forward` of the layer's class serves again
+        self._layers_4bit.clear()
 
     def _before_direct(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open a frame if the module is called directly. See [Note: Frames of modules]."""
