@@ -4,9 +4,7 @@ and end a run that the user does not close."""
 
 from __future__ import annotations
 
-import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -307,7 +305,7 @@ class Entrance:
             self._phase.now = Phase.BACKWARD if is_backward else Phase.FORWARD
             try:
                 if is_backward or is_forward:
-                    self.fail_ranks(_caught_in_backward() if is_backward else None)
+                    self.fail_ranks(None)
                 self.drop()
             finally:
                 self._phase.now = Phase.IDLE
@@ -444,8 +442,8 @@ class Entrance:
 
     def fail_ranks(self, error: BaseException | None) -> None:
         """End the run on all ranks after a forward or `loss.backward()` without the engine raised on this rank. The
-        other ranks would wait in a collective that this rank never calls. `error`: the exception; None if the program
-        has handled it already, so it is not known."""
+        other ranks would wait in a collective that this rank never calls. `error`: the exception; None if it is not
+        known, because the program has caught it."""
         name, reducer = self._phase.now.value, self._movers.reducer
         if reducer is None or not (reducer.shards_params or reducer.is_open):
             return
@@ -454,10 +452,3 @@ class Entrance:
         if self._movers.policy.failures.error is None:
             self.latch(f"a {name} past the engine was ended by {text}, which ends the run on all ranks")
             self._movers.drain()
-
-
-def _caught_in_backward() -> BaseException | None:
-    """Return the exception that the program is handling now, if a backward raised it; else None."""
-    error = sys.exc_info()[1]
-    frames = traceback.walk_tb(error.__traceback__ if error is not None else None)
-    return error if any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in frames) else None
