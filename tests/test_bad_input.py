@@ -16,7 +16,7 @@ import tiered_zero
 from tests.bad_inputs import CASES, Case, build_model, check, good_config, merged
 from tests.support.inspection.insides import rack
 from tiered_zero.errors import ConfigError, ModelError, PlanError, StoreError, TieredZeroError
-from tiered_zero.io import preflight
+from tiered_zero.io import select
 
 ROOT = Path(__file__).parents[1]
 DEVICES = ("none", "cpu", "nvme")
@@ -59,7 +59,7 @@ def test_python_O_changes_nothing(swap_path: Path) -> None:
 
 
 def test_a_block_device(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.stat, "S_ISBLK", lambda mode: True)  # not every machine shows its disks
+    monkeypatch.setattr(select.stat, "S_ISBLK", lambda mode: True)  # not every machine shows its disks
     with pytest.raises(ConfigError, match=r"is a block device\. Make a file system on it, mount it"):
         tiered_zero.initialize(model=build_model(), config=good_config(swap_path))
     assert os.listdir(swap_path) == []

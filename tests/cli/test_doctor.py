@@ -18,7 +18,7 @@ from tiered_zero.cli import doctor as module
 from tiered_zero.cli.main import main
 from tiered_zero.errors import TransferError
 from tiered_zero.hardware import probe, rates
-from tiered_zero.io.disk import DiskEngine, DiskFile
+from tiered_zero.io.engine import DiskEngine, DiskFile
 from tiered_zero.native import LIBRARY_DIR_VARIABLE
 from tiered_zero.plan.machine import default_path, load_machine
 from tiered_zero.sizes import GIB, MIB

@@ -11,8 +11,7 @@ from typing import final
 
 from tiered_zero.concurrency.transfer import FailureLatch
 from tiered_zero.errors import TransferError
-from tiered_zero.io.disk import transfer_error
-from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request, dump_in_flight
+from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request, dump_in_flight, transfer_error
 
 
 @dataclass(frozen=True)

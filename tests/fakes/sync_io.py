@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from tiered_zero.concurrency.transfer import FailureLatch
 from tiered_zero.errors import TransferError
-from tiered_zero.io.disk import file_error
-from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request
+from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request, file_error
 
 
 @dataclass

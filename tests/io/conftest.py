@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.native_build import DIRECT_IO_SOURCE, compile_shared
-from tiered_zero.io.disk import DiskEngine
-from tiered_zero.io.engine import IOSettings
+from tiered_zero.io.engine import DiskEngine, IOSettings
 from tiered_zero.io.select import ENGINES
 
 BuildEngine = Callable[..., DiskEngine]

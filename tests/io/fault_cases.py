@@ -17,8 +17,7 @@ from mmap import mmap
 from pathlib import Path
 
 from tiered_zero.errors import TransferError
-from tiered_zero.io.disk import DiskEngine, DiskTransfer
-from tiered_zero.io.engine import File, IOSettings, IOTransfer
+from tiered_zero.io.engine import DiskEngine, DiskTransfer, File, IOSettings, IOTransfer
 from tiered_zero.io.select import ENGINES
 
 LIBC = ctypes.CDLL(None)

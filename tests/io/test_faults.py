@@ -24,8 +24,7 @@ from tests.support.file_systems import mounted
 from tests.support.native_build import ROOT, compile_shared
 from tiered_zero.errors import TransferError
 from tiered_zero.io.native import NativeEngine
-from tiered_zero.io.preflight import preflight_directory
-from tiered_zero.io.select import ENGINES, select_engine
+from tiered_zero.io.select import ENGINES, preflight_directory, select_engine
 
 EXPECTED = {
     "eio_on_read": r"read of 40960 bytes .* wanted \d+ bytes, got 0: EIO \(.*\); .* free there\. The device reported",

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.io import preflight
-from tiered_zero.io.preflight import filesystem_type, filesystem_warnings, preflight_directory
+from tiered_zero.io import select
+from tiered_zero.io.select import filesystem_type, filesystem_warnings, preflight_directory
 
 MOUNTS = """\
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard
@@ -40,7 +40,7 @@ def test_a_file(tmp_path: Path) -> None:
 def test_a_block_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.stat_result(os.stat(tmp_path))
     device = os.stat_result((stat.S_IFBLK | 0o600, *real[1:]))
-    monkeypatch.setattr(preflight.os, "stat", lambda path: device)
+    monkeypatch.setattr(select.os, "stat", lambda path: device)
     with pytest.raises(ConfigError, match=r"is a block device\. Make a file system on it, mount it"):
         preflight_directory(tmp_path)
 
@@ -55,16 +55,6 @@ def test_a_link_to_a_directory_of_ones_own_passes(swap_path: Path) -> None:
     (swap_path / "real").mkdir()
     (swap_path / "link").symlink_to(swap_path / "real")
     preflight_directory(f"{swap_path}/link/")
-
-
-def test_a_link_to_anothers_directory_is_refused(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (swap_path / "real").mkdir()
-    (swap_path / "link").symlink_to(swap_path / "real")
-    real = os.stat_result(os.stat(swap_path / "real"))
-    theirs = os.stat_result((*real[:4], 12345, *real[5:]))
-    monkeypatch.setattr(preflight.os, "stat", lambda path: theirs)
-    with pytest.raises(ConfigError, match=r"symbolic link to .*/real, which belongs to user 12345"):
-        preflight_directory(swap_path / "link")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.cli.main import main
 from tiered_zero.errors import StoreError, TieredZeroError
-from tiered_zero.io.preflight import is_local
+from tiered_zero.io.select import is_local
 from tiered_zero.record import manifest, runs
 from tiered_zero.record.directory import OWNER_NAME, PREFIX, Owner, SwapDir, read_owner
 from tiered_zero.record.manifest import MANIFEST_NAME, Manifest, Range, Record

@@ -25,7 +25,7 @@ from tests.support.imports import freeze_imports
 from tests.support.inspection.insides import runs
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tests.support.rings import mark_full
-from tiered_zero.io.preflight import filesystem_type, is_local
+from tiered_zero.io.select import filesystem_type, is_local
 from tiered_zero.native import find_library
 
 torch.set_num_threads(NUM_THREADS)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tiered_zero.assembly.rates import TO_MEASURE, load_measured
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError
-from tiered_zero.io.preflight import nearest_directory
+from tiered_zero.io.select import nearest_directory
 from tiered_zero.plan.activations import ActivationEstimate, BlockShape, estimate_activations
 from tiered_zero.plan.choice import NUM_SHOWN, Candidate, PlacementSearch
 from tiered_zero.plan.machine import Disk, Machine

@@ -24,7 +24,7 @@ from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.ranks.launcher import launch_name, local_rank, num_restarts
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.io.preflight import preflight_directory
+from tiered_zero.io.select import preflight_directory
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.placement import PlannedSlot
 from tiered_zero.plan.planner import Plan

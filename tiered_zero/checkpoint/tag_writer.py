@@ -34,8 +34,7 @@ from tiered_zero.checkpoint.tag import (
     read_latest,
 )
 from tiered_zero.errors import ConfigError, StoreError, TransferError
-from tiered_zero.io.disk import free_text
-from tiered_zero.io.engine import IOEngine
+from tiered_zero.io.engine import IOEngine, free_text
 from tiered_zero.record.files import (
     disk_nbytes,
     encode_file,

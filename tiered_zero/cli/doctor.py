@@ -23,8 +23,7 @@ from tiered_zero.cli.bench_io import measure_directory
 from tiered_zero.cli.console import JSON_OPTION, parse_bytes, print_json, stdout
 from tiered_zero.errors import ConfigError, TieredZeroError
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.preflight import filesystem_type, filesystem_warnings, preflight_directory
-from tiered_zero.io.select import ENGINES, select_engine
+from tiered_zero.io.select import ENGINES, filesystem_type, filesystem_warnings, preflight_directory, select_engine
 from tiered_zero.native import find_library, why_missing
 from tiered_zero.native.update import UpdateKernel, available_cpus
 from tiered_zero.sizes import GIB, MIB, format_nbytes

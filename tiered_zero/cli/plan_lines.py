@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tiered_zero.io.preflight import nearest_directory
+from tiered_zero.io.select import nearest_directory
 from tiered_zero.layout.extents import file_nbytes
 from tiered_zero.plan.machine import Disk
 from tiered_zero.sizes import PAGE_NBYTES, TIERS, align_up, format_nbytes

@@ -11,13 +11,12 @@ file's descriptor is closed only when none of its requests is in flight.
 Never: a callback on a worker; a worker that touches torch; an order of two requests, except by a sync between them
 (which waits for the writes before it); a second try of a failed sync.
 
-    engine.py     the interface, IOSettings; what is in flight, as text and by signal
-    disk.py       what the engines share: open files, admission, transfers, the watchdog, closing, the text of failures
-    native.py     the pool of threads in C
-    aiofile.py    the same calls through the package aiofiles, where there is no native library
-    select.py     the choice of an engine, by trial
-    preflight.py  checks of a directory
-    measure.py    the rate of an engine on a disk
+    engine.py   the interface, and what the engines share: open files, admission, transfers, the watchdog, closing, the
+                text of failures; what is in flight, as text and by signal
+    native.py   the pool of threads in C
+    aiofile.py  the same calls through the package aiofiles, where there is no native library
+    select.py   checks of a directory, and the choice of an engine for it, by trial
+    measure.py  the rate of an engine on a disk
 
 The native engine's threads make plain system calls: with 2 MiB x 8 in huge pages they take 7..9 ms of CPU time a GB.
 io_uring took 4..5 ms, but reached 0.88..1.04 of their rate on an idle machine and 0.6..0.95 with busy processors, and

@@ -19,8 +19,15 @@ from contextlib import suppress
 from typing import Any, final
 
 from tiered_zero.errors import ConfigError, TransferError
-from tiered_zero.io.disk import DiskEngine, DiskFile, DiskTransfer, end_of_file_error, transfer_error
-from tiered_zero.io.engine import IOSettings, Request
+from tiered_zero.io.engine import (
+    DiskEngine,
+    DiskFile,
+    DiskTransfer,
+    IOSettings,
+    Request,
+    end_of_file_error,
+    transfer_error,
+)
 
 _MAX_BLOCKS_A_CALL = 4
 

@@ -1,19 +1,32 @@
-"""Define the interface between the store of records and the engines that move aligned bytes to and from files.
+"""Define the engines that move aligned bytes to and from files: their interface, and what all those on disk files share.
 
-Print the requests in flight as a table: in the error of a request without progress, and on a signal that the program
-has chosen."""
+That is open files, transfers, admission of requests, the watchdog, closing, and the text of every failure. The requests
+in flight are printed as a table: in the error of a request without progress, and on a signal that the program has
+chosen."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import mmap
 import os
 import signal
+import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
+from typing import final
 
-from tiered_zero.concurrency.transfer import Transfer
-from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
+import numpy
+
+from tiered_zero.concurrency.transfer import STOPPED_S, FailureLatch, Transfer
+from tiered_zero.errors import TransferError
+from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up, format_nbytes
+from tiered_zero.system import Descriptor, opened
+
+# -- interface ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +131,8 @@ class IOEngine(ABC):
         """Finish what is in flight, and stop the workers. Idempotent."""
 
 
+# -- requests in flight ------------------------------------------------------------------------------------------------
+
 _MAX_ROWS = 32
 
 _watched: weakref.WeakSet[IOEngine] = weakref.WeakSet()
@@ -153,3 +168,315 @@ def dump_on(number: int) -> None:
             previous(number, frame)
 
     previous = signal.signal(number, dump)
+
+
+# -- texts of failures -------------------------------------------------------------------------------------------------
+
+_ADVICE = {
+    errno.ENOSPC: "Free space there, or point the swap directory to a larger disk.",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or use a file system that takes larger files.",
+    errno.EDQUOT: "Raise the disk quota, or point the swap directory to another disk.",
+    errno.EIO: "The device reported a failure: look at the kernel log (dmesg) and the drive's health (smartctl -a).",
+    errno.ENODATA: "The drive cannot read a sector any more (medium error): replace it (smartctl -a).",
+    errno.EINVAL: "The file system refused this O_DIRECT transfer: it needs another alignment, or buffered access.",
+    errno.EROFS: "The file system is mounted read-only, often after an error: look at the kernel log (dmesg).",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+    errno.ENFILE: "The machine's table of open files is full: raise fs.file-max.",
+    errno.ENOENT: "The file or its directory is gone: has something removed the swap directory?",
+    errno.EEXIST: "Another run owns this file, or left it behind.",
+    errno.ELOOP: "The path is a symbolic link, which is refused: name the file itself.",
+    errno.EACCES: "Give this user the right to read and write there.",
+    errno.ESTALE: "The network file system lost the file: use a local disk.",
+}
+_ADVICE_ELSE = "Look at the kernel log (dmesg) for the cause."
+
+
+def errno_text(code: int) -> str:
+    """Format an errno: 5 becomes "EIO (Input/output error)"."""
+    return f"{errno.errorcode.get(code, code)} ({os.strerror(code)})"
+
+
+def errno_advice(code: int) -> str:
+    """Return what a user can do about an error of a file."""
+    return _ADVICE.get(code, _ADVICE_ELSE)
+
+
+def free_text(path: str) -> str:
+    """Describe the free space of the file system that holds, or held, `path`."""
+    with contextlib.suppress(OSError, AttributeError):
+        status = os.statvfs(os.path.dirname(path) or ".")
+        return f"{format_nbytes(status.f_bavail * status.f_frsize)} free there"
+    return "free space there unknown"
+
+
+def file_error(act: str, path: str, code: int) -> TransferError:
+    """Return the error of a failed act on a file, which moved no bytes. `act`: what failed, such as "open"."""
+    text = f"cannot {act} {path}: {errno_text(code)}; {free_text(path)}. {errno_advice(code)}"
+    return _with_errno(text, code)
+
+
+def transfer_error(request: Request, at: int, wanted: int, got: int, code: int) -> TransferError:
+    """Return the error of a request whose block at offset `at` moved `got` of `wanted` bytes and then met errno
+    `code`."""
+    if request.kind == "sync":
+        what = f"sync of {request.path} failed"
+        advice = "Writes since the last sync may be lost: resume from the last checkpoint."
+    else:
+        what = f"{request.kind} of {request.nbytes} bytes at offset {request.offset} of {request.path} failed"
+        what += f": at offset {at} wanted {wanted} bytes, got {got}"
+        advice = _ADVICE.get(code, _ADVICE_ELSE)
+    text = f"{what}: {errno_text(code)}; {free_text(request.path)}. {advice}"
+    return _with_errno(text, code)
+
+
+def end_of_file_error(request: Request, at: int, wanted: int, got: int, file_nbytes: int) -> TransferError:
+    return TransferError(
+        f"read of {request.nbytes} bytes at offset {request.offset} of {request.path} met the end of the file: "
+        f"at offset {at} wanted {wanted} bytes, got {got}; the file has {file_nbytes} bytes. "
+        "Something cut it short: it cannot be used any more."
+    )
+
+
+def _with_errno(text: str, code: int) -> TransferError:
+    """Return an error with `errno`, which programs read. The error has no `filename`, because OSError would then print
+    another text."""
+    error = TransferError(text)
+    error.errno = code
+    return error
+
+
+def memory_address(view: memoryview) -> int:
+    """Return the address of a contiguous view's memory. It is valid while the view lives."""
+    return int(numpy.asarray(view).__array_interface__["data"][0])
+
+
+# -- engines on disk files ---------------------------------------------------------------------------------------------
+
+_SLICE_S = 0.25
+"""The longest wait before returning to Python, where signal handlers run (Ctrl-C) and stalls are noticed."""
+
+_POLL_S = 0.005
+"""The shortest wait for a request that hangs: it may be about to complete."""
+
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+
+@final
+class DiskFile(File):
+    """An open file. `drain`: a function that waits until none of the file's requests is in flight, and returns False if
+    some are stuck."""
+
+    def __init__(
+        self, path: str, fd: Descriptor, *, alignment: int, direct: bool, drain: Callable[[DiskFile], bool]
+    ) -> None:
+        self.path, self.alignment = path, alignment
+        self.fd, self.direct = int(fd), direct
+        self._descriptor, self._drain = fd, drain
+
+    def allocate(self, nbytes: int) -> None:
+        try:
+            if not self._fallocate(nbytes):
+                self._fill_with_zeros(nbytes)
+        except OSError as error:
+            act = f"reserve {format_nbytes(nbytes)} ({nbytes} bytes) for"
+            raise file_error(act, self.path, error.errno or errno.EIO) from error
+
+    def _fallocate(self, nbytes: int) -> bool:
+        """Allocate blocks. Return False if the file system cannot: the emulation by glibc does not work through
+        O_DIRECT."""
+        if not hasattr(os, "posix_fallocate"):
+            return False
+        try:
+            os.posix_fallocate(self.fd, 0, nbytes)
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
+                return False
+            raise
+        return True
+
+    def _fill_with_zeros(self, nbytes: int) -> None:
+        """Reserve blocks by writing zeros from the file's present end on."""
+        position, end = (align_up(size, self.alignment) for size in (self.size_nbytes(), nbytes))
+        with mmap.mmap(-1, MIB) as zeros, memoryview(zeros) as view:
+            while position < end:
+                os.lseek(self.fd, position, os.SEEK_SET)
+                position += os.write(self.fd, view[: min(MIB, end - position)])
+
+    def sync(self) -> None:
+        """Sync the file, and drop its pages from memory. Raises OSError."""
+        getattr(os, "fdatasync", os.fsync)(self.fd)
+        self.drop_pages(0, 0)
+
+    def drop_pages(self, offset: int, nbytes: int) -> None:
+        """Ask the system to write out and drop pages of a buffered file, because the plan of host memory does not count
+        them. `nbytes`: 0: up to the end."""
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # advice only
+                os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def size_nbytes(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def close(self) -> None:
+        """Close the file. Idempotent. If a request is stuck, its descriptor stays open: otherwise a late write would go
+        to the next file that gets the descriptor's number."""
+        if self.fd >= 0 and self._drain(self):
+            self._descriptor.close()
+        self.fd = -1
+
+
+class DiskTransfer(IOTransfer):
+    """A request of a DiskEngine. Holds the request's memory until the request is done."""
+
+    def __init__(self, engine: DiskEngine, file: DiskFile, request: Request) -> None:
+        self.engine, self.file, self.request = engine, file, request
+        self.submitted_s = time.monotonic()
+        self.error: TransferError | None = None
+        """The error of a finished request, if it failed."""
+
+    @abstractmethod
+    def finished_within(self, timeout_s: float) -> bool:
+        """Wait for at most `timeout_s` seconds. Return whether the request is finished."""
+
+    @abstractmethod
+    def progressed_s(self) -> float:
+        """Return time.monotonic() of the last progress: that of this request, or, while it is queued, of the engine."""
+
+    def wait(self) -> None:
+        self.engine.check_process(self.request.path)
+        begun_s = looked_s = time.monotonic()
+        while not self.finished_within(min(_SLICE_S, max(_POLL_S, self._patience_s(begun_s)))):
+            before_s, looked_s = looked_s, time.monotonic()
+            if looked_s - before_s > STOPPED_S:
+                begun_s = looked_s  # this process was stopped, and the workers with it
+            if self._patience_s(begun_s) <= 0.0:
+                raise self.engine.stall(self)
+        if self.error is not None:
+            raise self.error
+
+    def _patience_s(self, begun_s: float) -> float:
+        """Return the seconds for which the request may go on without progress. If many requests hang, only the first is
+        waited for up to the limit: the others have hung as long by then."""
+        since_s = self.progressed_s() if self.engine.has_stalled else max(begun_s, self.progressed_s())
+        return since_s + self.engine.io_timeout_s - time.monotonic()
+
+
+class DiskEngine(IOEngine):
+    """An engine over file descriptors. Any thread may submit requests, but not across a fork."""
+
+    def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
+        """`direct`: use O_DIRECT. `alignment`: alignment of O_DIRECT requests, 512 or 4096; 1 unless `direct`."""
+        assert direct or alignment == 1, "buffered files need no alignment"
+        self.direct, self.alignment, self.settings = direct, alignment, settings
+        self.io_timeout_s = io_timeout_s
+        self.latch = FailureLatch()
+        self._pid = os.getpid()
+        self._closed = False
+        self._stopped = False
+        self.has_stalled = False
+        # a dict as an ordered set: its operations are atomic, so a signal handler can read it at any time
+        self._unfinished: dict[DiskTransfer, None] = {}
+
+    def open(self, path: str, *, create: bool = False, writable: bool = True) -> DiskFile:
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW
+        flags |= os.O_CREAT | os.O_EXCL if create else 0
+        flags |= _O_DIRECT if self.direct else 0
+        try:
+            fd = opened(path, flags, 0o600)
+        except OSError as error:
+            raise file_error("create" if create else "open", path, error.errno or errno.EIO) from error
+        return DiskFile(path, fd, alignment=self.alignment, direct=self.direct, drain=self._drain)
+
+    def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
+        if into.readonly:
+            raise TransferError(f"read at offset {offset} of {file.path}: the memory to read into is read-only")
+        return self._submit("read", file, offset, into, urgent)
+
+    def write(self, file: File, offset: int, data: memoryview) -> IOTransfer:
+        return self._submit("write", file, offset, data)
+
+    def sync(self, file: File) -> IOTransfer:
+        return self._submit("sync", file, 0, memoryview(b""))
+
+    def in_flight(self) -> list[tuple[Request, float]]:
+        now_s = time.monotonic()
+        return [
+            (transfer.request, now_s - transfer.submitted_s)
+            for transfer in list(self._unfinished)
+            if not transfer.done()
+        ]
+
+    def drain(self) -> None:
+        self._drain()
+
+    def close(self) -> None:
+        self._closed = True
+        if not self._stopped:  # also after a second Ctrl-C interrupted the wait
+            idle = self._drain()
+            if self._pid == os.getpid():
+                self._stop(idle)
+            self._stopped = True
+
+    def stall(self, transfer: DiskTransfer) -> TransferError:
+        """Return the error of a request without progress, and latch the engine: the disk may still write to the
+        request's memory."""
+        request = transfer.request
+        error = TransferError(
+            f"{request.kind} of {request.nbytes} bytes at offset {request.offset} of {request.path} made no progress "
+            f"for {self.io_timeout_s:g} s (tiered_zero.io_timeout_s). Look at the kernel log (dmesg) and the device; "
+            f"raise the limit if it is merely slow.\n{dump_in_flight(self)}"
+        )
+        self.has_stalled = True
+        self.latch.set(error)
+        return error
+
+    def check_process(self, path: str) -> None:
+        """Raise TransferError in a forked child, which has no workers."""
+        if self._pid != os.getpid():
+            raise TransferError(f"{path}: an I/O engine has no workers in a forked process; open one there")
+
+    @abstractmethod
+    def _start(self, file: DiskFile, request: Request, view: memoryview) -> DiskTransfer:
+        """Pass an admitted request to the workers, and add its transfer to `_unfinished`."""
+
+    @abstractmethod
+    def _stop(self, idle: bool) -> None:
+        """End the workers. `idle`: False if some are stuck in a system call and must be abandoned."""
+
+    def _submit(self, kind: str, file: File, offset: int, data: memoryview, urgent: bool = False) -> IOTransfer:
+        assert isinstance(file, DiskFile), f"{file} was not opened by an engine on disk files"
+        self._check_usable(file)
+        view = data.cast("B") if data.nbytes else memoryview(b"")
+        request = Request(kind=kind, path=file.path, offset=offset, nbytes=view.nbytes, urgent=urgent)
+        if file.alignment > 1 and view.nbytes:
+            _check_aligned(request, view, file.alignment)
+        return self._start(file, request, view)
+
+    def _check_usable(self, file: DiskFile) -> None:
+        self.latch.check()
+        if self._closed or file.fd < 0:
+            raise TransferError(f"{file.path}: the {'engine' if self._closed else 'file'} has been closed")
+        self.check_process(file.path)
+
+    def _drain(self, file: DiskFile | None = None) -> bool:
+        """Wait for what is in flight, of one file or of all; after a stall, look without waiting. Return False if
+        something is stuck."""
+        if self._pid != os.getpid():
+            return True
+        for transfer in list(self._unfinished):
+            if file is None or transfer.file is file:
+                with contextlib.suppress(TransferError):
+                    transfer.finished_within(0.0) if self.has_stalled else transfer.wait()
+                if not transfer.done():
+                    return False
+        return True
+
+
+def _check_aligned(request: Request, view: memoryview, alignment: int) -> None:
+    address = memory_address(view)
+    if request.offset % alignment or request.nbytes % alignment or address % alignment:
+        raise TransferError(
+            f"{request.kind} at {request.path}: O_DIRECT needs multiples of {alignment}; found "
+            f"offset {request.offset}, {request.nbytes} bytes, memory at {address:#x}. "
+            f"Align extents and buffers to {PAGE_NBYTES}."
+        )

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Final, final
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.io.disk import (
+from tiered_zero.io.engine import (
     DiskEngine,
     DiskFile,
     DiskTransfer,
+    IOSettings,
+    Request,
     end_of_file_error,
     errno_text,
     memory_address,
     transfer_error,
 )
-from tiered_zero.io.engine import IOSettings, Request
 from tiered_zero.native import declare, find_library, load, struct_fields, why_missing
 
 _KINDS: Final = {"read": 0, "write": 1, "sync": 2}

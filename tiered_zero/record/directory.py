@@ -21,8 +21,8 @@ from typing import Annotated, final
 from pydantic import AfterValidator, Field
 
 from tiered_zero.errors import ConfigError, StoreError
-from tiered_zero.io.disk import errno_text
-from tiered_zero.io.preflight import preflight_directory
+from tiered_zero.io.engine import errno_text
+from tiered_zero.io.select import preflight_directory
 from tiered_zero.record.files import (
     Count,
     StrictModel,

@@ -24,7 +24,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tiered_zero.errors import StoreError
-from tiered_zero.io.disk import errno_text
+from tiered_zero.io.engine import errno_text
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.system import Descriptor, opened
 

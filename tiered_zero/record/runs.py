@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import final
 
 from tiered_zero.errors import StoreError
-from tiered_zero.io.preflight import filesystem_type, is_local
+from tiered_zero.io.select import filesystem_type, is_local
 from tiered_zero.record import manifest
 from tiered_zero.record.directory import OWNER_NAME, PREFIX, Owner, read_owner_at
 from tiered_zero.record.files import (

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from tiered_zero.errors import StoreError, TieredZeroError
-from tiered_zero.io.disk import errno_advice, errno_text, free_text
-from tiered_zero.io.engine import File, IOEngine, IOTransfer
+from tiered_zero.io.engine import File, IOEngine, IOTransfer, errno_advice, errno_text, free_text
 from tiered_zero.layout.extents import STRIPE_NBYTES, file_nbytes, stripe_cycle
 from tiered_zero.record.files import error_text, open_of_owner, sync_directory
 from tiered_zero.sizes import format_nbytes

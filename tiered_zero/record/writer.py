@@ -19,8 +19,7 @@ from typing import final
 
 from tiered_zero.concurrency.transfer import Completion, Joined, Transfer, Worker, wait_all
 from tiered_zero.errors import InternalError
-from tiered_zero.io.disk import memory_address
-from tiered_zero.io.engine import File, IOEngine
+from tiered_zero.io.engine import File, IOEngine, memory_address
 from tiered_zero.io.select import select_engine
 from tiered_zero.record.manifest import Contents, Range, Record
 from tiered_zero.record.reader import cut, hashed
