@@ -379,18 +379,18 @@ def tests_look_inside_engines_in_one_file(source: Source) -> Found:
     ("tests/",),
     planted={
         "tests/crash/a.py": [
-            "from tiered_zero.record.runs import list_runs",
+            "from tiered_zero.record.directory import list_runs",
             "from tiered_zero import record",
             "def f():\n    import tiered_zero.checkpoint.tag",
             "import tiered_zero\ntiered_zero.unit.pager.Pager",
             "CHILD = 'import sys; from tiered_zero.engine.engine import Engine'",
             "patch('tiered_zero.tiers.rack.SwapStore')",
         ],
-        "tests/checkpoint/a.py": ["from tiered_zero.record.runs import list_runs"],
+        "tests/checkpoint/a.py": ["from tiered_zero.record.directory import list_runs"],
     },
     innocent={
-        "tests/support/inspection/insides.py": ["from tiered_zero.record.runs import list_runs"],
-        "tests/record/a.py": ["from tiered_zero.record.runs import list_runs"],
+        "tests/support/inspection/insides.py": ["from tiered_zero.record.directory import list_runs"],
+        "tests/record/a.py": ["from tiered_zero.record.directory import list_runs"],
         "tests/crash/a.py": [
             "from tests.support.inspection.insides import list_runs",
             "from tiered_zero.io.select import select_engine",

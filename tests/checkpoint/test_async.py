@@ -13,7 +13,7 @@ import torch
 
 import tiered_zero
 from tests.support.inspection import differences, everything, layouts, policy, state_view
-from tests.support.inspection.insides import RecordWriter, SubGroupWork, reader
+from tests.support.inspection.insides import RecordWriter, SubGroupWork, manifest
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint.save import StateSaver
@@ -221,7 +221,7 @@ def test_parameters_without_a_master_are_those_of_the_call(
     change: str, params: str, swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are written last, when every sub-group may be updated again."""
-    send, digest = StateSaver._send_unit, reader.digest
+    send, digest = StateSaver._send_unit, manifest.digest
 
     def wait_and_send(self: StateSaver, *args: Any) -> None:
         time.sleep(0.1)
@@ -233,7 +233,7 @@ def test_parameters_without_a_master_are_those_of_the_call(
 
     with monkeypatch.context() as patched, _mixed(swap_path, params, 0, **BESIDE, debug_poison=True) as engine:
         patched.setattr(StateSaver, "_send_unit", wait_and_send)
-        patched.setattr(reader, "digest", wait_and_hash)
+        patched.setattr(manifest, "digest", wait_and_hash)
         expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
         engine.save_checkpoint(tmp_path)
         if change == "step":

@@ -24,7 +24,7 @@ from tests.support.inspection.insides import (
     collect_garbage,
     list_runs,
     manifest,
-    runs,
+    swap_dir,
 )
 from tests.support.models import LENGTH, VOCAB, ParityGPT, two_layers
 from tests.support.trainers import tiered
@@ -146,7 +146,7 @@ def test_the_run_that_is_gone_on_with_is_no_leftover(
     def as_if_ended(parent: Path) -> list[RunInfo]:
         return [replace(run, state="dead") for run in list_runs(parent)]
 
-    monkeypatch.setattr(runs, "list_runs", as_if_ended)
+    monkeypatch.setattr(swap_dir, "list_runs", as_if_ended)
     with start(config(swap_path, {"in_place": True})) as engine:
         train(engine, 1, tmp_path / "saved")
     with caplog.at_level(logging.WARNING):

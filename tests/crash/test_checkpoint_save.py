@@ -19,11 +19,11 @@ from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
 from tests.support.forked import run_forked
 from tests.support.inspection.insides import (
+    data_files,
     files,
     list_tags,
     prune,
     tag_writer,
-    writer,
 )
 from tests.support.inspection.insides import tag as tag_module
 from tests.support.tags import equal_bits, load_tag, save_tag, tag_to_load
@@ -54,7 +54,7 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> tupl
     """Saves under new names, over an old name twice, and a prune."""
     log: list[Operation] = []
     tree = RecordingTree(log)
-    for module in (tag_writer, writer, files, tag_module, system):
+    for module in (tag_writer, data_files, files, tag_module, system):
         monkeypatch.setattr(module, "os", tree)
     exchange = tag_writer.exchange if can_exchange else lambda *names: False
     monkeypatch.setattr(tag_writer, "exchange", lambda *names: tree.exchange(*names, exchange))

@@ -23,8 +23,7 @@ from tests.support.inspection.insides import (
     SwapStore,
     files,
     manifest,
-    reader,
-    table,
+    swap_store,
     verify_run,
 )
 from tiered_zero import system
@@ -62,7 +61,7 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
     recording = RecordingOS(log)
     for module in (manifest, files, system):
         monkeypatch.setattr(module, "os", recording)
-    monkeypatch.setattr(reader, "CHUNK_NBYTES", 2 * PAGE)
+    monkeypatch.setattr(manifest, "CHUNK_NBYTES", 2 * PAGE)
     engine = SyncEngine(operations=log)
     directory = SwapDir.create([path])
     store = SwapStore(directory, engine, capacity_nbytes=CAPACITY)
@@ -204,7 +203,7 @@ def test_the_replay_notices_a_missing_sync(
 
 
 def test_the_replay_notices_a_reused_slot(swap_path: Path, ruins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "other_slots", lambda durable, start, end: [manifest.Range(start, end, 0, None)])
+    monkeypatch.setattr(swap_store, "other_slots", lambda durable, start, end: [manifest.Range(start, end, 0, None)])
     monkeypatch.setattr(SwapStore, "_hashed", lambda _commits, _record, ranges: ranges)  # which notices it before
     log, commits = run(swap_path, 0, monkeypatch)
     monkeypatch.undo()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiered_zero.errors import StoreError
 from tiered_zero.layout.extents import ExtentMap
 from tiered_zero.sizes import align_up
 
@@ -42,9 +43,9 @@ def test_allocation_never_overlaps_and_free_plus_taken_is_the_capacity(acts: lis
 def test_claim_takes_exactly_that_extent() -> None:
     extents = ExtentMap(8 * PAGE)
     extents.claim(2 * PAGE, PAGE + 1)
-    with pytest.raises(ValueError, match="overlaps"):
+    with pytest.raises(StoreError, match="overlaps"):
         extents.claim(3 * PAGE, 1)
-    with pytest.raises(ValueError, match="outside"):
+    with pytest.raises(StoreError, match="outside"):
         extents.claim(7 * PAGE, 2 * PAGE)
     assert [extents.allocate(2 * PAGE), extents.allocate(4 * PAGE)] == [0, 4 * PAGE]
     assert extents.free_nbytes == 0

@@ -15,8 +15,7 @@ import pytest
 
 from tiered_zero.errors import StoreError
 from tiered_zero.io.select import select_engine
-from tiered_zero.record.directory import SwapDir
-from tiered_zero.record.runs import list_runs
+from tiered_zero.record.directory import SwapDir, list_runs
 from tiered_zero.record.store import SwapStore
 from tiered_zero.sizes import MIB
 

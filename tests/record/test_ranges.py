@@ -5,8 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_zero.record.manifest import Range, Record
-from tiered_zero.record.reader import RangeMap, Span, cut, first_gap, join, locate, other_slots
+from tiered_zero.record.manifest import Range, RangeMap, Record, Span, cut, first_gap, join, locate, other_slots
 from tiered_zero.sizes import MIB
 
 LENGTH = 24

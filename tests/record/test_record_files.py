@@ -12,9 +12,8 @@ from tests.fakes.sync_io import SyncEngine
 from tests.support.tags import in_pages
 from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import CorruptionError, InternalError, StoreError, TransferError
+from tiered_zero.record.data_files import BUFFER_NBYTES, NUM_BUFFERS, RecordFiles, RecordReader, RecordWriter, Wanted
 from tiered_zero.record.manifest import Contents, Range, Record
-from tiered_zero.record.reader import BUFFER_NBYTES, NUM_BUFFERS, RecordFiles, RecordReader, Wanted
-from tiered_zero.record.writer import RecordWriter
 from tiered_zero.sizes import MIB, PAGE_NBYTES
 
 SIZES = {"small": 5 * PAGE_NBYTES, "large": 30 * MIB + PAGE_NBYTES, "odd": 3 * MIB - PAGE_NBYTES, "last": PAGE_NBYTES}

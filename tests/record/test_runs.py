@@ -20,11 +20,21 @@ from tests.fakes.sync_io import SyncEngine
 from tiered_zero.cli.main import main
 from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.io.select import is_local
-from tiered_zero.record import manifest, runs
-from tiered_zero.record.directory import OWNER_NAME, PREFIX, Owner, SwapDir, read_owner
+from tiered_zero.record import directory as swap_dir
+from tiered_zero.record import manifest
+from tiered_zero.record.data_files import verify_run
+from tiered_zero.record.directory import (
+    OWNER_NAME,
+    PREFIX,
+    Owner,
+    RunInfo,
+    SwapDir,
+    collect_garbage,
+    leftover_notices,
+    list_runs,
+    read_owner,
+)
 from tiered_zero.record.manifest import MANIFEST_NAME, Manifest, Range, Record
-from tiered_zero.record.reader import verify_run
-from tiered_zero.record.runs import RunInfo, collect_garbage, leftover_notices, list_runs
 from tiered_zero.record.store import SwapStore
 from tiered_zero.record.stripes import DATA_NAME
 
@@ -93,7 +103,7 @@ def test_a_directory_that_was_replaced_by_a_link_after_the_look_is_not_emptied(
     run = dead_run(parent)
     for name in (DATA_NAME, OWNER_NAME):
         (precious / name).write_bytes((run / name).read_bytes())
-    looked = runs.list_runs
+    looked = swap_dir.list_runs
 
     def look_and_replace(path: Path) -> list[RunInfo]:
         found = looked(path)
@@ -101,7 +111,7 @@ def test_a_directory_that_was_replaced_by_a_link_after_the_look_is_not_emptied(
         run.symlink_to(precious)
         return found
 
-    monkeypatch.setattr(runs, "list_runs", look_and_replace)
+    monkeypatch.setattr(swap_dir, "list_runs", look_and_replace)
     (item,) = collect_garbage(parent)
     assert not item.removed and "ENOTDIR" in item.reason
     assert sorted(os.listdir(precious)) == [DATA_NAME, OWNER_NAME] == sorted(os.listdir(swap_path / "elsewhere"))
@@ -187,7 +197,7 @@ def test_only_on_a_local_file_system_is_an_unlocked_run_dead(
     swap_path: Path, monkeypatch: pytest.MonkeyPatch, fstype: str | None
 ) -> None:
     assert is_local(fstype) == (fstype in LOCAL)
-    monkeypatch.setattr(runs, "filesystem_type", lambda path: fstype)
+    monkeypatch.setattr(swap_dir, "filesystem_type", lambda path: fstype)
     run = dead_run(swap_path, host="elsewhere", pid=os.getpid())
     half = swap_path / f"{PREFIX}half"
     half.mkdir(mode=0o700)
@@ -202,7 +212,7 @@ def test_only_on_a_local_file_system_is_an_unlocked_run_dead(
 
 
 def test_a_live_run_is_never_removed_on_demand(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "filesystem_type", lambda path: "virtiofs")
+    monkeypatch.setattr(swap_dir, "filesystem_type", lambda path: "virtiofs")
     with SwapStoreOf(swap_path):
         (item,) = collect_garbage(swap_path, committed=True, unknown=True)
         assert not item.removed and item.run.state == "alive"
@@ -220,7 +230,7 @@ class SwapStoreOf:
 
 
 def test_gc_on_the_command_line_takes_unknown_ones_on_demand(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "filesystem_type", lambda path: "virtiofs")
+    monkeypatch.setattr(swap_dir, "filesystem_type", lambda path: "virtiofs")
     dead_run(swap_path)
     kept = json.loads(CliRunner().invoke(main, ["swap", "gc", str(swap_path), "--json"]).stdout)
     assert not kept["runs"][0]["removed"] and "virtiofs" in kept["runs"][0]["reason"]

@@ -8,8 +8,7 @@ import pytest
 
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.record import directory as swap_dir
-from tiered_zero.record.directory import OWNER_NAME, SwapDir, read_owner
-from tiered_zero.record.runs import list_runs
+from tiered_zero.record.directory import OWNER_NAME, SwapDir, list_runs, read_owner
 
 
 def test_two_runs_on_one_path_are_apart_and_private(swap_path: Path) -> None:

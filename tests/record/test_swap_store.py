@@ -18,7 +18,7 @@ from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, T
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_engine
 from tiered_zero.record.directory import SwapDir
-from tiered_zero.record.reader import CHUNK_NBYTES
+from tiered_zero.record.manifest import CHUNK_NBYTES
 from tiered_zero.record.store import SwapStore
 from tiered_zero.record.stripes import DATA_NAME
 from tiered_zero.sizes import MIB

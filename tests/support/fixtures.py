@@ -22,7 +22,7 @@ from tests.support.children import NUM_THREADS
 from tests.support.collection import import_tests, put_long_files_first
 from tests.support.failed_tests import end_failed_test
 from tests.support.imports import freeze_imports
-from tests.support.inspection.insides import runs
+from tests.support.inspection.insides import swap_dir
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tests.support.rings import mark_full
 from tiered_zero.io.select import filesystem_type, is_local
@@ -116,7 +116,7 @@ def swap_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     Where all disks are shared ones no run is known to be dead; tests take them for local.
     """
     if not is_local(filesystem_type(tmp_path)):
-        monkeypatch.setattr(runs, "filesystem_type", lambda path: "ext4")
+        monkeypatch.setattr(swap_dir, "filesystem_type", lambda path: "ext4")
     with tempfile.TemporaryDirectory(dir="/var/tmp" if _in_memory(tmp_path) else tmp_path) as path:
         yield Path(path)
 

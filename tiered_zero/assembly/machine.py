@@ -28,8 +28,7 @@ from tiered_zero.io.select import preflight_directory
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.placement import PlannedSlot
 from tiered_zero.plan.planner import Plan
-from tiered_zero.record.directory import make_missing
-from tiered_zero.record.runs import clear_restarted, leftover_notices
+from tiered_zero.record.directory import clear_restarted, leftover_notices, make_missing
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import format_nbytes

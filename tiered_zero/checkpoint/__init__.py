@@ -13,7 +13,7 @@ Never.  No file is a pickle. Masters and state are never whole in memory: they m
     load.py          compare a checkpoint with a run, read ranges of its tensors, write them to the run
     run_state.py     the keys of a run, the place of each, the loop through its sub-groups
     driver.py        everything that is not a tensor, as JSON
-    a tag            data files of records (record/writer.py) with an index of keys (index.py)
+    a tag            data files of records (record/data_files.py) with an index of keys (index.py)
                      tag: judge, list, find, open | tag_writer: lock, begin, publish, discard; prune
     in_place.py      commit the swap files that the run uses, with the same index and a tag, by one rank or many; adopt
                      the commit in the next run

@@ -33,8 +33,8 @@ from tiered_zero.checkpoint.run_state import (
 from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
+from tiered_zero.record.data_files import Broken, RecordReader, Wanted
 from tiered_zero.record.files import MOST_INTEGER
-from tiered_zero.record.reader import Broken, RecordReader, Wanted
 from tiered_zero.rules.optimizer_copy import same
 from tiered_zero.rules.quantized import dequantize, quantize
 from tiered_zero.rules.state_layout import StateLayout, gaps

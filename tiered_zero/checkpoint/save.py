@@ -23,7 +23,7 @@ from tiered_zero.concurrency.transfer import COMPLETED, Completion, Transfer, wa
 from tiered_zero.config.schema import Config
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, Unit
-from tiered_zero.record.writer import RecordWriter
+from tiered_zero.record.data_files import RecordWriter
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up

@@ -35,6 +35,7 @@ from tiered_zero.checkpoint.tag import (
 )
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine, free_text
+from tiered_zero.record.data_files import RecordWriter
 from tiered_zero.record.files import (
     disk_nbytes,
     encode_file,
@@ -48,7 +49,6 @@ from tiered_zero.record.files import (
     unlock,
     write_new_file,
 )
-from tiered_zero.record.writer import RecordWriter
 from tiered_zero.sizes import MIB, format_nbytes
 from tiered_zero.system import CLOSED, Descriptor
 

@@ -10,8 +10,8 @@ from rich.text import Text
 from tiered_zero.cli.console import JSON_OPTION, directory_argument, print_json, print_table, printable
 from tiered_zero.cli.plan import plan
 from tiered_zero.errors import TieredZeroError
-from tiered_zero.record.reader import Verified, verify_run
-from tiered_zero.record.runs import collect_garbage, list_runs
+from tiered_zero.record.data_files import Verified, verify_run
+from tiered_zero.record.directory import collect_garbage, list_runs
 from tiered_zero.sizes import format_nbytes
 
 _STATE_STYLES = {"alive": "green", "dead": "red", "unknown": "yellow"}

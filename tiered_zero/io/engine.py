@@ -1,4 +1,4 @@
-"""Define the engines that move aligned bytes to and from files: their interface, and what all those on disk files share.
+"""Define the interface of the engines that move aligned bytes to and from files, and implement what they share.
 
 That is open files, transfers, admission of requests, the watchdog, closing, and the text of every failure. The requests
 in flight are printed as a table: in the error of a request without progress, and on a signal that the program has

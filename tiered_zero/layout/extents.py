@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import final
 
+from tiered_zero.errors import StoreError
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 
 STRIPE_NBYTES = 4 << 20
@@ -55,14 +56,14 @@ class ExtentMap:
         )
 
     def claim(self, offset: int, nbytes: int) -> None:
-        """Allocate exactly this extent. Raises ValueError if a part of it is not free."""
+        """Allocate exactly this extent. Raises StoreError if a part of it is not free."""
         end = offset + align_up(nbytes, PAGE_NBYTES)
         for index, (free_start, free_end) in enumerate(self._free):
             if free_start <= offset and end <= free_end:
                 left, right = (free_start, offset), (end, free_end)
                 self._free[index : index + 1] = [piece for piece in (left, right) if piece[0] < piece[1]]
                 return
-        raise ValueError(f"The extent at {offset} of {nbytes} bytes overlaps another or lies outside of the store.")
+        raise StoreError(f"The extent at {offset} of {nbytes} bytes overlaps another or lies outside of the store.")
 
     def free(self, offset: int, nbytes: int) -> None:
         """Free an allocated extent. Raises ValueError if the extent is not allocated."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tiered_zero.checkpoint.weights import WeightTensor, weight_files, write_weights
 from tiered_zero.errors import CorruptionError, ModelError, StoreError
 from tiered_zero.record.files import StrictModel, decode_file, encode_file
-from tiered_zero.record.reader import digest
+from tiered_zero.record.manifest import digest
 from tiered_zero.unit.weights import open_safetensors
 from tiered_zero.update.state_view import ParamState
 

@@ -19,9 +19,8 @@ GB/s a core here, zlib.crc32 2.2). A read verifies every range that it covers wh
 and what a partial rewrite leaves of a range. `SwapStore.nbytes("unverified")` counts these bytes; it stays 0 if reads
 have the same borders as writes. A range that was never written cannot be read."""
 
-from tiered_zero.record.directory import SwapDir
+from tiered_zero.record.directory import RunInfo, SwapDir, collect_garbage, list_runs
 from tiered_zero.record.manifest import Record
-from tiered_zero.record.runs import RunInfo, collect_garbage, list_runs
 from tiered_zero.record.store import SwapStore
 
 __all__ = [

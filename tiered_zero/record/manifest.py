@@ -1,4 +1,4 @@
-"""Write and read the durable table of a store: where each record is, with its checksums.
+"""Define records, and ranges of them with checksums; write and read the durable table of a store, which lists both.
 
 The run's first directory has two files: `manifest`, the committed state, and `manifest.next`, a prepared one. `prepare`
 makes the next manifest durable next to the current one; `confirm` renames it. If several processes prepare, meet at a
@@ -7,13 +7,16 @@ barrier and then confirm, the manifests of all always have one step in common.""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, final
 
 import numpy
+import xxhash
 from pydantic import Field, model_validator
 
 from tiered_zero.errors import StoreError
@@ -30,7 +33,7 @@ from tiered_zero.record.files import (
     sync_directory,
     write_and_sync,
 )
-from tiered_zero.sizes import PAGE_NBYTES, align_up
+from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.system import opened
 
 MANIFEST_NAME: Final = "manifest"
@@ -126,6 +129,144 @@ class Manifest(Contents):
     def decode(cls, data: bytes, path: Path) -> Manifest:
         """Parse a manifest file. Raises StoreError if `data` is no manifest, of another version, or damaged."""
         return decode_file(data, path, _FORMAT, cls)
+
+
+# -- ranges ----------------------------------------------------------------------------------------------------------
+
+
+CHUNK_NBYTES: Final = MIB
+"""Checksums cover pieces of a write that end at multiples of this, counted from the record's start."""
+
+digest: Final[Callable[[bytes | bytearray | memoryview], int]] = xxhash.xxh3_64_intdigest
+"""The xxh3-64 of one range; releases the GIL."""
+
+
+class Span(NamedTuple):
+    """Bytes `[start, end)` of a record that lie together, at `address` of the store. `checks`: the ranges that lie
+    whole inside the span, to be verified."""
+
+    address: int
+    start: int
+    end: int
+    checks: list[Range]
+
+
+def locate(record: Record, ranges: Iterable[Range], start: int, end: int, most_nbytes: int | None = None) -> list[Span]:
+    """Return where the bytes `[start, end)` of a record lie, as spans in order. `ranges`: the record's ranges that hold
+    these bytes. Ranges that are neighbours on the disk are joined to spans of at most `most_nbytes`, unless a single
+    range is longer."""
+    spans: list[Span] = []
+    for item in ranges:
+        low, high = max(item.start, start), min(item.end, end)
+        address = record.offsets[item.slot] + low
+        checks = [item] if (low, high) == item[:2] else []
+        last = spans[-1] if spans else None
+        if (
+            last is not None
+            and (last.end, last.address + last.end - last.start) == (low, address)
+            and (most_nbytes is None or high - last.start <= most_nbytes)
+        ):
+            last.checks.extend(checks)
+            spans[-1] = last._replace(end=high)
+        else:
+            spans.append(Span(address, low, high, checks))
+    return spans
+
+
+def mismatches(checks: Iterable[Range], memory: memoryview, start: int) -> Iterator[tuple[Range, int]]:
+    """Yield the ranges that differ from what was written, each with its present checksum. `memory`: holds the record's
+    bytes from `start`."""
+    for item in checks:
+        if (found := digest(memory[item.start - start : item.end - start])) != item.digest:
+            yield item, found
+
+
+def hashed(pieces: Iterable[Range], memory: memoryview, start: int) -> list[Range]:
+    """Return the pieces of a write with their checksums. `memory`: holds the record's bytes from `start`."""
+    return [piece._replace(digest=digest(memory[piece.start - start : piece.end - start])) for piece in pieces]
+
+
+def is_same(kept: Sequence[Range], memory: memoryview, start: int) -> bool:
+    """Return whether `memory`, to be written at `start`, equals the stored ranges `kept`, by checksums of the same
+    pieces."""
+    pieces = cut(Range(start, start + len(memory), 0, None))
+    return [item[:2] for item in kept] == [piece[:2] for piece in pieces] and not any(mismatches(kept, memory, start))
+
+
+@final
+class RangeMap:
+    """The ranges of one record, disjoint and in order. Has no lock of its own: that of the record table guards it."""
+
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        self._ranges = list(ranges)
+
+    def __iter__(self) -> Iterator[Range]:
+        return iter(self._ranges)
+
+    def overlapping(self, start: int, end: int) -> list[Range]:
+        """Return the ranges that share bytes with `[start, end)`, untrimmed, in order."""
+        low, high = self._span(start, end)
+        return self._ranges[low:high]
+
+    def replace(self, start: int, end: int, ranges: Sequence[Range]) -> None:
+        """Replace what `[start, end)` holds by `ranges`, which tile `[start, end)`. A range that is replaced in part
+        loses its checksum."""
+        low, high = self._span(start, end)
+        kept = self._ranges[low:high]
+        before = [kept[0]._replace(end=start, digest=None)] if kept and kept[0].start < start else []
+        after = [kept[-1]._replace(start=end, digest=None)] if kept and kept[-1].end > end else []
+        self._ranges[low:high] = [*before, *ranges, *after]
+
+    def _span(self, start: int, end: int) -> tuple[int, int]:
+        low = bisect_right(self._ranges, start, key=itemgetter(1))
+        return low, bisect_left(self._ranges, end, lo=low, key=itemgetter(0))
+
+
+def first_gap(ranges: Iterable[Range | Span], start: int, end: int) -> int | None:
+    """Return the first byte of `[start, end)` that the ranges, which are in order, do not cover; None if they cover
+    all."""
+    for item in ranges:
+        if item.start > start:
+            break
+        start = item.end
+    return start if start < end else None
+
+
+def other_slots(durable: Iterable[Range], start: int, end: int) -> Iterator[Range]:
+    """Yield `[start, end)` as ranges, each with the slot to write: the one of the record's two slots that the last
+    commit does not use for these bytes, or slot 0 if it uses neither. `durable`: the ranges of that commit that overlap
+    `[start, end)`, in order."""
+    for item in durable:
+        if start < item.start:
+            yield Range(start, item.start, 0, None)
+            start = item.start
+        yield Range(start, min(item.end, end), 1 - item.slot, None)
+        start = item.end
+    if start < end:
+        yield Range(start, end, 0, None)
+
+
+def join(ranges: Iterable[Range]) -> list[Range]:
+    """Join adjacent ranges of one slot."""
+    joined: list[Range] = []
+    for item in ranges:
+        if joined and joined[-1].slot == item.slot and joined[-1].end == item.start:
+            joined[-1] = joined[-1]._replace(end=item.end)
+        else:
+            joined.append(item)
+    return joined
+
+
+def cut(item: Range) -> Iterator[Range]:
+    """Yield the range in pieces that end at multiples of CHUNK_NBYTES; each piece gets its own checksum."""
+    start = item.start
+    while start < item.end:
+        end = min(item.end, (start // CHUNK_NBYTES + 1) * CHUNK_NBYTES)
+        yield Range(start, end, item.slot, None)
+        start = end
+
+
+# -- the files of a store's first directory ----------------------------------------------------------------------------
 
 
 def prepare(directory: Path, data: bytes) -> None:

@@ -38,18 +38,26 @@ from tiered_zero.grads import check, gradient
 from tiered_zero.grads.check import GradCopy, GradNorm
 from tiered_zero.grads.gradient import InFlightGradients, UnitGradients
 from tiered_zero.grads.store import GradientStore
-from tiered_zero.record import files, manifest, reader, runs, stripes, table, writer
+from tiered_zero.record import data_files, files, manifest, stripes
+from tiered_zero.record import directory as swap_dir
 from tiered_zero.record import store as swap_store
-from tiered_zero.record.directory import OWNER_NAME, PREFIX, Owner, SwapDir
+from tiered_zero.record.data_files import RecordWriter, verify_run
+from tiered_zero.record.directory import (
+    OWNER_NAME,
+    PREFIX,
+    Owner,
+    RunInfo,
+    SwapDir,
+    collect_garbage,
+    leftover_notices,
+    list_runs,
+)
 from tiered_zero.record.files import VERSION as FILE_VERSION
 from tiered_zero.record.files import decode_file, encode_file
 from tiered_zero.record.manifest import MANIFEST_NAME, Contents, Range, Record
 from tiered_zero.record.manifest import load as load_manifests
-from tiered_zero.record.reader import verify_run
-from tiered_zero.record.runs import RunInfo, collect_garbage, leftover_notices, list_runs
 from tiered_zero.record.store import SwapStore
 from tiered_zero.record.stripes import DATA_NAME
-from tiered_zero.record.writer import RecordWriter
 from tiered_zero.tiers import rack, tier
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.step_gradients import StepGradients, UnitShare
