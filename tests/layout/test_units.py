@@ -12,8 +12,7 @@ from torch import nn
 
 from tests.support.inspection.insides import list_params, module_tree
 from tiered_zero.errors import ModelError
-from tiered_zero.layout.flat import Unit
-from tiered_zero.layout.units import UnitRules, find_units
+from tiered_zero.layout.flat import Unit, UnitRules, find_units
 
 
 def units_of(

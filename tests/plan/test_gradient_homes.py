@@ -12,9 +12,8 @@ from tests.support.inspection.insides import list_params, module_tree
 from tiered_zero.config import load
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError, PlanError
-from tiered_zero.layout.flat import Unit
+from tiered_zero.layout.flat import Unit, find_units
 from tiered_zero.layout.subgroups import MAX_SUB_GROUP_NUMEL, cut_subgroups
-from tiered_zero.layout.units import find_units
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.request import PlanRequest, SubGroupSize, unit_rules

@@ -18,9 +18,8 @@ from tiered_zero.hardware.device.select import find_device, shares_cores
 from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
 from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
 from tiered_zero.hardware.ranks.launcher import local_world_size
-from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
+from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit, UnitRules, find_units
 from tiered_zero.layout.subgroups import MAX_SUB_GROUP_NUMEL, MAX_SUB_GROUPS, SubGroup, cut_subgroups, sub_group_numel
-from tiered_zero.layout.units import UnitRules, find_units
 from tiered_zero.native.update import num_kernel_threads
 from tiered_zero.plan.machine import Machine
 from tiered_zero.plan.placement import PlannedSlot, list_slots

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from tiered_zero.config.schema import Config, OffloadOptimizerSection, OffloadParamSection
 from tiered_zero.errors import ConfigError
-from tiered_zero.layout.flat import Unit
-from tiered_zero.layout.units import UnitRules
+from tiered_zero.layout.flat import Unit, UnitRules
 from tiered_zero.sizes import TIERS
 
 NO_LIMIT = 1 << 62

@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tiered_zero.errors import ModelError
-from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, ParamSpec
-from tiered_zero.layout.units import ModuleSpec
+from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, ModuleSpec, ParamSpec
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.unit.guard import handler_of
 from tiered_zero.unit.quantized_layers import statistics
