@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from tiered_zero.checkpoint.driver import to_json
-from tiered_zero.checkpoint.index import Part, RecordName, Share, Source, TensorEntry, WrittenBy
-from tiered_zero.checkpoint.run_state import describe
+from tiered_zero.checkpoint.index import Part, RecordName, Share, Source, TensorEntry, WrittenBy, describe
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.version import __version__

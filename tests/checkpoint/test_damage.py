@@ -14,9 +14,8 @@ import torch
 from tests.fakes.sync_io import SyncEngine
 from tests.support.json_files import with_body
 from tests.support.tags import Tensors, equal_bits, fields, load_tag, save_tag, tag_to_load, write_share
-from tiered_zero.checkpoint.index import FORMAT, MANIFEST_NAME, Part, RecordName, Share, Source
+from tiered_zero.checkpoint.index import FORMAT, MANIFEST_NAME, Part, RecordName, Share, Source, describe
 from tiered_zero.checkpoint.load import Target
-from tiered_zero.checkpoint.run_state import describe
 from tiered_zero.checkpoint.tag import find_checkpoint, find_damage, list_tags, open_tag
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import CorruptionError, StoreError

@@ -16,7 +16,7 @@ import tiered_zero
 from tests.support.models import ParityGPT, batch, rows
 from tests.support.trainers import FAR, tiered
 from tiered_zero.checkpoint.dcp import DcpReader
-from tiered_zero.checkpoint.run_state import torch_dtype
+from tiered_zero.checkpoint.index import torch_dtype
 from tiered_zero.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

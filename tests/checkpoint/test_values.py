@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered_zero.checkpoint.driver import MAX_DEPTH, from_json, to_json
-from tiered_zero.checkpoint.index import ITEMSIZES
-from tiered_zero.checkpoint.run_state import torch_dtype
+from tiered_zero.checkpoint.index import ITEMSIZES, torch_dtype
 from tiered_zero.errors import ModelError
 
 TORCH_DTYPES = [torch_dtype(name) for name in sorted(ITEMSIZES)]

@@ -21,7 +21,7 @@ from tiered_zero.assembly.spec import RunSpec, planning_notices
 from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async
 from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.checkpoint.in_place import AdoptedValues, Commits, DurableCopies, run_fingerprint
-from tiered_zero.checkpoint.run_state import RunState
+from tiered_zero.checkpoint.index import RunState
 from tiered_zero.checkpoint.save import written_by
 from tiered_zero.concurrency.teardown import Teardown, once
 from tiered_zero.config.schema import Config

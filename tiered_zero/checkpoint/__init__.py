@@ -11,10 +11,11 @@ Never.  No file is a pickle. Masters and state are never whole in memory: they m
     checkpoints.py   the order of a save and of a load, as the engine calls them; what the ranks agree on
     save.py          capture, write and publish one rank's part of a tag, in the call or during training
     load.py          compare a checkpoint with a run, read ranges of its tensors, write them to the run
-    run_state.py     the keys of a run, the place of each, the loop through its sub-groups
+    index.py         keys -> ranges of records; the keys of a run, the place of each, the loop through its sub-groups
     driver.py        everything that is not a tensor, as JSON
     a tag            data files of records (record/data_files.py) with an index of keys (index.py)
-                     tag: judge, list, find, open | tag_writer: lock, begin, publish, discard; prune
+                     tag: judge, list, find, open, and the commit to which a tag points
+                     tag_writer: lock, begin, publish, discard; prune
     in_place.py      commit the swap files that the run uses, with the same index and a tag, by one rank or many; adopt
                      the commit in the next run
     weights.py       safetensors files of a model or a checkpoint; dcp.py: a reader for torch's own planners

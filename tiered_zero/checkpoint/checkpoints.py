@@ -27,9 +27,8 @@ import torch
 
 from tiered_zero.checkpoint.driver import EVERYTHING, DriverState, LoadParts
 from tiered_zero.checkpoint.in_place import SAVE, AdoptedValues, Adoption, Commits
-from tiered_zero.checkpoint.index import Share, TagManifest
+from tiered_zero.checkpoint.index import RunState, Share, TagManifest
 from tiered_zero.checkpoint.load import Matched, StateLoader, TensorReader, differences, match
-from tiered_zero.checkpoint.run_state import RunState
 from tiered_zero.checkpoint.save import AsyncSave, Capture
 from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, nothing_to_load, open_reader
 from tiered_zero.checkpoint.tag_writer import TagWriter

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from tiered_zero.checkpoint.index import torch_dtype
 from tiered_zero.checkpoint.load import TensorReader
-from tiered_zero.checkpoint.run_state import torch_dtype
 from tiered_zero.checkpoint.tag import find_checkpoint, open_reader
 from tiered_zero.errors import StoreError
 

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from tiered_zero.checkpoint.run_state import dtype_name, torch_dtype
+from tiered_zero.checkpoint.index import dtype_name, torch_dtype
 from tiered_zero.data import TrainingLoader
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.grads.check import OverflowCounts, OverflowGuard

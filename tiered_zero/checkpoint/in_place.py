@@ -50,19 +50,18 @@ import xxhash
 
 from tiered_zero.checkpoint.driver import join_states, own_state, to_json
 from tiered_zero.checkpoint.index import (
-    COMMIT_ID,
-    DECIDED_BY,
-    Commit,
     CommitLocation,
     RankPart,
+    RunState,
     Share,
     StoreLocation,
     TagManifest,
+    committed_places,
     join_shares,
-    read_metadata,
+    list_tensors,
+    pack,
 )
-from tiered_zero.checkpoint.run_state import RunState, committed_places, list_tensors, pack
-from tiered_zero.checkpoint.tag import FoundCheckpoint, open_stores
+from tiered_zero.checkpoint.tag import COMMIT_ID, DECIDED_BY, Commit, FoundCheckpoint, open_stores, read_metadata
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all, wait_quietly

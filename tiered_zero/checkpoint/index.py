@@ -1,4 +1,17 @@
-"""Define the index of a checkpoint: for the elements of each tensor, the records and bytes that hold them.
+"""Define the index of a checkpoint (for the elements of each tensor, the records and bytes that hold them), and list
+what a run saves in it.
+
+[Note: Portable form] Everything is keyed by parameter name and by elements in the parameter's memory order, so that
+keys do not depend on cuts, tiers or units. A key is `<kind>/<parameter name>`:
+
+    master   the fp32 master, even if it is stored in three parts (the form "joined" below)
+    <field>  a state array of the rule under its own name, such as exp_avg; only for parameters that were stepped
+    param    a parameter without a master: frozen, or in no param group
+    buffer   a persistent buffer
+
+An elementwise state array has the parameter's shape; the scales of 8-bit moments are 1-D, one per block of the
+parameter; an array of any other rule keeps its own shape. Parameters with a master are not saved themselves: they are
+their masters, rounded. Bytes are saved as they are stored; a key's form says how to compute it from them.
 
 `manifest.json` of a tag, and the metadata of an in-place commit, are a `TagManifest` in the format of
 record/files.py. A full save has its own data files, one per rank: `stores`. A commit leaves its records in the
@@ -18,20 +31,34 @@ files by `tag.read_manifest`, places in records when these are opened, all befor
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, final
 
-from pydantic import Field, ValidationError, model_validator
-from pydantic_core import to_json
+import torch
+from pydantic import Field, model_validator
+from torch import nn
 
 from tiered_zero.errors import InternalError, StoreError
-from tiered_zero.record.directory import Owner, PlainPath, read_owner
-from tiered_zero.record.files import Count, StrictModel, first_problem
-from tiered_zero.record.manifest import Contents, Manifest
-from tiered_zero.record.manifest import load as load_manifests
+from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, ParamSpec, Unit
+from tiered_zero.layout.subgroups import ParamPiece, Segment
+from tiered_zero.record.directory import PlainPath
+from tiered_zero.record.files import Count, StrictModel
+from tiered_zero.record.manifest import Contents
+from tiered_zero.rules.rule import StateField
+from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.sizes import align_up
+from tiered_zero.tiers.tier import Home, Inventory
+from tiered_zero.update.pipeline import UpdatePipeline
+from tiered_zero.update.state_view import Scalars, StateView
+from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 MANIFEST_NAME: Final = "manifest.json"
 FORMAT: Final = "tiered_zero.checkpoint"
@@ -314,112 +341,339 @@ def _moved(parts: Sequence[Part], first: int) -> list[Part]:
     return [part._replace(sources=tuple(Source(first + at.record, at.offset) for at in part.sources)) for part in parts]
 
 
-# -- commits ---------------------------------------------------------------------------------------------------------
+# -- what a run saves --------------------------------------------------------------------------------------------------
+
+MASTER, PARAM, BUFFER = "master", "param", "buffer"
+VALUE_KINDS = (MASTER, PARAM, BUFFER)
+"""The kinds of keys that hold a model's values; all others hold optimizer state."""
+
+_READ_AHEAD = 4
+_MOST_WRITTEN = 32
+"""The most sub-groups whose writes are in flight. Sub-groups in host memory use no staging buffers, whose number would
+limit the writes."""
 
 
-COMMIT_ID: Final = "commit_id"
-"""The key of a commit's id, in the metadata of all stores and in the tag. Rank 0 draws the id, because two commits may
-have the same step."""
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """The objects of a run that a checkpoint reads and writes, and those that move their bytes. `trained`: names of
+    parameters that have a master on any rank. `view`: this rank's state. `is_sharded`: whether each rank has a part of
+    the state; otherwise every rank has all of it. `param_staging`: staging buffers for parameters, if any rest on nvme.
+    `param_flat`: returns the flat of a unit that lives on the device."""
 
-DECIDED_BY: Final = "decided_by"
-"""The key, in the metadata of the other stores, of the `StoreLocation` of the store that decides."""
+    module: nn.Module
+    specs: Sequence[ParamSpec]
+    units: Sequence[Unit]
+    view: StateView
+    trained: frozenset[str]
+    is_sharded: bool
+    pipeline: UpdatePipeline
+    inventory: Inventory
+    runtime: Runtime
+    param_staging: StagingPool | None
+    param_flat: Callable[[Unit], torch.Tensor]
 
-ON_ITS_HOST: Final = (
-    "Resume an in-place commit with the same number of ranks, each on the host that has its part (torchrun "
-    "--node-rank), and with tiered_zero.checkpoint.in_place and resume; where a disk is lost, name another checkpoint."
-)
+    @cached_property
+    def updated_units(self) -> frozenset[int]:
+        """The indices of units whose parameters an update writes, on any rank."""
+        return frozenset(
+            unit.index for unit in self.units if any(entry.param.name in self.trained for entry in unit.entries)
+        )
+
+    @cached_property
+    def own_layouts(self) -> Sequence[StateLayout]:
+        """The layouts of the sub-groups that this rank saves: its own ones, or its part of those that every rank
+        has."""
+        layouts = self.view.layouts
+        return layouts if self.is_sharded else [own for own in layouts if self._is_own(own.subgroup.index)]
+
+    def is_part(self, unit: Unit) -> bool:
+        """Return whether this rank has only its own shard of the unit's parameters."""
+        home = self.inventory.find(unit, "param")
+        return home is not None and home.slot.nbytes < unit.nbytes
+
+    def saved_units(self, with_frozen: bool = True) -> list[Unit]:
+        """Return the units of which this rank saves parameters without a master: those of which it has a shard, and its
+        part of those that every rank has whole. `with_frozen`: include frozen units."""
+        return [
+            unit
+            for unit in self.units
+            if (self._is_own(unit.index) or self.is_part(unit))
+            and unit.index not in self.updated_units
+            and (with_frozen or unit.trainable)
+        ]
+
+    def _is_own(self, index: int) -> bool:
+        ranks = self.runtime.collectives
+        return index % ranks.world_size == ranks.rank
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the persistent buffers, each once, under its first name."""
+        for path, module in self.module.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{path}.{name}".lstrip("."), buffer
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Every other name of a parameter or buffer in `state_dict()` -> the name under which it is saved."""
+        saved = {spec.name for spec in self.specs} | {name for name, _ in self.named_buffers()}
+        names: dict[int, list[str]] = {}
+        for name, tensor in state_tensors(self.module):
+            names.setdefault(id(tensor), []).append(name)
+        found = {}
+        for own in names.values():
+            first = next((name for name in own if name in saved), None)
+            found.update({name: first for name in own if first is not None and name not in saved})
+        return found
 
 
-@final
-class Commit(StrictModel):
-    """A run's newest commit: the metadata of the store (set of swap files) that decides it. `checkpoint`: the manifest
-    of all ranks; its records lie in `stores`, and its step is the one that these hold. `ranks`: each rank's part."""
-
-    commit_id: str
-    checkpoint: TagManifest
-    ranks: Annotated[list[RankPart], Field(min_length=1)]
-
-    @property
-    def stores(self) -> list[StoreLocation]:
-        """The stores of all ranks, in the order of the manifest."""
-        return [store for rank in self.ranks for store in rank.stores]
-
-    @classmethod
-    def read(cls, path: Path) -> Commit:
-        """Read the newest commit of the run that has a store in `path`. Raises StoreError."""
-        return cls.decode(*read_metadata(path))
-
-    @classmethod
-    def decode(cls, path: Path, metadata: Any) -> Commit:
-        """Build a commit from what `read_metadata` has returned, possibly on another rank. Raises StoreError."""
-        with refused(path):
-            return cls.model_validate_json(to_json(metadata))
+def state_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and persistent buffers under each of their names in `model.state_dict()`."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = path and f"{path}."
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield prefix + name, param
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer
 
 
-@contextmanager
-def refused(path: Path) -> Iterator[None]:
-    """Turn a ValueError in the block into a StoreError, which says that `path` holds no commit of a run."""
+def run_ahead(
+    io: SubGroupIO,
+    layouts: Sequence[StateLayout],
+    begin: Callable[[StateLayout], tuple[SubGroupWork, Callable[[], None]] | None],
+    retire: Callable[[SubGroupWork], None] = lambda written: None,
+) -> None:
+    """Begin, process and retire each sub-group once, in order; begin several before the first is processed.
+
+    `begin`: starts a sub-group's reads. It returns None while no buffer is free, else the work and a function that
+    waits for the reads and adds the writes to the work's `writes`. `retire`: called with a work when its writes are
+    done. Raises the errors of both, once nothing uses a buffer. Saves and loads use this loop; the update has its own
+    (`UpdatePipeline`), which takes sub-groups as their gradients come, skips some, and reads ahead from step to
+    step."""
+    waiting, begun, written = deque(layouts), deque[tuple[SubGroupWork, Callable[[], None]]](), deque[SubGroupWork]()
+
+    def finish() -> None:
+        io.finish(written[0])
+        retire(written.popleft())
+
     try:
-        yield
-    except ValueError as error:
-        why = first_problem(error) if isinstance(error, ValidationError) else error
-        raise StoreError(f"{path} holds no in-place commit of a run ({why}).") from error
+        while waiting or begun:
+            while waiting and len(begun) < _READ_AHEAD and (opened := begin(waiting[0])) is not None:
+                begun.append(opened)
+                waiting.popleft()
+            if begun:
+                begun[0][1]()
+                written.append(begun.popleft()[0])
+            elif written:
+                finish()
+            else:
+                raise InternalError("A staging buffer was expected to be free for a checkpoint; all are in use.")
+            while written and (len(written) > _MOST_WRITTEN or written[0].is_written()):
+                finish()
+        while written:
+            finish()
+    except BaseException:
+        io.cancel([*written, *(work for work, _ in begun)])
+        raise
 
 
-def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the first directory of the store that decided a run's newest commit, and the commit's metadata. `path`:
-    the first directory of any store of the run. Raises StoreError."""
-    committed = _committed(path)
-    if DECIDED_BY in committed.metadata:
-        with refused(path):
-            decides = StoreLocation.model_validate(committed.metadata[DECIDED_BY])
-        path, committed = decides.first, _committed(decides.first)
-        if committed.run_id != decides.run_id:
-            raise StoreError(f"{path} belongs to another run than the one whose commit is looked for.")
-    parts = _parts(committed, path)
-    if not parts:
-        raise StoreError(f"{path} holds no in-place commit of a run, or one of another version.")
-    first = parts[0].stores[0]
-    if (first.run_id, first.first) != (committed.run_id, path):
-        raise StoreError(f"{path} belongs to other directories than its commit says; it was copied or moved.")
-    return path, dict(committed.metadata)
+# -- keys --------------------------------------------------------------------------------------------------------------
 
 
-def find_missing(committed: Manifest) -> str:
-    """Return a text that names the part of a commit that is missing on this host; "" if none is. `committed`: the
-    manifest of the store that decided the commit. Raises StoreError."""
-    own = {COMMIT_ID: committed.metadata.get(COMMIT_ID)}
-    for store in (store for part in _parts(committed, Path(MANIFEST_NAME)) for store in part.stores):
-        found = [one for one in load_manifests(store.first) if one is not None and one.run_id == store.run_id]
-        if not any(one.is_state(committed.step, own) for one in found):
-            return f"a part of it rests in {store.first}, which is not here, or does not hold step {committed.step}"
-    return ""
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Convert torch.float32 to "float32". Raises StoreError for a dtype that a checkpoint cannot hold."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEMSIZES:
+        raise StoreError(f"A checkpoint cannot hold a tensor of {dtype}; it can hold {', '.join(sorted(ITEMSIZES))}.")
+    return name
 
 
-def owner_of(path: Path, which: str = "") -> Owner:
-    """Return the owner of a swap directory. `which`: names the commit in the message, such as "of step 5 ". Raises
-    StoreError if the directory cannot be read on this host."""
-    try:
-        return read_owner(path)
-    except StoreError as error:
-        raise StoreError(
-            f"A part of the commit {which}rests in {path}, which cannot be read here: "
-            f"{error if os.path.lexists(path) else 'it is gone, or on another host.'} {ON_ITS_HOST} For other ranks "
-            "save without in_place."
-        ) from error
+@cache
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype that a checked manifest names. Raises StoreError if this PyTorch does not have it."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise StoreError(f"PyTorch {torch.__version__} has no dtype {name}, which this checkpoint needs.")
+    return dtype
 
 
-def _committed(path: Path) -> Manifest:
-    """Return the committed state in `path`. Raises StoreError if there is none."""
-    committed, _ = load_manifests(path)
-    if committed is None:
-        raise StoreError(f"{path} holds no committed state: its run ended before its first commit, or has none.")
-    return committed
+@cache
+def describe(
+    dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] | None = None, form: Form = "plain"
+) -> TensorEntry:
+    """Return a manifest's entry for a tensor, without parts. Raises StoreError for a dtype that a checkpoint cannot
+    hold."""
+    return TensorEntry(dtype=dtype_name(dtype), shape=tuple(shape), order=order, form=form)
 
 
-def _parts(committed: Manifest, path: Path) -> list[RankPart]:
-    """Return the parts of all ranks from a manifest's metadata; none if its store does not decide commits. Raises
-    StoreError."""
-    ranks = committed.metadata.get("ranks")
-    with refused(path):
-        return [RankPart.model_validate(part) for part in (ranks if isinstance(ranks, list) else ())]
+def describe_field(param: ParamSpec, field: StateField, elementwise: bool, form: Form = "plain") -> TensorEntry:
+    """Return a manifest's entry, without parts, for the state array `field` of a whole parameter."""
+    if elementwise and field.block_numel > 1:
+        return describe(field.dtype, (-(-param.numel // field.block_numel),), None, form)
+    shape = param.shape if elementwise else field.shape
+    return describe(field.dtype, shape, param.order if shape == param.shape else None, form)
+
+
+def _field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tuple[int, int]:
+    """Return a piece's range [start, stop) in its parameter's state array."""
+    if not elementwise:
+        return 0, prod(field.shape)
+    return piece.param_start // field.block_numel, -(-(piece.param_start + piece.numel) // field.block_numel)
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+Place = tuple[RecordName, int]
+"""A record's name, and the position of a first byte in the record."""
+
+
+class RecordPlaces(NamedTuple):
+    """The names of the records that a save writes. `state`: names the record of a sub-group's slot. `params`: returns
+    the place of a segment's parameters, if they are half of its masters. `unit`: names the record of this rank's
+    elements of a unit that no update writes. `buffers`: the record of all buffers, laid out by `pack`; None if this
+    rank saves none."""
+
+    state: Callable[[StateLayout], RecordName]
+    params: Callable[[StateLayout, Segment], Place]
+    unit: Callable[[Unit], RecordName]
+    buffers: RecordName | None
+
+
+def copied_places(scalars: Scalars) -> RecordPlaces:
+    """Name the records of a full save. A sub-group's record holds its slot, then its parameters if they are half of its
+    masters. `scalars`: say which sub-groups have state."""
+
+    def state(layout: StateLayout) -> RecordName:
+        return RecordName(0, f"state/{layout.subgroup.index}")
+
+    def params(layout: StateLayout, segment: Segment) -> Place:
+        before = sum(own.nbytes for own in layout.subgroup.segments if own.start < segment.start)
+        return state(layout), state_nbytes(layout, scalars) + before
+
+    return RecordPlaces(state, params, lambda unit: RecordName(0, f"param/{unit.index}"), RecordName(0, "buffers"))
+
+
+def committed_places(
+    state: RunState, tiers: Sequence[object], copies: Mapping[int, Home], buffers: Home | None
+) -> RecordPlaces:
+    """Name the records of the swap files that the run uses. `tiers`: the nvme tiers of this rank that are committed, in
+    order. `copies`: unit index -> home of its durable copy. `buffers`: home of the buffers' copy."""
+
+    def name(home: Home) -> RecordName:
+        return RecordName(tiers.index(home.tier), home.slot.name)
+
+    def home_of(unit: Unit) -> Home:
+        return copies.get(unit.index) or state.inventory.home(unit, "param")
+
+    def params(_: StateLayout, segment: Segment) -> Place:
+        home = home_of(segment.unit)
+        return name(home), home.offset_of(segment)
+
+    return RecordPlaces(
+        lambda layout: name(state.inventory.home(layout.subgroup, "state")),
+        params,
+        lambda unit: name(home_of(unit)),
+        None if buffers is None else name(buffers),
+    )
+
+
+def state_nbytes(layout: StateLayout, scalars: Scalars) -> int:
+    """Return the number of bytes in use of a sub-group's slot: without state, those of the masters alone."""
+    return layout.nbytes if scalars.has_state(layout) else layout.master_nbytes
+
+
+def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """Yield each non-empty buffer with the position of its first byte in the record that holds all buffers."""
+    position = 0
+    for name, buffer in buffers:
+        if not buffer.numel():
+            continue
+        yield name, buffer, position
+        position = align_up(position + buffer.numel() * buffer.dtype.itemsize, PACKED_ALIGNMENT_NBYTES)
+
+
+_Row = tuple[str, TensorEntry, int, int, Sequence[Place]]
+"""(key, entry, start, stop, places): elements [start, stop) of a key's tensor, with one place for each source of the
+tensor's form."""
+
+
+def list_tensors(
+    state: RunState,
+    places: RecordPlaces,
+    scalars: Scalars,
+    buffers: Iterable[tuple[str, torch.Tensor]],
+    *,
+    with_frozen: bool = True,
+) -> tuple[dict[str, TensorEntry], list[RecordName]]:
+    """Return the tensors that this rank saves, each with this rank's parts, and the records that hold these parts.
+    `buffers`: by name, if this rank saves them. Any thread."""
+    numbers: dict[RecordName, int] = {}
+    found: dict[str, tuple[TensorEntry, list[Part]]] = {}
+    rows = chain(
+        chain.from_iterable(_list_subgroup(state, places, scalars, layout) for layout in state.own_layouts),
+        _list_units(state, places, with_frozen),
+        _list_buffers(places, list(buffers)),
+    )
+    for key, entry, start, stop, own in rows:
+        sources = tuple([Source(numbers.setdefault(name, len(numbers)), offset) for name, offset in own])
+        parts = found.setdefault(key, (entry, []))[1]
+        if start < stop:
+            parts.append(Part(start, stop, sources))
+    return {key: entry.with_parts(sorted(parts)) for key, (entry, parts) in found.items()}, list(numbers)
+
+
+def _list_subgroup(state: RunState, places: RecordPlaces, scalars: Scalars, layout: StateLayout) -> Iterator[_Row]:
+    record, joined = places.state(layout), layout.masters.needs_params
+    for segment in layout.subgroup.segments:
+        for entry, low, high in segment.entries():
+            start, stop, spec = low - entry.start, high - entry.start, entry.param
+            before = low - segment.unit_start
+            masters = [(record, first + before * dtype.itemsize) for first, _, dtype in layout.master_spans(segment)]
+            if joined:
+                params, first = places.params(layout, segment)
+                masters.insert(1, (params, first + before * segment.unit.itemsize))
+            if spec.name in state.trained:
+                described = describe(torch.float32, spec.shape, spec.order, "joined" if joined else "plain")
+                yield f"{MASTER}/{spec.name}", described, start, stop, masters
+            else:
+                described = describe(segment.unit.dtype, spec.shape, spec.order, "plain" if joined else "rounded")
+                yield f"{PARAM}/{spec.name}", described, start, stop, [masters[1 if joined else 0]]
+    rule = state.view.rule
+    for piece in scalars.stepped(layout):
+        for array in layout.arrays_for(piece):
+            field = array.field
+            form: Form = "magnitude" if joined and field.name == rule.unsigned_field else "plain"
+            start, stop = _field_range(piece, field, rule.elementwise)
+            first = piece.start // field.block_numel if array.piece is None else 0
+            place = record, array.offset + first * field.dtype.itemsize
+            described = describe_field(piece.param, field, rule.elementwise, form)
+            yield f"{field.name}/{piece.param.name}", described, start, stop, [place]
+
+
+def _list_units(state: RunState, places: RecordPlaces, with_frozen: bool) -> Iterator[_Row]:
+    """Yield parameters that no update writes; on rank 0 also those without elements, which are in no unit."""
+    for unit in state.saved_units(with_frozen):
+        home, record = state.inventory.find(unit, "param"), places.unit(unit)
+        here = slice(0, unit.numel) if home is None else home.elements(unit)
+        for entry in unit.entries:
+            low, high, spec = max(entry.start, here.start), min(entry.stop, here.stop), entry.param
+            if low < high:
+                place = record, (low - here.start) * unit.itemsize
+                described = describe(unit.dtype, spec.shape, spec.order)
+                yield f"{PARAM}/{spec.name}", described, low - entry.start, high - entry.start, [place]
+    for spec in state.specs if state.runtime.collectives.rank == 0 else ():
+        if not spec.numel and (with_frozen or spec.trainable):
+            yield f"{PARAM}/{spec.name}", describe(spec.dtype, spec.shape), 0, 0, ()
+
+
+def _list_buffers(places: RecordPlaces, buffers: Sequence[tuple[str, torch.Tensor]]) -> Iterator[_Row]:
+    for name, buffer, offset in pack(buffers):
+        assert places.buffers is not None, "buffers are planned with a record"
+        described, place = describe(buffer.dtype, tuple(buffer.shape)), (places.buffers, offset)
+        yield f"{BUFFER}/{name}", described, 0, buffer.numel(), [place]
+    for name, buffer in buffers:
+        if not buffer.numel():
+            yield f"{BUFFER}/{name}", describe(buffer.dtype, tuple(buffer.shape)), 0, 0, ()

@@ -19,13 +19,16 @@ from typing import Any, NamedTuple, final
 import torch
 
 from tiered_zero.checkpoint.driver import from_json
-from tiered_zero.checkpoint.index import SOURCE_ITEMSIZES, TagManifest, TensorEntry, check_places
-from tiered_zero.checkpoint.run_state import (
+from tiered_zero.checkpoint.index import (
     BUFFER,
     MASTER,
     PARAM,
+    SOURCE_ITEMSIZES,
     VALUE_KINDS,
     RunState,
+    TagManifest,
+    TensorEntry,
+    check_places,
     describe_field,
     run_ahead,
     torch_dtype,

@@ -16,8 +16,16 @@ from typing import Any, final
 import torch
 
 from tiered_zero.checkpoint.driver import join_states, own_state, to_json
-from tiered_zero.checkpoint.index import Share, WrittenBy
-from tiered_zero.checkpoint.run_state import RunState, copied_places, list_tensors, pack, run_ahead, state_nbytes
+from tiered_zero.checkpoint.index import (
+    RunState,
+    Share,
+    WrittenBy,
+    copied_places,
+    list_tensors,
+    pack,
+    run_ahead,
+    state_nbytes,
+)
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.concurrency.transfer import COMPLETED, Completion, Transfer, wait_all, wait_quietly
 from tiered_zero.config.schema import Config

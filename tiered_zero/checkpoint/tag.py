@@ -11,43 +11,43 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Container, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, final
+from typing import Annotated, Any, Final, final
+
+from pydantic import Field, ValidationError
+from pydantic_core import to_json
 
 from tiered_zero.checkpoint.index import (
-    COMMIT_ID,
     FORMAT,
     MANIFEST_NAME,
-    ON_ITS_HOST,
-    Commit,
+    RankPart,
     StoreLocation,
     TagManifest,
     WrittenBy,
     file_name,
-    find_missing,
-    owner_of,
-    refused,
 )
 from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.record.data_files import RecordFiles, RecordReader, verify_run
-from tiered_zero.record.directory import OWNER_NAME, Owner
+from tiered_zero.record.directory import OWNER_NAME, Owner, read_owner
 from tiered_zero.record.files import (
     MOST_NBYTES,
+    StrictModel,
     decode_file,
     disk_nbytes,
     error_text,
+    first_problem,
     kind_text,
     names_in,
     open_directory,
     open_of_owner,
     read_file,
 )
-from tiered_zero.record.manifest import choose
+from tiered_zero.record.manifest import Manifest, choose
 from tiered_zero.record.manifest import load as load_manifests
 from tiered_zero.record.stripes import DATA_NAME, Stripes, check_data_files
 from tiered_zero.sizes import MIB
@@ -106,6 +106,117 @@ def _visible_tag(name: str, names: Sequence[str]) -> str | None:
     if (temporary := hidden_tag(TEMPORARY, name)) is not None:
         return temporary
     return name if _TAG.fullmatch(name) and name != LATEST_NAME else None
+
+
+# -- commits ---------------------------------------------------------------------------------------------------------
+
+
+COMMIT_ID: Final = "commit_id"
+"""The key of a commit's id, in the metadata of all stores and in the tag. Rank 0 draws the id, because two commits may
+have the same step."""
+
+DECIDED_BY: Final = "decided_by"
+"""The key, in the metadata of the other stores, of the `StoreLocation` of the store that decides."""
+
+ON_ITS_HOST: Final = (
+    "Resume an in-place commit with the same number of ranks, each on the host that has its part (torchrun "
+    "--node-rank), and with tiered_zero.checkpoint.in_place and resume; where a disk is lost, name another checkpoint."
+)
+
+
+@final
+class Commit(StrictModel):
+    """A run's newest commit: the metadata of the store (set of swap files) that decides it. `checkpoint`: the manifest
+    of all ranks; its records lie in `stores`, and its step is the one that these hold. `ranks`: each rank's part."""
+
+    commit_id: str
+    checkpoint: TagManifest
+    ranks: Annotated[list[RankPart], Field(min_length=1)]
+
+    @property
+    def stores(self) -> list[StoreLocation]:
+        """The stores of all ranks, in the order of the manifest."""
+        return [store for rank in self.ranks for store in rank.stores]
+
+    @classmethod
+    def read(cls, path: Path) -> Commit:
+        """Read the newest commit of the run that has a store in `path`. Raises StoreError."""
+        return cls.decode(*read_metadata(path))
+
+    @classmethod
+    def decode(cls, path: Path, metadata: Any) -> Commit:
+        """Build a commit from what `read_metadata` has returned, possibly on another rank. Raises StoreError."""
+        with refused(path):
+            return cls.model_validate_json(to_json(metadata))
+
+
+@contextmanager
+def refused(path: Path) -> Iterator[None]:
+    """Turn a ValueError in the block into a StoreError, which says that `path` holds no commit of a run."""
+    try:
+        yield
+    except ValueError as error:
+        why = first_problem(error) if isinstance(error, ValidationError) else error
+        raise StoreError(f"{path} holds no in-place commit of a run ({why}).") from error
+
+
+def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the first directory of the store that decided a run's newest commit, and the commit's metadata. `path`:
+    the first directory of any store of the run. Raises StoreError."""
+    committed = _committed(path)
+    if DECIDED_BY in committed.metadata:
+        with refused(path):
+            decides = StoreLocation.model_validate(committed.metadata[DECIDED_BY])
+        path, committed = decides.first, _committed(decides.first)
+        if committed.run_id != decides.run_id:
+            raise StoreError(f"{path} belongs to another run than the one whose commit is looked for.")
+    parts = _parts(committed, path)
+    if not parts:
+        raise StoreError(f"{path} holds no in-place commit of a run, or one of another version.")
+    first = parts[0].stores[0]
+    if (first.run_id, first.first) != (committed.run_id, path):
+        raise StoreError(f"{path} belongs to other directories than its commit says; it was copied or moved.")
+    return path, dict(committed.metadata)
+
+
+def find_missing(committed: Manifest) -> str:
+    """Return a text that names the part of a commit that is missing on this host; "" if none is. `committed`: the
+    manifest of the store that decided the commit. Raises StoreError."""
+    own = {COMMIT_ID: committed.metadata.get(COMMIT_ID)}
+    for store in (store for part in _parts(committed, Path(MANIFEST_NAME)) for store in part.stores):
+        found = [one for one in load_manifests(store.first) if one is not None and one.run_id == store.run_id]
+        if not any(one.is_state(committed.step, own) for one in found):
+            return f"a part of it rests in {store.first}, which is not here, or does not hold step {committed.step}"
+    return ""
+
+
+def owner_of(path: Path, which: str = "") -> Owner:
+    """Return the owner of a swap directory. `which`: names the commit in the message, such as "of step 5 ". Raises
+    StoreError if the directory cannot be read on this host."""
+    try:
+        return read_owner(path)
+    except StoreError as error:
+        raise StoreError(
+            f"A part of the commit {which}rests in {path}, which cannot be read here: "
+            f"{error if os.path.lexists(path) else 'it is gone, or on another host.'} {ON_ITS_HOST} For other ranks "
+            "save without in_place."
+        ) from error
+
+
+def _committed(path: Path) -> Manifest:
+    """Return the committed state in `path`. Raises StoreError if there is none."""
+    committed, _ = load_manifests(path)
+    if committed is None:
+        raise StoreError(f"{path} holds no committed state: its run ended before its first commit, or has none.")
+    return committed
+
+
+def _parts(committed: Manifest, path: Path) -> list[RankPart]:
+    """Return the parts of all ranks from a manifest's metadata; none if its store does not decide commits. Raises
+    StoreError."""
+    ranks = committed.metadata.get("ranks")
+    with refused(path):
+        return [RankPart.model_validate(part) for part in (ranks if isinstance(ranks, list) else ())]
 
 
 # -- one tag -----------------------------------------------------------------------------------------------------------

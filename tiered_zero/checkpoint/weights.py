@@ -25,8 +25,8 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
+from tiered_zero.checkpoint.index import BUFFER, MASTER, PARAM, VALUE_KINDS, state_tensors, torch_dtype
 from tiered_zero.checkpoint.load import TensorReader
-from tiered_zero.checkpoint.run_state import BUFFER, MASTER, PARAM, VALUE_KINDS, state_tensors, torch_dtype
 from tiered_zero.errors import InternalError, ModelError, RankError, StoreError
 from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.ranks.collectives import Collectives
