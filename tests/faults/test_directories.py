@@ -20,7 +20,8 @@ from tests.support.faulty_runs import (
     weights_after,
 )
 from tests.support.file_systems import mounted, shut_down
-from tests.support.inspection.insides import rack, stripes
+from tests.support.inspection.insides import data_files as record_data_files
+from tests.support.inspection.insides import rack
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.io.measure import weigh_directories
 from tiered_zero.io.select import select_engine
@@ -46,7 +47,7 @@ def several_drives(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One page each, so that a model this small has hundreds of them, as a real one has of 4 MiB."""
-    for module in (extents, stripes):
+    for module in (extents, record_data_files):
         monkeypatch.setattr(module, "STRIPE_NBYTES", 4096)
 
 

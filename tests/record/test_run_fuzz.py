@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.errors import TieredZeroError
-from tiered_zero.record.data_files import verify_run
+from tiered_zero.record.data_files import DATA_NAME, verify_run
 from tiered_zero.record.directory import OWNER_NAME, PREFIX, Owner, SwapDir, collect_garbage, list_runs
 from tiered_zero.record.manifest import MANIFEST_NAME, NEXT_NAME, Manifest, Range, Record
 from tiered_zero.record.store import SwapStore
-from tiered_zero.record.stripes import DATA_NAME
 
 PAGE = 4096
 EXAMPLES = int(os.environ.get("TIERED_ZERO_FUZZ_EXAMPLES", "150"))

@@ -22,7 +22,7 @@ from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.io.select import is_local
 from tiered_zero.record import directory as swap_dir
 from tiered_zero.record import manifest
-from tiered_zero.record.data_files import verify_run
+from tiered_zero.record.data_files import DATA_NAME, verify_run
 from tiered_zero.record.directory import (
     OWNER_NAME,
     PREFIX,
@@ -36,7 +36,6 @@ from tiered_zero.record.directory import (
 )
 from tiered_zero.record.manifest import MANIFEST_NAME, Manifest, Range, Record
 from tiered_zero.record.store import SwapStore
-from tiered_zero.record.stripes import DATA_NAME
 
 PAGE = 4096
 OLD_S = 2 * 86400

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_zero.errors import StoreError
-from tiered_zero.record.stripes import STRIPE_NBYTES, Stripes
+from tiered_zero.record.data_files import STRIPE_NBYTES, Stripes
 from tiered_zero.sizes import MIB
 
 WEIGHTS = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)

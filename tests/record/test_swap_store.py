@@ -17,10 +17,10 @@ from tests.support.inspection import free_nbytes
 from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_engine
+from tiered_zero.record.data_files import DATA_NAME
 from tiered_zero.record.directory import SwapDir
 from tiered_zero.record.manifest import CHUNK_NBYTES
 from tiered_zero.record.store import SwapStore
-from tiered_zero.record.stripes import DATA_NAME
 from tiered_zero.sizes import MIB
 
 PAGE = 4096

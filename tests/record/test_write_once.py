@@ -12,11 +12,10 @@ from tests.fakes.sync_io import SyncEngine, SyncFile
 from tests.support.file_systems import mounted
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.io.select import select_engine
-from tiered_zero.record.data_files import Broken, verify_run
+from tiered_zero.record.data_files import DATA_NAME, Broken, verify_run
 from tiered_zero.record.directory import SwapDir
 from tiered_zero.record.manifest import Record, load
 from tiered_zero.record.store import SwapStore
-from tiered_zero.record.stripes import DATA_NAME
 from tiered_zero.sizes import MIB
 
 PAGE = 4096

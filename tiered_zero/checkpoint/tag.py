@@ -32,7 +32,7 @@ from tiered_zero.checkpoint.index import (
 from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
-from tiered_zero.record.data_files import RecordFiles, RecordReader, verify_run
+from tiered_zero.record.data_files import DATA_NAME, RecordFiles, RecordReader, Stripes, check_data_files, verify_run
 from tiered_zero.record.directory import OWNER_NAME, Owner, read_owner
 from tiered_zero.record.files import (
     MOST_NBYTES,
@@ -49,7 +49,6 @@ from tiered_zero.record.files import (
 )
 from tiered_zero.record.manifest import Manifest, choose
 from tiered_zero.record.manifest import load as load_manifests
-from tiered_zero.record.stripes import DATA_NAME, Stripes, check_data_files
 from tiered_zero.sizes import MIB
 
 # -- names -------------------------------------------------------------------------------------------------------------

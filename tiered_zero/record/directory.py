@@ -26,6 +26,7 @@ from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.io.engine import errno_text
 from tiered_zero.io.select import filesystem_type, is_local, preflight_directory
 from tiered_zero.record import manifest
+from tiered_zero.record.data_files import DATA_NAME
 from tiered_zero.record.files import (
     Count,
     StrictModel,
@@ -46,7 +47,6 @@ from tiered_zero.record.files import (
     write_and_sync,
 )
 from tiered_zero.record.manifest import MANIFEST_NAME, NEXT_NAME
-from tiered_zero.record.stripes import DATA_NAME
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.system import CLOSED, Descriptor
 

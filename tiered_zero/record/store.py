@@ -26,6 +26,7 @@ from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.layout.extents import ExtentMap
 from tiered_zero.record import manifest
+from tiered_zero.record.data_files import DATA_NAME, PieceRequest, StripedFiles, Stripes, check_data_files
 from tiered_zero.record.directory import SwapDir
 from tiered_zero.record.manifest import (
     Manifest,
@@ -42,7 +43,6 @@ from tiered_zero.record.manifest import (
     mismatches,
     other_slots,
 )
-from tiered_zero.record.stripes import DATA_NAME, PieceRequest, StripedFiles, Stripes, check_data_files
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.system import OwnProcess, map_memory
 from tiered_zero.telemetry.spans import Recorder

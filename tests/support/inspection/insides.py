@@ -37,10 +37,10 @@ from tiered_zero.grads import check, gradient
 from tiered_zero.grads.check import GradCopy, GradNorm
 from tiered_zero.grads.gradient import InFlightGradients, UnitGradients
 from tiered_zero.grads.store import GradientStore
-from tiered_zero.record import data_files, files, manifest, stripes
+from tiered_zero.record import data_files, files, manifest
 from tiered_zero.record import directory as swap_dir
 from tiered_zero.record import store as swap_store
-from tiered_zero.record.data_files import RecordWriter, verify_run
+from tiered_zero.record.data_files import DATA_NAME, RecordWriter, verify_run
 from tiered_zero.record.directory import (
     OWNER_NAME,
     PREFIX,
@@ -56,7 +56,6 @@ from tiered_zero.record.files import decode_file, encode_file
 from tiered_zero.record.manifest import MANIFEST_NAME, Contents, Range, Record
 from tiered_zero.record.manifest import load as load_manifests
 from tiered_zero.record.store import SwapStore
-from tiered_zero.record.stripes import DATA_NAME
 from tiered_zero.tiers import rack, tier
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.step_gradients import StepGradients, UnitShare
