@@ -14,7 +14,7 @@ import torch
 from tests.fakes.sync_io import SyncEngine
 from tests.support.json_files import with_body
 from tests.support.tags import Tensors, equal_bits, fields, load_tag, save_tag, tag_to_load, write_share
-from tiered_zero.checkpoint.index import FORMAT, MANIFEST_NAME, Part, RecordName, Share, Source, describe
+from tiered_zero.checkpoint.index import MANIFEST_NAME, Part, RecordName, Share, Source, describe
 from tiered_zero.checkpoint.load import Target
 from tiered_zero.checkpoint.tag import find_checkpoint, find_damage, list_tags, open_tag
 from tiered_zero.checkpoint.tag_writer import TagWriter
@@ -129,7 +129,7 @@ def test_hostile_manifests_beside_real_files(tag: Path) -> None:
         {"records": [[1, first["name"]], *body["records"][1:]]},
         {"stores": []},
     ):
-        (tag / MANIFEST_NAME).write_bytes(with_body(FORMAT, body | changes))
+        (tag / MANIFEST_NAME).write_bytes(with_body("tiered_zero.checkpoint", body | changes))
         assert not check(tag)
         assert not list_tags(tag.parent)[0].complete or find_damage(tag) != []
     with pytest.raises(StoreError):

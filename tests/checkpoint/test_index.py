@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.inspection.insides import Contents, Range, Record, decode_file, encode_file
+from tests.support.inspection.insides import Contents, Range, Record
 from tests.support.json_files import with_body
 from tests.support.tags import written_by
-from tiered_zero.checkpoint.index import FORMAT, Part, RecordName, Source, TagManifest, TensorEntry, check_places
+from tiered_zero.checkpoint.index import Part, RecordName, Source, TagManifest, TensorEntry, check_places
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
 
@@ -80,7 +80,7 @@ POINTER = TagManifest(
         "commit_id": "c",
     },
 )
-DATA = encode_file(FORMAT, WHOLE)
+DATA = WHOLE.encode()
 
 
 def body() -> dict[str, Any]:
@@ -88,12 +88,12 @@ def body() -> dict[str, Any]:
 
 
 def decode(changed: Any) -> TagManifest:
-    return decode_file(with_body(FORMAT, changed), PATH, FORMAT, TagManifest)
+    return TagManifest.decode(with_body(TagManifest.format_name, changed), PATH)
 
 
 @pytest.mark.parametrize("state", [WHOLE, POINTER], ids=["full", "in place"])
 def test_round_trip(state: TagManifest) -> None:
-    assert decode_file(encode_file(FORMAT, state), PATH, FORMAT, TagManifest) == state
+    assert TagManifest.decode(state.encode(), PATH) == state
     assert WHOLE.files == {"data-00000.bin": MIB + 8192, "data-00001.bin": 4096}
     assert WHOLE.tensors["exp_avg/conv"].memory_shape == (2, 4, 5, 3)
 
@@ -103,7 +103,7 @@ def test_no_changed_byte_passes(place: int, difference: int) -> None:
     data = bytearray(DATA)
     data[place] ^= difference
     try:
-        decoded = decode_file(bytes(data), PATH, FORMAT, TagManifest)
+        decoded = TagManifest.decode(bytes(data), PATH)
     except StoreError:
         return
     assert decoded == WHOLE, "only what means nothing (the last line's end, spaces) may change"
@@ -112,14 +112,14 @@ def test_no_changed_byte_passes(place: int, difference: int) -> None:
 @given(st.integers(0, len(DATA) - 2))
 def test_no_cut_manifest_passes(length: int) -> None:
     with pytest.raises(StoreError):
-        decode_file(DATA[:length], PATH, FORMAT, TagManifest)
+        TagManifest.decode(DATA[:length], PATH)
 
 
 def test_another_format_or_version_is_refused_by_name() -> None:
     with pytest.raises(StoreError, match=r"version 3, found tiered_zero\.checkpoint version 2"):
-        decode_file(DATA.replace(b'"version": 3', b'"version": 2', 1), PATH, FORMAT, TagManifest)
+        TagManifest.decode(DATA.replace(b'"version": 3', b'"version": 2', 1), PATH)
     with pytest.raises(StoreError, match=r"expected tiered_zero\.checkpoint version 3, found tiered_zero\.store"):
-        decode_file(DATA.replace(b"tiered_zero.checkpoint", b"tiered_zero.store", 1), PATH, FORMAT, TagManifest)
+        TagManifest.decode(DATA.replace(b"tiered_zero.checkpoint", b"tiered_zero.store", 1), PATH)
 
 
 LAYER, CONV = "master/layer.0.weight", "exp_avg/conv"
@@ -200,7 +200,7 @@ def test_a_pointer_must_name_plain_absolute_paths(swap: Any) -> None:
 
 def test_what_could_not_be_read_back_is_not_encoded() -> None:
     with pytest.raises(StoreError):
-        encode_file(FORMAT, TagManifest(**{**vars(WHOLE), "driver": {"x": object()}}))
+        TagManifest(**{**vars(WHOLE), "driver": {"x": object()}}).encode()
     for changes in ({"step": -1}, {"kind": "half"}):
         with pytest.raises(ValueError, match=next(iter(changes))):
             TagManifest(**{**vars(WHOLE), **changes})
@@ -256,12 +256,12 @@ def check_mutated(random: Random) -> bool:
     except StoreError as error:
         assert len(str(error)) < 1000 and str(error).isprintable(), error
         return True
-    data = encode_file(FORMAT, decoded)
-    assert encode_file(FORMAT, decode_file(data, PATH, FORMAT, TagManifest)) == data, "nan is equal to nothing"
+    data = decoded.encode()
+    assert TagManifest.decode(data, PATH).encode() == data, "nan is equal to nothing"
     return False
 
 
-BODIES = [body(), body(), json.loads(encode_file(FORMAT, POINTER).partition(b"\n")[2])]
+BODIES = [body(), body(), json.loads(POINTER.encode().partition(b"\n")[2])]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -289,9 +289,9 @@ def test_a_mutated_manifest_takes_little_memory() -> None:
 )
 def test_json_bombs(text: bytes) -> None:
     with pytest.raises(StoreError):
-        decode_file(text, PATH, FORMAT, TagManifest)
+        TagManifest.decode(text, PATH)
     with pytest.raises(StoreError):
-        decode_file(text + b"\n" + text, PATH, FORMAT, TagManifest)
+        TagManifest.decode(text + b"\n" + text, PATH)
     header = DATA.partition(b"\n")[0]
     with pytest.raises(StoreError):
-        decode_file(header + b"\n" + text, PATH, FORMAT, TagManifest)
+        TagManifest.decode(header + b"\n" + text, PATH)

@@ -150,7 +150,8 @@ class Checkpoints:
             finally:
                 self._state.pipeline.prefetch()
 
-        shares = agree(self._ranks, f"{SAVE}: the files", write, encode=Share.encode, decode=Share.decode)
+        decode = Share.model_validate_json
+        shares = agree(self._ranks, f"{SAVE}: the files", write, encode=Share.model_dump_json, decode=decode)
         agree(self._ranks, f"{SAVE}: the manifest", lambda: capture.publish(tag, shares) if is_first else None)
 
     def set_scheduler(self, scheduler: Any) -> None:

@@ -131,7 +131,13 @@ class Commits:
                 prepare = partial(tag.prepare, {**fields, "driver": {}}, save_latest=save_latest)
                 pointer = self._state.runtime.accelerator.lane("save").submit(prepare)
             share = partial(self.share, own_state(driver), commit_id)
-            shares = agree(self._ranks, f"{SAVE}: what it commits", share, encode=Share.encode, decode=Share.decode)
+            shares = agree(
+                self._ranks,
+                f"{SAVE}: what it commits",
+                share,
+                encode=Share.model_dump_json,
+                decode=Share.model_validate_json,
+            )
             driver = join_states(driver, [share.driver for share in shares])
             self._commit(TagManifest(**{**fields, "driver": driver}, tag=tag.tag), shares, tag, pointer)
         finally:

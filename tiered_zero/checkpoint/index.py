@@ -50,7 +50,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, ParamSpec, Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment
 from tiered_zero.record.directory import PlainPath
-from tiered_zero.record.files import Count, StrictModel
+from tiered_zero.record.files import Count, JsonFile, StrictModel
 from tiered_zero.record.manifest import Contents
 from tiered_zero.rules.rule import StateField
 from tiered_zero.rules.state_layout import StateLayout
@@ -61,7 +61,6 @@ from tiered_zero.update.state_view import Scalars, StateView
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 MANIFEST_NAME: Final = "manifest.json"
-FORMAT: Final = "tiered_zero.checkpoint"
 
 Form = Literal["plain", "joined", "magnitude", "rounded"]
 
@@ -215,11 +214,13 @@ class WrittenBy(StrictModel):
 
 
 @final
-class TagManifest(StrictModel):
+class TagManifest(JsonFile):
     """Everything that a checkpoint states about itself. `scalars` (by parameter name), `driver`: JSON from
     `driver.to_json`, checked when it is decoded. `stores`: the contents of a full save's data files, one for each rank.
     `aliases`: another name of a parameter or buffer in the model's state_dict -> the name used here. `swap`: set in a
     tag that points to an in-place commit."""
+
+    format_name = "tiered_zero.checkpoint"
 
     kind: Literal["full", "in_place"]
     tag: Text
@@ -292,15 +293,6 @@ class Share(StrictModel):
     stores: list[Contents] = Field(default_factory=list)
     rank: RankPart | None = None
     commit_id: str = ""
-
-    def encode(self) -> str:
-        """Return the share as JSON text."""
-        return self.model_dump_json()
-
-    @classmethod
-    def decode(cls, text: str) -> Share:
-        """Invert `encode`, on another rank."""
-        return cls.model_validate_json(text)
 
 
 def join_shares(shares: Sequence[Share]) -> dict[str, Any]:

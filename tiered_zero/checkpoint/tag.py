@@ -21,7 +21,6 @@ from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
 from tiered_zero.checkpoint.index import (
-    FORMAT,
     MANIFEST_NAME,
     RankPart,
     StoreLocation,
@@ -37,7 +36,6 @@ from tiered_zero.record.directory import OWNER_NAME, Owner, read_owner
 from tiered_zero.record.files import (
     MOST_NBYTES,
     StrictModel,
-    decode_file,
     disk_nbytes,
     error_text,
     first_problem,
@@ -303,7 +301,7 @@ def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
                 return replace(info, reason=reason, is_foreign=foreign not in ("", _LOST)), None
             most_nbytes = min(MOST_NBYTES, _PLAIN_MANIFEST_NBYTES + info.nbytes // 64)
             data = read_file(MANIFEST_NAME, fd, uid=os.fstat(fd).st_uid, most_nbytes=most_nbytes)
-            manifest = decode_file(data, Path(MANIFEST_NAME), FORMAT, TagManifest)
+            manifest = TagManifest.decode(data, Path(MANIFEST_NAME))
             info = replace(
                 info,
                 step=manifest.step,

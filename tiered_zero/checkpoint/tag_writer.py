@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
-from tiered_zero.checkpoint.index import FORMAT, MANIFEST_NAME, Share, TagManifest, file_name, join_shares
+from tiered_zero.checkpoint.index import MANIFEST_NAME, Share, TagManifest, file_name, join_shares
 from tiered_zero.checkpoint.tag import (
     LATEST_NAME,
     LOCK_NAME,
@@ -38,7 +38,6 @@ from tiered_zero.io.engine import IOEngine, free_text
 from tiered_zero.record.data_files import RecordWriter
 from tiered_zero.record.files import (
     disk_nbytes,
-    encode_file,
     error_text,
     lock_fd,
     names_in,
@@ -383,7 +382,7 @@ class TagWriter:
     def prepare(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
         """Write the manifest and the new `latest` under temporary names, durably. For an in-place commit this runs on a
         lane during the commit, and must end before the tag is discarded. Raises OSError, StoreError."""
-        data = encode_file(FORMAT, TagManifest(**fields, tag=self.tag))
+        data = TagManifest(**fields, tag=self.tag).encode()
         with open_directory(self.name, self._directory.fd) as fd:
             write_new_file(MANIFEST_NAME, [data], fd)
             os.fsync(fd)

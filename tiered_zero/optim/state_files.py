@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from tiered_zero.checkpoint.weights import WeightTensor, weight_files, write_weights
 from tiered_zero.errors import CorruptionError, ModelError, StoreError
-from tiered_zero.record.files import StrictModel, decode_file, encode_file
+from tiered_zero.record.files import JsonFile
 from tiered_zero.record.manifest import digest
 from tiered_zero.unit.weights import open_safetensors
 from tiered_zero.update.state_view import ParamState
 
 _STEM = "optimizer"
-_FORMAT = "tiered_zero.optimizer_state"
 _INDEX = "index"
 """The name of the tensor that holds, as JSON, the values of param groups, a description of each parameter's state, and
 the checksums of the other tensors."""
@@ -31,10 +30,12 @@ STAND_IN = "state_files"
 """The key that marks a state dict without tensors; its value is the `StateFiles.key` of the files with the state."""
 
 
-class _Index(StrictModel):
+class _Index(JsonFile):
     """The contents of the index. `groups`: the described values of each param group. `sizes`: the number of parameters
     in each group. `state`: the described state of each parameter. `digests`: the name of a tensor -> its checksum, 16
     hexadecimal digits."""
+
+    format_name = "tiered_zero.optimizer_state"
 
     groups: list[Any]
     sizes: list[int]
@@ -62,7 +63,7 @@ def write_state(
 
     def read_index() -> list[Tensor]:
         index = _Index(groups=described_groups, sizes=sizes, state=described_states, digests=digests)
-        return [torch.frombuffer(bytearray(encode_file(_FORMAT, index)), dtype=torch.uint8)]
+        return [torch.frombuffer(bytearray(index.encode()), dtype=torch.uint8)]
 
     shape = tuple(read_index()[0].shape)  # as it will be: every checksum has 16 digits
     found.append(WeightTensor(name=_INDEX, dtype=torch.uint8, shape=shape, read=read_index))  # written last
@@ -136,7 +137,7 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
         self.key = f"{digest(raw):016x}"
         """The checksum of the index. The index holds the checksums of all tensors, so two different states have
         different keys."""
-        index = decode_file(raw, path, _FORMAT, _Index)
+        index = _Index.decode(raw, path)
         sizes = [len(group["params"]) for group in groups]
         if index.sizes != sizes:
             raise StoreError(

@@ -1,8 +1,8 @@
 """Stripe a store over its data files; append records to a new one, and read records of a tag or a commit back verified.
 
-A store has one data file for each path, in stripes weighted by the speed of the disks. A writer passes memory to the disk without a copy while a thread hashes it. It reserves blocks when it makes the file: a
-full disk is then an error early, and direct writes need not change the file's size, which Linux allows to one write at
-once.
+A store has one data file for each path, in stripes weighted by the speed of the disks. A writer passes memory to the
+disk without a copy while a thread hashes it. It reserves blocks when it makes the file: a full disk is then an error
+early, and direct writes need not change the file's size, which Linux allows to one write at once.
 
 [Note: Checksums during training] Hashing reads memory that is in no cache: 0.1 s of a processor for 1.6 GB, and 0.3 s
 during training, which waits for its slowest thread: a step under a save took 9 to 12% longer, 3% without checksums. A

@@ -29,10 +29,8 @@ from tiered_zero.record import manifest
 from tiered_zero.record.data_files import DATA_NAME
 from tiered_zero.record.files import (
     Count,
-    StrictModel,
-    decode_file,
+    JsonFile,
     disk_nbytes,
-    encode_file,
     error_text,
     is_locked,
     kind_text,
@@ -54,7 +52,6 @@ logger = logging.getLogger("tiered_zero")
 
 PREFIX = "tiered_zero-"
 OWNER_NAME = "owner.json"
-_FORMAT = "tiered_zero.owner"
 _MOST_NBYTES = 1 << 20
 """The largest `owner.json` that is read. The file takes some hundred bytes, and its paths a few thousand at most."""
 
@@ -75,10 +72,12 @@ PlainPath = Annotated[str, AfterValidator(check_path)]
 
 
 @final
-class Owner(StrictModel):
+class Owner(JsonFile):
     """The owner of a run's directories, as `owner.json` in each of them states it. `created_s`: when this process made
     or took over the directories, in seconds since the epoch. `note`: the caller's text, such as the name of the launch.
     `paths`: all directories of the run."""
+
+    format_name = "tiered_zero.owner"
 
     run_id: str
     pid: Count
@@ -87,9 +86,6 @@ class Owner(StrictModel):
     model: str
     note: str
     paths: Annotated[tuple[PlainPath, ...], Field(min_length=1)]
-
-    def encode(self) -> bytes:
-        return encode_file(_FORMAT, self)
 
     @property
     def is_this_process(self) -> bool:
@@ -102,7 +98,7 @@ def read_owner_at(dir_fd: int, uid: int) -> Owner:
     """Read the owner from the run directory open at `dir_fd`; the file must belong to user `uid`. Raises OSError,
     StoreError."""
     data = read_file(OWNER_NAME, dir_fd, uid=uid, most_nbytes=_MOST_NBYTES)
-    return decode_file(data, Path(OWNER_NAME), _FORMAT, Owner)
+    return Owner.decode(data, Path(OWNER_NAME))
 
 
 def read_owner(path: Path) -> Owner:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -220,47 +220,51 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
-Model = TypeVar("Model", bound=StrictModel)
+Model = TypeVar("Model", bound="JsonFile")
 
 
-def encode_file(format_name: str, model: StrictModel) -> bytes:
-    """Return the file's bytes: header line and body. Raises StoreError if `model` is not JSON or too large to read
-    back."""
-    try:
-        data = model.model_dump_json().encode()
-    except ValueError as error:  # PydanticSerializationError
-        raise StoreError(f"A {format_name} must be JSON: {error}.") from error
-    if len(data) > MOST_NBYTES:
-        raise StoreError(
-            f"A {format_name} takes {format_nbytes(len(data))}; at most {format_nbytes(MOST_NBYTES)} can be read back. "
-            "Keep large values out of client_state, or raise zero_optimization.sub_group_size."
-        )
-    header = {"format": format_name, "version": VERSION, "nbytes": len(data), "xxh3": xxhash.xxh3_64_hexdigest(data)}
-    return json.dumps(header).encode() + b"\n" + data + b"\n"
+class JsonFile(StrictModel):
+    """A record that is the body of a file. `format_name`: the format in the file's header."""
 
+    format_name: ClassVar[str]
 
-def decode_file(data: bytes, path: Path, format_name: str, model: type[Model]) -> Model:
-    """Return the body of a file. Raises StoreError for another format or version, damage, or an invalid model."""
-    line, _, rest = data.partition(b"\n")
-    try:
-        header: Any = json.loads(line)
-    except (ValueError, RecursionError):
-        header = None
-    if type(header) is not dict:
-        raise StoreError(
-            f"{path}: expected {format_name} version {VERSION}, found no header: it is damaged, or of an older version."
-        )
-    if header.get("format") != format_name or header.get("version") != VERSION:
-        named, other = (ascii(header.get(name))[:80].strip("'\"") for name in ("format", "version"))
-        way = "; read it with the release that wrote it" if header.get("format") == format_name else ""
-        raise StoreError(f"{path}: expected {format_name} version {VERSION}, found {named} version {other}{way}.")
-    body = rest[:-1]
-    if header.get("nbytes") != len(body) or header.get("xxh3") != xxhash.xxh3_64_hexdigest(body):
-        raise StoreError(f"{path} is damaged: its checksum does not match. This state cannot be recovered.")
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        raise StoreError(f"{path} is not a {format_name} ({first_problem(error)}).") from error
+    def encode(self) -> bytes:
+        """Return the file's bytes: header line and body. Raises StoreError if the record is not JSON or too large to
+        read back."""
+        try:
+            data = self.model_dump_json().encode()
+        except ValueError as error:  # PydanticSerializationError
+            raise StoreError(f"A {self.format_name} must be JSON: {error}.") from error
+        if len(data) > MOST_NBYTES:
+            raise StoreError(
+                f"A {self.format_name} takes {format_nbytes(len(data))}; at most {format_nbytes(MOST_NBYTES)} can be "
+                "read back. Keep large values out of client_state, or raise zero_optimization.sub_group_size."
+            )
+        header = {"format": self.format_name, "version": VERSION}
+        header |= {"nbytes": len(data), "xxh3": xxhash.xxh3_64_hexdigest(data)}
+        return json.dumps(header).encode() + b"\n" + data + b"\n"
+
+    @classmethod
+    def decode(cls: type[Model], data: bytes, path: Path) -> Model:
+        """Return the body of a file. Raises StoreError for another format or version, damage, or an invalid record."""
+        expected = f"{path}: expected {cls.format_name} version {VERSION}, found"
+        line, _, rest = data.partition(b"\n")
+        try:
+            header: Any = json.loads(line)
+        except (ValueError, RecursionError):
+            header = None
+        if type(header) is not dict:
+            raise StoreError(f"{expected} no header: it is damaged, or of an older version.")
+        if header.get("format") != cls.format_name or header.get("version") != VERSION:
+            found, version = (ascii(header.get(name))[:80].strip("'\"") for name in ("format", "version"))
+            raise StoreError(f"{expected} {found} version {version}; read it with the release that wrote it.")
+        body = rest[:-1]
+        if header.get("nbytes") != len(body) or header.get("xxh3") != xxhash.xxh3_64_hexdigest(body):
+            raise StoreError(f"{path} is damaged: its checksum does not match. This state cannot be recovered.")
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as error:
+            raise StoreError(f"{path} is not a {cls.format_name} ({first_problem(error)}).") from error
 
 
 def first_problem(error: ValidationError) -> str:

@@ -24,9 +24,8 @@ from tiered_zero.record.files import (
     MOST_NBYTES,
     Count,
     Digest,
+    JsonFile,
     StrictModel,
-    decode_file,
-    encode_file,
     error_text,
     open_directory,
     read_file,
@@ -38,7 +37,6 @@ from tiered_zero.system import opened
 
 MANIFEST_NAME: Final = "manifest"
 NEXT_NAME: Final = "manifest.next"
-_FORMAT: Final = "tiered_zero.store"
 
 
 class Range(NamedTuple):
@@ -110,8 +108,10 @@ def _is_in_order(ranges: Sequence[Range], record: Record) -> bool:
 
 
 @final
-class Manifest(Contents):
+class Manifest(Contents, JsonFile):
     """One committed state of a store. `metadata`: the caller's own values, JSON only."""
+
+    format_name = "tiered_zero.store"
 
     run_id: str
     step: Count
@@ -120,15 +120,6 @@ class Manifest(Contents):
     def is_state(self, step: int | None, metadata: Mapping[str, Any] = MappingProxyType({})) -> bool:
         """Return whether this is the state of `step` (None: any), with these items in its metadata."""
         return step in (None, self.step) and all(self.metadata.get(key) == item for key, item in metadata.items())
-
-    def encode(self) -> bytes:
-        """Return the file's bytes. Raises StoreError if the state could not be read back."""
-        return encode_file(_FORMAT, self)
-
-    @classmethod
-    def decode(cls, data: bytes, path: Path) -> Manifest:
-        """Parse a manifest file. Raises StoreError if `data` is no manifest, of another version, or damaged."""
-        return decode_file(data, path, _FORMAT, cls)
 
 
 # -- ranges ----------------------------------------------------------------------------------------------------------

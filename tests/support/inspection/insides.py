@@ -52,7 +52,6 @@ from tiered_zero.record.directory import (
     list_runs,
 )
 from tiered_zero.record.files import VERSION as FILE_VERSION
-from tiered_zero.record.files import decode_file, encode_file
 from tiered_zero.record.manifest import MANIFEST_NAME, Contents, Range, Record
 from tiered_zero.record.manifest import load as load_manifests
 from tiered_zero.record.store import SwapStore
