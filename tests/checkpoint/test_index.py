@@ -116,9 +116,9 @@ def test_no_cut_manifest_passes(length: int) -> None:
 
 
 def test_another_format_or_version_is_refused_by_name() -> None:
-    with pytest.raises(StoreError, match=r"version 3, found tiered_zero\.checkpoint version 2"):
-        TagManifest.decode(DATA.replace(b'"version": 3', b'"version": 2', 1), PATH)
-    with pytest.raises(StoreError, match=r"expected tiered_zero\.checkpoint version 3, found tiered_zero\.store"):
+    with pytest.raises(StoreError, match=r"version 4, found tiered_zero\.checkpoint version 2"):
+        TagManifest.decode(DATA.replace(b'"version": 4', b'"version": 2', 1), PATH)
+    with pytest.raises(StoreError, match=r"expected tiered_zero\.checkpoint version 4, found tiered_zero\.store"):
         TagManifest.decode(DATA.replace(b"tiered_zero.checkpoint", b"tiered_zero.store", 1), PATH)
 
 

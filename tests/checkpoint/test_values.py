@@ -76,12 +76,9 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @st.composite
 def arrays(draw: st.DrawFn) -> numpy.ndarray[Any, Any]:
-    names = ["|b1", "|u1", "<i2", ">i8", "<u4", "<f2", ">f4", "<f8", "<c8", "<c16", "<M8[ns]", "<m8[25s]", "|S3", "<U2"]
+    names = ["|b1", "|u1", "<i2", ">i8", "<u4", "<f2", ">f4", "<f8", "<c8", "<c16"]
     dtype = numpy.dtype(draw(st.sampled_from(names)))
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
-    if dtype.kind == "U":
-        text = draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=2))
-        return numpy.full(shape, text, dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     data = draw(st.binary(min_size=nbytes, max_size=nbytes))
     if dtype.kind == "b":
@@ -156,36 +153,36 @@ def contains_itself() -> list[Any]:
 @pytest.mark.parametrize(
     ("value", "path", "what"),
     [
-        ({"model": [0, 1, 2, print]}, "['model'][3]", "the function print"),
-        ([lambda: 0], "[0]", "the function <lambda>"),
+        ({"model": [0, 1, 2, print]}, "['model'][3]", "builtin_function_or_method"),
+        ([lambda: 0], "[0]", "function"),
         ({1: {"a": functools.partial(print)}}, "[1]['a']", "functools.partial"),
         (Colour.RED, "", "Colour"),
-        ((torch.nn.Parameter(torch.ones(1)),), "[0]", "save .detach().clone()"),
+        ((torch.nn.Parameter(torch.ones(1)),), "[0]", "torch.nn.parameter.Parameter"),
         ({"m": torch.nn.Linear(1, 1)}, "['m']", "torch.nn.modules.linear.Linear"),
-        (Ordered(), "", "Ordered, a subclass of dict"),
-        (Point(1, 2), "", "Point, a subclass of tuple"),
+        (Ordered(), "", "Ordered cannot be saved"),
+        (Point(1, 2), "", "Point cannot be saved"),
         ({"s": "a\ud800"}, "['s']", "surrogate"),
         ({"\udfff": 1}, "", "surrogate"),
         ({torch.ones(1): 1}, "", "as a key"),
         ({(1, (frozenset(),)): 1}, "", "as a key"),
         ({numpy.int64(1): 1}, "", "as a key"),
-        ({"args": argparse.Namespace(f=[open])}, "['args']", "save vars(args)"),
-        ([Path("a")], "[0]", "save str(path)"),
-        (OrderedDict(), "", "OrderedDict, a subclass of dict, cannot be saved"),
-        (Counter("a"), "", "save dict(value)"),
-        (defaultdict(list), "", "save dict(value)"),
-        (deque(), "", "save list(values)"),
-        ({"a": {1, 2}}, "['a']", "save sorted(values)"),
-        (torch.float32, "", "save str(dtype)"),
-        (torch.Size([1]), "", "save tuple(value)"),
-        (torch.device("cpu"), "", "save str(device)"),
-        (1j, "", "save (z.real, z.imag)"),
+        ({"args": argparse.Namespace(f=[open])}, "['args']", "argparse.Namespace"),
+        ([Path("a")], "[0]", "pathlib"),
+        (OrderedDict(), "", "collections.OrderedDict cannot be saved"),
+        (Counter("a"), "", "not their subclasses: convert it"),
+        (defaultdict(list), "", "collections.defaultdict"),
+        (deque(), "", "collections.deque"),
+        ({"a": {1, 2}}, "['a']", "type set"),
+        (torch.float32, "", "torch.dtype"),
+        (torch.Size([1]), "", "torch.Size"),
+        (torch.device("cpu"), "", "torch.device"),
+        (1j, "", "type complex"),
         (numpy.array([object()]), "", "a numpy array of dtype object"),
         (numpy.zeros(2, [("a", "i4")]), "", "a numpy array of dtype"),
         (numpy.longdouble(1), "", "longdouble"),
         (torch.ones(2, device="meta"), "", "meta"),
         (torch.eye(2).to_sparse(), "", "sparse"),
-        (object, "", "the class object"),
+        (object, "", "type type"),
         (contains_itself(), "[0][0]", "contain itself"),
         (functools.reduce(lambda inner, _: (inner,), range(MAX_DEPTH + 1), 0), "[0]", "nested deeper"),
     ],
@@ -207,14 +204,8 @@ def test_the_deepest_value_comes_back() -> None:
     assert same(value, through_text(value))
 
 
-def npy(header: str, data: bytes = b"") -> str:
-    """A .npy file of this header, which may be a lie."""
-    text = header.encode() + b"\n"
-    return base64.b64encode(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data).decode()
-
-
-def described(descr: str, shape: str) -> str:
-    return f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}}}"
+def numbers(dtype: object, shape: object, nbytes: int) -> list[object]:
+    return [dtype, shape, base64.b64encode(bytes(nbytes)).decode()]
 
 
 HOSTILE = [
@@ -227,7 +218,7 @@ HOSTILE = [
     {"$dict": [[[], 2]]},
     {"$dict": [[1]]},
     {"$dict": 4},
-    {"$dict": [[{"$array": npy(described("<f8", "()"), bytes(8))}, 1]]},
+    {"$dict": [[{"$array": numbers("<f8", [], 8)}, 1]]},
     {"$set": [1]},
     {"$bytes": "*"},
     {"$bytes": "AA="},
@@ -235,21 +226,23 @@ HOSTILE = [
     {"$bytes": "\u00e4"},
     {"$array": 1},
     {"$array": ""},
-    {"$array": base64.b64encode(b"\x80\x04N.").decode()},
-    {"$array": npy("print(1)")},
-    {"$array": npy(described("|O8", "(1,)"), bytes(8))},
-    {"$array": npy(described("<f8", "(3,)"), bytes(8))},
-    {"$array": npy(described("<f8", "(1 << 60,)"), bytes(8))},
-    {"$array": npy(described("<f8", "(1152921504606846976,)"), bytes(8))},
-    {"$array": npy(described("<M8[zz]", "(1,)"), bytes(8))},
+    {"$array": [1]},
+    {"$array": numbers("|O8", [1], 8)},
+    {"$array": numbers("<f8", [3], 8)},
+    {"$array": numbers("<f8", [1 << 60], 8)},
+    {"$array": numbers("<f8", [1 << 70], 8)},
+    {"$array": numbers("<f8", None, 8)},
+    {"$array": numbers("<f9", [1], 9)},
+    {"$array": numbers(["<f8"], [1], 8)},
+    {"$array": numbers("<M8[s]", [1], 8)},
     {"$tensor": []},
     {"$tensor": ["float32"]},
-    {"$tensor": ["float32", npy(described("|u1", "(2,)"), bytes(2))]},
-    {"$tensor": ["float32", npy(described("|u1", "()"), bytes(1))]},
-    {"$tensor": ["float32", npy(described("<f4", "(4,)"), bytes(16))]},
-    {"$tensor": ["nothing", npy(described("|u1", "(4,)"), bytes(4))]},
-    {"$tensor": ["load", npy(described("|u1", "(4,)"), bytes(4))]},
-    {"$tensor": [["float32"], npy(described("|u1", "(4,)"), bytes(4))]},
+    {"$tensor": numbers("float32", [1], 2)},
+    {"$tensor": numbers("float32", [4], 4)},
+    {"$tensor": numbers("float32", None, 4)},
+    {"$tensor": numbers("nothing", [4], 4)},
+    {"$tensor": numbers("load", [4], 4)},
+    {"$tensor": numbers(["float32"], [1], 4)},
 ]
 
 

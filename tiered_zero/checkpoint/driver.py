@@ -6,8 +6,8 @@ training data, and the user's client_state. A run that restores them continues b
 from __future__ import annotations
 
 import base64
-import io
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -17,7 +17,6 @@ from typing import Annotated, Any, Final, final
 
 import numpy
 import torch
-from numpy.lib import format as npy
 from pydantic import Field, ValidationError
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -408,25 +407,15 @@ MAX_DEPTH: Final = 50
 """The deepest nesting of containers. JSON nests up to three times as deep, and its parser refuses more than 200
 levels."""
 
-SAVED_TYPES: Final = "None, bool, int, float, str, bytes, list, tuple, dict, tensors, and arrays and scalars of numpy"
+SAVED_TYPES: Final = (
+    "exactly None, bool, int, float, str, bytes, list, tuple, dict, tensors, and numpy's arrays and scalars of numbers"
+)
 
 _AS_THEY_ARE = frozenset({type(None), bool, int, float})
-_KEYS = (type(None), bool, int, float, str, bytes, tuple)
+_ARRAY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
+"""The dtypes of numpy's arrays that are saved: numbers."""
 
-_INSTEAD: Final = {
-    "argparse.Namespace": "save vars(args)",
-    "pathlib": "save str(path)",
-    "set": "save sorted(values)",
-    "frozenset": "save sorted(values)",
-    "collections.deque": "save list(values)",
-    "torch.Size": "save tuple(size)",
-    "torch.dtype": "save str(dtype)",
-    "torch.device": "save str(device)",
-    "complex": "save (z.real, z.imag)",
-    "bytearray": "save bytes(data)",
-    "range": "save (start, stop, step)",
-}
-"""A type, or its module -> what the user can save instead."""
+_KEYS = (type(None), bool, int, float, str, bytes, tuple)
 
 
 def to_json(value: Any, where: str, depth: int = 0) -> Any:
@@ -457,12 +446,15 @@ def to_json(value: Any, where: str, depth: int = 0) -> Any:
         pairs = []
         for key, own in value.items():
             if not is_plain and not _is_key(key):
-                raise ModelError(f"{where}: {_described(key)} cannot be saved as a key; use a number or text.")
+                raise ModelError(f"{where}: {_type_text(key)} cannot be saved as a key; use a number or text.")
             is_itself = type(own) in _AS_THEY_ARE
             name = key if is_plain else to_json(key, where)
             pairs.append([name, own if is_itself else to_json(own, f"{where}[{key!r}]", depth + 1)])
         return dict(pairs) if is_plain else {"$dict": pairs}
-    raise ModelError(f"{where}: {_described(value)} cannot be saved. Saved are {SAVED_TYPES}; {_instead(value)}.")
+    raise ModelError(
+        f"{where}: {_type_text(value)} cannot be saved. Saved are {SAVED_TYPES}, not their subclasses: convert it, or "
+        "leave it out."
+    )
 
 
 def from_json(values: Any) -> Any:
@@ -486,13 +478,13 @@ def from_json(values: Any) -> Any:
                 return found
         if kind == "$bytes":
             return base64.b64decode(own, validate=True)
-        if kind == "$array":
-            return _read_array(own)[()]
-        if kind == "$tensor":
-            name, data = own
-            raw = _read_array(data)
-            if raw.dtype == numpy.uint8 and raw.ndim and raw.shape[-1] == torch_dtype(name).itemsize:
-                return torch.from_numpy(raw).view(torch_dtype(name))[..., 0]
+        if kind in ("$array", "$tensor"):
+            name, shape, text = own
+            raw = numpy.frombuffer(bytearray(base64.b64decode(text, validate=True)), numpy.uint8)
+            if kind == "$tensor":
+                return torch.from_numpy(raw).view(torch_dtype(name)).reshape(shape)
+            if _ARRAY_DTYPE.fullmatch(name) and type(shape) is list:
+                return raw.view(name).reshape(shape)[()]
     except (TypeError, ValueError, OverflowError, RuntimeError, MemoryError, StoreError) as error:
         raise ValueError(f"{kind[:20]!a}: {type(error).__name__}: {str(error)[:200]}") from None
     raise ValueError(f"{kind[:20]!a}: no value of this kind was saved")
@@ -506,7 +498,7 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _tensor(tensor: torch.Tensor, where: str) -> list[str]:
+def _tensor(tensor: torch.Tensor, where: str) -> list[Any]:
     if tensor.layout is not torch.strided or tensor.is_meta:
         found = "meta" if tensor.is_meta else str(tensor.layout)
         raise ModelError(f"{where}: a {found} tensor cannot be saved; make it a dense one of a plain dtype.")
@@ -515,27 +507,13 @@ def _tensor(tensor: torch.Tensor, where: str) -> list[str]:
     except StoreError as error:
         raise ModelError(f"{where}: {error}") from None
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return [name, _array(plain.unsqueeze(-1).view(torch.uint8).numpy(), where)]
+    return [name, list(plain.shape), _base64(plain.reshape(-1).view(torch.uint8).numpy().tobytes())]
 
 
-def _array(array: numpy.ndarray[Any, Any], where: str) -> str:
-    if array.dtype.kind not in "biufcmMSU" or array.dtype.char in "gG" or not array.dtype.itemsize:  # g: host-specific
-        raise ModelError(f"{where}: a numpy array of dtype {array.dtype} cannot be saved; convert it to a plain dtype.")
-    file = io.BytesIO()
-    npy.write_array(file, array, version=(1, 0), allow_pickle=False)
-    return _base64(file.getvalue())
-
-
-def _read_array(text: Any) -> numpy.ndarray[Any, Any]:
-    """Decode an array from a .npy file in base64. `numpy.load` would allocate whatever the file's header declares."""
-    data = base64.b64decode(text, validate=True)
-    file = io.BytesIO(data)
-    npy.read_magic(file)
-    shape, is_fortran, dtype = npy.read_array_header_1_0(file)
-    if dtype.hasobject:
-        raise ValueError("an array of objects is never saved")
-    array: numpy.ndarray[Any, Any] = numpy.frombuffer(bytearray(data), dtype, offset=file.tell())
-    return array.reshape(shape, order="F" if is_fortran else "C")
+def _array(array: numpy.ndarray[Any, Any], where: str) -> list[Any]:
+    if not _ARRAY_DTYPE.fullmatch(array.dtype.str) or array.dtype.char in "gG":  # g: host-specific
+        raise ModelError(f"{where}: a numpy array of dtype {array.dtype} cannot be saved; convert it to numbers.")
+    return [array.dtype.str, list(array.shape), _base64(array.tobytes())]
 
 
 def _is_key(key: Any) -> bool:
@@ -554,22 +532,5 @@ def _text(text: str, where: str) -> str:
     return text
 
 
-def _described(value: Any) -> str:
-    kind = type(value)
-    if callable(value) and hasattr(value, "__name__"):
-        return f"the {'class' if isinstance(value, type) else 'function'} {value.__name__}"
-    base = next((base for base in kind.__mro__[1:] if base in (dict, list, tuple, set, str, int, float)), None)
-    of = f", a subclass of {base.__name__}," if base is not None else ""
-    return f"a value of type {kind.__module__}.{kind.__qualname__}{of}".replace("builtins.", "")
-
-
-def _instead(value: Any) -> str:
-    """Name what to save instead of a refused value."""
-    kind = type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    if isinstance(value, torch.nn.Parameter):
-        return "save .detach().clone()"
-    for base in (dict, list, tuple, str, int, float):
-        if isinstance(value, base):
-            return f"save {base.__name__}(value)"
-    return _INSTEAD.get(name) or _INSTEAD.get(name.partition(".")[0]) or "convert it, or leave it out"
+def _type_text(value: Any) -> str:
+    return f"a value of type {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")

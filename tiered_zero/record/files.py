@@ -201,7 +201,7 @@ def _remove(name: str, dir_fd: int) -> None:
 
 # -- JSON files of strict models: manifests, owner files, indexes ------------------------------------------------------
 
-VERSION: Final = 3
+VERSION: Final = 4
 """The version of every file. 0.1.0 was never published, so files of earlier versions are refused."""
 
 MOST_NBYTES: Final = 1 << 28
