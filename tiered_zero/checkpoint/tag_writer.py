@@ -15,8 +15,8 @@ import ctypes
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -338,15 +338,6 @@ class TagWriter:
         self.discard()
         if failure is not None:
             raise failure from error
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Discard the tag if the block raises; otherwise keep it for later calls."""
-        try:
-            yield
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> None:
         """Make everything durable, give the tag its name, then set `latest`. `fields`: the fields of TagManifest that
