@@ -85,7 +85,7 @@ def lane(engine: tiered_zero.Engine, name: str) -> Lane:
 
 def free_nbytes(store: SwapStore) -> int:
     """Bytes that no record has reserved."""
-    return store._table._extents.free_nbytes
+    return store._table.extents.free_nbytes
 
 
 def layouts(engine: tiered_zero.Engine) -> list[StateLayout]:
