@@ -21,7 +21,7 @@ from tiered_zero.cli.bench_io import SETTINGS
 from tiered_zero.cli.main import main
 from tiered_zero.config import load
 from tiered_zero.errors import TransferError
-from tiered_zero.io.measure import MODES
+from tiered_zero.io.select import MODES
 from tiered_zero.plan.machine import default_path, load_machine
 from tiered_zero.sizes import MIB
 

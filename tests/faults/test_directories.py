@@ -23,8 +23,7 @@ from tests.support.file_systems import mounted, shut_down
 from tests.support.inspection.insides import data_files as record_data_files
 from tests.support.inspection.insides import rack
 from tiered_zero.errors import ConfigError, StoreError
-from tiered_zero.io.measure import weigh_directories
-from tiered_zero.io.select import select_engine
+from tiered_zero.io.select import select_engine, weigh_directories
 from tiered_zero.layout import extents
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
@@ -108,7 +107,7 @@ def test_speed_is_measured_and_said_once(parents: list[Path], caplog: pytest.Log
 
 def test_a_slower_directory_gets_less(parents: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     rates = iter([3e9, 1e9, 1.1e9, 1e9])
-    monkeypatch.setattr("tiered_zero.io.measure.measure_rate", lambda *_, **__: next(rates))
+    monkeypatch.setattr("tiered_zero.io.select.measure_rate", lambda *_, **__: next(rates))
     engine = select_engine(*parents).engine
     assert weigh_directories(engine, parents, 1 << 20) == [0.75, 0.25]
     assert weigh_directories(engine, parents, 1 << 20) == [0.5, 0.5], "what is nearly equal is equal"
@@ -138,7 +137,7 @@ def test_a_directory_that_cannot_be_measured(parents: list[Path], monkeypatch: p
     def refuse(path: str, nbytes: int) -> None:
         raise OSError(28, os.strerror(28), path)
 
-    monkeypatch.setattr("tiered_zero.io.measure.fill_file", refuse)
+    monkeypatch.setattr("tiered_zero.io.select.fill_file", refuse)
     with pytest.raises(StoreError, match=rf"speed .* cannot be measured: .*{parents[0]}"):
         build(parents[0], "overlapped", zero=paths_in(parents, True))
     assert [list(parent.iterdir()) for parent in parents] == [[], []]

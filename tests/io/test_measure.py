@@ -8,7 +8,7 @@ from tests.fakes.io_faults import Fault, FaultyEngine
 from tiered_zero.errors import TransferError
 from tiered_zero.io.aiofile import AiofilesEngine
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.measure import MODES, fill_file, measure_rate
+from tiered_zero.io.select import MODES, fill_file, measure_rate
 from tiered_zero.sizes import MIB
 
 

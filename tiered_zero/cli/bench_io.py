@@ -23,8 +23,7 @@ from tiered_zero.assembly.rates import save_disk
 from tiered_zero.cli.console import JSON_OPTION, print_json, print_table
 from tiered_zero.errors import PlanError
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.measure import MODES, fill_file, measure_modes
-from tiered_zero.io.select import filesystem_type, filesystem_warnings, select_engine
+from tiered_zero.io.select import MODES, filesystem_type, filesystem_warnings, fill_file, measure_modes, select_engine
 from tiered_zero.plan.machine import Disk
 from tiered_zero.record.directory import SwapDir
 from tiered_zero.sizes import GIB, MIB, format_nbytes

@@ -15,8 +15,7 @@ Never: a callback on a worker; a worker that touches torch; an order of two requ
                 text of failures; what is in flight, as text and by signal
     native.py   the pool of threads in C
     aiofile.py  the same calls through the package aiofiles, where there is no native library
-    select.py   checks of a directory, and the choice of an engine for it, by trial
-    measure.py  the rate of an engine on a disk
+    select.py   checks of a directory, the choice of an engine for it by trial, and the engine's rate there
 
 The native engine's threads make plain system calls: with 2 MiB x 8 in huge pages they take 7..9 ms of CPU time a GB.
 io_uring took 4..5 ms, but reached 0.88..1.04 of their rate on an idle machine and 0.6..0.95 with busy processors, and

@@ -16,8 +16,7 @@ from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.ranks.launcher import launch_name
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.engine import IOEngine, IOSettings, watch
-from tiered_zero.io.measure import weigh_directories
-from tiered_zero.io.select import select_engine
+from tiered_zero.io.select import select_engine, weigh_directories
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.staging import StagingSize
 from tiered_zero.record.directory import SwapDir

@@ -44,8 +44,7 @@ from torch.utils.checkpoint import checkpoint
 import tiered_zero
 from tiered_zero.hardware.memory.host_memory import trim_malloc
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.measure import fill_file, measure_rate
-from tiered_zero.io.select import select_engine
+from tiered_zero.io.select import fill_file, measure_rate, select_engine
 from tools.bench.record import append_record
 from tools.bench.update import measure
 

@@ -24,8 +24,7 @@ def measure_triad(nbytes: int, rounds: int = 5) -> float:
 def measure_disk(directory: str, nbytes: int, seconds: float, read_shares: Sequence[float]) -> list[float]:
     """Bytes/s with so much of the bytes read and the rest written at the same time, for each share; through the engine
     that a run in `directory` chooses, on one file of `nbytes`."""
-    from tiered_zero.io.measure import fill_file, measure_rate
-    from tiered_zero.io.select import select_engine
+    from tiered_zero.io.select import fill_file, measure_rate, select_engine
 
     path = os.path.join(directory, "bench.bin")
     selection = select_engine(directory)

@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 import tiered_zero
-from tiered_zero.io.measure import fill_file
+from tiered_zero.io.select import fill_file
 from tiered_zero.sizes import MIB
 from tools.bench.io import FIO_ENGINES, Bench, Way, best, run_fio
 from tools.bench.record import append_record

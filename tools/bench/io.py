@@ -35,8 +35,7 @@ if __name__ == "__main__":  # an installed tiered_zero goes before the checkout'
     sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.measure import MODES, fill_file, measure_rate
-from tiered_zero.io.select import ENGINES, Selection, select_engine
+from tiered_zero.io.select import ENGINES, MODES, Selection, fill_file, measure_rate, select_engine
 from tiered_zero.sizes import GIB, KIB, MIB, parse_nbytes
 from tools.bench.record import append_record
 

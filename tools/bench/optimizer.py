@@ -41,8 +41,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.measure import fill_file, measure_rate
-from tiered_zero.io.select import select_engine
+from tiered_zero.io.select import fill_file, measure_rate, select_engine
 from tiered_zero.optim import OffloadedOptimizer, ZeroRedundancyOptimizer
 from tools.bench.record import append_record
 from tools.bench.update import build, measure
