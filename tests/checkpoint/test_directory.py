@@ -26,20 +26,19 @@ from tests.support.tags import (
     write_share,
 )
 from tiered_zero.checkpoint import tag_writer
-from tiered_zero.checkpoint.index import MANIFEST_NAME, CommitLocation
+from tiered_zero.checkpoint.index import LATEST_NAME, MANIFEST_NAME, CommitLocation
 from tiered_zero.checkpoint.tag import (
-    LATEST_NAME,
-    LOCK_NAME,
     find_checkpoint,
     find_damage,
     is_unused,
     list_tags,
     nothing_to_load,
     open_tag,
+    prune,
     read_latest,
     read_manifest,
 )
-from tiered_zero.checkpoint.tag_writer import SaveDirectory, TagWriter, prune
+from tiered_zero.checkpoint.tag_writer import LOCK_NAME, SaveDirectory, TagWriter
 from tiered_zero.errors import StoreError, TransferError
 from tiered_zero.io.select import select_engine
 

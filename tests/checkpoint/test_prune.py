@@ -14,8 +14,9 @@ import torch
 from tests.fakes.sync_io import SyncEngine
 from tests.support.inspection.insides import SwapDir, SwapStore
 from tests.support.tags import fields, save_tag, tag_to_load, write_share
-from tiered_zero.checkpoint.tag import LATEST_NAME, find_checkpoint, list_tags
-from tiered_zero.checkpoint.tag_writer import TagWriter, prune
+from tiered_zero.checkpoint.index import LATEST_NAME
+from tiered_zero.checkpoint.tag import find_checkpoint, list_tags, prune
+from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import StoreError
 
 

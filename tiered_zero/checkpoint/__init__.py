@@ -14,8 +14,8 @@ Never.  No file is a pickle. Masters and state are never whole in memory: they m
     index.py         keys -> ranges of records; the keys of a run, the place of each, the loop through its sub-groups
     driver.py        everything that is not a tensor, as JSON
     a tag            data files of records (record/data_files.py) with an index of keys (index.py)
-                     tag: judge, list, find, open, and the commit to which a tag points
-                     tag_writer: lock, begin, publish, discard; prune
+                     tag: judge, list, find, open, prune, and the commit to which a tag points
+                     tag_writer: lock, begin, publish, discard
     in_place.py      commit the swap files that the run uses, with the same index and a tag, by one rank or many; adopt
                      the commit in the next run
     weights.py       safetensors files of a model or a checkpoint; dcp.py: a reader for torch's own planners

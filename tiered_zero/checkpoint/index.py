@@ -31,6 +31,7 @@ files by `tag.read_manifest`, places in records when these are opened, all befor
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,9 @@ from tiered_zero.update.state_view import Scalars, StateView
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 MANIFEST_NAME: Final = "manifest.json"
+LATEST_NAME: Final = "latest"
+TAG: Final = re.compile(r"[^./\x00-\x1f\x7f\ud800-\udfff][^/\x00-\x1f\x7f\ud800-\udfff]*")
+_MOST_TAG_NBYTES: Final = 200
 
 Form = Literal["plain", "joined", "magnitude", "rounded"]
 
@@ -258,6 +262,16 @@ class TagManifest(JsonFile):
             raise ValueError(f"records: there is none of the name {unknown[0][:80]!a}")
         _check_tensors(self.tensors)
         return self
+
+
+def check_tag(tag: object) -> str:
+    """Return `tag` if it can name a directory. Raises StoreError."""
+    if isinstance(tag, str) and TAG.fullmatch(tag) and tag != LATEST_NAME and len(tag.encode()) <= _MOST_TAG_NBYTES:
+        return tag
+    raise StoreError(
+        f"A checkpoint's tag must be a plain directory name of at most {_MOST_TAG_NBYTES} bytes: no slash, no leading "
+        f"dot, not {LATEST_NAME!r}; found {ascii(tag)[:200]}."
+    )
 
 
 def file_name(rank: int) -> str:

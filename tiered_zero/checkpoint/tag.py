@@ -1,4 +1,4 @@
-"""Find and open tags: judge whether each is whole, choose the one that a load takes, and return a reader for it.
+"""Find, open and prune tags: judge whether each is whole, choose the one that a load takes, return a reader for it.
 
 A tag is a directory that got its name once all of it was durable (tag_writer.py). `look_at` judges one directory:
 whole, or why not; listing, finding and opening use it. A tag of an in-place commit is a pointer, which leads to the
@@ -7,12 +7,12 @@ newest commit of its run; a load that names the tag refuses any other commit tha
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
-import secrets
 import stat
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, final
@@ -21,14 +21,18 @@ from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
 from tiered_zero.checkpoint.index import (
+    LATEST_NAME,
     MANIFEST_NAME,
+    TAG,
     RankPart,
     StoreLocation,
     TagManifest,
     WrittenBy,
+    check_tag,
     file_name,
 )
 from tiered_zero.checkpoint.load import TensorReader
+from tiered_zero.checkpoint.tag_writer import LOCK_NAME, OLD, TEMPORARY, SaveDirectory, hidden_tag
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.record.data_files import DATA_NAME, RecordFiles, RecordReader, Stripes, check_data_files, verify_run
@@ -49,39 +53,9 @@ from tiered_zero.record.manifest import Manifest, choose
 from tiered_zero.record.manifest import load as load_manifests
 from tiered_zero.sizes import MIB
 
+logger = logging.getLogger("tiered_zero")
+
 # -- names -------------------------------------------------------------------------------------------------------------
-
-LOCK_NAME: Final = ".tiered_zero.lock"
-LATEST_NAME: Final = "latest"
-TEMPORARY: Final = ".tmp-"
-OLD: Final = ".old-"
-"""Prefixes of hidden directories: TEMPORARY of a tag that is being written or removed, OLD of one that is being
-replaced."""
-
-_SUFFIX = re.compile(r"-[0-9a-f]{12}")
-_TAG = re.compile(r"[^./\x00-\x1f\x7f\ud800-\udfff][^/\x00-\x1f\x7f\ud800-\udfff]*")
-_MOST_TAG_NBYTES = 200
-
-
-def check_tag(tag: object) -> str:
-    """Return `tag` if it can name a directory. Raises StoreError."""
-    if isinstance(tag, str) and _TAG.fullmatch(tag) and tag != LATEST_NAME and len(tag.encode()) <= _MOST_TAG_NBYTES:
-        return tag
-    raise StoreError(
-        f"A checkpoint's tag must be a plain directory name of at most {_MOST_TAG_NBYTES} bytes: no slash, no leading "
-        f"dot, not {LATEST_NAME!r}; found {ascii(tag)[:200]}."
-    )
-
-
-def hidden_name(prefix: str, tag: str) -> str:
-    """Return a new name, of `prefix`, `tag` and random digits, for a directory that must not be taken for the tag."""
-    return f"{prefix}{tag}-{secrets.token_hex(6)}"
-
-
-def hidden_tag(prefix: str, name: str) -> str | None:
-    """Return the tag in a name that `hidden_name` made with this prefix; None for any other name."""
-    match = _SUFFIX.fullmatch(name[-13:])
-    return name[len(prefix) : -13] if match and name.startswith(prefix) and len(name) > len(prefix) + 13 else None
 
 
 def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
@@ -102,7 +76,7 @@ def _visible_tag(name: str, names: Sequence[str]) -> str | None:
         return None if old in names else old
     if (temporary := hidden_tag(TEMPORARY, name)) is not None:
         return temporary
-    return name if _TAG.fullmatch(name) and name != LATEST_NAME else None
+    return name if TAG.fullmatch(name) and name != LATEST_NAME else None
 
 
 # -- commits ---------------------------------------------------------------------------------------------------------
@@ -629,3 +603,47 @@ def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[st
         ) from None
     except OSError as error:
         raise StoreError(f"{path} cannot be locked: {error_text(error)}.") from error
+
+
+# -- old tags ----------------------------------------------------------------------------------------------------------
+
+
+def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
+    """Remove all whole tags except the newest `keep`, and pointers whose run has committed again in place. Return the
+    removed ones, or, with `dry_run`, those that would be removed. Swap directories to which pointers lead stay. Never
+    removed: the tag that `latest` names, and the newest pointer of a run whose last commit has no tag (the run was
+    killed before it wrote one). A tag that holds other programs' files stays, with a warning. Raises StoreError."""
+    if keep < 1:
+        raise StoreError(f"Keep at least one checkpoint; found {keep}.")
+    directory = SaveDirectory.join(save_dir) if dry_run else SaveDirectory.open(save_dir)
+    removed = []
+    try:
+        if not dry_run:
+            directory.restore()
+        for info in _prunable(directory.path, keep):
+            try:
+                directory.check_replaceable(info.tag)
+            except StoreError as error:
+                logger.warning("%s", error)
+                continue
+            if not dry_run:
+                directory.remove_tag(info.tag)
+            removed.append(info)
+        return removed
+    except OSError as error:
+        raise StoreError(f"{directory.path} cannot be pruned: {error}.") from error
+    finally:
+        directory.release()
+
+
+def _prunable(path: Path, keep: int) -> list[TagInfo]:
+    """Return the tags that `prune` may remove: whole ones, and superseded pointers."""
+    latest = None
+    with suppress(StoreError):
+        latest = read_latest(path)
+    infos = list_tags(path)
+    kept = {latest, *(info.tag for info in [info for info in infos if info.complete][-keep:])}
+    tagged = {info.run_id for info in infos if info.held_id == info.commit_id}
+    for run_id in {info.run_id for info in infos if info.is_superseded} - tagged:
+        kept.add([info.tag for info in infos if info.run_id == run_id][-1])
+    return [info for info in infos if (info.complete or info.is_superseded) and info.tag not in kept]

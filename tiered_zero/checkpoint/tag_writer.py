@@ -1,4 +1,4 @@
-"""Change a save directory under one lock: begin a tag, publish it, and remove old ones.
+"""Change a save directory under one lock: begin a tag, publish it, remove it.
 
 A tag is written into a temporary directory, which gets the tag's name once all of it is durable: until that rename the
 last checkpoint counts, afterwards the new one.
@@ -15,23 +15,21 @@ import ctypes
 import errno
 import logging
 import os
+import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
-from tiered_zero.checkpoint.index import MANIFEST_NAME, Share, TagManifest, file_name, join_shares
-from tiered_zero.checkpoint.tag import (
+from tiered_zero.checkpoint.index import (
     LATEST_NAME,
-    LOCK_NAME,
-    OLD,
-    TEMPORARY,
-    TagInfo,
+    MANIFEST_NAME,
+    Share,
+    TagManifest,
     check_tag,
-    hidden_name,
-    hidden_tag,
-    list_tags,
-    read_latest,
+    file_name,
+    join_shares,
 )
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine, free_text
@@ -61,6 +59,25 @@ _RENAME_EXCHANGE = 2
 
 
 # -- the save directory ------------------------------------------------------------------------------------------------
+
+LOCK_NAME: Final = ".tiered_zero.lock"
+TEMPORARY: Final = ".tmp-"
+OLD: Final = ".old-"
+"""Prefixes of hidden directories: TEMPORARY of a tag that is being written or removed, OLD of one that is being
+replaced."""
+
+_SUFFIX = re.compile(r"-[0-9a-f]{12}")
+
+
+def hidden_name(prefix: str, tag: str) -> str:
+    """Return a new name, of `prefix`, `tag` and random digits, for a directory that must not be taken for the tag."""
+    return f"{prefix}{tag}-{secrets.token_hex(6)}"
+
+
+def hidden_tag(prefix: str, name: str) -> str | None:
+    """Return the tag in a name that `hidden_name` made with this prefix; None for any other name."""
+    match = _SUFFIX.fullmatch(name[-13:])
+    return name[len(prefix) : -13] if match and name.startswith(prefix) and len(name) > len(prefix) + 13 else None
 
 
 @final
@@ -440,47 +457,3 @@ def _store_error(path: Path, tag: str, error: Exception, needed_nbytes: int) -> 
     return StoreError(
         f"Checkpoint {tag} could not be written to {path}: {kind}{error} What was saved before is untouched."
     )
-
-
-# -- old tags ----------------------------------------------------------------------------------------------------------
-
-
-def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
-    """Remove all whole tags except the newest `keep`, and pointers whose run has committed again in place. Return the
-    removed ones, or, with `dry_run`, those that would be removed. Swap directories to which pointers lead stay. Never
-    removed: the tag that `latest` names, and the newest pointer of a run whose last commit has no tag (the run was
-    killed before it wrote one). A tag that holds other programs' files stays, with a warning. Raises StoreError."""
-    if keep < 1:
-        raise StoreError(f"Keep at least one checkpoint; found {keep}.")
-    directory = SaveDirectory.join(save_dir) if dry_run else SaveDirectory.open(save_dir)
-    removed = []
-    try:
-        if not dry_run:
-            directory.restore()
-        for info in _prunable(directory.path, keep):
-            try:
-                directory.check_replaceable(info.tag)
-            except StoreError as error:
-                logger.warning("%s", error)
-                continue
-            if not dry_run:
-                directory.remove_tag(info.tag)
-            removed.append(info)
-        return removed
-    except OSError as error:
-        raise StoreError(f"{directory.path} cannot be pruned: {error}.") from error
-    finally:
-        directory.release()
-
-
-def _prunable(path: Path, keep: int) -> list[TagInfo]:
-    """Return the tags that `prune` may remove: whole ones, and superseded pointers."""
-    latest = None
-    with suppress(StoreError):
-        latest = read_latest(path)
-    infos = list_tags(path)
-    kept = {latest, *(info.tag for info in [info for info in infos if info.complete][-keep:])}
-    tagged = {info.run_id for info in infos if info.held_id == info.commit_id}
-    for run_id in {info.run_id for info in infos if info.is_superseded} - tagged:
-        kept.add([info.tag for info in infos if info.run_id == run_id][-1])
-    return [info for info in infos if (info.complete or info.is_superseded) and info.tag not in kept]

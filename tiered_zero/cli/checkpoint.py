@@ -178,7 +178,7 @@ def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> N
     step, the pointer does not count and is removed. Swap directories and damaged checkpoints stay: list those with
     `ls`.
     """
-    from tiered_zero.checkpoint.tag_writer import prune
+    from tiered_zero.checkpoint.tag import prune
 
     removed = prune(directory, keep, dry_run=dry_run)
     nbytes = sum(info.nbytes for info in removed)

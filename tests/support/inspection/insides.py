@@ -21,7 +21,6 @@ from tiered_zero.checkpoint.index import Part, RecordName, Share, Source, TagMan
 from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.checkpoint.save import Capture
 from tiered_zero.checkpoint.tag import (
-    LOCK_NAME,
     TagInfo,
     find_checkpoint,
     find_damage,
@@ -29,9 +28,10 @@ from tiered_zero.checkpoint.tag import (
     look_at,
     open_commit,
     open_tag,
+    prune,
     read_manifest,
 )
-from tiered_zero.checkpoint.tag_writer import TagWriter, prune
+from tiered_zero.checkpoint.tag_writer import LOCK_NAME, TagWriter
 from tiered_zero.engine.deepspeed_names import MISSING
 from tiered_zero.grads import check, gradient
 from tiered_zero.grads.check import GradCopy, GradNorm
