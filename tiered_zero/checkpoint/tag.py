@@ -266,7 +266,7 @@ def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
                 reason = f"it is {foreign}" if foreign else _NO_CHECKPOINT
                 return replace(info, reason=reason, is_foreign=foreign not in ("", _LOST)), None
             most_nbytes = min(MOST_NBYTES, _PLAIN_MANIFEST_NBYTES + info.nbytes // 64)
-            data = read_file(MANIFEST_NAME, fd, uid=os.fstat(fd).st_uid, most_nbytes=most_nbytes)
+            data = read_file(MANIFEST_NAME, fd, most_nbytes=most_nbytes)
             manifest = TagManifest.decode(data, Path(MANIFEST_NAME))
             info = replace(
                 info,
@@ -364,7 +364,7 @@ def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
     path = Path(os.path.realpath(save_dir))
     try:
         with open_directory(path) as fd:
-            text = read_file(LATEST_NAME, fd, uid=os.fstat(fd).st_uid, most_nbytes=4096)
+            text = read_file(LATEST_NAME, fd, most_nbytes=4096)
         return check_tag(text.decode().strip())
     except FileNotFoundError:
         return None

@@ -238,7 +238,7 @@ def _locked(path: Path, dir_fd: int) -> Descriptor:
     """Open the lock file and lock it. Raises StoreError."""
     lock = CLOSED
     try:
-        lock = open_file(LOCK_NAME, dir_fd, uid=os.geteuid(), flags=os.O_RDWR | os.O_CREAT)
+        lock = open_file(LOCK_NAME, dir_fd, os.O_RDWR | os.O_CREAT)
         lock_fd(lock)
         return lock
     except BlockingIOError as error:

@@ -94,10 +94,9 @@ class Owner(JsonFile):
         return (self.pid, self.host) == (os.getpid(), socket.gethostname())
 
 
-def read_owner_at(dir_fd: int, uid: int) -> Owner:
-    """Read the owner from the run directory open at `dir_fd`; the file must belong to user `uid`. Raises OSError,
-    StoreError."""
-    data = read_file(OWNER_NAME, dir_fd, uid=uid, most_nbytes=_MOST_NBYTES)
+def read_owner_at(dir_fd: int) -> Owner:
+    """Read the owner from the run directory open at `dir_fd`. Raises OSError, StoreError."""
+    data = read_file(OWNER_NAME, dir_fd, most_nbytes=_MOST_NBYTES)
     return Owner.decode(data, Path(OWNER_NAME))
 
 
@@ -105,7 +104,7 @@ def read_owner(path: Path) -> Owner:
     """Read the owner from the run directory `path`. Raises StoreError if it has none."""
     try:
         with open_directory(path) as fd:
-            return read_owner_at(fd, os.fstat(fd).st_uid)
+            return read_owner_at(fd)
     except (OSError, ValueError, StoreError) as error:  # ValueError: a NUL in the path
         raise StoreError(f"{path} is not a swap directory: its {OWNER_NAME} cannot be read ({error}).") from error
 
@@ -128,7 +127,7 @@ class _Hold:
         self.directory = open_directory(self.path)
         if (uid := os.fstat(self.directory).st_uid) != os.geteuid():
             raise StoreError(f"The run's directory {self.path} belongs to user id {uid}; expected {os.geteuid()}.")
-        self.lock = open_file(OWNER_NAME, self.directory, uid=uid, flags=os.O_RDWR | flags)
+        self.lock = open_file(OWNER_NAME, self.directory, os.O_RDWR | flags)
         lock_fd(self.lock)
         if not os.fstat(self.lock).st_nlink:
             raise StoreError(f"The run's directory {self.path} was removed by another process.")
@@ -470,7 +469,7 @@ def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
     """Lock `owner.json`, so that no other process takes the run over. Return `CLOSED`, a descriptor of nothing, if
     there is no such file or, with `unknown`, none that can be locked. Raises OSError, StoreError."""
     try:
-        fd = open_file(OWNER_NAME, dir_fd, uid=os.geteuid(), flags=os.O_RDWR)
+        fd = open_file(OWNER_NAME, dir_fd, os.O_RDWR)
         try:
             lock_fd(fd)
         except BaseException:
@@ -523,7 +522,7 @@ def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
     """Read the state of the run directory open at `fd`. Raises OSError, StoreError."""
     owner, unreadable = None, "there is none"
     try:
-        owner = read_owner_at(fd, os.geteuid())
+        owner = read_owner_at(fd)
     except FileNotFoundError:
         pass
     except (OSError, StoreError) as error:
@@ -541,7 +540,7 @@ def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
     path)."""
     first = Path(run.paths[0])
     try:
-        committed, prepared = manifest.load_at(fd, first, os.geteuid()) if first == run.path else manifest.load(first)
+        committed, prepared = manifest.load_at(fd, first) if first == run.path else manifest.load(first)
     except (StoreError, OSError):
         return None, True
     has_gone = first != run.path and not os.path.lexists(first)
@@ -552,7 +551,7 @@ def _liveness(run: RunInfo, fd: int, owner: Owner | None, locked: bool | None, u
     """Return the state and the reason for it. On a local file system the lock decides; on others the locks of other
     machines may be invisible. `locked`: see `_inspect`. `unreadable`: why `owner` is None."""
     try:
-        if is_locked(OWNER_NAME, fd, os.geteuid()) if locked is None else locked:
+        if is_locked(OWNER_NAME, fd) if locked is None else locked:
             return "alive", f"process {owner.pid} on {owner.host} holds its lock" if owner else "its lock is held"
     except (OSError, StoreError) as error:
         return "unknown", f"its lock cannot be looked at: {error_text(error)}"

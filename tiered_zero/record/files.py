@@ -1,7 +1,8 @@
 """Open, read, lock, write and remove files below a directory's descriptor, safely and durably.
 
 No name is resolved twice and no link is followed. Another user may have put anything under a name that a run uses: a
-FIFO, a device, a link. Opening a file here never blocks, and refuses all but regular files of the expected user.
+FIFO, a device, a link. Opening a file here never blocks, and refuses all but regular files of this user or of
+the owner of their directory.
 
 A JSON file is a header line (format, version, number of bytes and xxh3 of the body) and a body; the header reveals a
 torn file. Files may be hostile: types, fields and ranges are checked before anything is computed from them, and models
@@ -58,15 +59,16 @@ def open_directory(path: str | Path, dir_fd: int | None = None) -> Descriptor:
     return opened(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE, dir_fd=dir_fd)
 
 
-def open_file(name: str | Path, dir_fd: int | None, *, uid: int, flags: int = os.O_RDONLY) -> Descriptor:
-    """Open the regular file `name` of user `uid`. Raises OSError, or StoreError for anything else."""
+def open_file(name: str, dir_fd: int, flags: int = os.O_RDONLY) -> Descriptor:
+    """Open the regular file `name`, which must belong to this user or to the owner of its directory. Raises OSError, or
+    StoreError for anything else."""
     fd = opened(name, flags | _SAFE, 0o600, dir_fd=dir_fd)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise StoreError(f"{name} is {kind_text(status.st_mode)}; expected a file")
-        if status.st_uid != uid:
-            raise StoreError(f"{name} belongs to user id {status.st_uid}; expected {uid}")
+        if status.st_uid not in (os.geteuid(), owner := os.fstat(dir_fd).st_uid):
+            raise StoreError(f"{name} belongs to user id {status.st_uid}; expected {owner}")
     except Exception:
         fd.close()
         raise
@@ -74,14 +76,14 @@ def open_file(name: str | Path, dir_fd: int | None, *, uid: int, flags: int = os
 
 
 def open_of_owner(path: Path) -> Descriptor:
-    """Open the regular file `path`, which must belong to the owner of its directory. Raises OSError, StoreError."""
+    """Do what `open_file` does, by a path. Raises OSError, StoreError."""
     with open_directory(path.parent) as directory:
-        return open_file(path.name, directory, uid=os.fstat(directory).st_uid)
+        return open_file(path.name, directory)
 
 
-def read_file(name: str | Path, dir_fd: int | None, *, uid: int, most_nbytes: int) -> bytes:
-    """Read the regular file `name` of user `uid`. Raises OSError, or StoreError, also if it is too large."""
-    with open_file(name, dir_fd, uid=uid) as fd:
+def read_file(name: str, dir_fd: int, *, most_nbytes: int) -> bytes:
+    """Read the file that `open_file` opens. Raises OSError, or StoreError, also if it is too large."""
+    with open_file(name, dir_fd) as fd:
         if (size := os.fstat(fd).st_size) > most_nbytes:
             raise StoreError(
                 f"{name} has {format_nbytes(size)} ({size} bytes); expected at most {format_nbytes(most_nbytes)}"
@@ -124,11 +126,11 @@ def lock_fd(fd: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def is_locked(name: str, dir_fd: int, uid: int) -> bool:
-    """Return whether a process holds the lock of the regular file `name` of user `uid`. Raises OSError (ENOLCK: the
-    file system has no locks), StoreError."""
+def is_locked(name: str, dir_fd: int) -> bool:
+    """Return whether a process holds the lock of the file that `open_file` opens. Raises OSError (ENOLCK: the file
+    system has no locks), StoreError."""
     try:
-        with open_file(name, dir_fd, uid=uid) as fd:
+        with open_file(name, dir_fd) as fd:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two calls do not see each other
     except FileNotFoundError:
         return False

@@ -286,7 +286,7 @@ def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
     absent. Raises StoreError if the committed one is damaged or the directory cannot be read."""
     try:
         with open_directory(directory) as fd:
-            return load_at(fd, directory, os.fstat(fd).st_uid)
+            return load_at(fd, directory)
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -314,21 +314,21 @@ def choose(
     raise StoreError(f"{directory} does not hold {wanted}; it has the steps {steps}{others}.{advice if steps else ''}")
 
 
-def load_at(dir_fd: int, directory: Path, uid: int) -> tuple[Manifest | None, Manifest | None]:
-    """Do what `load` does, in the directory open at `dir_fd`, for files of user `uid`. Raises OSError, StoreError."""
+def load_at(dir_fd: int, directory: Path) -> tuple[Manifest | None, Manifest | None]:
+    """Do what `load` does, in the directory open at `dir_fd`. Raises OSError, StoreError."""
     current = None
     with suppress(FileNotFoundError):
-        current = _read(dir_fd, directory / MANIFEST_NAME, uid)
+        current = _read(dir_fd, directory / MANIFEST_NAME)
     try:
-        return current, _read(dir_fd, directory / NEXT_NAME, uid)
+        return current, _read(dir_fd, directory / NEXT_NAME)
     except (OSError, StoreError):
         return current, None
 
 
-def _read(dir_fd: int, path: Path, uid: int) -> Manifest:
+def _read(dir_fd: int, path: Path) -> Manifest:
     """Read one manifest. Raises FileNotFoundError, StoreError."""
     try:
-        data = read_file(path.name, dir_fd, uid=uid, most_nbytes=MOST_NBYTES)
+        data = read_file(path.name, dir_fd, most_nbytes=MOST_NBYTES)
     except FileNotFoundError:
         raise
     except (OSError, StoreError) as error:
