@@ -2,7 +2,8 @@
 deepspeed-alias install` has written a distribution of that name.
 
 Promise: scripts and libraries find the names that they import from DeepSpeed; a name that does not exist here raises an
-error that says what to do. Every module is imported with the package: it has one copy under both names.
+error that says what to do. Every module is imported with the package: it has one copy under both names. What DeepSpeed
+has in modules of modules is in one file each here, which SUBMODULES lists under DeepSpeed's paths too.
 Owner: owns nothing. Never: implements a mechanism; it calls the rest of tiered_zero.
 """
 
@@ -12,21 +13,11 @@ import sys
 from types import ModuleType
 
 from tiered_zero.api import add_config_arguments
-from tiered_zero.deepspeed import (
-    accelerator,
-    checkpoint,
-    checkpointing,
-    comm,
-    launcher,
-    ops,
-    runtime,
-    utils,
-    zero,
-)
+from tiered_zero.deepspeed import accelerator, checkpointing, comm, ops, runtime, utils, zero
 from tiered_zero.deepspeed.accelerator import get_accelerator
 from tiered_zero.deepspeed.comm import init_distributed
 from tiered_zero.deepspeed.missing import MISSING, MissingModule, refuse_other_names
-from tiered_zero.deepspeed.runtime.engine import DeepSpeedEngine, initialize
+from tiered_zero.deepspeed.runtime import DeepSpeedEngine, initialize
 from tiered_zero.errors import ConfigError as DeepSpeedConfigError
 
 __version__ = "0.19.8+tiered.zero"
@@ -37,20 +28,41 @@ __all__ = [
     "DeepSpeedEngine",
     "accelerator",
     "add_config_arguments",
-    "checkpoint",
     "checkpointing",
     "comm",
     "get_accelerator",
     "init_distributed",
     "initialize",
-    "launcher",
     "ops",
     "runtime",
     "utils",
     "zero",
 ]
 
+SUBMODULES = {
+    "checkpoint": utils,
+    "checkpoint.utils": utils,
+    "launcher": utils,
+    "launcher.runner": utils,
+    "ops.adagrad": ops,
+    "ops.adam": ops,
+    "ops.lion": ops,
+    "runtime.base_optimizer": runtime,
+    "runtime.engine": runtime,
+    "runtime.lr_schedules": runtime,
+    "runtime.zero": zero,
+    "runtime.zero.partition_parameters": zero,
+    "utils.logging": utils,
+    "utils.zero_to_fp32": utils,
+}
+"""Path of a module of DeepSpeed -> the module here that has its names."""
+
 __getattr__ = refuse_other_names()
+
+for _path, _module in SUBMODULES.items():
+    _around, _, _name = f"{__name__}.{_path}".rpartition(".")
+    sys.modules[f"{__name__}.{_path}"] = _module
+    setattr(sys.modules[_around], _name, _module)
 
 for _name in MISSING:
     sys.modules.setdefault(f"{__name__}.{_name}", MissingModule(f"{__name__}.{_name}"))  # comm is here

@@ -44,6 +44,8 @@ MISSING = {
     "tp_model_init": _ONE_RANK,
     "utils.groups": _ONE_RANK,
     "utils.timer": _NUMBERS,
+    "zero.config": "write the section zero_optimization into the config; engine.config has it",
+    "zero.stage3": "tiered-zero plan shows the bytes of a config on each tier, before a run",
     "zero.TiledLinear": "a linear layer is fetched whole; set tiered_zero.unit_size_cap to a number that holds it",
 }
 """Module or name of DeepSpeed that does not exist here, with everything in it -> what to do instead."""

@@ -1,4 +1,5 @@
-"""Provide DeepSpeed's `zero`, for scripts that build models under `zero.Init` and use GatheredParameters.
+"""Provide DeepSpeed's `zero`, for scripts that build models under `zero.Init` and use GatheredParameters, and what
+Transformers and TRL read from its `partition_parameters`.
 
 Nothing is sharded while a model is built, so most of these names do nothing.
 """
@@ -6,12 +7,15 @@ Nothing is sharded while a model is built, so most of these names do nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from enum import IntEnum
 from typing import Any
 
+import torch
 from torch import nn
 
+from tiered_zero.deepspeed.accelerator import get_accelerator
 from tiered_zero.deepspeed.missing import refuse_other_names
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.ranks.collectives import open_default_group
@@ -20,7 +24,14 @@ from tiered_zero.unit.gathered import gathered
 
 logger = logging.getLogger("tiered_zero")
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "get_accelerator",
+    "register_external_parameter",
+    "zero_wrapper_for_fp_tensor_constructor",
+]
 
 __getattr__ = refuse_other_names("zero")
 
@@ -80,3 +91,19 @@ def GatheredParameters(
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Do nothing: functions of any module find the parameters with which they are called."""
+
+
+class ZeroParamStatus(IntEnum):
+    """Whether a parameter can be used: here each is AVAILABLE."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+_orig_torch_arange = torch.arange
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Return `fn`: `zero.Init` changes no constructor of tensors."""
+    return fn

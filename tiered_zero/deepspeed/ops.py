@@ -1,4 +1,4 @@
-"""Provide DeepSpeed's Adams: torch's, with DeepSpeed's defaults and the options of its constructors."""
+"""Provide DeepSpeed's optimizers: torch's own classes with DeepSpeed's defaults, stepped by the engine's own kernel."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from typing import Any
 
 import torch
 
+from tiered_zero.deepspeed.missing import refuse_other_names
 from tiered_zero.errors import ConfigError
+from tiered_zero.rules.native_rules import Lion as FusedLion
 
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
+__all__ = ["DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion"]
+
+__compatible_ops__ = {"async_io": True, "cpu_adagrad": True, "cpu_adam": True, "cpu_lion": True}
+"""Operators that DeepSpeed would compile, and that need no compiler here."""
+
+__getattr__ = refuse_other_names("ops")
 
 _KEYS = {"params", "param_names", "lr", "initial_lr", "betas", "eps", "weight_decay", "bias_correction"}
 """Keys of a param group that an Adam class without the key `amsgrad` has made."""
@@ -71,3 +78,21 @@ def _check_groups(params: list[Any]) -> None:
                 'optimizer. Write "zero_force_ds_cpu_optimizer": false into the JSON, and Accelerate passes your '
                 "optimizer on as it is; or choose AdamW."
             )
+
+
+def DeepSpeedCPUAdagrad(
+    model_params: Any,
+    lr: float = 1e-2,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    adamw_mode: bool = False,
+    **options: Any,
+) -> torch.optim.Adagrad:
+    """Make torch's Adagrad. `adamw_mode`: no effect; Accelerate passes it to every optimizer. `options`: further
+    arguments of torch's Adagrad."""
+    return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay, **options)
+
+
+def DeepSpeedCPULion(model_params: Any, *args: Any, adamw_mode: bool = False, **options: Any) -> FusedLion:
+    """Make a Lion. `adamw_mode`: no effect; Accelerate passes it to every optimizer."""
+    return FusedLion(model_params, *args, **options)

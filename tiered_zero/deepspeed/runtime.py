@@ -1,4 +1,4 @@
-"""Provide `initialize`, and the class of the engine that it returns."""
+"""Provide `initialize` with what libraries read of its results, and the classes that they look for in `runtime`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,29 @@ from torch import nn
 
 from tiered_zero import api
 from tiered_zero.data import TrainingLoader
-from tiered_zero.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from tiered_zero.deepspeed.missing import refuse_other_names
+from tiered_zero.deepspeed.zero import ZeroParamStatus
 from tiered_zero.engine.engine import Engine as DeepSpeedEngine
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.ranks.launcher import world_size_here
-from tiered_zero.update.handle import TieredOptimizer
+from tiered_zero.rules.lr import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from tiered_zero.update.handle import TieredOptimizer as DeepSpeedOptimizer
 
-__all__ = ["DeepSpeedEngine", "initialize"]
+__all__ = [
+    "VALID_LR_SCHEDULES",
+    "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
+    "LRRangeTest",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "initialize",
+]
+
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+
+__getattr__ = refuse_other_names("runtime")
 
 
 class _ParameterOffload:
@@ -36,7 +52,7 @@ class _ParameterOffload:
         """Do nothing."""
 
 
-def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, TieredOptimizer, TrainingLoader | None, Any]:
+def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer, TrainingLoader | None, Any]:
     """Call `tiered_zero.initialize`, and return its results. At stage 3 parameters and the optimizer get attributes of
     DeepSpeed that TRL and Lightning read: `ds_numel` (elements), `ds_status` (AVAILABLE: a function fetches the
     parameters with which it is called) and `parameter_offload`. Every tensor gets `ds_status`: TRL's losses read it

@@ -1,13 +1,16 @@
-"""Provide DeepSpeed's `utils.zero_to_fp32`: read a checkpoint's weights as fp32, without the engine that wrote it.
+"""Provide DeepSpeed's `utils`: full masters, gradients and state of a parameter, the weights of a checkpoint as fp32
+(`zero_to_fp32`), its logger, and single names that Accelerate takes from `checkpoint.utils` and `launcher.runner`.
 
-`tiered-zero checkpoint export` is the command for it. Every byte that is read is checked.
+`tiered-zero checkpoint export` is the command for `zero_to_fp32`. Every byte that is read is checked.
 """
 
 from __future__ import annotations
 
-import logging
 import os
+from collections.abc import Iterable, Iterator, Sequence
+from logging import INFO, getLogger
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,20 +18,108 @@ from torch import nn
 from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.checkpoint.tag import find_checkpoint, open_reader
 from tiered_zero.checkpoint.weights import WeightTensor, list_weights, write_weights
+from tiered_zero.deepspeed.missing import refuse_other_names
+from tiered_zero.engine.full_values import get_grad, get_master, get_state, set_grad, set_master, set_state
 from tiered_zero.errors import BudgetError, ConfigError
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.sizes import format_nbytes, parse_nbytes
 
-logger = logging.getLogger("tiered_zero")
-
 __all__ = [
+    "DEEPSPEED_ENVIRONMENT_NAME",
+    "RepeatingLoader",
+    "clone_tensors_for_torch_save",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "set_z3_leaf_modules",
 ]
 
+__getattr__ = refuse_other_names("utils")
+
+logger = getLogger("tiered_zero")
+
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+"""The file in which Accelerate leaves variables for other hosts, before it starts torchrun."""
+
 StateDict = dict[str, torch.Tensor]
+_Item = TypeVar("_Item")
 _ONE_FILE = 1 << 62
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
+    """Log `message` if `ranks` is None, or has rank 0 or -1 (all ranks)."""
+    if ranks is None or 0 in ranks or -1 in ranks:
+        logger.log(level, "%s", message)
+
+
+def clone_tensors_for_torch_save(item: _Item, device: object = None) -> _Item:
+    """Return `item`: `state_dict()` gives copies in host memory."""
+    return item
+
+
+class RepeatingLoader:
+    """Yields the batches of `loader`, and begins again when the loader ends."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+            return next(self._batches)
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Return the modules of `model` that are of these classes (or class names, with or without their module's name),
+    and change nothing: what a module needs is fetched when it is called. Raises ConfigError if there is no such module
+    and `raise_if_not_found` is true."""
+    kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
+    names = {kind for kind in leaf_module_classes if isinstance(kind, str)}
+
+    def is_meant(module: nn.Module) -> bool:
+        own = type(module)
+        return isinstance(module, kinds) or own.__name__ in names or f"{own.__module__}.{own.__qualname__}" in names
+
+    found = [module for module in model.modules() if is_meant(module)]
+    if not found and raise_if_not_found:
+        asked = ", ".join(getattr(kind, "__name__", str(kind)) for kind in leaf_module_classes)
+        raise ConfigError(
+            f"Expected modules of {asked or 'some class'} in {type(model).__name__}; found none. Correct the names, or "
+            "pass raise_if_not_found=False."
+        )
+    return found
+
+
+safe_get_full_fp32_param, safe_set_full_fp32_param = get_master, set_master
+safe_get_full_grad, safe_set_full_grad = get_grad, set_grad
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return a copy of the state called `optim_state_key`, such as "exp_avg", in fp32 on the CPU; None before the first
+    step."""
+    return get_state(param, optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set the state called `optim_state_key`, such as "exp_avg", to `value`. Raises ModelError before the first
+    step."""
+    set_state(param, optim_state_key, value)
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
