@@ -131,7 +131,7 @@ def test_accelerate_with_another_optimizer(kind: str, swap_path: Path, tmp_path:
 def test_the_log_has_bytes_by_tier_links_and_wear(swap_path: Path, tmp_path: Path) -> None:
     from transformers import TrainerCallback
 
-    from tiered_zero.integrations.trainer_logs import ReportCallback
+    from tiered_zero.integrations.trainer import ReportCallback
 
     class Behind(TrainerCallback):
         """As a logger that is passed behind it."""

@@ -17,8 +17,7 @@ from transformers import Trainer
 
 import tiered_zero
 from tiered_zero.errors import ConfigError
-from tiered_zero.integrations.trainer import SaveStateCallback
-from tiered_zero.integrations.trainer_logs import ReportCallback
+from tiered_zero.integrations.trainer import ReportCallback, SaveStateCallback
 from tiered_zero.optim import OffloadedOptimizer
 
 
