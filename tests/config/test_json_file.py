@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_zero.config.json_file import parse_json, read_json
+from tiered_zero.config.load import parse_json, read_json
 from tiered_zero.errors import ConfigError
 
 VALUES = st.recursive(

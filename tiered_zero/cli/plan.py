@@ -20,7 +20,7 @@ from tiered_zero.cli.plan_lines import (
     seconds_lines,
 )
 from tiered_zero.config import load
-from tiered_zero.config.json_file import read_json
+from tiered_zero.config.load import read_json
 from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.machine import Disk, parse_disk

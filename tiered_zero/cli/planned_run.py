@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tiered_zero.assembly.spec import PlannedMachine, RunSpec, specify_run
-from tiered_zero.config.json_file import read_json
+from tiered_zero.config.load import read_json
 from tiered_zero.config.schema import Config
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError

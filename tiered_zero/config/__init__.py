@@ -8,7 +8,7 @@ and the rules between keys; `deepspeed_keys` owns the fates; `load` joins them. 
 the config file, imports torch, changes numbers silently.
 """
 
-from tiered_zero.config.explain import KeyReport
+from tiered_zero.config.deepspeed_keys import KeyReport
 from tiered_zero.config.load import load
 from tiered_zero.config.schema import Config, SchedulerSection
 

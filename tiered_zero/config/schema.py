@@ -21,8 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from tiered_zero.config import explain as explaining
-from tiered_zero.config.deepspeed_keys import OPTIMIZERS, runs_as_adamw, table
+from tiered_zero.config.deepspeed_keys import OPTIMIZERS, KeyReport, Reading, notices, reports, runs_as_adamw, table
 from tiered_zero.config.section import (
     Device,
     Elements,
@@ -547,7 +546,7 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
     tiered_zero: RuntimeSection = RuntimeSection()
 
-    _reading: explaining.Reading = PrivateAttr(default_factory=explaining.Reading)
+    _reading: Reading = PrivateAttr(default_factory=Reading)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
@@ -592,16 +591,16 @@ class Config(Section):
     @property
     def notices(self) -> tuple[str, ...]:
         """Return the lines to log once at start."""
-        return explaining.notices(self._reading, table(type(self)))
+        return notices(self._reading, table(type(self)))
 
     @property
     def unfilled(self) -> frozenset[str]:
         """Return the paths whose "auto" a trainer fills before a run."""
         return frozenset(self._reading.unfilled)
 
-    def explain(self) -> list[explaining.KeyReport]:
+    def explain(self) -> list[KeyReport]:
         """Return every key of the file and every default: value, origin, fate, effect."""
-        return explaining.reports(self, self._reading)
+        return reports(self, self._reading)
 
 
 def _check_offload(zero: ZeroSection, activations: ActivationsSection) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from tiered_zero.config.json_file import read_json
+from tiered_zero.config.load import read_json
 from tiered_zero.errors import ConfigError
 from tiered_zero.sizes import parse_hardware_nbytes
 from tiered_zero.system import opened
