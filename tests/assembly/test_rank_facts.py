@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tiered_zero.assembly.spec import compare_facts
 from tiered_zero.errors import RankError
-from tiered_zero.plan.rank_facts import compare_facts
 
 
 def heard(*ranks: dict[str, Any]) -> list[str]:

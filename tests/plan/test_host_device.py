@@ -20,7 +20,7 @@ from tests.support.trainers import Plain, assert_same_bits, follow, tiered
 from tests.support.trainers import train as train_gpt
 from tiered_zero.config.load import load
 from tiered_zero.errors import PlanError
-from tiered_zero.plan.resolve import resolve_host_tiers
+from tiered_zero.plan.request import resolve_host_tiers
 from tiered_zero.sizes import MIB, parse_nbytes
 
 CPU: dict[str, Any] = {"device": "cpu", "device_memory_limit": None}

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.plan.test_planner import SIZES, K, rows, some_units, subgroup
 from tests.support.plan_requests import plan_request as request
 from tests.support.units import make_unit
-from tiered_zero.plan.planner import Plan, make_plan
-from tiered_zero.plan.remedies import how_to_fit
+from tiered_zero.plan.planner import Plan, how_to_fit, make_plan
 from tiered_zero.sizes import MIB, ceil_nbytes, parse_nbytes
 
 

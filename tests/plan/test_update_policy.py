@@ -10,7 +10,7 @@ from tests.support.inspection.insides import BarrierPolicy, DelayedPolicy, Overl
 from tests.support.models import ParityGPT, batch
 from tests.support.plan_requests import plan_request
 from tests.support.trainers import PLACEMENTS, tiered
-from tiered_zero.plan.resolve import choose_update_policy
+from tiered_zero.plan.request import choose_update_policy
 
 CLASSES = {"barrier": BarrierPolicy, "overlapped": OverlappedPolicy, "delayed": DelayedPolicy}
 ALL_TIERS = [{"device"}, {"host"}, {"nvme"}, {"device", "host"}, {"device", "nvme"}, {"host", "nvme"}]

@@ -19,7 +19,7 @@ from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.check import GradCheck, OverflowGuard, check_gradients
 from tiered_zero.hardware.device.outside_modes import runs_outside_modes
 from tiered_zero.layout.flat import Unit
-from tiered_zero.plan.resolve import UpdateChoice
+from tiered_zero.plan.request import UpdateChoice
 from tiered_zero.telemetry.report import StepMeter
 from tiered_zero.unit.driver import CallPhase, Phase
 from tiered_zero.update.handle import TieredOptimizer, creates_state
