@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from tests.support.inspection.insides import PlannedMachine, specify_run
-from tiered_zero.assembly.choice import estimate_of
+from tiered_zero.assembly.choice import SAME_SHARE, estimate_of
 from tiered_zero.cli.planned_run import specify_planned
 from tiered_zero.config import load
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError, PlanError
-from tiered_zero.plan.choice import SAME_SHARE
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.machine import Disk, Machine
 from tiered_zero.sizes import GIB, MIB, TIERS
