@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tiered_zero.cli.deepspeed_alias import VERSION
+from tiered_zero.cli.deepspeed_commands import VERSION
 from tiered_zero.cli.main import main
 from tiered_zero.deepspeed import __version__
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tiered_zero.cli.launch import launch
+from tiered_zero.cli.deepspeed_commands import launch
 
 SCRIPT = """
 import os, sys

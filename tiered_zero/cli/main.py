@@ -34,10 +34,11 @@ COMMANDS = {
     ),
     "bench": Command("tiered_zero.cli.bench_io:bench", "Measure a disk, and find the best settings for it."),
     "launch": Command(
-        "tiered_zero.cli.launch:launch", "Start a script on ranks of this host, as DeepSpeed's launcher does."
+        "tiered_zero.cli.deepspeed_commands:launch",
+        "Start a script on ranks of this host as DeepSpeed's launcher does.",
     ),
     "deepspeed-alias": Command(
-        "tiered_zero.cli.deepspeed_alias:deepspeed_alias",
+        "tiered_zero.cli.deepspeed_commands:deepspeed_alias",
         "Let other tools find tiered_zero where they import deepspeed.",
     ),
     "doctor": Command("tiered_zero.cli.doctor:doctor", "Check this machine: what works, and how to fix the rest."),

@@ -1,11 +1,14 @@
-"""Install a distribution `deepspeed` in which other tools find `tiered_zero.deepspeed`: `tiered-zero deepspeed-alias`.
+"""Take DeepSpeed's place outside of a script: start ranks by torchrun with the options of its launcher (`tiered-zero
+launch`), and install a distribution `deepspeed` in which other tools find `tiered_zero.deepspeed` (`tiered-zero
+deepspeed-alias`).
 
-Only this command writes that distribution, and nothing in tiered_zero imports it.
+Only `deepspeed-alias install` writes that distribution, and nothing in tiered_zero imports it.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -15,7 +18,6 @@ from pathlib import Path
 import click
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.version import __version__
 
 VERSION = "0.19.8+tiered.zero"
 _PACKAGE = '''"""tiered_zero under the name of DeepSpeed: `tiered-zero deepspeed-alias uninstall` removes it."""
@@ -32,10 +34,13 @@ Version: {VERSION}
 Summary: tiered_zero under the name of DeepSpeed, written by `tiered-zero deepspeed-alias install`
 Requires-Dist: tiered-zero
 """
-_WHEEL = f"Wheel-Version: 1.0\nGenerator: tiered_zero ({__version__})\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-_ENTRY_POINTS = "[console_scripts]\ndeepspeed = tiered_zero.cli.launch:main\n"
-_INFO = f"deepspeed-{VERSION}.dist-info"
-_INFO_FILES = ("METADATA", "WHEEL", "INSTALLER", "entry_points.txt", "RECORD")
+_COMMAND = f"""#!{sys.executable}
+import sys
+
+from tiered_zero.cli.deepspeed_commands import launch_as_deepspeed
+
+sys.exit(launch_as_deepspeed())
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +51,28 @@ class Place:
     scripts: Path
 
     @property
-    def package(self) -> Path:
-        """Return the path of the only file of the package `deepspeed`."""
-        return self.packages / "deepspeed" / "__init__.py"
+    def infos(self) -> list[Path]:
+        """Return the alias's metadata directories, of any version; the list is empty if no alias is installed."""
+        return sorted(self.packages.glob("deepspeed-*+tiered.zero.dist-info"))
 
     @property
     def command(self) -> Path:
         """Return the path of the command `deepspeed`, the launcher."""
         return self.scripts / "deepspeed"
 
-    @property
-    def infos(self) -> list[Path]:
-        """Return the alias's metadata directories, of any version; the list is empty if no alias is installed."""
-        return sorted(self.packages.glob("deepspeed-*+tiered.zero.dist-info"))
+    def remove(self) -> None:
+        """Remove the alias, of any version."""
+        if _is_ours(self.packages / "deepspeed" / "__init__.py"):
+            shutil.rmtree(self.packages / "deepspeed")
+        if _is_ours(self.command):
+            self.command.unlink()
+        for info in self.infos:
+            shutil.rmtree(info)
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether an install has written the file."""
+    return path.exists() and b"tiered_zero" in path.read_bytes()
 
 
 def _place(ctx: click.Context, param: click.Parameter, target: Path | None) -> Place:
@@ -95,15 +109,16 @@ def install(place: Place) -> None:
             f"deepspeed-alias install: expected no {place.command}, or the alias's own; found another file. Move it, "
             "or name a directory for PYTHONPATH: --target DIR."
         )
-    script = f"#!{sys.executable}\nimport sys\n\nfrom tiered_zero.cli.launch import main\n\nsys.exit(main())\n"
-    info = place.packages / _INFO
-    texts = (_METADATA, _WHEEL, "tiered-zero\n", _ENTRY_POINTS)  # metadata first: a partial install is known as ours
-    files = {info / name: text for name, text in zip(_INFO_FILES, texts, strict=False)}
-    files |= {place.package: _PACKAGE, place.command: script}
+    info = place.packages / f"deepspeed-{VERSION}.dist-info"
+    files = {  # metadata first: a partial install is known as ours
+        info / "METADATA": _METADATA,
+        place.packages / "deepspeed" / "__init__.py": _PACKAGE,
+        place.command: _COMMAND,
+    }
     record = [os.path.relpath(path, place.packages) for path in (*files, info / "RECORD")]
     files[info / "RECORD"] = "".join(f"{name},,\n" for name in record)
     try:
-        _remove(place)
+        place.remove()
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
@@ -119,11 +134,11 @@ def install(place: Place) -> None:
 @deepspeed_alias.command("uninstall")
 @_TARGET
 def uninstall(place: Place) -> None:
-    """Remove the files that `install` has written, and nothing else."""
+    """Remove what `install` has written."""
     infos = place.infos
     if not infos:
         raise ConfigError(f"deepspeed-alias uninstall: expected the alias in {place.packages}; it is not there.")
-    _remove(place)
+    place.remove()
     click.echo(f"{_named(infos[0])} is removed from {place.packages}.")
 
 
@@ -146,28 +161,51 @@ def _find_real(place: Place) -> str | None:
     for found in metadata.distributions(name="deepspeed", path=[str(place.packages), *sys.path]):
         if "+tiered" not in found.version:
             return f"deepspeed {found.version} in {found.locate_file('')}"
-    package = place.package.parent
+    package = place.packages / "deepspeed"
     return f"the package {package}" if package.exists() and not place.infos else None
-
-
-def _remove(place: Place) -> None:
-    """Remove the files that an install writes, found by their names and not by RECORD, and the directories that are
-    empty then."""
-    cached = place.package.parent / "__pycache__"
-    paths = [path for path in (place.package, place.command) if path.exists() and _is_ours(path)]
-    paths += cached.glob("__init__.*.pyc") if place.package in paths else ()
-    for path in [*paths, *(info / name for info in place.infos for name in _INFO_FILES)]:
-        path.unlink(missing_ok=True)
-    for folder in (cached, place.package.parent, *place.infos):
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-
-
-def _is_ours(path: Path) -> bool:
-    """Return whether an install has written the file."""
-    return b"tiered_zero" in path.read_bytes()
 
 
 def _named(info: Path) -> str:
     """Return the distribution's name and version."""
     return " ".join(info.name.removesuffix(".dist-info").split("-", 1))
+
+
+@click.command("launch", context_settings={"allow_interspersed_args": False})
+@click.option("--num_gpus", "--num-gpus", "num_ranks", type=click.IntRange(min=1), help="Ranks. Default: the devices.")
+@click.option("--master_port", "--master-port", "port", type=int, help="Port of the ranks. Default: a free one.")
+@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is a module, as for python -m.")
+@click.option("--no_local_rank", is_flag=True, help="Leave --local_rank=N out of the script's arguments.")
+@click.option("--num_nodes", "--num-nodes", "num_hosts", type=int, default=1, hidden=True)
+@click.option("--hostfile", "-H", "--node_rank", "--master_addr", "other_hosts", hidden=True)
+@click.option("--include", "-i", "--exclude", "-e", "chosen", hidden=True)
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def launch(
+    num_ranks: int | None,
+    port: int | None,
+    is_module: bool,
+    no_local_rank: bool,
+    num_hosts: int,
+    other_hosts: str | None,
+    chosen: str | None,
+    script: str,
+    args: tuple[str, ...],
+) -> None:
+    """Start SCRIPT once on each device of this host, or --num_gpus times; without a GPU the ranks are on the CPU."""
+    if num_hosts > 1 or other_hosts is not None:
+        raise click.UsageError("Ranks on several hosts: start torchrun on each of them, as docs/ranks.md shows.")
+    if chosen is not None:
+        raise click.UsageError("Choose devices by the variable CUDA_VISIBLE_DEVICES, and their number by --num_gpus.")
+    from tiered_zero.hardware.device.select import find_device  # seconds, and --help needs no torch
+
+    number = num_ranks or (1 if find_device("auto").type == "cpu" else "auto")
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={number}"]
+    command += ["--standalone"] if port is None else [f"--master-port={port}"]
+    command += ["--module"] if is_module else []
+    local_rank = [] if no_local_rank else ["--local_rank=${local_rank}"]  # torchrun fills it in
+    os.execv(sys.executable, [*command, script, *local_rank, *args])
+
+
+def launch_as_deepspeed() -> None:
+    """Run `tiered-zero launch` as the command `deepspeed`, which the alias installs."""
+    launch(prog_name="deepspeed")
