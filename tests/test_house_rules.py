@@ -424,7 +424,7 @@ def tests_import_insides_through_one_door(source: Source) -> Found:
     },
 )
 def only_the_command_line_prints(source: Source) -> Found:
-    steps_per_print = "tiered_zero/telemetry/runlog.py"
+    steps_per_print = "tiered_zero/telemetry/monitors.py"
     if not source.path.startswith(
         ("tiered_zero/__main__.py", "tiered_zero/cli/", "tiered_zero/demo/", steps_per_print)
     ):

@@ -46,9 +46,9 @@ from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.request import PlanRequest
 from tiered_zero.rules.kernel_rule import open_kernel
 from tiered_zero.system import processor_name
-from tiered_zero.telemetry.monitors import Monitors, Open, csv_in, tensorboard_in, wandb_of
+from tiered_zero.telemetry.monitors import Monitors, Open, StepLog, csv_in, tensorboard_in, wandb_of
 from tiered_zero.telemetry.report import StepReport
-from tiered_zero.telemetry.runlog import RunHeader, RunObserver, StepLog
+from tiered_zero.telemetry.runlog import RunHeader, RunObserver
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.rack import TierRack
 from tiered_zero.tiers.step_gradients import FlatWindows
@@ -483,7 +483,9 @@ def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) ->
         return []
     config, groups = run_spec.config, run_spec.source.param_groups
     every = config.steps_per_print or (10 if config.wall_clock_breakdown else None)
-    observers: list[Callable[[StepReport], None]] = [StepLog(every, groups, config.wall_clock_breakdown)]
+    observers: list[Callable[[StepReport], None]] = []
+    if every is not None:
+        observers.append(StepLog(every, groups, config.wall_clock_breakdown))
     if chosen := _chosen_monitors(config):
         monitors = Monitors(chosen, groups, config.train_batch_size)
         resources.add("monitors", monitors.close)

@@ -1,4 +1,4 @@
-"""Write a step's numbers under DeepSpeed's names: csv files, TensorBoard, Weights & Biases."""
+"""Write a step's numbers where DeepSpeed writes them: csv files, TensorBoard, Weights & Biases, and the log."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tiered_zero.errors import ConfigError
+from tiered_zero.sizes import format_nbytes
 from tiered_zero.telemetry.report import StepReport
 
 logger = logging.getLogger("tiered_zero")
@@ -109,3 +110,31 @@ class Monitors:
             self._end.close()
         except Exception as error:
             logger.warning("monitors: an end is not written: %s: %s", type(error).__name__, error)
+
+
+class StepLog:
+    """Logs a line for every `every`-th step. `groups`: the live param groups, which hold the
+    learning rates. `breaks_down`: add a second line with the step's seconds by cause. The user asked for the line
+    (steps_per_print), so it is printed if no handler of the logger would show it."""
+
+    def __init__(self, every: int, groups: Sequence[Mapping[str, Any]], breaks_down: bool = False) -> None:
+        self._every = every
+        self._groups = groups
+        self._breaks_down = breaks_down
+
+    def __call__(self, report: StepReport) -> None:
+        if report.step % self._every == 0:
+            loss = "unknown" if report.loss is None else f"{report.loss:.6g}"
+            rates = ", ".join(f"{float(group['lr']):.6g}" for group in self._groups) or "none"
+            self._say(f"step {report.step}: loss {loss}, loss scale {report.loss_scale:g}, learning rate {rates}")
+            if self._breaks_down:
+                causes = ", ".join(f"{cause} {seconds:.3f}" for cause, seconds in report.seconds.items())
+                tiers = ", ".join(f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in report.tier_nbytes.items())
+                self._say(f"step {report.step}: {report.wall_s:.3f} s ({causes}); bound by {report.bound_by}; {tiers}")
+
+    @staticmethod
+    def _say(line: str) -> None:
+        if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+            logger.info("%s", line)
+        else:
+            print(line, flush=True)

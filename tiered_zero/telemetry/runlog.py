@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import count
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from tiered_zero.errors import ConfigError, StoreError
-from tiered_zero.sizes import format_nbytes
 from tiered_zero.system import opened
 from tiered_zero.telemetry.report import JsonRecord, RunReport, RunTotals, StepReport
 from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Recorder, Span, is_wait
@@ -312,34 +311,6 @@ class TraceWriter:
 
 def _about(what: str, thread: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "pid": _PROCESS, "tid": thread, "name": what, "args": args}
-
-
-class StepLog:
-    """Logs a line for every `every`-th step; with None, for no step. `groups`: the live param groups, which hold the
-    learning rates. `breaks_down`: add a second line with the step's seconds by cause. The user asked for the line
-    (steps_per_print), so it is printed if no handler of the logger would show it."""
-
-    def __init__(self, every: int | None, groups: Sequence[Mapping[str, Any]], breaks_down: bool = False) -> None:
-        self._every = every
-        self._groups = groups
-        self._breaks_down = breaks_down
-
-    def __call__(self, report: StepReport) -> None:
-        if self._every is not None and report.step % self._every == 0:
-            loss = "unknown" if report.loss is None else f"{report.loss:.6g}"
-            rates = ", ".join(f"{float(group['lr']):.6g}" for group in self._groups) or "none"
-            self._say(f"step {report.step}: loss {loss}, loss scale {report.loss_scale:g}, learning rate {rates}")
-            if self._breaks_down:
-                causes = ", ".join(f"{cause} {seconds:.3f}" for cause, seconds in report.seconds.items())
-                tiers = ", ".join(f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in report.tier_nbytes.items())
-                self._say(f"step {report.step}: {report.wall_s:.3f} s ({causes}); bound by {report.bound_by}; {tiers}")
-
-    @staticmethod
-    def _say(line: str) -> None:
-        if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
-            logger.info("%s", line)
-        else:
-            print(line, flush=True)
 
 
 class RunObserver:
