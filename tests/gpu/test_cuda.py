@@ -9,7 +9,7 @@ import torch
 from tiered_zero.hardware.device.streams import CudaAccelerator
 from tiered_zero.hardware.memory.host_memory import HostArena, typed_view
 from tiered_zero.sizes import MIB
-from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.spans import Ledger
 
 pytestmark = pytest.mark.gpu
 

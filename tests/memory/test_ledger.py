@@ -23,7 +23,7 @@ from tests.support.inspection.insides import DeviceTier, HostTier, NvmeTier, ass
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import PLACEMENTS, tiered, train
 from tiered_zero.layout.flat import Unit
-from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.spans import Ledger
 
 PRECISIONS: dict[str, tuple[int, dict[str, Any]]] = {"fp32": (4, {}), "bf16": (2, {"bf16": {"enabled": True}})}
 TIERS = ("device", "host", "nvme")

@@ -17,8 +17,7 @@ from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB
-from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.telemetry.spans import Ledger, Recorder
 
 TIERS = ("device", "host", "nvme")
 

@@ -8,9 +8,8 @@ import pytest
 
 from tiered_zero.config import load
 from tiered_zero.telemetry.advice import NAMES, explain_pace, explain_prediction
-from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.report import CAUSES, RunReport, RunTotals, StepMeter, StepReport
-from tiered_zero.telemetry.spans import LANES, Recorder, Totals
+from tiered_zero.telemetry.spans import LANES, Ledger, Recorder, Totals
 
 
 def report(seconds: dict[str, float], busy_s: dict[str, float]) -> RunReport:

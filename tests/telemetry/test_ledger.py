@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_zero.errors import BudgetError
-from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.spans import Ledger
 
 TIERS = ("device", "host", "nvme")
 KINDS = ("parameters", "gradients", "staging")

@@ -9,7 +9,6 @@ import pytest
 from tests.telemetry.conftest import Clock
 from tiered_zero.errors import StoreError
 from tiered_zero.telemetry import report as report_module
-from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.report import (
     RunReport,
     RunTotals,
@@ -20,7 +19,7 @@ from tiered_zero.telemetry.report import (
     middle_half,
     overlap_fraction,
 )
-from tiered_zero.telemetry.spans import LANES, Recorder, Totals
+from tiered_zero.telemetry.spans import LANES, Ledger, Recorder, Totals
 
 
 def make_step(step: int = 1, wall_s: float = 1.0, **facts) -> StepReport:  # type: ignore[no-untyped-def]

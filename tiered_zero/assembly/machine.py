@@ -33,7 +33,7 @@ from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.system import boot_id
-from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.spans import Ledger
 from tiered_zero.tiers.rack import AdoptedStore, TierRack, nvme_needs, scratch_needs
 from tiered_zero.tiers.tier import Home, Inventory
 from tiered_zero.unit.weights import WeightFiles

@@ -26,7 +26,7 @@ from tiered_zero.hardware.probe import PROC, SYSTEM, available_host_nbytes
 from tiered_zero.hardware.ranks.launcher import device_backend
 from tiered_zero.sizes import MIB, format_nbytes
 from tiered_zero.system import BAD, GOOD, POOR, Finding, read_text
-from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.spans import Ledger
 
 COPY_NBYTES = 256 * MIB
 NUM_COPIES = 4

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
-from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.telemetry.spans import Ledger, Recorder
 
 
 @dataclass(frozen=True, kw_only=True)

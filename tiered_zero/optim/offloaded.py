@@ -40,8 +40,8 @@ from tiered_zero.rules.from_config import make_rule
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import FollowingMasters, ParamMasters, StateLayout
 from tiered_zero.system import OwnProcess
-from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.report import StepReport, build_step_report
+from tiered_zero.telemetry.spans import Ledger
 from tiered_zero.update.handle import ParamGroupWatch, StateAccess, TierStateOptimizer
 from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.policy import BarrierPolicy

@@ -19,8 +19,7 @@ from typing import Any, SupportsFloat, TypeVar, final
 
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Recorder, Totals
+from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Ledger, Recorder, Totals
 
 OTHER = "other"
 CAUSES = ("forward", "backward", "pack", "unpack", "step", "update", "fetch", "reduce", "save", *WAIT_CAUSES, OTHER)

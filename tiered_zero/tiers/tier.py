@@ -24,7 +24,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import Segment, SubGroup
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
-from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.spans import Ledger
 
 # -- tiers, their slots and buffers ------------------------------------------------------------------------------------
 

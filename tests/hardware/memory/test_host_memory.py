@@ -18,7 +18,7 @@ from tiered_zero.hardware.memory import host_memory
 from tiered_zero.hardware.memory.host_memory import HostArena, temporary_zeros, typed_view
 from tiered_zero.hardware.probe import huge_pages
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
-from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.spans import Ledger
 
 
 class Pinning(CpuAccelerator):

@@ -15,8 +15,7 @@ from tiered_zero.hardware.memory import staging
 from tiered_zero.hardware.memory.host_memory import HostArena
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.sizes import PAGE_NBYTES
-from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.telemetry.spans import Ledger, Recorder
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from tiered_zero.hardware.device.lanes import Lane
 from tiered_zero.layout.flat import Unit
 from tiered_zero.record.store import SwapStore
 from tiered_zero.rules.state_layout import StateLayout
-from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.telemetry.spans import Ledger, Recorder
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.tier import DeviceTier, Home, HostBuffer, HostTier, Inventory, Slot, read_slot
 from tiered_zero.unit.pager import Pager
