@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.support.inspection.insides import assembly_rates
+from tests.support.inspection.insides import machine_rates
 from tiered_zero.cli import doctor as module
 from tiered_zero.cli.main import main
 from tiered_zero.errors import TransferError
@@ -117,7 +117,7 @@ def test_rates_are_measured_kept_and_shown(swap_path: Path, monkeypatch: pytest.
     for target, name, value in (
         (module, "_DISK_S", 0.5), (rates, "LIMIT_S", 0.0), (rates, "_SHAPES", {True: (32, 16)}),
         (rates, "_MODEL_SHAPES", {True: (32, 1, 64)}),
-        (rates, "_COPIED_NBYTES", MIB), (assembly_rates, "_UPDATED_NUMEL", MIB),
+        (rates, "_COPIED_NBYTES", MIB), (machine_rates, "_UPDATED_NUMEL", MIB),
     ):  # fmt: skip
         monkeypatch.setattr(target, name, value)
     loads = iter([0.1, 9.0 * (os.cpu_count() or 1)])

@@ -16,7 +16,7 @@ import torch
 
 from tiered_zero.activations.mover import ActivationMover, HostPlace, NvmePlace, Place
 from tiered_zero.assembly.choice import predicted_seconds, save_choice
-from tiered_zero.assembly.machine import SHUTDOWN, Machine, Source, find_source, open_machine, open_runtime
+from tiered_zero.assembly.open_machine import SHUTDOWN, OpenMachine, Source, find_source, open_machine, open_runtime
 from tiered_zero.assembly.spec import RunSpec, planning_notices
 from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async
 from tiered_zero.checkpoint.driver import DriverState
@@ -169,7 +169,7 @@ def _open_runtime(run_spec: RunSpec, collectives: Collectives, resources: Teardo
 
 def _join(
     run_spec: RunSpec,
-    machine: Machine,
+    machine: OpenMachine,
     parts: _Parts,
     scheduler: Any,
     loader: TrainingLoader | None,
@@ -233,7 +233,7 @@ class _Parts:
 
 
 def _make_parts(
-    run_spec: RunSpec, machine: Machine, source: Source, handle: TieredOptimizer | None, resources: Teardown
+    run_spec: RunSpec, machine: OpenMachine, source: Source, handle: TieredOptimizer | None, resources: Teardown
 ) -> _Parts:
     """Build the movers, and check the state that the user's optimizer has. The model does not change."""
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
@@ -273,7 +273,7 @@ def _make_parts(
 
 
 def _place_model(
-    run_spec: RunSpec, machine: Machine, parts: _Parts, own_state: Mapping[Any, Any], resources: Teardown
+    run_spec: RunSpec, machine: OpenMachine, parts: _Parts, own_state: Mapping[Any, Any], resources: Teardown
 ) -> None:
     """Give every parameter its home and its first value, and hook the modules. `own_state`: the state that the user's
     optimizer had. If this raises, the user has to build the model anew."""
@@ -299,7 +299,7 @@ def _place_model(
 
 
 def _make_step(
-    run_spec: RunSpec, machine: Machine, view: StateView, handle: TieredOptimizer | None, resources: Teardown
+    run_spec: RunSpec, machine: OpenMachine, view: StateView, handle: TieredOptimizer | None, resources: Teardown
 ) -> tuple[TrainStep, Pager, UpdatePipeline, WholeWeights]:
     """Build the movers, and the `TrainStep` that orders their calls."""
     config, plan = run_spec.config, run_spec.plan
@@ -353,7 +353,7 @@ def _flats(pager: Pager) -> Callable[[Unit], torch.Tensor]:
     return lambda unit: pager.storage(unit).flat
 
 
-def _make_activations(run_spec: RunSpec, machine: Machine, resources: Teardown) -> ActivationMover | None:
+def _make_activations(run_spec: RunSpec, machine: OpenMachine, resources: Teardown) -> ActivationMover | None:
     """Make the mover of saved activations; None if they stay on the device."""
     tiers, runtime = machine.tiers, machine.runtime
     plan = run_spec.plan.activations
@@ -370,7 +370,7 @@ def _make_activations(run_spec: RunSpec, machine: Machine, resources: Teardown) 
 
 
 def _make_gradients(
-    run_spec: RunSpec, machine: Machine, overflow: OverflowGuard
+    run_spec: RunSpec, machine: OpenMachine, overflow: OverflowGuard
 ) -> tuple[GradientStore, GradientReducer | None]:
     """Give every gradient its home; with many ranks also make the reducer, which averages gradients over ranks."""
     plan, tiers, runtime = run_spec.plan, machine.tiers, machine.runtime

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from tiered_zero.assembly.rates import TO_MEASURE, load_measured
+from tiered_zero.assembly.machine_rates import TO_MEASURE, load_measured
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError, ModelError, PlanError
 from tiered_zero.io.select import nearest_directory

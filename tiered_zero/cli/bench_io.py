@@ -2,7 +2,7 @@
 
 With each setting a file is read, written, and both at once, through the I/O engine that a run would choose in DIR. The
 score of a setting is the geometric mean of the three rates. The rates with the default setting go into the record that
-plans read (assembly/rates.py).
+plans read (assembly/machine_rates.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from tiered_zero.assembly.rates import save_disk
+from tiered_zero.assembly.machine_rates import save_disk
 from tiered_zero.cli.console import JSON_OPTION, print_json, print_table
 from tiered_zero.errors import PlanError
 from tiered_zero.io.engine import IOSettings

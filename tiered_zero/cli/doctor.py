@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from tiered_zero.assembly.rates import measure_machine, on_record, rate_lines, save_measured
+from tiered_zero.assembly.machine_rates import measure_machine, on_record, rate_lines, save_measured
 from tiered_zero.cli.bench_io import measure_directory
 from tiered_zero.cli.console import JSON_OPTION, parse_bytes, print_json, stdout
 from tiered_zero.errors import ConfigError, TieredZeroError

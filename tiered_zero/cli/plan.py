@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from tiered_zero.assembly.rates import machine_to_plan
+from tiered_zero.assembly.machine_rates import machine_to_plan
 from tiered_zero.cli.console import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_size, parse_source, parsed, print_json
 from tiered_zero.cli.plan_lines import (
     directory_needs,

@@ -1,6 +1,6 @@
 """Measure the rates of this machine for plans: matrix products, a small model, host memory, the link to the device.
 
-assembly/rates.py measures the optimizer's rates, and stores all of them. Main thread; the device is idle.
+assembly/machine_rates.py measures the optimizer's rates, and stores all of them. Main thread; the device is idle.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiered_zero.assembly.machine import SHUTDOWN, check_directories, clear_directories, open_machine, open_runtime
+from tiered_zero.assembly.open_machine import SHUTDOWN, check_directories, clear_directories, open_machine, open_runtime
 from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.load import load

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Final
 
-from tiered_zero.plan.lanes import Clock, Event, Job, Process, Room, all_of
 from tiered_zero.plan.machine import Machine
 from tiered_zero.plan.placement import UnitTraffic
 from tiered_zero.plan.planner import WINDOW_UNITS, Plan
 from tiered_zero.plan.request import NUM_STATE_STAGING
+from tiered_zero.plan.simulation import Clock, Event, Job, Process, Room, all_of
 from tiered_zero.sizes import TIERS
 
 # Calibrated on 2026-11-25 on two cores of an AMD EPYC, GPT-2 of 30 to 350 million parameters at 128 tokens in bf16.

@@ -33,7 +33,7 @@ import torch
 
 import tiered_zero
 from tiered_zero.assembly.choice import make_predictor
-from tiered_zero.assembly.rates import measure_machine
+from tiered_zero.assembly.machine_rates import measure_machine
 from tiered_zero.cli.bench_io import measure_directory
 from tiered_zero.config.load import load as load_config
 from tiered_zero.io.engine import IOSettings

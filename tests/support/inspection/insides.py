@@ -6,10 +6,10 @@ A name is here because a test outside its folder's own unit tests needs it; a fo
 
 from tiered_zero import record
 from tiered_zero.assembly import build as assembly_build
-from tiered_zero.assembly import rates as assembly_rates
+from tiered_zero.assembly import machine_rates
 from tiered_zero.assembly import spec as assembly_spec
 from tiered_zero.assembly.choice import estimate_of
-from tiered_zero.assembly.machine import SHUTDOWN
+from tiered_zero.assembly.open_machine import SHUTDOWN
 from tiered_zero.assembly.spec import PlannedMachine, planning_notices, specify_run
 from tiered_zero.checkpoint import save as checkpoint_save
 from tiered_zero.checkpoint import tag, tag_writer, weights

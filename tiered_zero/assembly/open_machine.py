@@ -71,7 +71,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Machine:
+class OpenMachine:
     """The device, tiers and homes of a run. `copy_homes`: unit index -> home of the unit's durable copy."""
 
     runtime: Runtime
@@ -148,7 +148,7 @@ def open_machine(
     model_name: str,
     units: Sequence[Unit] = (),
     adopted: Mapping[tuple[str, ...], AdoptedStore] = MappingProxyType({}),
-) -> Machine:
+) -> OpenMachine:
     """Allocate the host memory and files that the plan names, and reserve every slot there. `resources`: closes them
     when the run ends. `model_name`: written to `owner.json`, the file in each swap directory that names its run.
     `units`, `layouts`: the units and sub-groups to which `slots` refer by index. `adopted`: swap paths -> the committed
@@ -170,7 +170,7 @@ def open_machine(
             inventory.place(units[slot.index], slot.kind, home)
         else:
             inventory.place(layouts[slot.index].subgroup, slot.kind, home)
-    return Machine(runtime=runtime, tiers=tiers, inventory=inventory, copy_homes=copy_homes)
+    return OpenMachine(runtime=runtime, tiers=tiers, inventory=inventory, copy_homes=copy_homes)
 
 
 def nvme_paths(config: Config) -> dict[tuple[str, ...], str]:
