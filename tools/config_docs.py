@@ -17,8 +17,8 @@ import click
 
 from tiered_zero import errors
 from tiered_zero.cli.main import COMMANDS, main
-from tiered_zero.config import Config
 from tiered_zero.config.deepspeed_keys import Fate, Key, table
+from tiered_zero.config.schema import Config
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

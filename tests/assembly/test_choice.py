@@ -12,7 +12,7 @@ import pytest
 from tests.support.inspection.insides import PlannedMachine, specify_run
 from tiered_zero.assembly.choice import SAME_SHARE, estimate_of
 from tiered_zero.cli.plan import specify_planned
-from tiered_zero.config import load
+from tiered_zero.config.load import load
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.plan.gpt_shape import GPTConfig

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from tiered_zero.cli import bench_io
 from tiered_zero.cli.bench_io import SETTINGS
 from tiered_zero.cli.main import main
-from tiered_zero.config import load
+from tiered_zero.config.load import load
 from tiered_zero.errors import TransferError
 from tiered_zero.io.select import MODES
 from tiered_zero.plan.machine import default_path, load_machine

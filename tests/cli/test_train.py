@@ -20,8 +20,7 @@ from tests.support.inspection.insides import specify_run
 from tiered_zero.cli import training as command
 from tiered_zero.cli.console import DEMO_MODEL, DEMO_STEPS
 from tiered_zero.cli.main import main
-from tiered_zero.config import load
-from tiered_zero.config.load import read_json
+from tiered_zero.config.load import load, read_json
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import EngineFailedError
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters

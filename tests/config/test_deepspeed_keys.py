@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from tiered_zero.config import Config, load
 from tiered_zero.config.deepspeed_keys import OTHERS, Fate, Key, table
+from tiered_zero.config.load import load
+from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError
 
 KEYS = table(Config)

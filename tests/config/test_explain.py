@@ -10,8 +10,9 @@ from rich.console import Console
 
 from tiered_zero.cli.explain import explain
 from tiered_zero.cli.main import main
-from tiered_zero.config import Config, load
 from tiered_zero.config.deepspeed_keys import Fate, table
+from tiered_zero.config.load import load
+from tiered_zero.config.schema import Config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
 

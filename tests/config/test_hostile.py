@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.config.shipped_configs import SHIPPED
-from tiered_zero.config import Config, load
 from tiered_zero.config.deepspeed_keys import table
-from tiered_zero.config.load import parse_json
+from tiered_zero.config.load import load, parse_json
+from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError, TieredZeroError
 
 BASES = [json.loads(path.read_text()) for path in sorted((Path(__file__).parents[2] / "configs").glob("*.json"))]

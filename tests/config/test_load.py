@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_zero.config import Config, load
+from tiered_zero.config.load import load
+from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))

@@ -14,7 +14,7 @@ from tests.config.shipped_configs import SHIPPED, filled
 from tests.config.test_explain import leaves
 from tests.support.models import rows, two_layers
 from tiered_zero.cli.main import main
-from tiered_zero.config import load
+from tiered_zero.config.load import load
 from tiered_zero.errors import ConfigError
 
 each = pytest.mark.parametrize("name", SHIPPED)

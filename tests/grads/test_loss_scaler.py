@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_zero.config import load
+from tiered_zero.config.load import load
 from tiered_zero.errors import ConfigError, NonFiniteError
 from tiered_zero.grads.check import LossScaler
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.inspection.insides import planning_notices, specify_run
 from tests.support.units import make_unit
-from tiered_zero.config import load
+from tiered_zero.config.load import load
 from tiered_zero.layout.flat import CUT_NUMEL, Unit, equal_bounds
 from tiered_zero.layout.subgroups import cut_subgroups, sub_group_numel
 from tiered_zero.sizes import PAGE_NBYTES

@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.configs import SMALL_DEVICE
 from tests.support.inspection.insides import specify_run
 from tiered_zero.cli.plan_lines import directory_needs, written_per_commit
-from tiered_zero.config import load
+from tiered_zero.config.load import load
 from tiered_zero.errors import PlanError
 from tiered_zero.plan.planner import Plan
 from tiered_zero.sizes import PAGE_NBYTES

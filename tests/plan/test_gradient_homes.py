@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.inspection.insides import list_params, module_tree
-from tiered_zero.config import load
+from tiered_zero.config.load import load
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.layout.flat import Unit, find_units

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiered_zero.config import load
+from tiered_zero.config.load import load
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.rules.from_config import ResolvedOptimizer, make_optimizer, make_rule, resolve_optimizer
 from tiered_zero.rules.native_rules import AdamRule, Lion

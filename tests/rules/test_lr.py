@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, Optimizer
 
-from tiered_zero.config import SchedulerSection
+from tiered_zero.config.schema import SchedulerSection
 from tiered_zero.errors import ConfigError
 from tiered_zero.rules.lr import build_scheduler
 

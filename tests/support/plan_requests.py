@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiered_zero.config import load
+from tiered_zero.config.load import load
 from tiered_zero.plan.request import PlanRequest
 
 DEVICES = {"device": "none", "host": "cpu", "nvme": "nvme"}

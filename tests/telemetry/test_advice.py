@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tiered_zero.config import load
+from tiered_zero.config.load import load
 from tiered_zero.telemetry.advice import NAMES, explain_pace, explain_prediction
 from tiered_zero.telemetry.report import CAUSES, RunReport, RunTotals, StepMeter, StepReport
 from tiered_zero.telemetry.spans import LANES, Ledger, Recorder, Totals

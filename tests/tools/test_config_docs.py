@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tiered_zero.config import Config
 from tiered_zero.config.deepspeed_keys import table
+from tiered_zero.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,8 @@ import click
 from rich.text import Text
 
 from tiered_zero.cli.console import JSON_OPTION, print_json, stdout
-from tiered_zero.config import KeyReport, load
+from tiered_zero.config.deepspeed_keys import KeyReport
+from tiered_zero.config.load import load
 from tiered_zero.errors import ConfigError
 from tiered_zero.telemetry.page import render_page
 from tiered_zero.telemetry.runlog import read_run

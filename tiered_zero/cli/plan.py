@@ -23,8 +23,7 @@ from tiered_zero.cli.plan_lines import (
     seconds_facts,
     seconds_lines,
 )
-from tiered_zero.config import load
-from tiered_zero.config.load import read_json
+from tiered_zero.config.load import load, read_json
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.plan.gpt_shape import GPTConfig

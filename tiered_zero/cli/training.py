@@ -23,8 +23,7 @@ from tiered_zero.assembly.choice import predicted_seconds
 from tiered_zero.checkpoint.driver import read_client_state
 from tiered_zero.checkpoint.tag import find_checkpoint, list_tags, nothing_to_load, open_reader
 from tiered_zero.cli.console import DEMO_MODEL, STDERR, print_json, print_table
-from tiered_zero.config import load
-from tiered_zero.config.load import read_json
+from tiered_zero.config.load import load, read_json
 from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.engine.engine import Engine

@@ -7,9 +7,3 @@ and the rules between keys; `deepspeed_keys` owns the fates; `load` joins them. 
 (0.19), not of its documentation. Sizes of parameters are counted in elements. Never: touches the disk except to read
 the config file, imports torch, changes numbers silently.
 """
-
-from tiered_zero.config.deepspeed_keys import KeyReport
-from tiered_zero.config.load import load
-from tiered_zero.config.schema import Config, SchedulerSection
-
-__all__ = ["Config", "KeyReport", "SchedulerSection", "load"]

@@ -18,8 +18,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 from tiered_zero.activations.checkpointing import RandomStates, run_checkpointed, seed_generators
-from tiered_zero.config import load
-from tiered_zero.config.load import read_json
+from tiered_zero.config.load import load, read_json
 from tiered_zero.config.schema import ActivationCheckpointingSection, Config
 from tiered_zero.config.section import switch
 from tiered_zero.deepspeed.accelerator import get_accelerator

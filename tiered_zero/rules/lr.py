@@ -18,8 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from tiered_zero.config import SchedulerSection
-from tiered_zero.config.schema import SCHEDULES
+from tiered_zero.config.schema import SCHEDULES, SchedulerSection
 from tiered_zero.errors import ConfigError
 
 _log = logging.getLogger(__name__)

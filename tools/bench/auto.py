@@ -83,7 +83,7 @@ def measure(task: Mapping[str, Any]) -> dict[str, Any]:
     """Train for some steps; return the seconds of each, and of the step that is predicted for the run's plan."""
     import tiered_zero
     from tiered_zero.assembly.choice import make_predictor
-    from tiered_zero.config import load
+    from tiered_zero.config.load import load
 
     torch.manual_seed(0)
     setting = task["setting"]
@@ -110,7 +110,7 @@ def measure(task: Mapping[str, Any]) -> dict[str, Any]:
 def choose(task: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config that auto chooses, and the lines that it prints."""
     from tiered_zero.assembly.spec import specify_run
-    from tiered_zero.config import load
+    from tiered_zero.config.load import load
 
     start_s = time.perf_counter()
     choice = specify_run(load(task["config"]), build(task["setting"]["model"])).choice
