@@ -11,7 +11,7 @@ import pytest
 from tests.crash.run_forks import OWNS_NOTHING
 
 ROOT = Path(__file__).parents[2]
-POLICIES = ["overlapped", "barrier", "delayed"]
+POLICIES = ["overlapped", "delayed"]
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,15 @@ from tests.crash.kills import CASES, RANK_CASES, RankCase, kill_command, kill_ra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=", ".join)
-def test_three_kills(tmp_path: Path, swap_path: Path, case: tuple[str, str, str]) -> None:
-    assert kill_script(tmp_path, swap_path, case, 3, 1).num_kills == 3
+@pytest.mark.parametrize("case", CASES[::3], ids=", ".join)
+def test_a_kill(tmp_path: Path, swap_path: Path, case: tuple[str, str, str]) -> None:
+    assert kill_script(tmp_path, swap_path, case, 1, 1).num_kills == 1
 
 
 @pytest.mark.slow
-def test_the_command_is_killed_twice_in_mid_training(tmp_path: Path, swap_path: Path) -> None:
-    killed = kill_command(tmp_path, swap_path, 2, 1)
-    assert (killed.num_kills, killed.num_repeated) == (2, None), "the command does not say which steps it repeats"
+def test_the_command_is_killed_in_mid_training(tmp_path: Path, swap_path: Path) -> None:
+    killed = kill_command(tmp_path, swap_path, 1, 1)
+    assert (killed.num_kills, killed.num_repeated) == (1, None), "the command does not say which steps it repeats"
 
 
 @pytest.mark.thorough

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.pairwise import by_turns
 from tests.support.trainers import FAR, Plain, adamw, assert_same_bits, follow, tiered
 
 WIDTH = 16
@@ -63,8 +64,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"norm_first": True, "nests": False}, {"bia
 
 @pytest.mark.usefixtures("without_fused_kernels")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("cap", [1, 2000, 10**6])
-@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("none", "none")], ids="-".join)
+@pytest.mark.parametrize(("cap", "placement"), by_turns([1, 2000, 10**6], [("cpu", "cpu"), ("none", "none")]))
 def test_without_fused_kernels_evaluation_has_plain_pytorchs_bits(
     placement: tuple[str, str], cap: int, options: dict[str, Any], swap_path: Path
 ) -> None:
@@ -74,8 +74,7 @@ def test_without_fused_kernels_evaluation_has_plain_pytorchs_bits(
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("cap", [1, 2000, 10**6])
-@pytest.mark.parametrize("placement", [*FAR, ("none", "none")], ids="-".join)
+@pytest.mark.parametrize(("cap", "placement"), by_turns([1, 2000, 10**6], [*FAR, ("none", "none")]))
 def test_evaluation_with_fused_kernels_differs_at_the_padding_alone(
     placement: tuple[str, str], cap: int, swap_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from tests.support.models import named_weights, rows, two_layers
+from tests.support.pairwise import by_turns
 from tests.support.trainers import Plain, same_bits, tiered
 from tiered_zero.optim import OffloadedOptimizer, ZeroRedundancyOptimizer
 
@@ -81,8 +82,14 @@ def move(source: Any, target: Any, path: Path, **chosen: Any) -> None:
     set_state_dict(target.module, target.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "default")
-@pytest.mark.parametrize("name", ["engine-none", "engine-cpu", "engine-nvme", "cpu", "nvme", "zero"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *by_turns(["engine-none", "engine-cpu", "engine-nvme"], OPTIONS, 2),
+        *by_turns(["cpu", "nvme"], OPTIONS, 2),
+        *by_turns(["zero"], OPTIONS, 4),
+    ],
+)
 def test_state_loaded_into_a_fresh_pair_keeps_its_moments(
     name: str, options: dict[str, Any], swap_path: Path, tmp_path: Path
 ) -> None:

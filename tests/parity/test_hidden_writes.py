@@ -10,6 +10,7 @@ from torch import nn
 
 import tiered_zero
 from tests.support.models import ParityGPT, batch, groups
+from tests.support.pairwise import by_turns
 from tests.support.trainers import FAR, Plain, assert_same_bits, follow, tiered, train
 
 
@@ -57,7 +58,6 @@ def _swapped_signs(weight: nn.Parameter) -> None:
 
 
 CHANGES = [_in_place, _other_memory, _scaled_data, _one_element, _numpy, _dlpack, _part, _numpy_part, _swapped_signs]
-by_name = {"ids": lambda change: change.__name__.strip("_")}
 
 
 class Changing(ParityGPT):
@@ -73,11 +73,10 @@ class Changing(ParityGPT):
         return super().forward(*args)
 
 
-@pytest.mark.parametrize("change", CHANGES, **by_name)
-@pytest.mark.parametrize("placement", [*FAR, ("none", "cpu")], ids="-".join)
+@pytest.mark.parametrize(("change", "placement"), by_turns(CHANGES, [*FAR, ("none", "cpu")]))
 def test_changes_that_would_be_lost_are_refused(placement, change, swap_path):
     """The next update writes what the masters say: a change that they do not know is told of in the same step."""
-    update = ("barrier", "overlapped")[(CHANGES.index(change) + len(placement[0])) % 2]
+    update = ("barrier", "overlapped")[CHANGES.index(change) % 2]
     with tiered(Changing(), swap_path, placement, adamw, 1, 0.5, runtime={"update": update}) as engine:
         train(engine, batch, 2)
         before = engine.module.state_dict()
@@ -104,8 +103,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("none", "cpu")], ids="-".join)
+@pytest.mark.parametrize(("read", "placement"), by_turns(list(READS), [("cpu", "cpu"), ("none", "cpu")]))
 def test_reads_of_the_same_memory_are_no_changes(placement, read, swap_path):
     expected = follow(lambda trainer: train(trainer, batch, 3), Plain(Changing(READS[read]), adamw))
     with tiered(Changing(READS[read]), swap_path, placement, adamw) as engine:

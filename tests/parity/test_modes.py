@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiered_zero
 from tests.support.models import ParityGPT, batch
+from tests.support.pairwise import by_turns
 from tests.support.trainers import FAR, Plain, assert_parity, assert_same_bits, follow, tiered, train
 
 HIDDEN = 16
@@ -80,10 +81,9 @@ class Transformed(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # of torch's own, in its forward-mode formulas
-@pytest.mark.parametrize("clipping", [0.0, 0.5])
-@pytest.mark.parametrize("way", sorted(WAYS.keys() - {"grad"}))
+@pytest.mark.parametrize(("way", "clipping"), by_turns(sorted(WAYS.keys() - {"grad"}), [0.0, 0.5]))
 def test_transforms_in_forward_have_the_bits_of_plain_ones(way, clipping, swap_path):
-    """Once with room for every unit, once for those in use alone."""
+    """By turns with room for every unit, and for those in use alone."""
     zero = {"stage3_max_live_parameters": 1200, "stage3_prefetch_bucket_size": 0} if clipping else {}
     assert_parity(
         lambda: Transformed(way), lambda own: train(own, lambda _: (X,), 3), swap_path, clipping=clipping, zero=zero
@@ -113,8 +113,7 @@ class Functions(TorchFunctionMode):
 OURS = ("detach", "aten.detach.default", "__get__", "numel")
 
 
-@pytest.mark.parametrize("placement", [*FAR, ("none", "cpu")], ids="-".join)
-@pytest.mark.parametrize("kind", [Operators, Functions])
+@pytest.mark.parametrize(("placement", "kind"), by_turns([*FAR, ("none", "cpu")], [Operators, Functions]))
 def test_modes_see_what_they_see_in_plain_pytorch(kind, placement, swap_path):
     """Forward, backward and step. Not compared: `detach`, which torch itself adds for saved tensor hooks, attributes
     that hooks look at, the engine's count of tokens (`numel`), and the optimizer's own."""

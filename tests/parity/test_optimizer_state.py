@@ -19,6 +19,7 @@ from tests.parity.test_optimizers import RowScaled
 from tests.support.inspection import unverified_nbytes
 from tests.support.inspection.insides import state_view
 from tests.support.models import ParityGPT, batch, groups, rows, two_layers
+from tests.support.pairwise import by_turns
 from tests.support.trainers import Plain, adamw, named_weights, same_bits, tiered, train
 from tiered_zero.errors import BudgetError, ModelError, TransferError
 from tiered_zero.rules.native_rules import Lion
@@ -76,8 +77,7 @@ def assert_same_weights(expected: nn.Module, found: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "placement"),
-    [(name, place) for n, name in enumerate(MAKERS) for place in (("none", "none"), (("cpu", "nvme")[n % 2],) * 2)],
+    ("name", "placement"), by_turns(list(MAKERS), [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")])
 )
 def test_state_moves_between_plain_torch_and_every_tier(name: str, placement: tuple[str, str], swap_path: Path) -> None:
     """Plain torch's state goes into an engine that has made other steps, and on into a new plain optimizer."""
@@ -105,8 +105,9 @@ def test_state_moves_between_plain_torch_and_every_tier(name: str, placement: tu
         assert_same_state(plain.optimizer.state_dict(), engine.optimizer.state_dict())
 
 
-@pytest.mark.parametrize("update", ["barrier", "overlapped", "delayed"])
-@pytest.mark.parametrize("clipping", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("update", "clipping"), [("barrier", 1.0), ("overlapped", 0.0), ("overlapped", 1.0), ("delayed", 0.0)]
+)
 def test_updates_under_way_end_first_and_nothing_read_ahead_is_used(
     update: str, clipping: float, swap_path: Path
 ) -> None:
@@ -151,8 +152,10 @@ def test_groups_change_in_place(swap_path: Path) -> None:
 BF16 = {"bf16": {"enabled": True}}
 
 
-@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
-@pytest.mark.parametrize("state_format", ["bf16_remainder", "lossy_bf16_moments", "lossy_8bit_moments"])
+@pytest.mark.parametrize(
+    ("state_format", "placement"),
+    by_turns(["bf16_remainder", "lossy_bf16_moments", "lossy_8bit_moments"], [("cpu", "cpu"), ("nvme", "nvme")]),
+)
 def test_a_state_format_takes_its_own_state_back_exactly(
     state_format: str, placement: tuple[str, str], swap_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -331,8 +334,9 @@ def test_a_broken_transfer_while_state_is_loaded_stops_training(
     engine.close()
 
 
-@pytest.mark.parametrize("reset", ["handle", "own"])
-@pytest.mark.parametrize("placement", [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+@pytest.mark.parametrize(
+    ("placement", "reset"), by_turns([("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")], ["handle", "own"])
+)
 def test_an_empty_state_starts_all_parameters_anew(placement: tuple[str, str], reset: str, swap_path: Path) -> None:
     """As code does that restarts training: of the optimizer passed in, and of the one returned."""
     plain, model = Plain(build(), MAKERS["AdamW"]), build()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.support.models import ParityGPT, batch, groups, matrices, named_weights
+from tests.support.pairwise import by_turns
 from tests.support.trainers import FAR, Plain, assert_same_bits, follow, same_bits, tiered, train
 from tiered_zero.rules.native_rules import Lion
 from tiered_zero.rules.torch_rule import ELEMENTWISE, REFUSED
@@ -125,8 +126,9 @@ def test_elementwise(kind, options, placement, swap_path):
     compare(partial(make, kind, options), swap_path, placement)
 
 
-@pytest.mark.parametrize("placement", [("none", "none"), ("none", "nvme"), ("nvme", "cpu")], ids="-".join)
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(
+    ("name", "placement"), by_turns(list(WHOLE), [("none", "none"), ("none", "nvme"), ("nvme", "cpu")], 2)
+)
 def test_whole_parameters(name, placement, swap_path):
     compare(WHOLE[name], swap_path, placement)
 

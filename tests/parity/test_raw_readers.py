@@ -14,6 +14,7 @@ from torch import nn
 
 import tiered_zero
 from tests.house import ROOT
+from tests.support.pairwise import by_turns
 from tests.support.trainers import FAR, adamw, tiered
 from tiered_zero.errors import ParameterOffloadedError
 
@@ -110,8 +111,7 @@ def test_the_table_is_read():
 @pytest.mark.filterwarnings(
     "ignore:To copy construct", "ignore:torch.asarray", "ignore:The PyTorch API of nested", "ignore:.*jit.script.*"
 )
-@pytest.mark.parametrize("placement", FAR)
-@pytest.mark.parametrize("call", OUTCOMES)
+@pytest.mark.parametrize(("call", "placement"), by_turns(list(OUTCOMES), FAR))
 def test_a_call_does_what_the_page_says(call, placement, swap_path):
     with tiered(Model(call), swap_path, placement, lambda model: adamw(model)) as engine:
         for _ in range(2):

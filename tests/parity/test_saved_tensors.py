@@ -15,6 +15,7 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, s
 from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
+from tests.support.pairwise import by_turns
 from tests.support.trainers import OptimizerMaker, Plain, adamw, assert_parity, tiered
 from tiered_zero.errors import ModelError
 
@@ -252,8 +253,7 @@ def assert_same(expected: Any, found: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own decompositions
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("function", FORWARDS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(("function", "place"), by_turns(FORWARDS, PLACES, 2))
 def test_it_is_refused_as_in_plain_pytorch_or_the_same(function: Forward, place: str, swap_path: Path) -> None:
     expected = outcome(Plain(Net(function), sgd))
     assert_same(expected, outcome(placed(Net(function), swap_path, place, sgd)))
@@ -271,8 +271,7 @@ def compute_in_gathered(trainer: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("use", [direct, compute_in_gathered], ids=lambda use: use.__name__)
+@pytest.mark.parametrize(("own", "use"), [(False, direct), (True, direct), (True, compute_in_gathered)])
 @pytest.mark.parametrize("function", [change_an_output, change_in_what_is_computed_again], ids=lambda f: f.__name__)
 def test_it_is_refused_too(function: Forward, use: Use, own: bool, place: str, swap_path: Path) -> None:
     """Past the engine, and in `gathered`."""
@@ -335,9 +334,9 @@ def blocks_in_checkpoints(trainer: Any, x: Tensor) -> Tensor:
     return x.square().sum()
 
 
-@pytest.mark.parametrize("place", PLACES[:2])
 @pytest.mark.parametrize(
-    "use", [in_save_on_cpu, in_save_on_cpu_directly, in_a_checkpoint, blocks_in_checkpoints], ids=lambda u: u.__name__
+    ("use", "place"),
+    by_turns([in_save_on_cpu, in_save_on_cpu_directly, in_a_checkpoint, blocks_in_checkpoints], PLACES[:2]),
 )
 @pytest.mark.parametrize("function", [change_an_output, change_a_part_in_place, differentiate_forward])
 def test_hooks_around_a_call_have_their_effect(function: Forward, use: Use, place: str, swap_path: Path) -> None:

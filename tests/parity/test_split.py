@@ -12,6 +12,7 @@ import torch
 from tests.support.inspection import inventory, layouts, ledger, units
 from tests.support.inspection.insides import UpdatePipeline
 from tests.support.models import ParityGPT, batch, groups
+from tests.support.pairwise import by_turns
 from tests.support.trainers import Plain, Record, assert_same_bits, follow, tiered, train
 from tiered_zero.errors import ConfigError
 
@@ -87,22 +88,24 @@ def test_four_steps_give_the_bits_of_plain_torch(
     assert not any(swap_path.iterdir())
 
 
-@pytest.mark.parametrize("mixture", ["device+nvme", "host+nvme", "device+host+nvme"])
 @pytest.mark.parametrize(
-    ("sub_group", "persistence", "unit_cap", "backwards"),
-    [(5000, 100, None, 1), (2048, 10**6, None, 2), (2048, 0, 3000, 1), (20_000, 40, 3000, 1)],
+    ("cut", "mixture"),
+    by_turns(
+        [(5000, 100, None, 1), (2048, 10**6, None, 2), (2048, 0, 3000, 1), (20_000, 40, 3000, 1)],
+        ["device+nvme", "host+nvme", "device+host+nvme"],
+    ),
 )
 def test_cuts_persistent_parameters_and_units_of_any_size(
-    mixture: str, sub_group: int, persistence: int, unit_cap: int | None, backwards: int, swap_path: Any
+    mixture: str, cut: tuple[int, int, int | None, int], swap_path: Any
 ) -> None:
+    sub_group, persistence, unit_cap, backwards = cut
     zero = {"sub_group_size": sub_group, "stage3_param_persistence_threshold": persistence}
     engine = split(swap_path, mixture, "nvme", clipping=0.5, zero=zero, runtime={"unit_size_cap": unit_cap})
     found = follow(lambda own: train(own, data, 4, 1, backwards), engine)
     assert_same_bits(reference("adamw", 1, 0.5, backwards), found)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize(("mixture", "precision"), by_turns(list(MIXTURES), ["bf16", "fp16"]))
 def test_half_precision_has_the_bits_of_any_other_placement(mixture: str, precision: str, swap_path: Any) -> None:
     top = {precision: {"enabled": True}}
 
@@ -150,8 +153,7 @@ def test_embeddings_come_first_and_a_unit_may_be_split(swap_path: Any) -> None:
         assert charged[-1] == 4 * 2048, "a sub-group's gradients of the unit that is split"
 
 
-@pytest.mark.parametrize("optimizer", ["rmsprop", "adafactor"])
-@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize(("mixture", "optimizer"), by_turns(list(MIXTURES), ["rmsprop", "adafactor"]))
 def test_a_rule_of_torchs_own(mixture: str, optimizer: str, swap_path: Any) -> None:
     """The second needs whole parameters, so that sub-groups are cut between units."""
     engine = split(swap_path, mixture, optimizer=optimizer)
@@ -184,10 +186,9 @@ def test_what_rests_on_the_device_waits_for_nothing_else(swap_path: Any, monkeyp
         assert done >= {unit.name for unit in trainable if tiers[unit.index] == "device"}
 
 
-@pytest.mark.parametrize(("seed", "clipping"), [(0, 0.0), (1, 0.5)])
-@pytest.mark.parametrize("mixture", list(MIXTURES)[:4])
-def test_under_random_delays(mixture: str, clipping: float, seed: int, swap_path: Any) -> None:
-    own = {"debug_delay_seed": seed, "debug_poison": True}
+@pytest.mark.parametrize(("mixture", "clipping"), by_turns(list(MIXTURES)[:4], [0.0, 0.5]))
+def test_under_random_delays(mixture: str, clipping: float, swap_path: Any) -> None:
+    own = {"debug_delay_seed": 1, "debug_poison": True}
     engine = split(swap_path, mixture, "nvme", clipping=clipping, runtime=own)
     assert_same_bits(reference("adamw", 1, clipping), follow(lambda trainer: train(trainer, data, 4), engine))
 
@@ -220,8 +221,15 @@ def test_the_delayed_update_refuses_state_on_the_device(mixture: str, swap_path:
     assert not any(swap_path.iterdir())
 
 
-@pytest.mark.parametrize("state_format", ["bf16_remainder", "lossy_bf16_moments", "lossy_8bit_moments"])
-@pytest.mark.parametrize("mixture", ["device+nvme", "host+nvme"])
+@pytest.mark.parametrize(
+    ("mixture", "state_format"),
+    [
+        ("device+nvme", "bf16_remainder"),
+        ("host+nvme", "bf16_remainder"),
+        ("device+nvme", "lossy_8bit_moments"),
+        ("host+nvme", "lossy_bf16_moments"),
+    ],
+)
 def test_a_state_format_has_its_bits_on_any_mixture(mixture: str, state_format: str, swap_path: Any) -> None:
     top = {"bf16": {"enabled": True}}
     own = {"state_format": state_format}

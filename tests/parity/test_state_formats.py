@@ -23,8 +23,6 @@ from tiered_zero.plan.gpt_shape import GPTConfig
 
 BF16 = {"bf16": {"enabled": True}}
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
-PLACEMENTS = [("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu")]
-UPDATES = ["barrier", "overlapped", "delayed"]
 LOSSY = ("lossy_bf16_moments", "lossy_8bit_moments")
 Script = Callable[[Any], list[Any]]
 
@@ -74,20 +72,29 @@ def run(script: Script, path: Path, state_format: str, placement: tuple[str, str
     return follow(script, tiered(build(), path, placement, still_in_part, *options, runtime=runtime, **{**BF16, **top}))
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize(("accumulation", "clipping"), [(1, 0.5), (2, 0.0)])
-def test_remainders_give_the_bits_of_fp32(update: str, accumulation: int, clipping: float, swap_path: Path) -> None:
-    """Each update meets both kinds of placements, alike tiers and different ones, with one of the two courses."""
-    alike = (UPDATES.index(update) + accumulation) % 2
+@pytest.mark.parametrize(
+    ("update", "accumulation", "clipping", "placements"),
+    [
+        ("barrier", 1, 0.5, [("cpu", "nvme"), ("none", "none")]),
+        ("overlapped", 2, 0.0, [("cpu", "cpu"), ("nvme", "nvme")]),
+        ("delayed", 1, 0.5, [("nvme", "nvme"), ("nvme", "cpu")]),
+    ],
+)
+def test_remainders_give_the_bits_of_fp32(
+    update: str, accumulation: int, clipping: float, placements: list[tuple[str, str]], swap_path: Path
+) -> None:
     script, runtime = partial(course, accumulation=accumulation), {"update": update}
     expected = run(script, swap_path, "fp32", ("cpu", "cpu"), accumulation, clipping, runtime=runtime)
-    for placement in PLACEMENTS[2 * alike :][:2] + ([("none", "none")] if update != "delayed" and alike else []):
+    for placement in placements:
         found = run(script, swap_path, "bf16_remainder", placement, accumulation, clipping, runtime=runtime)
         assert_same_bits(expected, found)
 
 
-@pytest.mark.parametrize("runtime", [{}, {"debug_delay_seed": 1, "debug_poison": True}], ids=["plain", "delays"])
-@pytest.mark.parametrize("placement", [("cpu", "nvme"), ("nvme", "nvme")], ids="-".join)
+@pytest.mark.parametrize(
+    ("placement", "runtime"),
+    [(("cpu", "nvme"), {}), (("nvme", "nvme"), {"debug_delay_seed": 1, "debug_poison": True})],
+    ids=["plain", "delays"],
+)
 def test_updates_that_begin_in_backward_too(
     placement: tuple[str, str], runtime: dict[str, Any], swap_path: Path
 ) -> None:

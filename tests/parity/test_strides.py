@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.pairwise import by_turns
 from tests.support.trainers import FAR, assert_parity, tiered, train
 
 
@@ -41,8 +42,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("placement", [*FAR, ("none", "cpu")], ids="-".join)
+@pytest.mark.parametrize(("rule", "placement"), by_turns(list(RULES), [*FAR, ("none", "cpu")]))
 def test_strides_are_kept(placement, rule, swap_path):
     """Norms are sums in the order of memory: the clip factor shows the order."""
     assert_parity(build, lambda own: train(own, data, 3), swap_path, [placement], RULES[rule], clipping=0.01)

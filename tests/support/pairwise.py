@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations, product
+from itertools import combinations, cycle, product
 from typing import Any
 
 Case = dict[str, Any]
@@ -44,3 +44,10 @@ def name_of(case: Case) -> str:
 def _product(factors: Mapping[str, Sequence[Any]]) -> Iterator[Case]:
     for values in product(*factors.values()):
         yield dict(zip(factors, values, strict=True))
+
+
+def by_turns(items: Sequence[Any], others: Sequence[Any], num: int = 1) -> list[tuple[Any, Any]]:
+    """Each item with `num` of the others, which come by turns: for two factors that no line of the code reads together,
+    so that what is wrong with one value shows beside any value of the other."""
+    turns = cycle(others)
+    return [(item, next(turns)) for item in items for _ in range(num)]
