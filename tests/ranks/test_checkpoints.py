@@ -35,7 +35,7 @@ def name_of(place: Place) -> str:
     return f"{place.world}-ranks-stage-{place.stage}-{place.device}"
 
 
-@pytest.mark.parametrize("place", [*SAVED[1:5], *SAVED[6:8]], ids=name_of)
+@pytest.mark.parametrize("place", [SAVED[2], SAVED[3], SAVED[4], SAVED[7]], ids=name_of)
 def test_the_same_ranks_go_on_with_equal_bits(ranks: RankPool, tmp_path: Path, swap_path: Path, place: Place) -> None:
     undisturbed = ranks.run(save, place.world, place, str(swap_path), str(tmp_path))
     resume = place.stage == 2  # as initialize does it
@@ -51,10 +51,7 @@ def test_the_same_ranks_go_on_with_equal_bits(ranks: RankPool, tmp_path: Path, s
     ("first", "second"),
     [
         (SAVED[4], SAVED[0]),
-        (SAVED[1], SAVED[4]),
         (SAVED[0], SAVED[5]),
-        (SAVED[5], SAVED[2]),
-        (SAVED[7], SAVED[8]),
         (SAVED[8], SAVED[1]),
         (SAVED[3], SAVED[6]),
     ],

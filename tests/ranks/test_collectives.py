@@ -86,8 +86,7 @@ def test_warnings_come_from_rank_0_alone_while_a_run_is_open(ranks: RankPool) ->
     assert second == [line for line in first if line not in ("warning in both", "warning in the second")]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("numel", [1, 2048])
+@pytest.mark.parametrize(("world", "numel"), [(1, 2048), (2, 2048), (4, 1)])
 def test_every_collective_gives_what_it_says(ranks: RankPool, world: int, numel: int) -> None:
     for dtype in DTYPES:
         for rank, found in enumerate(ranks.run(collect, world, dtype, numel)):
@@ -166,7 +165,7 @@ def reduce_in_order(dtype: torch.dtype, room_numel: int) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize(("world", "room_numel"), [(2, 1), (3, 500), (4, 200), (4, 3009)])
+@pytest.mark.parametrize(("world", "room_numel"), [(2, 1), (3, 500), (4, 3009)])
 def test_sums_are_in_rank_order_wherever_a_part_is_cut(ranks: RankPool, world: int, room_numel: int) -> None:
     for dtype in DTYPES:
         for found in ranks.run(reduce_in_order, world, dtype, room_numel):
@@ -196,10 +195,9 @@ def gather_bounded(gather_numel: int, numel: int) -> dict[str, Any]:
     return {"parts": parts, "beside": beside, "sums": flat.view(group.world_size, -1).float().mean(1).tolist()}
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_gather_is_bounded_and_takes_no_memory(ranks: RankPool, world: int) -> None:
+def test_a_gather_is_bounded_and_takes_no_memory(ranks: RankPool) -> None:
     """64 MiB, of which gloo's own all_gather would hold a copy."""
-    numel = 1 << 25
+    world, numel = 2, 1 << 25
     for found in ranks.run(gather_bounded, world, 3_000_000, numel):
         assert found["sums"] == [float(rank + 1) for rank in range(world)]
         assert sum(found["parts"]) == numel

@@ -233,7 +233,7 @@ def check_resumed(ranks: RankPool, expected: list[Any], swap_path: Path, saved: 
         assert differences(found["weights"], own) == []
 
 
-@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_training_goes_on_after_one_rank_could_not_prepare(
     ranks: RankPool, expected: list[Any], tmp_path: Path, swap_path: Path, failing: int
 ) -> None:
@@ -271,13 +271,13 @@ def test_a_failure_of_rank_0_is_known_on_all_ranks(
 @pytest.mark.parametrize(
     ("fault", "failing", "step"),
     [
-        pytest.param("killed before it prepares", 1, 1, marks=pytest.mark.slow),
+        pytest.param("killed before it prepares", 1, 1, marks=pytest.mark.thorough),
         ("killed once prepared", 1, 1),
-        pytest.param("killed once prepared", 0, 1, marks=pytest.mark.slow),
-        pytest.param("killed before it decides", 0, 1, marks=pytest.mark.slow),
+        pytest.param("killed once prepared", 0, 1, marks=pytest.mark.thorough),
+        pytest.param("killed before it decides", 0, 1, marks=pytest.mark.thorough),
         ("killed once it has decided", 0, 2),
         ("killed before it follows", 1, 2),
-        pytest.param("killed once it has followed", 1, 2, marks=pytest.mark.slow),
+        pytest.param("killed once it has followed", 1, 2, marks=pytest.mark.thorough),
     ],
 )
 def test_a_rank_killed_in_a_commit_leaves_one_step_on_all(
@@ -299,7 +299,7 @@ def test_an_error_after_a_rank_has_answered_leaves_what_it_prepared(
     check_resumed(ranks, expected, swap_path, saved, 2)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_an_interrupt_between_two_stores_of_a_rank_leaves_what_was_decided(
     ranks: RankPool, tmp_path: Path, swap_path: Path, failing: int
 ) -> None:

@@ -29,6 +29,8 @@ PLACES = {
         world=2, stage=3, device="nvme", runtime={"update": "delayed", "delay_start_step": 1}
     ),
 }
+THOROUGH = ("4 ranks, stage 2", "2 ranks, stage 3")
+"""Of stage 2 the commit is that of stage 1, and of stage 3 that of the delayed update, which has more to commit."""
 
 
 def commit(place: Place, swap_path: str, save_dir: str, steps: int = 2, more: int = 2) -> dict[str, Any]:
@@ -61,7 +63,10 @@ def go_on(
     return {**found, "client_state": engine.resumed[1]}
 
 
-@pytest.mark.parametrize("case", PLACES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.thorough) if case in THOROUGH else case for case in PLACES],
+)
 def test_the_same_ranks_adopt_their_parts_and_go_on_with_equal_bits(
     ranks: RankPool, tmp_path: Path, swap_path: Path, case: str
 ) -> None:
@@ -83,8 +88,8 @@ def test_the_same_ranks_adopt_their_parts_and_go_on_with_equal_bits(
     ("case", "other"),
     [
         ("2 ranks, stage 0", Place(world=4, stage=1, device="nvme")),
-        pytest.param("2 ranks, stage 1", Place(world=1, stage=3, device="nvme"), marks=pytest.mark.slow),
-        pytest.param("4 ranks, stage 2", Place(world=2, stage=2, device="nvme"), marks=pytest.mark.slow),
+        pytest.param("2 ranks, stage 1", Place(world=1, stage=3, device="nvme"), marks=pytest.mark.thorough),
+        pytest.param("4 ranks, stage 2", Place(world=2, stage=2, device="nvme"), marks=pytest.mark.thorough),
         ("4 ranks, stage 3, halves", Place(world=2, stage=3, device="nvme", **HALVES)),
         ("2 ranks, stage 3, halves in host memory", Place(world=2, stage=3, device="nvme", **HALVES)),
     ],

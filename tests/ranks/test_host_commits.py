@@ -50,8 +50,8 @@ def check(found: list[dict[str, Any]], first: int, expected: list[dict[str, Any]
     ("world_size", "stage", "state_format"),
     [
         (2, 3, "fp32"),
-        pytest.param(4, 1, "fp32", marks=pytest.mark.slow),
-        pytest.param(4, 3, "bf16_remainder", marks=pytest.mark.slow),
+        pytest.param(4, 1, "fp32", marks=pytest.mark.thorough),
+        pytest.param(4, 3, "bf16_remainder", marks=pytest.mark.thorough),
     ],
 )
 def test_hosts_go_on_with_equal_bits(start: Starter, world_size: int, stage: int, state_format: str) -> None:
@@ -78,7 +78,7 @@ def test_what_a_host_has_lost_is_said_and_nothing_is_changed(start: Starter, swa
     check(start(disks=[0, 1], stop=3), 2, expected)
 
 
-@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize("behind", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_disk_of_an_earlier_commit_is_refused(start: Starter, swap_path: Path, behind: int) -> None:
     start(disks=[0, 1], stop=1)
     disk = swap_path / f"disk{behind}"

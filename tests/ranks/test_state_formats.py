@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,19 +46,30 @@ def keeps_half_of_masters_apart(case: Case) -> bool:
     )
 
 
-CASES = pairwise(
+def with_formats(cases: list[Case]) -> list[Case]:
+    """Each case with the formats that have been met least often of those that it can have: where a part rests, and how
+    its elements are converted, know nothing of each other."""
+    met: Counter[tuple[str, str]] = Counter()
+    chosen = []
+    for case in cases:
+        possible = [{**case, "formats": formats} for formats in FORMATS]
+        possible = [each for each in possible if not keeps_half_of_masters_apart(each)]
+        chosen.append(min(possible, key=lambda each: met[each["formats"]]))
+        met[chosen[-1]["formats"]] += 1
+    assert len(met) == len(FORMATS)
+    return chosen
+
+
+PLACES = pairwise(
     {
-        "formats": FORMATS,
-        **{f"{side}_world": (1, 2, 3) for side in SIDES},  # parts of 3 and of 2 do not lie in each other
-        "save_stage": (0, 2, 3),  # at 1 and 2 the same state rests in the same places
-        "load_stage": (0, 1, 3),
+        "save_world": (2, 3),  # parts of 3 and of 2 do not lie in each other
+        "load_world": (1, 2, 3),
+        "save_stage": (0, 3),
+        "load_stage": (1, 3),
         **{f"{side}_device": ("none", "cpu", "nvme") for side in SIDES},
-    },
-    {
-        "halves of masters apart": keeps_half_of_masters_apart,
-        "neither side has other ranks": lambda case: case["save_world"] == case["load_world"] == 1,
-    },
+    }
 )
+CASES = with_formats(PLACES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)

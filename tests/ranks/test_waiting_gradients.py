@@ -25,9 +25,7 @@ SMALL = {"reduce_bucket_size": 2048}
 @pytest.mark.parametrize(
     ("world", "run"),
     [
-        (2, Run(zero={"stage": 2, **SMALL})),
         (4, Run(zero={"stage": 2, **SMALL}, steps=4)),
-        (2, Run(zero={"stage": 2, **SMALL}, own=True, recomputes=True)),
         (2, Run(zero={"stage": 2, **SMALL}, own=True, recomputes="reentrant")),
         (2, Run(zero={"stage": 3, **SMALL})),
         (2, Run(zero={"stage": 1, "offload_optimizer": {"device": "cpu"}, **SMALL}, delays=True)),
@@ -55,7 +53,6 @@ def test_experts_without_gradients_keep_none_waiting(ranks: RankPool, swap_path:
     "run",
     [
         Run(zero={"stage": 2}, skips=True, pools=True),
-        Run(zero={"stage": 3}, skips=True, pools=True),
         Run(zero={"stage": 3}, skips=True, own=True),
         Run(zero={"stage": 3}, recomputes=True, accumulation=2, steps=4),
         Run(zero={"stage": 3}, recomputes="reentrant"),
