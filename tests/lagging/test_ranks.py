@@ -116,12 +116,10 @@ def differences(case: Case) -> list[str]:
 
 CASES = {
     "stage 0": Case(stage=0, accumulation=2, clipping=0.05, zero={"overlap_comm": True}),
-    "stage 0, state in host memory": Case(stage=0, placement=("none", "cpu"), clipping=0.05),
     "stage 1": Case(stage=1, clipping=0.05),
     "stage 2": Case(
         stage=2, placement=("none", "cpu"), accumulation=2, clipping=0.05, zero={"reduce_bucket_size": 2000}
     ),
-    "stage 2, bf16": Case(stage=2, precision="bf16"),
     "stage 3": Case(stage=3, placement=("cpu", "cpu"), clipping=0.05),
     "stage 3, bf16": Case(stage=3, placement=("none", "cpu"), precision="bf16", accumulation=2),
 }

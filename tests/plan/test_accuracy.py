@@ -14,6 +14,7 @@ import tiered_zero
 from tests.support.configs import SMALL_DEVICE
 from tests.support.inspection.insides import DATA_NAME, PREFIX
 from tests.support.models import LENGTH, VOCAB, ParityGPT
+from tests.support.pairwise import by_turns
 from tests.support.trainers import FAR
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.plan.gpt_shape import GPTConfig
@@ -26,7 +27,9 @@ TIMED = ("device", "gradient_in_flight")
 
 MODES = [("overlapped", 1), ("overlapped", 2), ("delayed", 1), ("barrier", 1)]
 CASES = [
-    case for case in itertools.product(DEVICES, DEVICES, MODES) if not (case[1] == "none" and case[2][0] == "delayed")
+    (*places, mode)
+    for places, mode in by_turns([*itertools.product(DEVICES, DEVICES)], MODES, 2)
+    if not (places[1] == "none" and mode[0] == "delayed")
 ]
 
 
@@ -49,7 +52,7 @@ SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("param", "optimizer", "mode"), CASES)
 def test_a_run_takes_what_was_planned(swap_path: Path, param: str, optimizer: str, mode: tuple[str, int]) -> None:
-    """A placement meets each model in half of its modes, and a mode in half of its placements."""
+    """A placement meets each model in one of its two modes."""
     name = MODELS[(DEVICES.index(param) + DEVICES.index(optimizer) + MODES.index(mode)) % 2]
     assert_planned(swap_path, name, param, mode, {"device": optimizer}, {})
 
@@ -57,8 +60,9 @@ def test_a_run_takes_what_was_planned(swap_path: Path, param: str, optimizer: st
 SPLIT_CASES = [("host and nvme", "delayed", 1), *((split, "overlapped", 2) for split in SPLITS)]
 
 
-@pytest.mark.parametrize("param", DEVICES)
-@pytest.mark.parametrize(("split", "update", "accumulation"), SPLIT_CASES)
+@pytest.mark.parametrize(
+    ("split", "update", "accumulation", "param"), [(*case, param) for case, param in by_turns(SPLIT_CASES, DEVICES)]
+)
 def test_state_on_several_tiers_takes_what_was_planned(
     swap_path: Path, param: str, split: str, update: str, accumulation: int
 ) -> None:
@@ -91,16 +95,20 @@ NBYTES = {"fp32": 12, "bf16_remainder": 10, "lossy_bf16_moments": 8, "lossy_8bit
 
 
 @pytest.mark.parametrize(
-    ("param", "optimizer", "update"),
-    [
-        *((*place, update) for place in FAR for update in ("overlapped", "delayed")),
-        *(("cpu", "nvme", "overlapped"), ("none", "none", "barrier")),
-    ],
+    ("state_format", "case"),
+    by_turns(
+        list(NBYTES),
+        [
+            *((*place, update) for place in FAR for update in ("overlapped", "delayed")),
+            *(("cpu", "nvme", "overlapped"), ("none", "none", "barrier")),
+        ],
+        3,
+    ),
 )
-@pytest.mark.parametrize("state_format", NBYTES)
 def test_each_state_format_takes_what_was_planned(
-    swap_path: Path, state_format: str, param: str, optimizer: str, update: str
+    swap_path: Path, state_format: str, case: tuple[str, str, str]
 ) -> None:
+    param, optimizer, update = case
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
