@@ -17,6 +17,7 @@ import tiered_zero
 from tests.support.configs import config_of, zero_section
 from tests.support.models import rows as batch
 from tests.support.models import two_layers as build_model
+from tests.support.pairwise import by_turns
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.rules.lr import WarmupLR
 
@@ -194,13 +195,14 @@ RESUMED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize("num_before", [0, 3])
+@pytest.mark.parametrize(
+    ("name", "start"), by_turns(list(RESUMED), [("none", 3), ("cpu", 0), ("nvme", 3), ("cpu", 3)], 2)
+)
 def test_state_that_an_optimizer_brings_is_carried_over(
-    name: str, device: str, num_before: int, initialize: Callable[..., Any], swap_path: Path
+    name: str, start: tuple[str, int], initialize: Callable[..., Any], swap_path: Path
 ) -> None:
     """Trained before, then handed over, it goes on bit for bit as if nothing had happened; its memory is given back."""
+    device, num_before = start
     model, plain = build_model(), build_model()
     own, reference = RESUMED[name](model.parameters()), RESUMED[name](plain.parameters())
     train_plain(model, own, range(num_before))

@@ -17,6 +17,7 @@ from tests.support.faulty_runs import Fault, faulty_disks
 from tests.support.inspection import differences, everything, ledger, pipeline
 from tests.support.inspection.insides import RecordWriter
 from tests.support.models import ParityGPT, batch
+from tests.support.pairwise import by_turns
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint import save
 from tiered_zero.checkpoint.tag import list_tags, read_manifest
@@ -213,8 +214,7 @@ def test_a_damaged_manifest_changes_nothing(saved: dict[str, Any], swap_path: Pa
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runtime", [{}, {"state_format": "bf16_remainder"}], ids=["fp32", "remainder"])
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize(("placement", "runtime"), by_turns(PLACEMENTS, [{}, {"state_format": "bf16_remainder"}]))
 def test_what_is_missing_keeps_its_value(
     placement: tuple[str, str], runtime: dict[str, Any], swap_path: Path, tmp_path: Path
 ) -> None:
@@ -433,9 +433,10 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return set_countdown
 
 
-@pytest.mark.parametrize("nth", [1, 3, 6])
-@pytest.mark.parametrize("update", ["barrier", "overlapped"])
-@pytest.mark.parametrize("placement", SOME, ids="-".join)
+@pytest.mark.parametrize(
+    ("placement", "update", "nth"),
+    [(SOME[0], "barrier", 1), (SOME[0], "overlapped", 6), (SOME[1], "overlapped", 1), (SOME[1], "barrier", 3)],
+)
 def test_a_save_that_fails_costs_nothing(
     placement: tuple[str, str],
     update: str,

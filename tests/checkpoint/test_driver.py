@@ -90,8 +90,10 @@ def test_every_scheduler_is_here() -> None:
     assert (torchs | own) - SCHEDULERS.keys() == {"LRScheduler", "_LRScheduler", "ReduceLROnPlateau"}
 
 
-@pytest.mark.parametrize(("make_optimizer", "at"), [(sgd, 1), (adamw, 4)])
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("name", "make_optimizer", "at"),
+    [*((name, adamw, 4) for name in SCHEDULERS), *((name, sgd, 1) for name in list(SCHEDULERS)[:3])],
+)
 def test_a_schedule_goes_on(
     make: Callable[..., tiered_zero.Engine], name: str, at: int, make_optimizer: Callable[[nn.Module], Optimizer]
 ) -> None:

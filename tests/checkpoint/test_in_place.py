@@ -90,13 +90,10 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 CASES: dict[str, Settings] = {
     "overlapped": {},
-    "barrier": {"update": "barrier"},
     "in backward": {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "dtype": "fp32"},
     "delayed": {"update": "delayed", "delay_start_step": 1},
     "remainder": {"state_format": "bf16_remainder"},
-    "delayed remainder": {"state_format": "bf16_remainder", "update": "delayed", "delay_start_step": 1},
     "second home": {"state_format": "bf16_remainder", "update": "delayed", "delay_start_step": 1},
-    "remainder, parameters in host memory": {"state_format": "bf16_remainder", "params": {"device": "cpu"}},
     "delayed remainder, parameters in host memory": {
         **{"state_format": "bf16_remainder", "params": {"device": "cpu"}},
         **{"update": "delayed", "delay_start_step": 1},
@@ -104,7 +101,6 @@ CASES: dict[str, Settings] = {
     "remainder, parameters on two tiers": {"state_format": "bf16_remainder", "max_in_cpu": 2000},
     "8 bit": {"state_format": "lossy_8bit_moments"},
     "fp16, accumulated": {"dtype": "fp16", "accumulation": 2},
-    "parameters in host memory": {"params": {"device": "cpu"}},
     "parameters on the device": {"params": {"device": "none"}, "update": "barrier"},
     "late copies": {"debug_delay_seed": 1, "debug_poison": True},
     "whole parameters": {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "fused": True}}, "dtype": "fp32"},

@@ -264,11 +264,10 @@ def check_mutated(random: Random) -> bool:
 BODIES = [body(), body(), json.loads(POINTER.encode().partition(b"\n")[2])]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_ten_thousand_mutated_manifests(seed: int) -> None:
-    random = Random(seed)
-    num_refused = sum(check_mutated(random) for _ in range(1000))
-    assert num_refused > 600, "the mutations reach what is checked"
+def test_two_thousand_mutated_manifests() -> None:
+    random = Random(0)
+    num_refused = sum(check_mutated(random) for _ in range(2000))
+    assert num_refused > 1200, "the mutations reach what is checked"
 
 
 def test_a_mutated_manifest_takes_little_memory() -> None:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import tiered_zero
 from tests.support.models import ParityGPT, batch, rows
+from tests.support.pairwise import by_turns
 from tests.support.trainers import FAR, tiered
 from tiered_zero.checkpoint.dcp import DcpReader
 from tiered_zero.checkpoint.index import torch_dtype
@@ -120,8 +121,7 @@ def test_codes_are_not_read_as_floats(swap_path: Path, tmp_path: Path) -> None:
             dcp.load({key: torch.zeros(tensors[key].shape)}, storage_reader=reader)
 
 
-@pytest.mark.parametrize("saved", LOSSY)
-@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+@pytest.mark.parametrize(("saved", "placement"), by_turns(LOSSY, [("cpu", "cpu"), ("nvme", "nvme")]))
 def test_a_lossy_format_becomes_fp32_and_itself_again(
     saved: str, placement: tuple[str, str], swap_path: Path, tmp_path: Path
 ) -> None:
@@ -272,8 +272,9 @@ def some(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad and p.dim() > 1], lr=0.01)
 
 
-@pytest.mark.parametrize("update", ["overlapped", "delayed"])
-@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+@pytest.mark.parametrize(
+    ("update", "placement"), by_turns(["overlapped", "delayed"], [("cpu", "cpu"), ("nvme", "nvme")])
+)
 def test_parameters_in_no_group_come_along(
     placement: tuple[str, str], update: str, swap_path: Path, tmp_path: Path
 ) -> None:
@@ -325,8 +326,15 @@ def still(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
 
 
-@pytest.mark.parametrize("saved", ["fp32", "bf16_remainder"])
-@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme"), ("none", "none")], ids="-".join)
+@pytest.mark.parametrize(
+    ("placement", "saved"),
+    [
+        (("cpu", "cpu"), "fp32"),
+        (("nvme", "nvme"), "bf16_remainder"),
+        (("none", "none"), "fp32"),
+        (("none", "none"), "bf16_remainder"),
+    ],
+)
 def test_ties_between_two_parameters_stay(
     saved: str, placement: tuple[str, str], swap_path: Path, tmp_path: Path
 ) -> None:

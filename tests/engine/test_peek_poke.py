@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.models import HIDDEN, VOCAB, ParityGPT, batch, two_layers
+from tests.support.pairwise import by_turns
 from tests.support.trainers import same_bits, tiered, train
 from tiered_zero.engine.engine import Engine
 from tiered_zero.errors import ModelError
@@ -46,11 +47,9 @@ def ties(shape: tuple[int, ...]) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize(("state_format", "placement"), PLACED)
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_master_takes_every_value_exactly(
-    steps: int, state_format: str, placement: tuple[str, str], swap_path: Path
-) -> None:
+@pytest.mark.parametrize(("placed", "steps"), by_turns(PLACED, [0, 2]))
+def test_a_master_takes_every_value_exactly(placed: tuple[str, tuple[str, str]], steps: int, swap_path: Path) -> None:
+    state_format, placement = placed
     with opened(state_format, placement, swap_path) as engine:
         run_steps(engine, steps)
         names = [name for name, _ in engine.module.named_parameters()]
@@ -104,8 +103,9 @@ def test_state_is_set_as_its_format_can_hold_it(state_format: str, placement: tu
         assert same_bits(engine.peek("0.weight"), master), "its marks are in the signs of exp_avg_sq"
 
 
-@pytest.mark.parametrize("update", ["barrier", "overlapped", "delayed"])
-@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+@pytest.mark.parametrize(
+    ("update", "placement"), by_turns(["barrier", "overlapped", "delayed"], [("cpu", "cpu"), ("nvme", "nvme")])
+)
 def test_remainders_go_on_from_what_was_set_as_fp32_does(
     placement: tuple[str, str], update: str, swap_path: Path
 ) -> None:

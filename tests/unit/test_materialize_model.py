@@ -18,6 +18,7 @@ import tiered_zero
 from tests.fakes.io_faults import Fault
 from tests.support.configs import SMALL_DEVICE, zero_section
 from tests.support.faulty_runs import faulty_disks
+from tests.support.pairwise import by_turns
 from tiered_zero.errors import ParameterOffloadedError, TieredZeroError, TransferError
 from tiered_zero.unit.guard import ClosedEngine, handler_of
 
@@ -177,8 +178,7 @@ class Case:
         assert os.listdir(self.path) == []
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("placement", "bf16"), by_turns(PLACEMENTS, [False, True]))
 def test_an_initialiser_that_raises(placement: tuple[str, str], bf16: bool, swap_path: Path) -> None:
     case = Case(swap_path, placement, bf16, on_meta=True)
     case.model[2].breaks = True
@@ -189,8 +189,9 @@ def test_an_initialiser_that_raises(placement: tuple[str, str], bf16: bool, swap
     case.train()
 
 
-@pytest.mark.parametrize("placement", [("nvme", "nvme"), ("nvme", "cpu"), ("cpu", "nvme")], ids="-".join)
-@pytest.mark.parametrize("on_meta", [False, True], ids=["with values", "on meta"])
+@pytest.mark.parametrize(
+    ("placement", "on_meta"), by_turns([("nvme", "nvme"), ("nvme", "cpu"), ("cpu", "nvme")], [False, True])
+)
 def test_writes_that_fail(placement: tuple[str, str], on_meta: bool, swap_path: Path) -> None:
     case = Case(swap_path, placement, True, on_meta)
     with faulty_disks() as disks:
@@ -207,8 +208,9 @@ def test_writes_that_fail(placement: tuple[str, str], on_meta: bool, swap_path: 
     Case(swap_path, placement, True, on_meta).train()
 
 
-@pytest.mark.parametrize("placement", [("nvme", "nvme"), ("none", "cpu"), ("cpu", "none")], ids="-".join)
-@pytest.mark.parametrize("on_meta", [False, True], ids=["with values", "on meta"])
+@pytest.mark.parametrize(
+    ("placement", "on_meta"), by_turns([("nvme", "nvme"), ("none", "cpu"), ("cpu", "none")], [False, True])
+)
 def test_ctrl_c_at_any_time(placement: tuple[str, str], on_meta: bool, swap_path: Path) -> None:
     Case(swap_path, placement, True, on_meta).initialize().close()  # what a process does once
     case = Case(swap_path, placement, True, on_meta)

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 import tiered_zero
 from tests.support.configs import config_of, zero_section
 from tests.support.models import rows as batch
+from tests.support.pairwise import by_turns
 from tiered_zero.errors import ModelError
 
 NUM_STEPS = 8
@@ -73,8 +74,7 @@ def test_every_scheduler_of_torch_is_tried() -> None:
     assert {"StepLR", "ReduceLROnPlateau"} < names <= SCHEDULERS.keys()
 
 
-@pytest.mark.parametrize("built", ["on the handle", "on the user's own, before"])
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(("name", "built"), by_turns(list(SCHEDULERS), ["on the handle", "on the user's own, before"]))
 def test_every_scheduler_of_torch_drives_it(name: str, built: str) -> None:
     """The same values each step as with a plain optimizer, the same weights, no warning about the order of steps."""
     plain = build_model()
