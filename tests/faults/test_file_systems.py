@@ -25,6 +25,7 @@ from tests.support.faulty_runs import (
 from tests.support.file_systems import KINDS, fill, mounted, shut_down
 from tests.support.inspection import free_nbytes, store_of
 from tests.support.inspection.insides import collect_garbage
+from tests.support.pairwise import by_turns
 from tests.support.trainers import adamw, tiered
 from tiered_zero.errors import StoreError
 
@@ -103,8 +104,7 @@ def test_a_disk_too_small_at_the_start(disk: Path) -> None:
     assert abs(os.statvfs(disk).f_bavail - free_nbytes) <= 2, "beyond what the file system logs of its own"
 
 
-@on("ext4", "xfs")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "disk"), by_turns(list(POLICIES), ["ext4", "xfs"]), indirect=["disk"])
 def test_a_disk_that_runs_full_behind_our_back(disk: Path, policy: str, caplog: pytest.LogCaptureFixture) -> None:
     """The blocks reserved at the start are given away again by somebody else, state first; then the disk fills up."""
     engine = build(disk, policy)
@@ -122,8 +122,7 @@ def test_a_disk_that_runs_full_behind_our_back(disk: Path, policy: str, caplog: 
     assert list(disk.iterdir()) == [] and not [text for text in caplog.messages if "still leased" in text]
 
 
-@on("ext4", "xfs")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "disk"), by_turns(list(POLICIES), ["ext4", "xfs"]), indirect=["disk"])
 def test_a_device_that_is_gone(disk: Path, policy: str) -> None:
     engine = build(disk, policy)
     assert train(engine, 2) is None
@@ -135,8 +134,7 @@ def test_a_device_that_is_gone(disk: Path, policy: str) -> None:
     engine.close()
 
 
-@on("tmpfs", "xfs", "ext4")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "disk"), by_turns(list(POLICIES), ["tmpfs", "xfs", "ext4"]), indirect=["disk"])
 def test_disk_use_is_the_plan_to_the_byte(disk: Path, policy: str, request: pytest.FixtureRequest) -> None:
     """From the first step to the last: nothing grows, nothing is made beside the files."""
     engine = build(disk, policy)

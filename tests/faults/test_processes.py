@@ -16,6 +16,7 @@ from tests.faults.conftest import ROOT
 from tests.faults.run_children import digest
 from tests.support.faulty_runs import POLICIES, reference
 from tests.support.inspection.insides import list_runs
+from tests.support.pairwise import by_turns
 from tiered_zero.cli.main import main
 
 ENDINGS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -80,18 +81,17 @@ def swap(*arguments: str) -> Any:
 def test_many_runs_on_one_directory_and_every_way_to_end(children: Children, swap_path: Path) -> None:
     stays = children.start("overlapped")
     killed: list[int] = []
-    for policy in POLICIES:
+    for policy, number in by_turns(list(POLICIES), ENDINGS):
         finishing = children.start(policy, 4)
-        for number in ENDINGS:
-            index = children.start(policy)
-            children.wait(index, "step", least=2)
-            pid = children.wait(index, "pid")
-            assert pid in [run.pid for run in list_runs(swap_path)]
-            assert children.send(index, number) == -number
-            if number != signal.SIGINT:
-                killed.append(pid)
-                continue
+        index = children.start(policy)
+        children.wait(index, "step", least=2)
+        pid = children.wait(index, "pid")
+        assert pid in [run.pid for run in list_runs(swap_path)]
+        assert children.send(index, number) == -number
+        if number == signal.SIGINT:
             assert pid not in [run.pid for run in list_runs(swap_path)], f"{number.name} left a swap directory"
+        else:
+            killed.append(pid)
         assert children.wait(finishing, "digest") == digest(reference(policy, 4)), "runs on one directory have met"
         assert children.wait(finishing, "ended") == 0
     states = {run.pid: run.state for run in list_runs(swap_path)}

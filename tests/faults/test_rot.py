@@ -23,6 +23,7 @@ from tests.support.faulty_runs import (
     weights_after,
 )
 from tests.support.inspection import policy as policy_of
+from tests.support.pairwise import by_turns
 from tiered_zero.errors import CorruptionError, TieredZeroError
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
@@ -51,8 +52,7 @@ def is_corruption(error: TieredZeroError) -> bool:
     return cause is not None
 
 
-@every_policy
-@pytest.mark.parametrize("what", ["param", "frozen", "state"])
+@pytest.mark.parametrize(("what", "policy"), by_turns(["param", "frozen", "state"], list(POLICIES), 2))
 def test_a_bit_flipped_at_rest(what: str, policy: str, swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = build(swap_path, policy)
     assert train(engine, 2) is None
@@ -67,9 +67,14 @@ def test_a_bit_flipped_at_rest(what: str, policy: str, swap_path: Path, caplog: 
     check_closed(engine, swap_path, caplog)
 
 
-@every_policy
 @pytest.mark.parametrize(
-    ("what", "kind", "effect"), [("param", "read", "flip"), ("state", "read", "flip"), ("param", "write", "torn")]
+    ("what", "kind", "effect", "policy"),
+    [
+        (*change, policy)
+        for change, policy in by_turns(
+            [("param", "read", "flip"), ("state", "read", "flip"), ("param", "write", "torn")], list(POLICIES), 2
+        )
+    ],
 )
 def test_bytes_changed_on_the_way(
     what: str,

@@ -23,6 +23,7 @@ from tests.support.faulty_runs import (
 )
 from tests.support.inspection import policy as policy_of
 from tests.support.inspection import prefetched
+from tests.support.pairwise import by_turns
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
@@ -35,8 +36,7 @@ STALLS = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("stall", STALLS)
+@pytest.mark.parametrize(("stall", "policy"), by_turns(list(STALLS), list(POLICIES)[::-1]))
 def test_a_stalled_request(stall: str, policy: str, swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     what, kind, armed = STALLS[stall]
     began_s: list[float] = []
@@ -61,8 +61,7 @@ def test_a_stalled_request(stall: str, policy: str, swap_path: Path, caplog: pyt
         assert time.monotonic() - ended_s < 60.0, "closing waited for what is stalled again and again"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("stall", ["a parameter's read", "the state's write"])
+@pytest.mark.parametrize(("policy", "stall"), by_turns(list(POLICIES), ["a parameter's read", "the state's write"]))
 def test_dump_on_shows_a_stalled_step(
     stall: str,
     policy: str,
