@@ -1,33 +1,35 @@
 """The first ring names files that exist, and a plain `pytest` collects it and nothing else."""
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from tests.house import ROOT
+from tests import conftest
 from tests.support.rings import FIRST, TESTS, mark_full
-
-
-def collected(*arguments: str) -> set[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-n", "0", *arguments]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return {line.partition(":")[0] for line in found.splitlines() if line.startswith("tests/")}
 
 
 def test_every_file_of_the_first_ring_exists() -> None:
     assert [path for path in FIRST if not path.exists()] == []
 
 
-@pytest.mark.parametrize("arguments", [(), ("tests/layout/test_units.py",)])
-def test_what_is_collected(arguments: tuple[str, ...]) -> None:
-    files = collected(*arguments)
-    is_first = {any((ROOT / file).is_relative_to(path) for path in FIRST) for file in files}
-    assert is_first == {not arguments}
-    assert not arguments or files == set(arguments)
+@pytest.mark.parametrize("source", ["TESTPATHS", "ARGS"])
+def test_what_is_collected(source: str, pytestconfig: pytest.Config) -> None:
+    """By the process that starts the workers, with the markers of pyproject.toml."""
+    options: list[str] = pytestconfig.getini("addopts")
+    given = SimpleNamespace(
+        option=SimpleNamespace(markexpr=options[options.index("-m") + 1]),
+        args_source=pytest.Config.ArgsSource[source],
+        args=["tests/layout/test_units.py"],
+        getoption=lambda name, default=None: {"numprocesses": 4, "collectonly": False}[name],
+    )
+    conftest.pytest_configure(cast(pytest.Config, given))
+    is_first = source == "TESTPATHS"
+    assert given.args == (list(map(str, FIRST)) if is_first else ["tests/layout/test_units.py"])
+    assert ("not full and " in given.option.markexpr) == is_first
+    for name in ("gpu", "cuda_wheel", "thorough", "clients"):
+        assert f"not {name}" in given.option.markexpr
 
 
 @pytest.mark.parametrize(

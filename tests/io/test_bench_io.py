@@ -2,18 +2,16 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.support.forked import run_forked
 from tests.support.native_build import ROOT
 
 
 def test_smoke(native_dir: Path, swap_path: Path, tmp_path: Path) -> None:
     out = tmp_path / "records" / "io.jsonl"
-    command = [sys.executable, str(ROOT / "tools/bench/io.py"), "--smoke", "--dir", str(swap_path), "--out", str(out)]
     environment = {**os.environ, "TIERED_ZERO_NATIVE_DIR": str(native_dir)}
-    ran = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=300)
+    ran = run_forked(ROOT / "tools/bench/io.py", "--smoke", "--dir", swap_path, "--out", out, env=environment)
     assert ran.returncode == 0, ran.stderr
     (record,) = map(json.loads, out.read_text().splitlines())
     assert record["name"] == "io" and record["arguments"]["smoke"] and record["unit"] == "GB/s"

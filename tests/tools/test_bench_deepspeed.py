@@ -2,17 +2,16 @@
 
 import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.house import ROOT
+from tests.support.forked import run_forked
 
 
 def test_our_side_takes_the_config_of_both(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "bench" / "deepspeed_steps.py"), "--case", "tiered_zero/nvme"]
+    command = [ROOT / "tools" / "bench" / "deepspeed_steps.py", "--case", "tiered_zero/nvme"]
     options = ["--dir", str(tmp_path), "--model", "gpt:layers=2,hidden=64,context=16", "--steps", "2"]
-    ran = subprocess.run([*command, *options], check=False, capture_output=True, text=True)
+    ran = run_forked(*command, *options)
     assert ran.returncode == 0, ran.stderr
     assert len(json.loads(ran.stdout.splitlines()[-1])["seconds"]) == 2
 

@@ -22,12 +22,25 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cases", "bar", "num_times"),
+    [
+        (["DDP + ZeRO", "stage 1 device/device"], 1.1, 2),
+        pytest.param(["FSDP2 offload", "stage 3 cpu/cpu"], 1.25, 3, marks=pytest.mark.thorough),
+    ],
+)
 def test_smoke(
-    tool: Any, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tool: Any,
+    ranks: RankPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cases: list[str],
+    bar: float,
+    num_times: int,
 ) -> None:
     """The last case under torchrun, as it stands; the others by ranks that are there."""
     out = tmp_path / "ranks.jsonl"
-    cases = ["DDP + ZeRO", "stage 1 device/device", "FSDP2 offload", "stage 3 cpu/cpu"]
     under_torchrun = tool.run_task
 
     def run_task(task: Any, num_ranks: int, python: str) -> Any:
@@ -44,13 +57,12 @@ def test_smoke(
     assert record["name"] == "ranks"
     assert list(record["samples"]) == ["compute", *cases, *(["DeepSpeed 2"] if has_deepspeed else [])]
     assert all(len(samples) == 2 and min(samples) > 0 for samples in record["samples"].values())
-    medians = record["median"]
-    for base, case, bar, num_times in zip(cases[::2], cases[1::2], (1.1, 1.25), (2, 3), strict=True):
-        assert record["ratios_to_base"][case] == medians[case] / medians[base]
-        assert record["bars"][case] == bar
-        payload = record["results"][case]["payload"]
-        assert 2 <= payload < num_times + 0.5, "reduced once, gathered once, or for each pass; the rest is padding"
-    assert record["results"]["DDP + ZeRO"]["payload"] is None
+    base, case = cases
+    assert record["ratios_to_base"][case] == record["median"][case] / record["median"][base]
+    assert record["bars"][case] == bar
+    payload = record["results"][case]["payload"]
+    assert 2 <= payload < num_times + 0.5, "reduced once, gathered once, or for each pass; the rest is padding"
+    assert record["results"][base]["payload"] is None
     assert len({each["num_parameters"] for each in record["results"].values()}) == 1, "one model"
     assert all(case in shown for case in cases)
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import platform
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.house import ROOT
+from tests.support.forked import run_forked
 from tiered_zero.native.update import available_cpus
 from tiered_zero.plan.machine import Disk, Machine, default_path
 
 
 def test_the_pages_say_what_the_plans_say() -> None:
     pytest.importorskip("transformers")
-    command = [sys.executable, str(ROOT / "tools" / "first_screen.py"), "--check"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = run_forked(ROOT / "tools" / "first_screen.py", "--check")
     assert done.returncode == 0, done.stderr
 
 

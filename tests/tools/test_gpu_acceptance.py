@@ -27,13 +27,14 @@ def run_child(command, timeout_s):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 gpu_acceptance.run_child = run_child
-sys.exit(gpu_acceptance.main(sys.argv[1:]))
+gpu_acceptance.SMOKE_COURSES = int(sys.argv[1])
+sys.exit(gpu_acceptance.main(sys.argv[2:]))
 """
 
 
-def accept(out: Path, swap_path: Path) -> subprocess.CompletedProcess[str]:
+def accept(out: Path, swap_path: Path, num_courses: int) -> subprocess.CompletedProcess[str]:
     """The process of its sections is forked from its own."""
-    return run_forked("-c", FORKS_SECTIONS, "--smoke", "--out", out, "--dir", swap_path)
+    return run_forked("-c", FORKS_SECTIONS, num_courses, "--smoke", "--out", out, "--dir", swap_path)
 
 
 @pytest.fixture
@@ -49,9 +50,13 @@ def read(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_smoke(tool: ModuleType, swap_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_courses", [1, pytest.param(4, marks=pytest.mark.thorough)])
+def test_smoke(
+    tool: ModuleType, swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_courses: int
+) -> None:
+    monkeypatch.setattr(tool, "SMOKE_COURSES", num_courses)
     out = tmp_path / "out"
-    ran = accept(out, swap_path)
+    ran = accept(out, swap_path, num_courses)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = read(out)
     assert [line["section"] for line in lines] == [section.name for section in tool.sections(smoke=True)]
@@ -69,7 +74,7 @@ def test_smoke(tool: ModuleType, swap_path: Path, tmp_path: Path) -> None:
     kept = [line for line in lines if line["section"] != courses[-1]]
     kept.append({"section": courses[0], "passed": False, "other_than_plain": ["x"]})
     (out / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"section": "cut o')
-    again = accept(out, swap_path)
+    again = accept(out, swap_path, num_courses)
     assert again.returncode == 1 and f"1 failed, 0 sections left\n  {courses[0]}" in again.stdout
     lines = (out / "results.jsonl").read_text().splitlines()
     assert [json.loads(line)["section"] for line in lines[len(kept) + 1 :]] == [courses[-1]]
