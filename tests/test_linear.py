@@ -14,7 +14,7 @@ import tiered_zero
 from tests.support.configs import ADAMW, config_of, zero_section
 from tests.support.visits import LineCount
 
-SIZES = (64, 128, 256)
+SIZES = (32, 64, 128)
 
 Lines = dict[str, Counter[CodeType]]
 
@@ -68,7 +68,7 @@ def count_lines(num_blocks: int, tier: str, update: str, path: Path) -> Lines:
 @pytest.mark.slow
 @pytest.mark.parametrize(("tier", "update"), [("cpu", "overlapped"), ("nvme", "barrier")])
 def test_lines_grow_with_units_in_a_straight_line(tier, update, swap_path, one_thread):
-    """A loop over units inside a loop over units grows four times as much from 128 to 256 as from 64 to 128, a straight
+    """A loop over units inside a loop over units grows four times as much from 64 to 128 as from 32 to 64, a straight
     line twice. The steps before have ended on every thread, and so has the step that is counted."""
     few, some, many = (count_lines(num_blocks, tier, update, swap_path / str(num_blocks)) for num_blocks in SIZES)
     for act in many:
