@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.torchrun import SCRIPTS, forked, interrupt, ranks_of, run, still_running
+from tests.ranks.torchrun import SCRIPTS, forked, interrupt, launched, ranks_of, run, still_running
 from tests.support.inspection.insides import collect_garbage
 
 CONFIGS = SCRIPTS.parents[1] / "configs"
@@ -95,7 +95,7 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_run(swap_path: Path, tmp_path
 
 @pytest.mark.slow
 def test_ctrl_c_ends_every_rank(swap_path: Path, tmp_path: Path) -> None:
-    with forked([LOOP, str(tmp_path), str(swap_path), "wait"], tmp_path) as launch:
+    with launched([LOOP, str(tmp_path), str(swap_path), "wait"], tmp_path) as launch:
         launch.wait_for(lambda: (tmp_path / "begun0").exists() and (tmp_path / "begun1").exists(), "third step")
         ranks = ranks_of(launch)
         interrupt(launch)
