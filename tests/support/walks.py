@@ -13,7 +13,7 @@ import tiered_zero
 
 PACKAGE = str(Path(tiered_zero.__file__).parent)
 
-SERVICES = frozenset("concurrency config errors.py hardware io native sizes.py system telemetry version.py".split())
+SERVICES = frozenset("concurrency config errors.py hardware io native sizes.py system.py telemetry version.py".split())
 """What every room calls, and no reader of a walk opens: locks, devices, files, spans."""
 
 
