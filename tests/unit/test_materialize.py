@@ -387,7 +387,7 @@ def test_a_directory_that_does_not_say_its_files_is_refused(
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 def test_a_fifo_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ModelError, match=f"{name}.* is a FIFO; expected a file"):
+    with pytest.raises(ModelError, match=f"{name}.* is no file; expected a file"):
         initialized(on_meta(gpt2), weights=str(tmp_path))
 
 

@@ -30,20 +30,12 @@ from tiered_zero.sizes import format_nbytes
 from tiered_zero.system import Descriptor, opened
 
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-_KINDS = {
-    stat.S_IFREG: "a file",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a block device",
-}
 
 
 def kind_text(mode: int) -> str:
-    """Name the kind of file that a stat result's `mode` states, such as "a symbolic link"."""
-    return _KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
+    """Name the kind of file that a stat result's `mode` states: "a directory", for example; "no file" for a FIFO."""
+    kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link"}
+    return kinds.get(stat.S_IFMT(mode), "no file")
 
 
 def error_text(error: Exception) -> str:
