@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.support.native_build import compile_shared
 from tiered_zero.native.update import MklRoot
-from tiered_zero.rules.kernel_rule import find_torch_root
+from tiered_zero.rules.native_rules import find_torch_root
 
 _SOURCE = """
 #include <math.h>

@@ -17,8 +17,16 @@ from tests.support.models import ParityGPT, batch
 from tests.support.trainers import Plain, assert_same_bits, follow, tiered, train
 from tiered_zero.native import find_library
 from tiered_zero.native.update import UpdateKernel
-from tiered_zero.rules.kernel_rule import NativeRule, find_torch_root, open_kernel
-from tiered_zero.rules.native_rules import AdagradRule, AdamRule, Lion, LionRule, SgdRule
+from tiered_zero.rules.native_rules import (
+    AdagradRule,
+    AdamRule,
+    Lion,
+    LionRule,
+    NativeRule,
+    SgdRule,
+    find_torch_root,
+    open_kernel,
+)
 from tiered_zero.rules.rule import Run
 
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {

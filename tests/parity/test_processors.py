@@ -15,7 +15,7 @@ from tests.support.models import ParityGPT, batch
 from tests.support.native_build import ROOT
 from tests.support.trainers import assert_parity, train
 from tiered_zero.native.update import Flag
-from tiered_zero.rules import kernel_rule
+from tiered_zero.rules import native_rules
 
 FORCED = [
     {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
@@ -42,7 +42,7 @@ def test_a_root_that_is_wrong_in_one_value_of_a_thousand_changes_no_bit(
     name: str, tmp_path: Path, swap_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = plant_root(build_wrong_root(tmp_path), mask=0x7FFFFF, divisor=1000, remainder=7)
-    monkeypatch.setattr(kernel_rule, "find_torch_root", lambda: wrong)
-    monkeypatch.setattr(kernel_rule, "_ROOTS", (Flag.TORCH_ROOT,))
+    monkeypatch.setattr(native_rules, "find_torch_root", lambda: wrong)
+    monkeypatch.setattr(native_rules, "_ROOTS", (Flag.TORCH_ROOT,))
     make = functools.partial(make_optimizer, name)
     assert_parity(ParityGPT, lambda own: train(own, batch, 4), swap_path, [("cpu", "cpu")], make)

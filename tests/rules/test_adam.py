@@ -11,8 +11,7 @@ import torch
 
 from tiered_zero.errors import InternalError, ModelError
 from tiered_zero.native.update import UpdateKernel
-from tiered_zero.rules.kernel_rule import find_torch_root, open_kernel
-from tiered_zero.rules.native_rules import AdamRule
+from tiered_zero.rules.native_rules import AdamRule, find_torch_root, open_kernel
 from tiered_zero.rules.rule import Run
 from tiered_zero.rules.state_layout import join_master, split_master
 

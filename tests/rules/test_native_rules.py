@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tiered_zero.native.update import UpdateKernel
-from tiered_zero.rules.kernel_rule import NativeRule, find_torch_root
-from tiered_zero.rules.native_rules import AdagradRule, Lion, LionRule, SgdRule
+from tiered_zero.rules.native_rules import AdagradRule, Lion, LionRule, NativeRule, SgdRule, find_torch_root
 from tiered_zero.rules.rule import Run
 
 SGD, ADAGRAD = (SgdRule, torch.optim.SGD), (AdagradRule, torch.optim.Adagrad)

@@ -13,8 +13,7 @@ import torch
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.rules import quantized
-from tiered_zero.rules.kernel_rule import find_torch_root
-from tiered_zero.rules.native_rules import AdamRule
+from tiered_zero.rules.native_rules import AdamRule, find_torch_root
 from tiered_zero.rules.quantized import QuantizedAdam
 from tiered_zero.rules.rule import Run
 

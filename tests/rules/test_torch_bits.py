@@ -12,9 +12,16 @@ import torch
 from tests.fakes.wrong_root import build_wrong_root, plant_root
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.native.update import Flag, UpdateKernel
-from tiered_zero.rules import kernel_rule
-from tiered_zero.rules.kernel_rule import NativeRule, choose_root, find_torch_root
-from tiered_zero.rules.native_rules import AdagradRule, AdamRule, LionRule, SgdRule
+from tiered_zero.rules import native_rules
+from tiered_zero.rules.native_rules import (
+    AdagradRule,
+    AdamRule,
+    LionRule,
+    NativeRule,
+    SgdRule,
+    choose_root,
+    find_torch_root,
+)
 from tiered_zero.rules.rule import Run
 
 HEADER = UPDATE_SOURCE.with_name("update_kernel.h")
@@ -29,8 +36,8 @@ def wrong_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
-    monkeypatch.setattr(kernel_rule, "_roots", {})
-    monkeypatch.setattr(kernel_rule, "_torch_bits", {})
+    monkeypatch.setattr(native_rules, "_roots", {})
+    monkeypatch.setattr(native_rules, "_torch_bits", {})
 
 
 def assert_bits_of_torch(rule: NativeRule, kind: type[torch.optim.Optimizer], **hyper: Any) -> None:
@@ -55,8 +62,8 @@ def test_torchs_own_root_is_taken_where_no_other_has_its_bits(
     library: Path, levels: list[str], monkeypatch: pytest.MonkeyPatch, nothing_known: None
 ) -> None:
     """Slower than the kernel's own by far, and so asked for last."""
-    own_bits = kernel_rule._has_torch_bits
-    monkeypatch.setattr(kernel_rule, "_has_torch_bits", lambda kernel, flag: flag in tried and own_bits(kernel, flag))
+    own_bits = native_rules._has_torch_bits
+    monkeypatch.setattr(native_rules, "_has_torch_bits", lambda kernel, flag: flag in tried and own_bits(kernel, flag))
     root, tried = find_torch_root(), [Flag.TORCH_ROOT]
     for level in levels:
         assert choose_root(UpdateKernel(library, level, root=root)) == (Flag.TORCH_ROOT if root else None)
@@ -88,7 +95,7 @@ def test_a_root_that_is_seldom_wrong_is_not_taken(
     monkeypatch: pytest.MonkeyPatch,
     nothing_known: None,
 ) -> None:
-    monkeypatch.setattr(kernel_rule, "_ROOTS", (Flag.TORCH_ROOT, Flag(0)))
+    monkeypatch.setattr(native_rules, "_ROOTS", (Flag.TORCH_ROOT, Flag(0)))
     root = plant_root(wrong_library, *wrong)
     for level in levels:
         kernel = UpdateKernel(library, level, root=root)
@@ -101,7 +108,7 @@ def test_an_exact_root_is_taken_only_where_torchs_is_exact(
     library: Path, levels: list[str], monkeypatch: pytest.MonkeyPatch, nothing_known: None
 ) -> None:
     """A kernel without MKL's root, on a torch that may have it."""
-    monkeypatch.setattr(kernel_rule, "_ROOTS", (Flag(0), Flag.TORCH_ROOT))
+    monkeypatch.setattr(native_rules, "_ROOTS", (Flag(0), Flag.TORCH_ROOT))
     values = torch.arange(1 << 24, dtype=torch.int32).add_(0x3F800000).view(torch.float32)
     exact = torch.equal(values.sqrt(), values.double().sqrt().float())
     for level in levels:
@@ -113,7 +120,7 @@ def test_an_exact_root_is_taken_only_where_torchs_is_exact(
 def test_without_a_root_fp32_takes_torchs_code_and_the_log_says_so(
     library: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, nothing_known: None
 ) -> None:
-    monkeypatch.setattr(kernel_rule, "_has_torch_bits", lambda kernel, flag: False)
+    monkeypatch.setattr(native_rules, "_has_torch_bits", lambda kernel, flag: False)
     kernel = UpdateKernel(library, root=find_torch_root())
     for rule, kind in (
         (AdamRule(decoupled=True, kernel=kernel), torch.optim.AdamW),

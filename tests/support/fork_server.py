@@ -10,7 +10,7 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 from tests.support.imports import freeze_imports
 from tests.support.inspection.insides import GradNorm
 from tiered_zero.rules.from_config import make_rule
-from tiered_zero.rules.kernel_rule import open_kernel
+from tiered_zero.rules.native_rules import open_kernel
 
 
 def compare_with_torch() -> None:

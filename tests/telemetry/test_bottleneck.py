@@ -18,7 +18,7 @@ from tests.support.trainers import tiered, train
 from tests.telemetry.conftest import Clock
 from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request
 from tiered_zero.io.select import Selection, select_engine
-from tiered_zero.rules.kernel_rule import NativeRule
+from tiered_zero.rules.native_rules import NativeRule
 from tiered_zero.telemetry import report
 from tiered_zero.telemetry.report import StepReport, bottleneck
 

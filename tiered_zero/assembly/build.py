@@ -44,7 +44,7 @@ from tiered_zero.native.update import num_kernel_threads
 from tiered_zero.plan.placement import BUFFERS
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.request import PlanRequest
-from tiered_zero.rules.kernel_rule import open_kernel
+from tiered_zero.rules.native_rules import open_kernel
 from tiered_zero.system import processor_name
 from tiered_zero.telemetry.monitors import Monitors, Open, StepLog, csv_in, tensorboard_in, wandb_of
 from tiered_zero.telemetry.report import StepReport

@@ -61,8 +61,7 @@ def _update_rate(shares_cores: bool) -> float:
 
     from tiered_zero.hardware.probe import available_host_nbytes
     from tiered_zero.hardware.rates import median_rate
-    from tiered_zero.rules.kernel_rule import open_kernel
-    from tiered_zero.rules.native_rules import AdamRule
+    from tiered_zero.rules.native_rules import AdamRule, open_kernel
     from tiered_zero.rules.rule import Run
 
     numel = min(_UPDATED_NUMEL, available_host_nbytes() // 8 // _UPDATED_NBYTES)

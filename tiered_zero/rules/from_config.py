@@ -22,9 +22,17 @@ from tiered_zero.config.schema import Config, OptimizerSection
 from tiered_zero.config.section import switch
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.layout.flat import ParamSpec
-from tiered_zero.rules.kernel_rule import NativeRule, open_kernel
 from tiered_zero.rules.lr import build_scheduler
-from tiered_zero.rules.native_rules import BIAS_CORRECTION, AdagradRule, AdamRule, Lion, LionRule, SgdRule
+from tiered_zero.rules.native_rules import (
+    BIAS_CORRECTION,
+    AdagradRule,
+    AdamRule,
+    Lion,
+    LionRule,
+    NativeRule,
+    SgdRule,
+    open_kernel,
+)
 from tiered_zero.rules.quantized import QuantizedAdam
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.torch_rule import REFUSED, TorchRule

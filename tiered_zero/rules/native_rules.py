@@ -1,17 +1,413 @@
-"""Define Adam, SGD, Adagrad and Lion on the native kernel, and Lion as a torch optimizer."""
+"""Define Adam, SGD, Adagrad and Lion on the native kernel, and with torch's own code if the kernel is missing.
+
+[Note: bits of torch] On fp32 gradients the kernel gives, element by element, the bits of the torch optimizer's
+for-loop and foreach forms: the same operations in the same order, with fused multiply-add exactly where ATen's AVX2
+and AVX-512 code has it. All operations are IEEE except one: if torch was built with MKL, its fp32 square root is
+MKL's, which differs from the exact root by one unit in the last place for 0 to 20% of all values, depending on the
+processor. So for fp32 gradients the kernel takes the first of three roots that has torch's bits: the exact root;
+Newton's; MKL's own (VMSSQRT_, exported by libtorch_cpu), which takes six times as long as the exact one and half of
+the update's time. With 16-bit gradients it takes the exact root: there only equality between placements is promised.
+
+Two facts depend on the machine, and are tested before a rule uses the kernel for fp32 gradients. Does the candidate
+root equal torch's? The test compares all mantissas of two binades (an exponent larger by two only doubles a root), and
+the ends and samples of every binade, where code for special values would begin. Are multiplications and additions
+fused where the kernel fuses them? NativeRule compares one step of each variant of its rule. If either test fails (ATen
+without FMA, another MKL), fp32 gradients take torch's own code, and the log says so.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import attrgetter, or_
+from pathlib import Path
 from typing import Any, cast, final
 
+import numpy
 import torch
 from torch.optim import Optimizer
 
-from tiered_zero.native.update import Hyper, Rule, UpdateKernel
-from tiered_zero.rules.kernel_rule import NativeRule, flags_of
-from tiered_zero.rules.torch_rule import ELEMENTWISE
+from tiered_zero.errors import InternalError, ModelError
+from tiered_zero.native import find_library, why_missing
+from tiered_zero.native.update import ADDRESSES_PER_RUN, Dtype, Flag, Hyper, MklRoot, Rule, UpdateKernel
+from tiered_zero.rules.rule import Run, StateField, UpdateRule, batches, packed
+from tiered_zero.rules.state_layout import join_master, round_randomly, split_master
+from tiered_zero.rules.torch_rule import ELEMENTWISE, TorchRule
+
+_LOG = logging.getLogger("tiered_zero")
+_DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
+_MASTER_DTYPES = {torch.float32: Dtype.FLOAT32, torch.int16: Dtype.REMAINDER}
+_MOST_STEPS = 2.0**53
+"""The largest count that a float64 holds exactly."""
+
+_TRIAL_NUMELS = (*range(1, 33), 1031)
+_UNFUSED = {"fused": None}
+_DTYPE = attrgetter("dtype")
+_IS_CPU = attrgetter("is_cpu")
+_MASTER, _GRAD = attrgetter("master"), attrgetter("grad")
+_torch_bits: dict[Hashable, bool] = {}
+"""Key of a rule and a kernel -> whether together they give torch's bits; tested once per process."""
+
+_ROOTS = Flag(0), Flag.NEWTON_ROOT, Flag.TORCH_ROOT
+"""The kernel's square roots, fastest first."""
+
+_roots: dict[tuple[Path, str, MklRoot | None], Flag | None] = {}
+_ONE = 0x3F800000
+_MANTISSAS = 1 << 23
+_ROOT_CHUNK_NUMEL = 1 << 18
+_BINADE_SAMPLES = 1 << 9
+_END_SAMPLES = 1 << 6
+_LAST = 1 << 13
+_SPECIAL = (0.0, -0.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-45, 3.4028235e38)
+
+_MISFIT = (
+    "A run was expected to be contiguous arrays of one length in host memory: master float32 (or int16 with a bfloat16 "
+    "out), grad and out float32, bfloat16 or float16, and state as `state_fields` says."
+)
+_ROUNDS_OTHERWISE = (
+    "The native kernel rounds otherwise than this torch does on this processor, so fp32 gradients take torch's own "
+    "operations, which are several times slower."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """Runs that one call of the kernel steps with the same numbers. `table`: one row per run, with the addresses of its
+    arrays and of `hyper`. `scalars`: the scalars of the runs after the step."""
+
+    runs: list[Run]
+    table: numpy.ndarray[Any, Any]
+    hyper: Hyper
+    scalars: dict[str, Any]
+
+
+class NativeRule(UpdateRule):
+    """An elementwise rule on the native kernel. One call of the kernel steps all runs on the CPU; torch steps the
+    others.
+
+    A run's master is fp32 or, if the rule has an `unsigned_field`, the int16 remainders of its bf16 `out` ([Note: bf16
+    and remainder]). State arrays are fp32, or bf16 with stochastic rounding, which is lossy. Scalars are those of
+    TorchRule, with plain numbers instead of 0-d tensors.
+    """
+
+    elementwise = True
+    _class: type[Optimizer]
+    _takes_root = False
+    _counts_steps = True
+    _variants: Sequence[Mapping[str, Any]] = ()
+    """Values of param groups for the test of torch's bits: with the defaults, they use every operation of the rule."""
+
+    def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        """`kernel`: None steps with torch alone. `state_dtype`: dtype of the state arrays. `options`: arguments of the
+        optimizer class, used where `Run.hyper` lacks a value. Raises ModelError for a state dtype other than float32
+        and bfloat16.
+        """
+        if state_dtype not in (torch.float32, torch.bfloat16):
+            raise ModelError(f"Optimizer state in float32 or bfloat16 was expected; found {state_dtype}.")
+        self.kernel = kernel
+        self.state_dtype = state_dtype
+        self._reference = TorchRule(self._class, options)
+        self.name, self.temporaries = self._reference.name, self._reference.temporaries
+        self._defaults = self._reference.defaults
+        self._root_flag = Flag(0)
+        self.torch_bits = kernel is None or self._find_torch_bits()
+
+    @abstractmethod
+    def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the state arrays in the kernel's order."""
+
+    @abstractmethod
+    def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
+        """Return the factors of one step, computed in double precision as torch does. The caller adds dtypes and the
+        gradient scale."""
+
+    def _phase(self, scalars: Mapping[str, Any]) -> float:
+        """Return the number on which the factors of a run's next step depend: the number of steps made, or, for a rule
+        that does not count steps, 1 if a step has filled its state and 0 if not."""
+        return float(scalars.get("step", 0)) if self._counts_steps else float("initialized" in scalars)
+
+    def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
+        return {"step": self._phase(scalars) + 1} if self._counts_steps else {"initialized": True}
+
+    def _torch_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert this rule's scalars to those of TorchRule."""
+        return {"step": torch.tensor(self._phase(scalars))} if self._counts_steps else dict(scalars)
+
+    def _reference_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the scalars with which torch's own code takes this rule's next step."""
+        return self._torch_scalars(scalars)
+
+    def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert the scalars of TorchRule to this rule's: the inverse of `_torch_scalars`."""
+        return {"step": float(scalars["step"])} if self._counts_steps else dict(scalars)
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert the scalars of a checkpoint, written by this rule or by torch's own code, to this rule's."""
+        own = self._own_scalars(scalars)
+        if self._counts_steps and not 0 <= own["step"] <= _MOST_STEPS:
+            raise ValueError(f"expected a number of steps; found {own['step']}")
+        return own
+
+    def _completed(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a param group's values completed with the class's defaults, and with fused switched off."""
+        return {**self._defaults, **hyper, **_UNFUSED}
+
+    def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
+        names = self._array_names(self._completed(hyper))
+        return [StateField(name=name, shape=shape, dtype=self.state_dtype) for name in names]
+
+    def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
+        return self._reference.first_state(shape, self._completed(hyper))
+
+    def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> dict[str, Any]:
+        floats = {name: array.float() for name, array in state.items()}
+        return self._reference.export_state(floats, self._torch_scalars(scalars)) if scalars else {}
+
+    def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
+        self._reference.check_state(values, shape, self._completed(hyper))
+
+    def import_state(
+        self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        return self._own_scalars(self._reference.import_state(values, state, self._completed(hyper)))
+
+    def update(self, runs: Sequence[Run]) -> None:
+        """Make one step on every run. Raises InternalError, with nothing written, if the arrays of a run do not have
+        the form that `Run` describes."""
+        alike: dict[Hashable, list[Run]] = {}
+        for run in runs:
+            alike.setdefault(self.kind_of(run), []).append(run)
+        tables = [self._pack(group) for group in alike.values() if self._runs_natively(group[0])]
+        if tables and self.kernel:
+            table = numpy.concatenate([batch.table for batch in tables])
+            self.kernel.update(table.ctypes.data, len(table))
+        for batch in tables:
+            for run in batch.runs:
+                run.scalars = dict(batch.scalars)
+        for group in alike.values():
+            if not self._runs_natively(group[0]):
+                self._update_by_torch(group)
+
+    def kind_of(self, run: Run) -> Hashable:
+        """Return a key that is equal for runs that can be stepped together, with the same factors."""
+        dtypes = run.master.dtype, run.grad.dtype, None if run.out is None else run.out.dtype
+        return id(run.hyper), self._phase(run.scalars), run.grad_scale, run.master.is_cpu, run.grad.is_cpu, dtypes
+
+    def announce(self) -> None:
+        """Log whether the kernel or torch computes the update; a warning if torch replaces the kernel."""
+        if not self.kernel:
+            _LOG.warning("%s runs on torch's own operations. %s", self.name, missing_kernel())
+            return
+        _LOG.info(
+            "%s runs on the native kernel (%s, %d threads).", self.name, self.kernel.level, self.kernel.num_threads
+        )
+        if not self.torch_bits:
+            _LOG.warning("%s: %s", self.name, _ROUNDS_OTHERWISE)
+
+    def close(self) -> None:
+        """End the kernel's threads."""
+        if self.kernel:
+            self.kernel.close()
+
+    def _runs_natively(self, run: Run) -> bool:
+        if self.kernel is None or not run.master.is_cpu or not run.grad.is_cpu:
+            return False
+        return self.torch_bits or run.grad.dtype is not torch.float32
+
+    def _pack(self, runs: list[Run]) -> _Batch:
+        """Check runs of one kind and put the addresses of their arrays into a table, column by column: with 10,000
+        small runs each microsecond counts. Raises InternalError."""
+        first = runs[0]
+        values = self._completed(first.hyper)
+        hyper = self._kernel_hyper(values, first.scalars)
+        try:
+            hyper.grad_type, hyper.master_type = _DTYPES[first.grad.dtype], _MASTER_DTYPES[first.master.dtype]
+            hyper.out_type = Dtype.FLOAT32 if first.out is None else _DTYPES[first.out.dtype]
+        except KeyError:
+            raise InternalError(_MISFIT) from None
+        names = self._array_names(values)
+        self._reference.refuse_unplanned(set(names) - first.state.keys(), first.state)
+        states = [[run.state[name] for run in runs] for name in names]
+        hyper.state_type, hyper.grad_scale = _DTYPES[self.state_dtype], first.grad_scale
+        if first.grad.dtype is torch.float32:
+            hyper.flags |= self._root_flag
+
+        outs = [run.out for run in runs if run.out is not None]
+        columns = [list(map(_MASTER, runs)), list(map(_GRAD, runs)), outs, *states]
+        numels = list(map(torch.Tensor.numel, columns[0]))
+        lengths = [list(map(torch.Tensor.numel, column)) for column in columns if column]
+        if (
+            any(map(numels.__ne__, lengths))
+            or not all(map(torch.Tensor.is_contiguous, itertools.chain(*columns)))
+            or not all(map(_IS_CPU, itertools.chain(outs, *states)))
+            or not set(map(_DTYPE, itertools.chain(*states))) <= {self.state_dtype}
+            or (hyper.master_type == Dtype.REMAINDER and not (outs and hyper.out_type == Dtype.BFLOAT16))
+            or (hyper.master_type == Dtype.REMAINDER and self.unsigned_field is None)
+        ):
+            raise InternalError(_MISFIT)
+
+        table = numpy.zeros((len(runs), ADDRESSES_PER_RUN), numpy.uint64)
+        for index, column in enumerate(columns):
+            if column:
+                table[:, index] = list(map(torch.Tensor.data_ptr, column))
+        table[:, -2] = numels
+        table[:, -1] = ctypes.addressof(hyper)
+        return _Batch(runs=runs, table=table, hyper=hyper, scalars=self._next_scalars(values, first.scalars))
+
+    def _update_by_torch(self, runs: Sequence[Run]) -> None:
+        """Step runs of one kind with torch's own code. TorchRule steps fp32 masters and state as they are; other
+        formats are stepped through fp32 copies, chunk by chunk."""
+        first = runs[0]
+        hyper = self._completed(first.hyper)
+        self._reference.refuse_unplanned(set(self._array_names(hyper)) - first.state.keys(), first.state)
+        scalars = self._reference_scalars(hyper, first.scalars)
+        if first.master.dtype is not torch.int16 and self.state_dtype is torch.float32:
+            self._reference.update([replace(run, scalars=scalars, hyper=hyper) for run in runs])
+        else:
+            for batch in batches(runs):
+                with packed(batch) as kept:
+                    self._update_copies(kept, hyper, scalars)
+        for run in runs:
+            run.scalars = self._next_scalars(hyper, run.scalars)
+
+    def _update_copies(self, kept: Run, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
+        """Step a run whose master or state is not fp32 through fp32 copies, and convert the results back."""
+        joined, lossy = kept.master.dtype is torch.int16, self.state_dtype is not torch.float32
+        seed = self._kernel_hyper(hyper, kept.scalars).seed
+        state = {name: array.float() for name, array in kept.state.items()}
+        floats = replace(kept, state=state, scalars=dict(scalars), hyper=hyper)
+        if joined:
+            marked = kept.state[self.unsigned_field or ""]
+            assert kept.out is not None, "remainders come with their parameters"
+            floats.master, floats.out = join_master(kept.out, kept.master, marked.signbit()), None
+            state[self.unsigned_field or ""] = marked.float().abs()
+        self._reference.update([floats])
+        for which, name in enumerate(self._array_names(hyper)):
+            if lossy:
+                kept.state[name].copy_(round_randomly(state[name], seed + which))
+            elif joined:
+                kept.state[name].copy_(state[name])
+        if joined and kept.out is not None:
+            *halves, mark = split_master(floats.master)
+            for target, half in zip((kept.out, kept.master), halves, strict=True):
+                target.copy_(half)
+            marked.copy_(torch.where(mark, -marked.abs(), marked.abs()))
+
+    def _find_torch_bits(self) -> bool:
+        """Choose the kernel's square root, and return whether the kernel gives torch's bits for fp32 gradients: see
+        [Note: bits of torch]."""
+        kernel = self.kernel
+        root_flag = choose_root(kernel) if kernel and self._takes_root else Flag(0)
+        if kernel is None or root_flag is None:
+            return False
+        self._root_flag = root_flag
+        key = self.name, self.state_dtype, kernel.path, kernel.level, kernel.root
+        if key not in _torch_bits:
+            self.torch_bits = True  # so that update() uses the kernel
+            _torch_bits[key] = all(self._steps_agree(self._completed(hyper)) for hyper in ({}, *self._variants))
+        return _torch_bits[key]
+
+    def _steps_agree(self, hyper: Mapping[str, Any]) -> bool:
+        """Return whether one step of the kernel and of torch, from a state without zeros, gives the same bits: then
+        both fuse the same operations. An operation fused in only one of them changes a tenth of all elements or more.
+        The run lengths cover every remainder after ATen's vectors, where its code is compiled separately."""
+        ours, theirs = self._trial_runs(hyper), self._trial_runs(hyper)
+        self.update(ours)
+        self._update_by_torch(theirs)
+        return all(
+            torch.equal(own.master, other.master)
+            and all(torch.equal(array, other.state[name]) for name, array in own.state.items())
+            for own, other in zip(ours, theirs, strict=True)
+        )
+
+    def _trial_runs(self, hyper: Mapping[str, Any]) -> list[Run]:
+        """Make runs of all trial lengths, with the same random values at each call."""
+        generator = torch.Generator().manual_seed(0)
+        numel = sum(_TRIAL_NUMELS)
+        values = torch.randn(2, numel, generator=generator, dtype=torch.float32, device="cpu")
+        masters, grads = (row.split_with_sizes(_TRIAL_NUMELS) for row in values)
+        scalars = self._next_scalars(hyper, {})
+        runs = [
+            Run(master=master, grad=grad, state={}, scalars=dict(scalars), hyper=hyper)
+            for master, grad in zip(masters, grads, strict=True)
+        ]
+        for field in self.state_fields((numel,), hyper):
+            array = torch.rand(numel, generator=generator, dtype=torch.float32, device="cpu").to(field.dtype)
+            for run, part in zip(runs, array.split_with_sizes(_TRIAL_NUMELS), strict=True):
+                run.state[field.name] = part
+        return runs
+
+
+def open_kernel(level: str | None = None, num_threads: int | None = None) -> UpdateKernel | None:
+    """Open the native kernel and pass it torch's square root; return None if the kernel was not built. `level`: the
+    instruction set; None: the environment's choice, or the best that this machine has. `num_threads`: None: all that
+    this process may use. Raises ConfigError for a level that this machine cannot run."""
+    path = find_library("_update")
+    return None if path is None else UpdateKernel(path, level, num_threads, find_torch_root())
+
+
+def missing_kernel() -> str:
+    """Return a text that says why the native kernel is missing and how to build it."""
+    reason, fix = why_missing("_update")
+    return f"The native library _update is missing: {reason}. To have it: {fix}."
+
+
+def flags_of(**chosen: Any) -> Flag:
+    """Return the kernel's flags of the names in `chosen` whose values are true, combined."""
+    return reduce(or_, (Flag[name] for name, is_set in chosen.items() if is_set), Flag(0))
+
+
+def find_torch_root() -> MklRoot | None:
+    """Return the MKL function that computes torch's fp32 square root; None if this torch has none."""
+    torch.ones(1, dtype=torch.float32, device="cpu").sqrt()  # MKL's first call must not race (pytorch#188792)
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        functions = library.VMSSQRT_, library.MKL_Set_Num_Threads_Local
+    except (OSError, AttributeError):
+        return None
+    square_root, set_threads = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+    return MklRoot(square_root, set_threads)
+
+
+def choose_root(kernel: UpdateKernel) -> Flag | None:
+    """Return the fastest of the kernel's square roots that has torch's bits; None if none has. Tested once per process
+    and kernel level, in about 30 ms."""
+    key = kernel.path, kernel.level, kernel.root
+    if key not in _roots:
+        candidates = (flag for flag in _ROOTS if kernel.root or flag is not Flag.TORCH_ROOT)
+        _roots[key] = next((flag for flag in candidates if _has_torch_bits(kernel, flag)), None)
+    return _roots[key]
+
+
+def _has_torch_bits(kernel: UpdateKernel, flag: Flag) -> bool:
+    for values in _root_arguments():
+        ours = numpy.empty_like(values)
+        kernel.square_roots(values.ctypes.data, ours.ctypes.data, values.size, flag)
+        theirs = torch.from_numpy(values).sqrt().numpy()
+        if not numpy.array_equal(ours, theirs) and not numpy.array_equal(ours, theirs, equal_nan=True):
+            return False
+    return True
+
+
+def _root_arguments() -> Iterator[numpy.ndarray[Any, Any]]:
+    """Yield special values, samples and ends of every binade, the last values, and all from 1 to 4, as numpy arrays."""
+    yield numpy.array(_SPECIAL * 2, numpy.float32)
+    step = _MANTISSAS // _BINADE_SAMPLES
+    yield numpy.arange(step // 2 + 1, 255 * _MANTISSAS, step, dtype=numpy.int32).view(numpy.float32)
+    ends = numpy.arange(1, 255)[:, None] * _MANTISSAS + numpy.arange(-_END_SAMPLES, _END_SAMPLES)
+    yield ends.ravel().astype(numpy.int32).view(numpy.float32)
+    yield numpy.arange(255 * _MANTISSAS - _LAST, 255 * _MANTISSAS, dtype=numpy.int32).view(numpy.float32)
+    for start in range(_ONE, _ONE + 2 * _MANTISSAS, _ROOT_CHUNK_NUMEL):
+        yield numpy.arange(start, start + _ROOT_CHUNK_NUMEL, dtype=numpy.int32).view(numpy.float32)
+
 
 BIAS_CORRECTION = "bias_correction"
 

@@ -70,8 +70,7 @@ def _measure_update(site: Site) -> Record:
     """Parameters/s of AdamW over fp32 masters and bf16 gradients, by the kernel of a run if there is one."""
     from tiered_zero.native import find_library
     from tiered_zero.native.update import NUM_FREE_CORES, UpdateKernel, available_cpus
-    from tiered_zero.rules.kernel_rule import find_torch_root
-    from tiered_zero.rules.native_rules import AdamRule
+    from tiered_zero.rules.native_rules import AdamRule, find_torch_root
     from tiered_zero.rules.rule import Run
 
     numel, library = MIB if site.smoke else 64 * MIB, find_library("_update")

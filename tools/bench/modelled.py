@@ -46,7 +46,7 @@ from tiered_zero.io.engine import IOTransfer
 from tiered_zero.layout.subgroups import IN_PLACE_SUB_GROUP_NUMEL
 from tiered_zero.plan import staging
 from tiered_zero.record.data_files import StripedFiles
-from tiered_zero.rules.kernel_rule import NativeRule
+from tiered_zero.rules.native_rules import NativeRule
 from tools.bench.record import append_record
 
 SIDE = 32

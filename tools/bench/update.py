@@ -40,8 +40,7 @@ import tiered_zero.native
 from tiered_zero.grads.check import GradNorm
 from tiered_zero.native import find_library
 from tiered_zero.native.update import Dtype, Hyper, UpdateKernel
-from tiered_zero.rules.kernel_rule import find_torch_root
-from tiered_zero.rules.native_rules import AdamRule
+from tiered_zero.rules.native_rules import AdamRule, find_torch_root
 from tiered_zero.rules.rule import Run
 from tools.bench.record import append_record
 
