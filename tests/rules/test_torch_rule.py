@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from tiered_zero.errors import ModelError
 from tiered_zero.optim import OffloadedOptimizer
-from tiered_zero.rules import optimizer_copy
+from tiered_zero.rules import torch_rule
 from tiered_zero.rules.native_rules import Lion
 from tiered_zero.rules.rule import Run
 from tiered_zero.rules.torch_rule import TorchRule
@@ -189,8 +189,8 @@ def test_elementwise_classes_give_the_bits_of_plain_torch(
 ) -> None:
     if kind is not Lion and not isinstance(options["lr"], torch.Tensor):
         options = {**options, "foreach": foreach}
-    monkeypatch.setattr(optimizer_copy, "_CHUNK_NUMEL", 16)
-    monkeypatch.setattr(optimizer_copy, "_GRAIN_NUMEL", 1)
+    monkeypatch.setattr(torch_rule, "_CHUNK_NUMEL", 16)
+    monkeypatch.setattr(torch_rule, "_GRAIN_NUMEL", 1)
     rule = TorchRule(kind, options)
     assert rule.elementwise
     train_both(kind, options, rule, SHAPES)
@@ -310,8 +310,8 @@ def test_a_stateless_step_and_then_momentum_starts_the_buffer_as_torch_does() ->
 def test_gradients_are_widened_then_scaled_and_the_16_bit_parameter_is_written(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizer_copy, "_CHUNK_NUMEL", 8)
-    monkeypatch.setattr(optimizer_copy, "_GRAIN_NUMEL", 1)
+    monkeypatch.setattr(torch_rule, "_CHUNK_NUMEL", 8)
+    monkeypatch.setattr(torch_rule, "_GRAIN_NUMEL", 1)
     grad = torch.randn(37, generator=torch.Generator().manual_seed(5)).to(dtype)
     scale = float(torch.tensor(0.3))
     leaf = torch.linspace(-1, 1, 37).requires_grad_()
@@ -327,8 +327,8 @@ def test_gradients_are_widened_then_scaled_and_the_16_bit_parameter_is_written(
 
 
 def test_scalars_advance_once_a_run_and_are_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_copy, "_CHUNK_NUMEL", 4)
-    monkeypatch.setattr(optimizer_copy, "_GRAIN_NUMEL", 1)
+    monkeypatch.setattr(torch_rule, "_CHUNK_NUMEL", 4)
+    monkeypatch.setattr(torch_rule, "_GRAIN_NUMEL", 1)
     rule = TorchRule(torch.optim.AdamW, {"lr": 0.1})
     hyper = hyper_of(torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.1))
     runs = [new_run(rule, torch.zeros(11), hyper) for _ in range(2)]

@@ -38,9 +38,9 @@ from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
 from tiered_zero.record.data_files import Broken, RecordReader, Wanted
 from tiered_zero.record.files import MOST_INTEGER
-from tiered_zero.rules.optimizer_copy import same
 from tiered_zero.rules.quantized import dequantize, quantize
 from tiered_zero.rules.state_layout import StateLayout, gaps
+from tiered_zero.rules.torch_rule import same
 from tiered_zero.tiers.tier import Home
 from tiered_zero.update.state_view import StateView
 from tiered_zero.update.subgroup_io import SubGroupWork

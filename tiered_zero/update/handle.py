@@ -25,7 +25,7 @@ from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment
 from tiered_zero.rules.lr import build_scheduler
-from tiered_zero.rules.optimizer_copy import bare_copy
+from tiered_zero.rules.torch_rule import bare_copy
 from tiered_zero.tiers.step_gradients import GradientSource
 from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.update.state_view import ParamState, StateView

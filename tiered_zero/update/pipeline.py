@@ -21,9 +21,9 @@ from tiered_zero.concurrency.transfer import COMPLETED, Completion, Transfer
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.subgroups import ParamPiece, Segment, SubGroup
-from tiered_zero.rules.optimizer_copy import copied_group
 from tiered_zero.rules.rule import Run
 from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.rules.torch_rule import copied_group
 from tiered_zero.tiers.step_gradients import GradientSource
 from tiered_zero.tiers.tier import UnitUpdate
 from tiered_zero.update.state_view import PieceScalars, StateView

@@ -20,9 +20,9 @@ from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
 from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment
-from tiered_zero.rules.optimizer_copy import changes, flattened, nested, same
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import Parts, StateLayout
+from tiered_zero.rules.torch_rule import changes, flattened, nested, same
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.tier import Inventory, leased_slot, read_slot, write_slot
 
