@@ -10,7 +10,7 @@ import pytest
 from tests.support.inspection.insides import SHUTDOWN
 from tests.support.models import ParityGPT
 from tests.support.trainers import tiered
-from tiered_zero.concurrency.teardown import Teardown, once
+from tiered_zero.concurrency.interrupts import Teardown, once
 
 
 def test_acts_are_carried_out_in_the_order_of_their_names() -> None:

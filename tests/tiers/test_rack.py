@@ -9,7 +9,7 @@ import torch
 
 from tests.support.inspection.insides import load_manifests, specify_run
 from tests.support.tier_rig import make_runtime, random_bytes
-from tiered_zero.concurrency.teardown import Teardown
+from tiered_zero.concurrency.interrupts import Teardown
 from tiered_zero.config.load import load
 from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.tiers.nvme import NvmeTier

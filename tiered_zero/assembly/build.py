@@ -23,7 +23,7 @@ from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.checkpoint.in_place import AdoptedValues, Commits, DurableCopies, run_fingerprint
 from tiered_zero.checkpoint.index import RunState
 from tiered_zero.checkpoint.save import written_by
-from tiered_zero.concurrency.teardown import Teardown, once
+from tiered_zero.concurrency.interrupts import Teardown, once
 from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
 from tiered_zero.engine.engine import Engine

@@ -14,7 +14,7 @@ from tiered_zero.assembly.spec import RunSpec
 from tiered_zero.checkpoint.checkpoints import find_together
 from tiered_zero.checkpoint.in_place import Adoption, adopt
 from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, is_unused, nothing_to_load
-from tiered_zero.concurrency.teardown import Teardown
+from tiered_zero.concurrency.interrupts import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.ranks.collectives import Collectives

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from tiered_zero.concurrency.teardown import Teardown
+from tiered_zero.concurrency.interrupts import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.engine.checkpoint_calls import CheckpointCalls
 from tiered_zero.engine.deepspeed_names import DeepSpeedNames

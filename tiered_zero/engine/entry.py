@@ -17,7 +17,7 @@ from torch import nn
 
 from tiered_zero.activations.mover import ActivationMover
 from tiered_zero.checkpoint.checkpoints import Checkpoints
-from tiered_zero.concurrency.teardown import Teardown
+from tiered_zero.concurrency.interrupts import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.grads.arrivals import GradientArrivals

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from tiered_zero.concurrency.teardown import Teardown
+from tiered_zero.concurrency.interrupts import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import StoreError
 from tiered_zero.hardware.memory.host_memory import HostArena
