@@ -17,7 +17,7 @@ from tests.support.inspection.insides import machine_rates
 from tiered_zero.cli import doctor as module
 from tiered_zero.cli.main import main
 from tiered_zero.errors import TransferError
-from tiered_zero.hardware import probe, rates
+from tiered_zero.hardware import check, probe
 from tiered_zero.io.engine import DiskEngine, DiskFile
 from tiered_zero.native import LIBRARY_DIR_VARIABLE
 from tiered_zero.plan.machine import default_path, load_machine
@@ -115,9 +115,9 @@ def test_rates_are_measured_kept_and_shown(swap_path: Path, monkeypatch: pytest.
     """Also those of a second disk, next to the first one's."""
     assert "are not known; measure them with `tiered-zero doctor DIR --measure`" in examine(swap_path)["rates"]["found"]
     for target, name, value in (
-        (module, "_DISK_S", 0.5), (rates, "LIMIT_S", 0.0), (rates, "_SHAPES", {True: (32, 16)}),
-        (rates, "_MODEL_SHAPES", {True: (32, 1, 64)}),
-        (rates, "_COPIED_NBYTES", MIB), (machine_rates, "_UPDATED_NUMEL", MIB),
+        (module, "_DISK_S", 0.5), (check, "LIMIT_S", 0.0), (check, "_SHAPES", {True: (32, 16)}),
+        (check, "_MODEL_SHAPES", {True: (32, 1, 64)}),
+        (check, "_COPIED_NBYTES", MIB), (machine_rates, "_UPDATED_NUMEL", MIB),
     ):  # fmt: skip
         monkeypatch.setattr(target, name, value)
     loads = iter([0.1, 9.0 * (os.cpu_count() or 1)])

@@ -17,7 +17,7 @@ from tests.lagging.cuda import LaggingDevice
 from tests.lagging.faults import lane_does_not_wait
 from tiered_zero.cli import device_check
 from tiered_zero.cli.main import main
-from tiered_zero.hardware import check, rates
+from tiered_zero.hardware import check
 from tiered_zero.hardware.device.streams import CudaAccelerator, StreamAccelerator
 from tiered_zero.sizes import MIB
 from tiered_zero.system import BAD, GOOD, POOR
@@ -78,13 +78,13 @@ def test_products_and_link_of_a_device_have_rates(device: LaggingDevice) -> None
     pinned, accelerator = device.pinned_nbytes(), CudaAccelerator(torch.device("cuda"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "COPY_NBYTES", 1 << 16)
-        patch.setattr(rates, "COPY_NBYTES", 1 << 16)
-        patch.setattr(rates, "_SHAPES", {False: (32, 16)})
-        patch.setattr(rates, "_MODEL_SHAPES", {False: (32, 1, 64)})
-        patch.setattr(rates, "LIMIT_S", 0.0)
-        products = rates.product_rates(accelerator)
-        models = [rate for found in rates.model_rates(accelerator, products) for rate in found.values()]
-        found = [*rates.link_rates(accelerator), *products.values(), *models]
+        patch.setattr(check, "COPY_NBYTES", 1 << 16)
+        patch.setattr(check, "_SHAPES", {False: (32, 16)})
+        patch.setattr(check, "_MODEL_SHAPES", {False: (32, 1, 64)})
+        patch.setattr(check, "LIMIT_S", 0.0)
+        products = check.product_rates(accelerator)
+        models = [rate for found in check.model_rates(accelerator, products) for rate in found.values()]
+        found = [*check.link_rates(accelerator), *products.values(), *models]
     assert len(products) >= 2 and len(models) >= 2 and all(rate is not None and rate > 0 for rate in found)
     accelerator.close()
     assert device.pinned_nbytes() == pinned

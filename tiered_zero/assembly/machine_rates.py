@@ -27,15 +27,15 @@ and writes a 16-bit weight."""
 def measure_machine(disk: Disk) -> Machine:
     """Measure the rates of this machine's processors, memory and link to the device, in some 5 s. `disk`: a disk that
     has been measured before. Main thread."""
-    from tiered_zero.hardware import rates
+    from tiered_zero.hardware import check
     from tiered_zero.hardware.device.select import build_accelerator
     from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
 
     accelerator = build_accelerator()
     try:
-        to_device, from_device = rates.link_rates(accelerator)
-        products = rates.product_rates(accelerator)
-        in_blocks, logits = rates.model_rates(accelerator, products)
+        to_device, from_device = check.link_rates(accelerator)
+        products = check.product_rates(accelerator)
+        in_blocks, logits = check.model_rates(accelerator, products)
         return replace(
             _this_machine(),
             device=accelerator.device.type,
@@ -44,7 +44,7 @@ def measure_machine(disk: Disk) -> Machine:
             flops_per_s=products,
             block_elements_per_s=in_blocks,
             logits_per_s=logits,
-            copy_bytes_per_s=rates.copy_rate(),
+            copy_bytes_per_s=check.copy_rate(),
             update_bytes_per_s=_update_rate(accelerator.shares_cores),
             to_device_bytes_per_s=to_device,
             from_device_bytes_per_s=from_device,
@@ -59,8 +59,8 @@ def _update_rate(shares_cores: bool) -> float:
     kernel."""
     import torch
 
+    from tiered_zero.hardware.check import median_rate
     from tiered_zero.hardware.probe import available_host_nbytes
-    from tiered_zero.hardware.rates import median_rate
     from tiered_zero.rules.native_rules import AdamRule, open_kernel
     from tiered_zero.rules.rule import Run
 

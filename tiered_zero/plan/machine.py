@@ -1,4 +1,4 @@
-"""Describe a machine for plans: sizes and rates, measured (hardware/rates.py) or given in a file or by options."""
+"""Describe a machine for plans: sizes and rates, measured (hardware/check.py) or given in a file or by options."""
 
 from __future__ import annotations
 
