@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiered_zero.hardware import check
-from tiered_zero.hardware.device.select import build_accelerator
+from tiered_zero.hardware.runtime import build_accelerator
 
 
 def test_a_rate_is_a_median_of_few_calls_after_a_first(monkeypatch: pytest.MonkeyPatch) -> None:

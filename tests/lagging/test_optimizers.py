@@ -11,7 +11,7 @@ from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
 from tests.support.inspection.insides import BufferView
 from tiered_zero.concurrency.transfer import COMPLETED
-from tiered_zero.hardware.device.select import build_accelerator
+from tiered_zero.hardware.runtime import build_accelerator
 from tiered_zero.layout.subgroups import pack_params
 from tiered_zero.optim import OffloadedOptimizer, offloaded
 from tiered_zero.optim.user_params import UserParameters

@@ -22,10 +22,10 @@ from tests.ranks.routed import Run
 from tests.support.models import ParityGPT, batch
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ConfigError, RankError
-from tiered_zero.hardware.device.select import build_accelerator, choose_device
 from tiered_zero.hardware.device.streams import StreamAccelerator
 from tiered_zero.hardware.ranks.collectives import make_collectives
 from tiered_zero.hardware.ranks.rank_failures import DeviceCollective
+from tiered_zero.hardware.runtime import build_accelerator, choose_device
 
 
 @dataclass(frozen=True, kw_only=True)

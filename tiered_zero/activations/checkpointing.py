@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.device.select import find_device
+from tiered_zero.hardware.runtime import find_device
 
 MODEL_PARALLEL = "model-parallel-rng"
 """The name that DeepSpeed and Megatron-LM give to the generator of split modules."""

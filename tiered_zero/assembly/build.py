@@ -34,10 +34,9 @@ from tiered_zero.grads.check import GradNorm, OverflowGuard
 from tiered_zero.grads.gradient import InFlightGradients, UnitGradients
 from tiered_zero.grads.reduce import GradientReducer, Reduction
 from tiered_zero.grads.store import GradientStore
-from tiered_zero.hardware.device.select import build_accelerator
 from tiered_zero.hardware.memory.host_memory import trim_malloc
 from tiered_zero.hardware.ranks.collectives import Collectives
-from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.hardware.runtime import Runtime, build_accelerator
 from tiered_zero.layout.buckets import Bucket, cut_buckets
 from tiered_zero.layout.flat import Unit
 from tiered_zero.native.update import num_kernel_threads

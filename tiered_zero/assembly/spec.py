@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from tiered_zero.assembly.choice import Choice, choose_placement
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ModelError, RankError
-from tiered_zero.hardware.device.select import find_device, shares_cores
 from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
 from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
 from tiered_zero.hardware.ranks.launcher import local_world_size
+from tiered_zero.hardware.runtime import find_device, shares_cores
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit, UnitRules, find_units
 from tiered_zero.layout.subgroups import MAX_SUB_GROUP_NUMEL, MAX_SUB_GROUPS, SubGroup, cut_subgroups, sub_group_numel
 from tiered_zero.native.update import num_kernel_threads

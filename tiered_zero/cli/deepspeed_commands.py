@@ -196,7 +196,7 @@ def launch(
         raise click.UsageError("Ranks on several hosts: start torchrun on each of them, as docs/ranks.md shows.")
     if chosen is not None:
         raise click.UsageError("Choose devices by the variable CUDA_VISIBLE_DEVICES, and their number by --num_gpus.")
-    from tiered_zero.hardware.device.select import find_device  # seconds, and --help needs no torch
+    from tiered_zero.hardware.runtime import find_device  # seconds, and --help needs no torch
 
     number = num_ranks or (1 if find_device("auto").type == "cpu" else "auto")
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={number}"]

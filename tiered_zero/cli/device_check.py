@@ -12,7 +12,7 @@ from torch import nn
 import tiered_zero
 from tiered_zero.hardware import check
 from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.device.select import build_accelerator
+from tiered_zero.hardware.runtime import build_accelerator
 from tiered_zero.system import BAD, GOOD, Finding
 
 NUM_STEPS = 3

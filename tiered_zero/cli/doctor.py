@@ -204,7 +204,7 @@ def _torch() -> Iterator[Finding]:
 
 def _pinning() -> Iterator[Finding]:
     from tiered_zero.hardware.check import check_pinning
-    from tiered_zero.hardware.device.select import build_accelerator
+    from tiered_zero.hardware.runtime import build_accelerator
 
     accelerator = build_accelerator()
     try:

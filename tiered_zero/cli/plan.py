@@ -154,8 +154,8 @@ def plan(
     settings |= {"tiered_zero": {**settings.get("tiered_zero", {}), **own}} if own else {}
     # Not imported for --help: torch takes seconds.
     from tiered_zero.assembly.choice import estimate_of, make_predictor
-    from tiered_zero.hardware.device.select import find_device
     from tiered_zero.hardware.probe import available_device_nbytes
+    from tiered_zero.hardware.runtime import find_device
 
     loaded = load(settings, world_size=ranks, to_train=False)
     sequence_length = sequence_length or loaded.tiered_zero.sequence_length

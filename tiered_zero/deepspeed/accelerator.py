@@ -10,8 +10,8 @@ from typing import Any, final
 import torch
 
 from tiered_zero.errors import ConfigError, MissingNameError
-from tiered_zero.hardware.device.select import find_device
 from tiered_zero.hardware.ranks.launcher import HOST_BACKEND, device_backend, local_rank
+from tiered_zero.hardware.runtime import find_device
 
 __all__ = ["CurrentAccelerator", "get_accelerator"]
 

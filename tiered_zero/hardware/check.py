@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tiered_zero.concurrency.transfer import Transfer
-from tiered_zero.hardware.cores import gpu_node
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.memory.host_memory import HostArena
-from tiered_zero.hardware.probe import PROC, SYSTEM, available_host_nbytes
+from tiered_zero.hardware.probe import PROC, SYSTEM, available_host_nbytes, gpu_node
 from tiered_zero.hardware.ranks.launcher import device_backend
 from tiered_zero.sizes import MIB, format_nbytes
 from tiered_zero.system import BAD, GOOD, POOR, Finding, read_text

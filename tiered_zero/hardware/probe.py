@@ -14,6 +14,9 @@ PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 SYSTEM = Path("/sys")
 
+Place = tuple[int, int, int]
+"""A processor's NUMA node, package and core. Processors with the same place are threads of one core."""
+
 
 def accelerator_kind() -> str | None:
     """Return the accelerator that this torch build supports, such as "CUDA 13.0" or "xpu"; None if only the CPU."""
@@ -100,3 +103,42 @@ def _read_int(*candidates: Path) -> int | None:
     """Return the number in the first of the files that holds one; None if there is no such file, or only "max"."""
     texts = (read_text(path) for path in candidates)
     return next((int(text) for text in texts if text.isdigit()), None)
+
+
+def place_of(cpu: int, system: Path = SYSTEM) -> Place:
+    """Return the place of the processor `cpu`, with zeros for what the system does not tell."""
+    folder = system / "devices/system/cpu" / f"cpu{cpu}"
+    nodes = [entry.name[4:] for entry in folder.glob("node[0-9]*")]
+    package, core = (read_text(folder / "topology" / name) for name in ("physical_package_id", "core_id"))
+    return int(nodes[0]) if nodes else 0, _number(package) or 0, _number(core) or 0
+
+
+def gpu_node(device: torch.device, system: Path = SYSTEM) -> int | None:
+    """Return the NUMA node of an accelerator; None for the CPU, or if torch or the system does not tell."""
+    find = getattr(torch.get_device_module(device), "get_device_properties", None)
+    if device.type == "cpu" or find is None:
+        return None
+    found = find(device)
+    domain, bus, slot = (getattr(found, f"pci_{name}_id", -1) for name in ("domain", "bus", "device"))
+    return pci_node(f"{domain:04x}:{bus:02x}:{slot:02x}.0", system)  # some devices lack one of the three
+
+
+def near_cpus(device: torch.device, system: Path = SYSTEM) -> set[int]:
+    """Return those of this process's processors that are on an accelerator's NUMA node: host memory that they touch
+    first is near the device. The set is empty if the system does not tell, or if all or none of the processors are on
+    that node."""
+    if (node := gpu_node(device, system)) is None or not hasattr(os, "sched_getaffinity"):
+        return set()
+    cpus = os.sched_getaffinity(0)
+    near = {cpu for cpu in cpus if place_of(cpu, system)[0] == node}
+    return near if near < cpus else set()
+
+
+def pci_node(address: str, system: Path = SYSTEM) -> int | None:
+    """Return the NUMA node of the PCI device at `address` ("0000:3b:00.0"); None if the system does not tell."""
+    node = _number(read_text(system / "bus/pci/devices" / address / "numa_node"))
+    return node if node is not None and node >= 0 else None
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.lstrip("-").isdigit() else None

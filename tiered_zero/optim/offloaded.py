@@ -22,11 +22,10 @@ from tiered_zero.config.load import load
 from tiered_zero.config.schema import Config
 from tiered_zero.engine.entry import end_unreferenced_run
 from tiered_zero.errors import ConfigError, ModelError, StoreError
-from tiered_zero.hardware.device.select import build_accelerator
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.ranks.collectives import SingleRank
 from tiered_zero.hardware.ranks.launcher import local_world_size
-from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.hardware.runtime import Runtime, build_accelerator
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import AUTO_SUB_GROUP_NUMEL, SubGroup, pack_params
 from tiered_zero.native.update import num_kernel_threads

@@ -168,7 +168,7 @@ def random_sleeps(site: Site, seed: int) -> Iterator[None]:
 
     hook = torch.nn.modules.module.register_module_forward_pre_hook(sleep)
     try:
-        with patch("tiered_zero.hardware.device.select.CudaAccelerator", Late):
+        with patch("tiered_zero.hardware.runtime.CudaAccelerator", Late):
             yield
     finally:
         hook.remove()

@@ -114,7 +114,7 @@ def copy_both_ways(site: Site) -> Record:
     """What a lane brings to the device and another back has its bytes."""
     if site.device.type == "cpu":
         return left_out("the CPU computes: nothing is copied")
-    from tiered_zero.hardware.device.select import build_accelerator
+    from tiered_zero.hardware.runtime import build_accelerator
 
     accelerator, numel = build_accelerator(str(site.device)), MIB
     there, back = torch.arange(numel, dtype=torch.int32), torch.zeros(numel, dtype=torch.int32)
@@ -161,7 +161,7 @@ def measure_links(site: Site) -> Record:
 
 
 def _measure_copies(site: Site, nbytes: int, rounds: int) -> dict[str, Any]:
-    from tiered_zero.hardware.device.select import build_accelerator
+    from tiered_zero.hardware.runtime import build_accelerator
 
     accelerator = build_accelerator(str(site.device))
     host = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)]

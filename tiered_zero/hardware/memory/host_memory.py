@@ -11,8 +11,8 @@ from typing import final
 import torch
 
 from tiered_zero.errors import BudgetError
-from tiered_zero.hardware.cores import near_cpus
 from tiered_zero.hardware.device.accelerator import Accelerator
+from tiered_zero.hardware.probe import near_cpus
 from tiered_zero.layout.extents import ExtentMap
 from tiered_zero.native.update import available_cpus
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes

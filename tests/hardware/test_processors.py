@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered_zero.hardware import cores
-from tiered_zero.hardware.cores import bind_to_share, gpu_node, near_cpus, pci_node, place_of, share_of
+from tiered_zero.hardware import probe
+from tiered_zero.hardware.probe import gpu_node, near_cpus, pci_node, place_of
+from tiered_zero.hardware.runtime import bind_to_share, share_of
 
 
 def two_sockets(num_cores: int) -> dict[int, tuple[int, int, int]]:
@@ -72,7 +73,7 @@ def test_processors_near_a_gpu_are_those_of_its_node(tmp_path: Path, monkeypatch
         ({0, 2}, None, set()),
     ):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, own=own: own, raising=False)
-        monkeypatch.setattr(cores, "gpu_node", lambda device, system, node=node: node)
+        monkeypatch.setattr(probe, "gpu_node", lambda device, system, node=node: node)
         assert near_cpus(cuda, tmp_path) == expected
 
 

@@ -5,7 +5,7 @@ import torch
 
 from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.device.accelerator import CpuAccelerator
-from tiered_zero.hardware.device.select import build_accelerator, find_device
+from tiered_zero.hardware.runtime import build_accelerator, find_device
 
 
 @pytest.fixture
