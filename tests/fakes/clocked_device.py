@@ -20,8 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tiered_zero.concurrency.transfer import Completion, Transfer
-from tiered_zero.hardware.device.accelerator import Accelerator, copy_bytes
-from tiered_zero.hardware.device.lanes import THIS_THREAD, Lane, LaneTransfer, Work, on_lane_error
+from tiered_zero.hardware.device.accelerator import (
+    THIS_THREAD,
+    Accelerator,
+    Lane,
+    LaneTransfer,
+    Work,
+    copy_bytes,
+    on_lane_error,
+)
 
 Vector = dict[str, int]
 """Stream -> how many of its accesses came before."""

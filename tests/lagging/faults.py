@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tiered_zero.hardware.device.lanes import Lane
+from tiered_zero.hardware.device.accelerator import Lane
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -14,7 +14,7 @@ from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
 from tests.support.inspection.insides import GradCopy, GradNorm, gradient
 from tests.support.trainers import adamw, tiered
-from tiered_zero.hardware.device.lanes import Lane, LaneTransfer
+from tiered_zero.hardware.device.accelerator import Lane, LaneTransfer
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.plan import staging
 

@@ -29,8 +29,7 @@ from tests.support.trainers import tiered
 from tiered_zero import Engine
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer
 from tiered_zero.errors import EngineFailedError
-from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.device.lanes import Lane, LaneTransfer
+from tiered_zero.hardware.device.accelerator import Accelerator, Lane, LaneTransfer
 from tiered_zero.hardware.device.streams import StreamAccelerator
 
 

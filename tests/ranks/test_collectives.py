@@ -17,7 +17,7 @@ from tests.memory.child import resident_nbytes
 from tests.ranks.pool import RankPool, open_collectives
 from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import RankError, TransferError
-from tiered_zero.hardware.device.lanes import Lane
+from tiered_zero.hardware.device.accelerator import Lane
 from tiered_zero.hardware.ranks import process_groups
 from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank, make_collectives
 

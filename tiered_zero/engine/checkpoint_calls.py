@@ -29,7 +29,7 @@ from tiered_zero.engine.entry import EngineParts, on_one_thread
 from tiered_zero.engine.full_values import get_grad, get_master, get_state, set_grad, set_master, set_state
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.device.outside_modes import runs_outside_modes
+from tiered_zero.hardware.device.accelerator import runs_outside_modes
 from tiered_zero.sizes import parse_nbytes
 from tiered_zero.telemetry.spans import SAVE_LANE
 

@@ -20,7 +20,7 @@ from tiered_zero.engine.deepspeed_names import DeepSpeedNames
 from tiered_zero.engine.entry import EngineParts, end_unreferenced_run, on_one_thread
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.device.outside_modes import runs_outside_modes
+from tiered_zero.hardware.device.accelerator import runs_outside_modes
 from tiered_zero.plan.planner import Plan
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.spans import SAVE_LANE

@@ -24,7 +24,7 @@ from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.check import GradCheck, OverflowGuard
 from tiered_zero.grads.reduce import GradientReducer
 from tiered_zero.grads.store import GradientStore
-from tiered_zero.hardware.device.outside_modes import runs_outside_modes
+from tiered_zero.hardware.device.accelerator import runs_outside_modes
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.plan.planner import Plan
 from tiered_zero.system import OwnProcess

@@ -17,7 +17,7 @@ from tiered_zero.engine.entry import Entrance, Movers, StepCounts
 from tiered_zero.errors import ModelError, NonFiniteError
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.check import GradCheck, OverflowGuard, check_gradients
-from tiered_zero.hardware.device.outside_modes import runs_outside_modes
+from tiered_zero.hardware.device.accelerator import runs_outside_modes
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.request import UpdateChoice
 from tiered_zero.telemetry.report import StepMeter

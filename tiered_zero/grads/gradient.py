@@ -23,7 +23,7 @@ import torch
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_quietly
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.check import GradCopy, GradNorm
-from tiered_zero.hardware.device.lanes import Lane, LaneTransfer
+from tiered_zero.hardware.device.accelerator import Lane, LaneTransfer
 from tiered_zero.hardware.memory.host_memory import typed_view
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime

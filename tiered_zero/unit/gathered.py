@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.errors import ModelError, add_note
-from tiered_zero.hardware.device.outside_modes import runs_outside_modes
+from tiered_zero.hardware.device.accelerator import runs_outside_modes
 from tiered_zero.unit.guard import handler_of
 from tiered_zero.unit.pager import Pager
 from tiered_zero.unit.saved_views import Saved, SavedViews

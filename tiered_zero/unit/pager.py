@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.concurrency.transfer import Transfer, wait_all
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.device.outside_modes import runs_outside_modes
+from tiered_zero.hardware.device.accelerator import runs_outside_modes
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.planner import PagerLimits

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.errors import ModelError, TieredZeroError
-from tiered_zero.hardware.device.outside_modes import runs_outside_modes
+from tiered_zero.hardware.device.accelerator import runs_outside_modes
 from tiered_zero.unit.guard import ClosedEngine
 from tiered_zero.unit.unit import FlatStorage, UnitState, UnitTable
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tiered_zero.concurrency.transfer import Transfer
-from tiered_zero.hardware.device.accelerator import CpuAccelerator, copy_bytes
-from tiered_zero.hardware.device.lanes import DelayInjector, LaneTransfer
+from tiered_zero.hardware.device.accelerator import CpuAccelerator, DelayInjector, LaneTransfer, copy_bytes
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import tiered_zero
 from tiered_zero.activations.mover import ActivationMover
 from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.data import TrainingLoader
-from tiered_zero.hardware.device.lanes import Lane
+from tiered_zero.hardware.device.accelerator import Lane
 from tiered_zero.layout.flat import Unit
 from tiered_zero.record.store import SwapStore
 from tiered_zero.rules.state_layout import StateLayout

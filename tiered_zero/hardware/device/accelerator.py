@@ -1,9 +1,10 @@
-"""Define the interface of a device: ordered lanes of work next to compute, and memory figures.
+"""Define the interface of a device: ordered lanes of work next to compute, and the memory of units. The CPU is one.
 
 [Note: Lanes] A lane is a worker thread with its own device stream: `fetch` carries parameters to the device, `reduce`
 carries gradients to the host. A job is a plain function; it may first wait for a disk transfer (so nvme -> host ->
 device needs no callback on an I/O worker) and then launches copies. Each job is a transfer, for which its consumer
-waits.
+waits. A job is submitted after the jobs for whose transfers it waits, and a lane runs its jobs in order: lanes cannot
+wait for each other in a circle through `after`. A job that waits inside its own function must see to this itself.
 
 The driver thread (or autograd's) is the `compute` lane: `record_compute` marks what it has launched so far, and
 `wait_on_compute` orders all later launches after a transfer. On the CPU both reduce to threading. Transfers of lanes
@@ -12,6 +13,9 @@ and marks of compute order streams; for any other transfer (the disk's) the host
 A mark is recorded where the work is launched. On a lane's thread the current stream is the lane's own, so the driver
 hands compute's mark to a lane that must come after compute: both calls are refused on a lane, and `record` marks what
 the calling thread itself has launched.
+
+Compute's thread is the user's, with the user's torch modes: what this package does on it, it does outside of these
+(`runs_outside_modes`).
 """
 
 from __future__ import annotations
@@ -19,21 +23,273 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import random
 import threading
+import time
+import traceback
 from abc import ABC, abstractmethod
 from bisect import bisect_right, insort
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
 from operator import itemgetter
-from typing import final
+from queue import SimpleQueue
+from types import TracebackType
+from typing import ParamSpec, Protocol, TypeVar, final
 
 import torch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer
-from tiered_zero.hardware.device.lanes import THIS_THREAD, DelayInjector, Lane, on_lane_error, run_job
+from tiered_zero.errors import InternalError, PlanError
 from tiered_zero.hardware.memory.huge_pages import HugePagePool, PageRange
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
 from tiered_zero.telemetry.spans import Recorder
+
+logger = logging.getLogger("tiered_zero")
+
+Job = Callable[[], None]
+
+
+class _ThisThread(threading.local):
+    """State of the calling thread. `is_lane`: whether it belongs to a lane."""
+
+    is_lane = False
+
+
+THIS_THREAD = _ThisThread()
+
+
+def runs_on_lane() -> bool:
+    """Return whether the calling thread belongs to a lane."""
+    return THIS_THREAD.is_lane
+
+
+def on_lane_error(call: str) -> InternalError:
+    """Return the error to raise if `call`, which is about compute's stream, was made on a lane's thread."""
+    return InternalError(
+        f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
+        "an error in tiered_zero, not in the model: please report it with this message."
+    )
+
+
+class DeviceMarker(Protocol):
+    """The device's side of a transfer, such as a `torch.Event`."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Failure:
+    """Why a job failed. The transfers of jobs that failed because of it share this object. `collected`: a transfer has
+    raised the error."""
+
+    lane: str
+    error: BaseException
+    traceback: TracebackType | None
+    collected: bool = False
+
+
+_LAUNCHED = threading.Event()
+"""The `launched` event of a transfer that is made after its job was launched."""
+
+_LAUNCHED.set()
+
+
+class LaneTransfer(Transfer):
+    """The transfer of a job, which is launched on the host, and complete on the device after that. Without a marker (on
+    the CPU) it is complete when it is launched."""
+
+    def __init__(
+        self,
+        marker: DeviceMarker | None = None,
+        failure: Failure | None = None,
+        launched: threading.Event = _LAUNCHED,
+    ) -> None:
+        """Make the transfer of a job. `marker`: the device's event that completes; None: no device. `failure`: why the
+        job failed; None: it has not. `launched`: for a queued job, an event that the lane's thread sets after marker
+        and failure; the default is set already."""
+        self.marker, self.failure = marker, failure
+        self._launched = launched
+
+    def finish_launch(self, marker: DeviceMarker | None, failure: Failure | None) -> None:
+        """Set marker and failure, then `launched`. Lane's thread only, once."""
+        self.marker, self.failure = marker, failure
+        self._launched.set()
+
+    def wait_launched(self) -> Failure | None:
+        """Block until the job was launched or failed. Return its failure, or None."""
+        if not self._launched.is_set():
+            self._await_launch()
+        return self.failure
+
+    def check_launched(self) -> None:
+        """Block until the job was launched. Raise its error if it failed."""
+        if not self._launched.is_set():
+            self._await_launch()
+        if (failure := self.failure) is not None:
+            failure.collected = True
+            # it may be raised several times: reset its traceback to where it happened
+            raise failure.error.with_traceback(failure.traceback)
+
+    def _await_launch(self) -> None:
+        self._launched.wait()
+
+    def done(self) -> bool:
+        return self._launched.is_set() and (self.marker is None or self.marker.query())
+
+    def wait(self) -> None:
+        if not self._launched.is_set() or self.failure is not None:  # in this order: the failure is set first
+            self.check_launched()
+        if self.marker is not None and not self.marker.query():  # query first: synchronize puts the thread to sleep
+            self.marker.synchronize()
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """An item of a lane's queue: `job`, which is launched when all of `after` were launched without an error. `holds`:
+    tensors that stay referenced until then."""
+
+    job: Job
+    after: Sequence[Transfer]
+    holds: Sequence[torch.Tensor]
+
+
+Launch = Callable[[Work], DeviceMarker | None]
+"""Runs a job on the calling thread, after `work.after` on the device, and returns its completion marker. May raise."""
+
+
+def run_job(work: Work) -> None:
+    """Run a job whose work is complete when it returns: the `Launch` of lanes without a stream."""
+    work.job()
+
+
+class DelayInjector:
+    """Adds seeded delays at the start and end of jobs, so that a missing wait shows. One thread."""
+
+    def __init__(self, seed: int, lane: str) -> None:
+        self._random = random.Random(f"{seed}/{lane}")
+
+    def delay(self) -> None:
+        """Sleep for a random time: nothing in 8 of 20 calls, up to 300 us in 11, 1 to 3 ms in 1."""
+        draw = self._random.random()
+        if draw >= 0.95:
+            time.sleep(self._random.uniform(1e-3, 3e-3))
+        elif draw >= 0.4:
+            time.sleep(self._random.uniform(0.0, 300e-6))
+
+
+class Lane:
+    """An ordered queue of jobs, and the thread that launches them. A failed job does not stop later ones. `inline`:
+    while the lane is idle, a job that waits for nothing runs on the submitting thread."""
+
+    def __init__(self, name: str, launch: Launch, delays: DelayInjector | None = None, inline: bool = False) -> None:
+        self.name = name
+        self._inline = inline
+        self._launch = launch
+        self._delays = delays
+        self._queue: SimpleQueue[tuple[Work, LaneTransfer] | None] = SimpleQueue()
+        self._failures: list[Failure] = []
+        self._closed = False
+        self._lock = threading.Lock()
+        self._num_queued = 0
+        self._running = threading.RLock()  # held while a job runs, on whichever thread
+        self._thread = threading.Thread(target=self._run, name=f"tiered_zero {name}", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # ulimit -u or -v
+            raise PlanError(
+                f"The thread of lane {name} cannot be started: {error}. Raise the limit of processes (ulimit -u) or of "
+                "address space (ulimit -v)."
+            ) from error
+
+    def submit(
+        self,
+        job: Job,
+        after: Sequence[Transfer] = (),
+        holds: Sequence[torch.Tensor] = (),
+        waits: bool = True,
+        transfer: LaneTransfer | None = None,
+    ) -> LaneTransfer:
+        """Run `job` on this lane's thread and stream, after all earlier jobs and after `after`. Any thread.
+
+        Returns the transfer that is done when the job is complete on the device. `holds`: device tensors that the job
+        reads or writes, referenced until it is launched. Free their memory only after `wait_on_compute(transfer)` or
+        `transfer.wait()`: the allocator knows only compute's stream. `waits`: False if the job waits for nothing but
+        `after`; on the CPU such a job runs at once on the calling thread if no job is ahead of it, since the lane's
+        thread would take a core from compute. `transfer`: a new transfer, of the caller's class, to use for the job.
+        """
+        work = Work(job=job, after=[each for each in after if each is not COMPLETED], holds=tuple(holds))
+        with self._lock:  # so that nothing is queued after the end mark
+            if self._closed:
+                raise RuntimeError(f"lane {self.name} is closed; jobs are submitted before the accelerator is closed")
+            runs_now = self._inline and not waits and not self._num_queued and transfer is None
+            for earlier in work.after:
+                runs_now = runs_now and earlier.done()
+            if not runs_now:
+                self._num_queued += 1
+                queued = transfer or LaneTransfer(launched=threading.Event())
+                self._queue.put((work, queued))
+                return queued
+        with self._running:
+            return LaneTransfer(*self._perform(work))
+
+    def close(self) -> None:
+        """Finish queued jobs and stop the thread. Log the errors of jobs for which no thread has waited. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        self._thread.join()
+        for failure in self._failures:
+            if not failure.collected:
+                failure.collected = True
+                exc_info = (type(failure.error), failure.error, failure.traceback)
+                logger.error("a job on lane %s failed and was not waited for", self.name, exc_info=exc_info)
+        self._failures.clear()
+
+    def _run(self) -> None:
+        THIS_THREAD.is_lane = True
+        while (queued := self._queue.get()) is not None:
+            work, transfer = queued
+            with self._running:
+                marker, failure = self._perform(work)
+            with self._lock:
+                self._num_queued -= 1
+            del work, queued  # free what the job holds before its transfer completes
+            if failure is not None:
+                traceback.clear_frames(failure.traceback)  # and what the frames of a failed job hold
+            transfer.finish_launch(marker, failure)
+            del transfer, marker, failure
+
+    def _perform(self, work: Work) -> tuple[DeviceMarker | None, Failure | None]:
+        marker: DeviceMarker | None = None
+        failure: Failure | None = None
+        try:
+            for earlier in work.after:
+                if not isinstance(earlier, LaneTransfer):
+                    earlier.wait()
+                elif (failure := earlier.wait_launched()) is not None:
+                    return None, failure
+            if self._delays is not None:
+                self._delays.delay()
+            marker = self._launch(work)
+        except BaseException as error:
+            failure = Failure(lane=self.name, error=error, traceback=error.__traceback__)
+            self._failures = [old for old in self._failures if not old.collected] + [failure]
+        if self._delays is not None:
+            self._delays.delay()
+        return marker, failure
+
+
+# -- the interface -----------------------------------------------------------------------------------------------------
+
 
 Timer = Callable[[str, str, str, int], AbstractContextManager[None]]
 """(lane, kind, name, nbytes) -> a context manager that records a span."""
@@ -169,8 +425,6 @@ class Accelerator(ABC):
 # -- the CPU as the device -------------------------------------------------------------------------------------------
 
 
-logger = logging.getLogger("tiered_zero")
-
 _LIBC = ctypes.CDLL(None)
 
 
@@ -293,3 +547,32 @@ def _describe(tensor: torch.Tensor) -> str:
     layout = "" if tensor.is_contiguous() else " not contiguous,"
     nbytes = tensor.untyped_storage().nbytes()
     return f"{tuple(tensor.shape)} {tensor.dtype} ({tensor.device},{layout} storage of {nbytes} B)"
+
+
+# -- outside of the user's modes ---------------------------------------------------------------------------------------
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+@contextmanager
+def _outside_modes() -> Iterator[None]:
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
+        yield
+
+
+def runs_outside_modes(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Return `function` as one that runs without the modes that the user has set on this thread: TorchDispatchModes,
+    TorchFunctionModes (such as a default device) and torch.func's transforms. A selective checkpoint, for example,
+    counts every operator in forward and in the recomputation, and must not count copies between tiers. If no mode is
+    on, the check takes 0.2 us."""
+
+    @wraps(function)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if not (_len_torch_function_stack() or _len_torch_dispatch_stack() or peek_interpreter_stack()):
+            return function(*args, **kwargs)
+        with _outside_modes():
+            return function(*args, **kwargs)
+
+    return run

@@ -26,8 +26,15 @@ import torch
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ConfigError, ModelError
-from tiered_zero.hardware.device.accelerator import Accelerator, Timer
-from tiered_zero.hardware.device.lanes import THIS_THREAD, Lane, LaneTransfer, Work, on_lane_error
+from tiered_zero.hardware.device.accelerator import (
+    THIS_THREAD,
+    Accelerator,
+    Lane,
+    LaneTransfer,
+    Timer,
+    Work,
+    on_lane_error,
+)
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.telemetry.spans import Recorder
 

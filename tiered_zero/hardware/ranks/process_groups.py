@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from tiered_zero.concurrency.transfer import Transfer, wait_all
 from tiered_zero.errors import RankError
-from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.device.lanes import Lane, run_job
+from tiered_zero.hardware.device.accelerator import Accelerator, Lane, run_job
 from tiered_zero.hardware.ranks import host_collectives
 from tiered_zero.hardware.ranks.device_collectives import DeviceCollectives
 from tiered_zero.hardware.ranks.host_collectives import ORDER_NBYTES, compare_order, split_rows

@@ -13,7 +13,7 @@ from typing import Any, final
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import RankError, TieredZeroError
-from tiered_zero.hardware.device.lanes import LaneTransfer, runs_on_lane
+from tiered_zero.hardware.device.accelerator import LaneTransfer, runs_on_lane
 from tiered_zero.telemetry.spans import Recorder
 
 GRACE_S = 3.0
