@@ -26,8 +26,7 @@ from tiered_zero.grads.check import GradNorm, OverflowGuard
 from tiered_zero.grads.gradient import NUM_KEPT, SUM_CHUNK_NUMEL, InFlightGradients, UnitGradients
 from tiered_zero.grads.store import GradientStore
 from tiered_zero.hardware.device.accelerator import LaneTransfer
-from tiered_zero.hardware.memory.host_memory import HostArena
-from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.memory.host_memory import HostArena, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.sizes import MIB

@@ -15,7 +15,7 @@ from tests.lagging.cuda import LaggingDevice
 from tests.support.inspection.insides import GradCopy, GradNorm, gradient
 from tests.support.trainers import adamw, tiered
 from tiered_zero.hardware.device.accelerator import Lane, LaneTransfer
-from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.memory.host_memory import StagingPool
 from tiered_zero.plan import staging
 
 NUM_SMALL = 20

@@ -12,8 +12,7 @@ import torch
 from tests.fakes.sync_io import SyncEngine
 from tests.support.inspection.insides import DeviceTier, HostTier, NvmeTier, SwapDir, SwapStore, Tier
 from tiered_zero.hardware.device.accelerator import CpuAccelerator
-from tiered_zero.hardware.memory.host_memory import HostArena
-from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.memory.host_memory import HostArena, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB

@@ -16,8 +16,7 @@ from tests.support.tier_rig import make_runtime
 from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.concurrency.transfer import COMPLETED
 from tiered_zero.errors import TransferError
-from tiered_zero.hardware.memory.host_memory import HostArena
-from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.memory.host_memory import HostArena, StagingPool
 from tiered_zero.hardware.ranks.collectives import SingleRank
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment, cut_subgroups

@@ -46,7 +46,7 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from tiered_zero.errors import InternalError, StoreError
-from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.memory.host_memory import StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, ParamSpec, Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment

@@ -12,7 +12,7 @@ import torch
 
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all, wait_quietly
 from tiered_zero.errors import StoreError
-from tiered_zero.hardware.memory.staging import Lease, StagingPool
+from tiered_zero.hardware.memory.host_memory import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.plan.placement import COMMIT_KINDS
 from tiered_zero.record.manifest import Record

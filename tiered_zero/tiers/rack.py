@@ -11,8 +11,7 @@ from typing import Any, final
 from tiered_zero.concurrency.interrupts import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import StoreError
-from tiered_zero.hardware.memory.host_memory import HostArena
-from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.memory.host_memory import HostArena, StagingPool
 from tiered_zero.hardware.ranks.launcher import launch_name
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.engine import IOEngine, IOSettings, watch

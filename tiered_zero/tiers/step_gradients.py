@@ -29,7 +29,7 @@ import torch
 
 from tiered_zero.concurrency.transfer import COMPLETED, Joined, Transfer, wait_quietly
 from tiered_zero.errors import TieredZeroError
-from tiered_zero.hardware.memory.staging import Lease, StagingPool
+from tiered_zero.hardware.memory.host_memory import Lease, StagingPool
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment
 from tiered_zero.telemetry.spans import Recorder

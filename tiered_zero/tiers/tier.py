@@ -18,8 +18,7 @@ import torch
 from tiered_zero.concurrency.transfer import COMPLETED, Completion, Transfer, wait_all, wait_quietly
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.memory.host_memory import HostArena, HostSlot
-from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.memory.host_memory import HostArena, HostSlot, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import Segment, SubGroup

@@ -14,7 +14,7 @@ from torch import nn
 
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.device.accelerator import runs_outside_modes
-from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.memory.host_memory import StagingPool
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.hardware.runtime import Runtime

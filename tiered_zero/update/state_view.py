@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tiered_zero.errors import BudgetError, InternalError, ModelError
-from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.memory.host_memory import StagingPool
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank

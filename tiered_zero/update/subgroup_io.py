@@ -12,7 +12,7 @@ import torch
 
 from tiered_zero.concurrency.transfer import Transfer, wait_quietly
 from tiered_zero.hardware.device.accelerator import runs_on_lane
-from tiered_zero.hardware.memory.staging import Lease, StagingPool
+from tiered_zero.hardware.memory.host_memory import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import Segment, SubGroup

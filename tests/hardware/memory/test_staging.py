@@ -11,9 +11,8 @@ import torch
 
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.device.accelerator import CpuAccelerator
-from tiered_zero.hardware.memory import staging
-from tiered_zero.hardware.memory.host_memory import HostArena
-from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.memory import host_memory
+from tiered_zero.hardware.memory.host_memory import HostArena, StagingPool
 from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.telemetry.spans import Ledger, Recorder
 
@@ -69,7 +68,7 @@ def test_after_release_a_lease_is_empty_and_its_bytes_poisoned(pool):
 
 def test_a_lease_larger_than_a_buffer_names_both(pool):
     for ask in (pool.lease, pool.lease_nowait):
-        with pytest.raises(BudgetError, match=r"20000 bytes.*param staging.*12288 bytes"):
+        with pytest.raises(BudgetError, match=r"20000 bytes.*param host_memory.*12288 bytes"):
             ask(20_000)
 
 
@@ -108,7 +107,7 @@ def test_a_deadlock_is_an_error_with_the_holders(arena, recorder):
     pool = StagingPool(arena, PAGE_NBYTES, 2, "state staging", recorder, timeout_s=0.05)
     held = [pool.lease(1, "sub-group 0"), pool.lease(1, "sub-group 1")]
     with pytest.raises(
-        BudgetError, match=r"(?s)sub-group 2 waited 0.05 s .* 2 state staging.*sub-group 0\n.*sub-group 1\n"
+        BudgetError, match=r"(?s)sub-group 2 waited 0.05 s .* 2 state host_memory.*sub-group 0\n.*sub-group 1\n"
     ):
         pool.lease(1, "sub-group 2")
     for lease in held:
@@ -128,7 +127,7 @@ def test_a_process_that_was_stopped_is_no_deadlock(arena, recorder, monkeypatch)
         return times_s.pop() if times_s else 1000.0
 
     thread = threading.Thread(target=held.release)
-    monkeypatch.setattr(staging, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(host_memory, "time", SimpleNamespace(monotonic=monotonic))
     pool.lease(1).release()
     thread.join()
     pool.close()
