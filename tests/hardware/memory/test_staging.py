@@ -68,7 +68,7 @@ def test_after_release_a_lease_is_empty_and_its_bytes_poisoned(pool):
 
 def test_a_lease_larger_than_a_buffer_names_both(pool):
     for ask in (pool.lease, pool.lease_nowait):
-        with pytest.raises(BudgetError, match=r"20000 bytes.*param host_memory.*12288 bytes"):
+        with pytest.raises(BudgetError, match=r"20000 bytes.*param staging.*12288 bytes"):
             ask(20_000)
 
 
@@ -107,7 +107,7 @@ def test_a_deadlock_is_an_error_with_the_holders(arena, recorder):
     pool = StagingPool(arena, PAGE_NBYTES, 2, "state staging", recorder, timeout_s=0.05)
     held = [pool.lease(1, "sub-group 0"), pool.lease(1, "sub-group 1")]
     with pytest.raises(
-        BudgetError, match=r"(?s)sub-group 2 waited 0.05 s .* 2 state host_memory.*sub-group 0\n.*sub-group 1\n"
+        BudgetError, match=r"(?s)sub-group 2 waited 0.05 s .* 2 state staging.*sub-group 0\n.*sub-group 1\n"
     ):
         pool.lease(1, "sub-group 2")
     for lease in held:

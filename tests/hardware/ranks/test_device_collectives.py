@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiered_zero.hardware.ranks.device_collectives import DeviceCollectives
+from tiered_zero.hardware.ranks.gather_reduce import DeviceCollectives
 
 
 class Group:

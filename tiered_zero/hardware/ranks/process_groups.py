@@ -20,9 +20,8 @@ import torch.distributed as dist
 from tiered_zero.concurrency.transfer import Transfer, wait_all
 from tiered_zero.errors import RankError
 from tiered_zero.hardware.device.accelerator import Accelerator, Lane, run_job
-from tiered_zero.hardware.ranks import host_collectives
-from tiered_zero.hardware.ranks.device_collectives import DeviceCollectives
-from tiered_zero.hardware.ranks.host_collectives import ORDER_NBYTES, compare_order, split_rows
+from tiered_zero.hardware.ranks import gather_reduce
+from tiered_zero.hardware.ranks.gather_reduce import ORDER_NBYTES, DeviceCollectives, compare_order, split_rows
 from tiered_zero.hardware.ranks.launcher import HOST_BACKEND, all_gather_single, network_interface
 from tiered_zero.hardware.ranks.rank_failures import (
     CollectiveCall,
@@ -157,7 +156,7 @@ class ProcessGroups:
         def gather() -> None:
             if order is not None:
                 compare_order(order, group, self.world_size)
-            host_collectives.gather(rows, shard, self.rank, part_numel, group)
+            gather_reduce.gather(rows, shard, self.rank, part_numel, group)
 
         return self._submit(call, what, gather, flat.nbytes, after)
 
@@ -180,7 +179,7 @@ class ProcessGroups:
             return self._on_device.reduce_scatter(bucket, rows, room, what, call, after)
         group = self._groups.get("collectives")
 
-        job = partial(host_collectives.reduce, rows, room, self.rank, part_numel, group)
+        job = partial(gather_reduce.reduce, rows, room, self.rank, part_numel, group)
         return self._submit(call, what, job, bucket.nbytes, after)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "values") -> None:
