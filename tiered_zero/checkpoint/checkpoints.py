@@ -36,8 +36,7 @@ from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError, ModelError, StoreError
-from tiered_zero.hardware.ranks.agreement import agree
-from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.hardware.ranks.collectives import Collectives, agree
 from tiered_zero.plan.planner import Plan
 from tiered_zero.unit.pager import WholeWeights
 from tiered_zero.update.policy import UpdatePolicy

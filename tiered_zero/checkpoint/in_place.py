@@ -67,8 +67,7 @@ from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all, wait_quietly
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ModelError, StoreError, UntaggedCommitError
-from tiered_zero.hardware.ranks.agreement import agree
-from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.hardware.ranks.collectives import Collectives, agree
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.placement import PlannedSlot
 from tiered_zero.plan.planner import Plan

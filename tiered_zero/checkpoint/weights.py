@@ -28,8 +28,7 @@ from torch import nn
 from tiered_zero.checkpoint.index import BUFFER, MASTER, PARAM, VALUE_KINDS, state_tensors, torch_dtype
 from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.errors import InternalError, ModelError, RankError, StoreError
-from tiered_zero.hardware.ranks.agreement import agree
-from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.hardware.ranks.collectives import Collectives, agree
 from tiered_zero.record.files import sync_directory, write_new_file
 from tiered_zero.sizes import MIB, align_up, format_nbytes
 from tiered_zero.unit.weights import Conversion, open_safetensors, to_files, weight_paths

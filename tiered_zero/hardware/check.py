@@ -2,8 +2,8 @@
 
 Each check takes an open accelerator and returns one finding. Checks and measurements use lanes, pinned memory and
 events as a run does. Rates are those of matrix products, a small model, host memory and the link to the device;
-assembly/rates.py measures the optimizer's, and stores all of them. Main thread, with an idle device; they raise what
-torch raises.
+assembly/machine_rates.py measures the optimizer's, and stores all of them. Main thread, with an idle device; they raise
+what torch raises.
 """
 
 from __future__ import annotations

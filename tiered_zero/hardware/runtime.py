@@ -16,12 +16,10 @@ from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.device.accelerator import Accelerator, CpuAccelerator
 from tiered_zero.hardware.device.streams import CudaAccelerator, StreamAccelerator
 from tiered_zero.hardware.probe import PROC, SYSTEM, Place, gpu_node, place_of
-from tiered_zero.hardware.ranks.agreement import agree
-from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
+from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank, agree
 from tiered_zero.hardware.ranks.launcher import device_backend, local_rank
 from tiered_zero.system import boot_id
-from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.telemetry.spans import Ledger, Recorder
 
 logger = logging.getLogger("tiered_zero")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiered_zero.assembly.machine import SHUTDOWN, check_directories, clear_directories, open_machine, open_runtime
+from tiered_zero.assembly.open_machine import SHUTDOWN, check_directories, clear_directories, open_machine, open_runtime
 from tiered_zero.concurrency.interrupts import Teardown, hold_interrupts
 from tiered_zero.config.load import load
 from tiered_zero.config.schema import Config
@@ -38,8 +38,8 @@ from tiered_zero.rules.from_config import make_rule
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import FollowingMasters, ParamMasters, StateLayout
 from tiered_zero.system import OwnProcess
-from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.report import StepReport, build_step_report
+from tiered_zero.telemetry.spans import Ledger
 from tiered_zero.update.handle import ParamGroupWatch, StateAccess, TierStateOptimizer
 from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.policy import BarrierPolicy

@@ -15,8 +15,7 @@ from torch import nn
 from tiered_zero.errors import BudgetError, InternalError, ModelError
 from tiered_zero.hardware.memory.host_memory import StagingPool
 from tiered_zero.hardware.probe import available_host_nbytes
-from tiered_zero.hardware.ranks.agreement import agree
-from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
+from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank, agree
 from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment

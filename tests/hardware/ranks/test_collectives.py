@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.ranks import launcher
-from tiered_zero.hardware.ranks.agreement import agree
-from tiered_zero.hardware.ranks.collectives import SingleRank, ensure_many
+from tiered_zero.hardware.ranks.collectives import SingleRank, agree, ensure_many
 
 
 @pytest.fixture(autouse=True)

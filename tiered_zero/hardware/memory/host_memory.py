@@ -23,8 +23,7 @@ from tiered_zero.layout.extents import ExtentMap
 from tiered_zero.native.update import available_cpus
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.system import map_memory, touch_pages
-from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.telemetry.spans import Ledger, Recorder
 
 _MAPPED_NBYTES = 128 * 1024
 """The least bytes for a separate mapping. malloc, too, uses one from this size on, until the first of them is freed."""

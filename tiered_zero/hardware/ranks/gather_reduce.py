@@ -1,7 +1,7 @@
 """Gather and reduce host memory over gloo, and memory on a device with the backend that torch has for it.
 
-The host's functions run on a lane of `ProcessGroups`. Host and device share the ranks' parts, the order of a sum, and the
-comparison of what ranks gather.
+The host's functions run on a lane of `ProcessGroups`. Host and device share the ranks' parts, the order of a sum, and
+the comparison of what ranks gather.
 """
 
 from __future__ import annotations
