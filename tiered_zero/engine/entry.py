@@ -36,7 +36,7 @@ from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer
 from tiered_zero.update.policy import UpdatePolicy
 
 if TYPE_CHECKING:
-    from tiered_zero.engine.checkpoint_calls import CheckpointCalls
+    from tiered_zero.engine.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class EngineParts:
     checkpoints: Checkpoints
 
 
-_Engine = TypeVar("_Engine", bound="CheckpointCalls")
+_Engine = TypeVar("_Engine", bound="Engine")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _Method = Callable[Concatenate[_Engine, _Arguments], _Result]
