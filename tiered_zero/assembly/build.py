@@ -27,7 +27,7 @@ from tiered_zero.concurrency.interrupts import Teardown, once
 from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
 from tiered_zero.engine.engine import Engine
-from tiered_zero.engine.entry import EngineParts, Movers
+from tiered_zero.engine.entry import EngineParts, ModelParameters, Movers
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import PlanError, add_note
 from tiered_zero.grads.check import GradNorm, OverflowGuard
@@ -54,7 +54,6 @@ from tiered_zero.tiers.step_gradients import FlatWindows
 from tiered_zero.tiers.tier import Home
 from tiered_zero.unit.hooks import ModuleHooks
 from tiered_zero.unit.materialize import Materializer, UnitPlacer, materialize_model
-from tiered_zero.unit.model import ModelParameters
 from tiered_zero.unit.offloaded import OffloadedParams
 from tiered_zero.unit.pager import Pager, WholeWeights
 from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer, make_scheduler, restored_on_error

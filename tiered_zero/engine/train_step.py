@@ -158,9 +158,11 @@ class TrainStep:
         half way."""
         self.entrance.latch(why)
 
-    def pre_state_dict(self, module: nn.Module) -> None:
+    def pre_state_dict(self, module: nn.Module, *, checks: bool) -> None:
         """Prepare a module's state_dict: make every update visible, and let each parameter be copied only once until
-        the state_dict is complete."""
+        the state_dict is complete. `checks`: whether to refuse a model whose parameters were replaced."""
+        if checks:
+            self.parameters.check()
         self.pager.num_uses += 1
         self.pager.copies.start(self.before_weights_read, module.parameters())
 

@@ -20,7 +20,6 @@ from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.unit.gathered import gather
 from tiered_zero.unit.guard import OffloadedParameter
-from tiered_zero.unit.model import ModelParameters
 from tiered_zero.unit.pager import Pager
 from tiered_zero.unit.quantized_layers import Forward4bit, is_4bit
 from tiered_zero.unit.saved_views import SAVED_TENSOR_HOOKS
@@ -30,10 +29,10 @@ class ForwardEvents(Protocol):
     """Interface of the object that the hooks call. Driver thread; `grad_ready` on autograd's thread."""
 
     pager: Pager
-    parameters: ModelParameters
 
-    def pre_state_dict(self, module: nn.Module) -> None:
-        """Prepare for the state_dict of `module`, which begins."""
+    def pre_state_dict(self, module: nn.Module, *, checks: bool) -> None:
+        """Prepare for the state_dict of `module`, which begins. `checks`: whether to refuse a model whose parameters
+        were replaced."""
 
     def pre_forward(
         self, units: Sequence[Unit], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -187,9 +186,8 @@ class ModuleHooks:
             self._handles.append(module.register_load_state_dict_post_hook(after_load))  # type: ignore[no-untyped-call]
 
     def _before_save(self, params: dict[str, nn.Parameter], module: nn.Module, *_: Any) -> None:
-        if module is self._model or any(module._parameters.get(name) is not own for name, own in params.items()):
-            self._events.parameters.check()
-        self._events.pre_state_dict(module)
+        is_changed = any(module._parameters.get(name) is not own for name, own in params.items())
+        self._events.pre_state_dict(module, checks=module is self._model or is_changed)
 
     def _after_save(
         self, params: dict[str, nn.Parameter], _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any

@@ -1,14 +1,12 @@
 """Describe a model to the layout: its parameters and its module tree.
 
-Refuse, before anything is allocated, a model whose parameters cannot be paged; refuse parameters that are replaced
-later."""
+Refuse, before anything is allocated, a model whose parameters cannot be paged."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import final
 
 import torch
 from torch import nn
@@ -231,66 +229,3 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
             return True
         part.fill_(True)
     return False
-
-
-@final
-class ModelParameters:
-    """Checks that a model still has the parameters with which its run began. `trains`: whether the run trains; frozen
-    parameters must then stay frozen."""
-
-    def __init__(self, model: nn.Module, trains: bool) -> None:
-        self.model = model
-        self._trains = trains
-        named = dict(model.named_parameters())
-        self._names = list(named)
-        self._own = self._seen = list(map(id, named.values()))
-        """The identities of the parameters, in the order of the model: `_own` when the run began, `_seen` at the last
-        check."""
-        self._params = list(named.values())  # identities stay theirs
-        self._frozen = {name: param for name, param in named.items() if not param.requires_grad}
-
-    def check(self) -> None:
-        """Raise ModelError if a parameter, or the module that has it, was replaced or removed, if a trainable parameter
-        was added, or if a frozen one was thawed. Called in `step()` and before weights are saved. Compares identities.
-        """
-        if (seen := list(map(id, self.model.parameters()))) != self._seen:
-            self._check_changed(seen)
-            self._seen = seen
-        if not (self._frozen and self._trains):
-            return
-        with torch._C.DisableTorchFunctionSubclass():
-            thawed = next((name for name, param in self._frozen.items() if param.requires_grad), None)
-        if thawed is not None:
-            raise ModelError(
-                f"Parameter {thawed} requires a gradient, but was frozen when the run started: it has no optimizer "
-                "state, and would never be updated. Freeze parameters that shall wait after tiered_zero.initialize()."
-            )
-
-    def _check_changed(self, seen: list[int]) -> None:
-        """Raise ModelError unless the model still has its first parameters in their order. New frozen parameters are
-        allowed. `seen`: the identities of the parameters that the model has now."""
-        own = set(self._own)
-        kept = [identity for identity in seen if identity in own]
-        if kept != self._own:
-            changed = next(at for at, identity in enumerate(self._own) if kept[at : at + 1] != [identity])
-            raise _replaced_error(self._names[changed])
-        for name, param in self.model.named_parameters():
-            if id(param) in own:
-                continue
-            if not param.requires_grad:
-                self._frozen[name] = param
-            elif self._trains:
-                raise ModelError(
-                    f"Parameter {name} was added to the model after tiered_zero.initialize(): it has no optimizer "
-                    "state, and would be neither updated nor saved. Add it before initialize(), set "
-                    "requires_grad=False for it, or keep its module outside of the model."
-                )
-
-
-def _replaced_error(name: str) -> ModelError:
-    return ModelError(
-        f"Parameter {name} is not the one that was handed to tiered_zero.initialize(): it, or a module around it, was "
-        "replaced or removed, so that the engine would train and save an orphan. Put the former object back; write new "
-        "values into it inside `with tiered_zero.gathered(param, modify=True):` or by load_state_dict() without "
-        "assign=True; or make a new engine for a changed model."
-    )
