@@ -312,7 +312,6 @@ def _make_step(
     resources.add("gradients", gradients.close)
     if reducer is not None:
         resources.add("gradients", reducer.close)
-    resources.add("param.grad", gradients.end_serving)
     params = UnitParameters(inventory, runtime, _flats(pager))
     pipeline = UpdatePipeline(view, runtime, params, _paged_gradients(run_spec))
     whole = _make_whole(run_spec, runtime, pager)

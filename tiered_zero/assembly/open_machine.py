@@ -42,7 +42,6 @@ SHUTDOWN = (
     "lanes",  # threads end before the memory that they use is freed
     "prefetch",  # state that was read ahead is dropped
     "hooks",
-    "param.grad",
     "gradients",
     "activations",
     "pager",  # parameters on the device get memory of their own

@@ -366,10 +366,6 @@ class GradientStore:
         what users assign goes to autograd's attribute."""
         set_gradient_home(self._places, self)
 
-    def end_serving(self) -> None:
-        self.hide()
-        set_gradient_home(self._places, None)
-
     def show(self) -> None:
         """Show gradients, if there are any: a forward or a backward has ended."""
         self.is_shown = self.has_gradients
@@ -521,7 +517,9 @@ class GradientStore:
         return list(map(found.__getitem__, sorted(found)))
 
     def close(self) -> None:
-        """Drop all gradients. Called after the lanes have ended."""
+        """Drop all gradients, and leave `param.grad` to autograd. Called after the lanes have ended."""
+        self.hide()
+        set_gradient_home(self._places, None)
         self._in_flight.clear()
         self._places.clear()
         self._units.clear()
