@@ -27,7 +27,6 @@ from tiered_zero.errors import RankError
 from tiered_zero.grads.check import NONE_BAD, GradCheck, check_squares, span_squares
 from tiered_zero.grads.gradient import UnitGradients
 from tiered_zero.grads.store import GradientStore
-from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.buckets import Bucket
 from tiered_zero.layout.flat import Unit
@@ -126,7 +125,8 @@ class GradientReducer:
         """Whether a backward that reduces has begun and not ended."""
         self._is_last = False
         """Whether shards are complete after these reductions, in the last backward of a step and in step()."""
-        self._calls = RankCalls(self._collectives)
+        self._num_backwards = self._num_steps = 0
+        """How many backwards have reduced since the last step(), and how many times step() has."""
 
     def close(self) -> None:
         """Drop the memory of gradients and buckets."""
@@ -174,7 +174,8 @@ class GradientReducer:
         is_expected = self._order.is_expected if self.shards_params else self._uses.is_expected
         flags = [is_expected(index) for index in self._units]
         flags += [each.is_unreduced or (each.shard is None and each.holds_sums) for each in units]
-        either = self._calls.begin_backward(flags, self._num_sums)
+        self._num_backwards += 1
+        either = self._agree((_BACKWARD, self._num_steps, self._num_backwards), flags)
         used = [index for index, is_used in zip(self._units, either, strict=False) if is_used]
         self._widen(has_more and not self.is_sharded for has_more in either[len(units) :])
         if self.is_sharded:  # gradients of each backward are averaged separately
@@ -253,10 +254,11 @@ class GradientReducer:
                 if not each.on_device:
                     each.wait_transfers()  # the host reads the gradients
             own, bad = self._sum_squares()
-            squares, bad = self._calls.add_squares(own, bad, json.dumps(group_values).encode())
+            squares, bad = self._add_squares(own, bad, json.dumps(group_values).encode())
         self._uses.end_step()
         self._order.end_step()
-        self._calls.end_step()
+        self._num_backwards = 0
+        self._num_steps += 1
         return check_squares(squares, self._names.get(bad), loss_scale, max_norm)
 
     def _sum_squares(self) -> tuple[float, int]:
@@ -284,10 +286,6 @@ class GradientReducer:
                 bad = index if bad == NONE_BAD else min(bad, index)
         return total, bad
 
-    @property
-    def _num_sums(self) -> int:
-        return sum(each.num_sums for each in self._units.values())
-
     def _agree_on_presence(self, micro_steps: int, global_steps: int) -> frozenset[int]:
         """Agree with the other ranks which parameters have a gradient and which units hold sums of several backwards.
         Return the units that step() reduces: those with waiting gradients, and whole units that no backward has
@@ -297,7 +295,7 @@ class GradientReducer:
         units = self._units.values()
         flags += [each.is_unreduced for each in units]
         flags += [each.holds_sums for each in units]
-        either = self._calls.begin_step(global_steps, micro_steps, flags, self._num_sums)
+        either = self._agree((_STEP, global_steps, micro_steps), flags)
         present = {entry.param.index for (_, entry), has in zip(entries, either, strict=False) if has}
         reduced = frozenset(i for i, has in zip(self._units, either[len(entries) :], strict=False) if has)
         self._widen(either[len(entries) + len(units) :])
@@ -317,6 +315,42 @@ class GradientReducer:
                 with each.opened() as flat:
                     flat.zero_()
         return reduced
+
+    # -- calls of all ranks --------------------------------------------------------------------------------------------
+
+    def _agree(self, call: tuple[bytes, int, int], flags: Sequence[bool]) -> list[bool]:
+        """Return for each of `flags` whether it is set on any rank. `call`: the kind and the two numbers of the call
+        that this rank makes. Raises RankError on every rank if one makes another call, or has summed up another number
+        of reductions in this step."""
+        kind, number, part = call
+        bits = sum(flag << place for place, flag in enumerate(flags))
+        packed = bits.to_bytes((len(flags) + 7) // 8, "little")
+        own = _CALL.pack(*call, sum(each.num_sums for each in self._units.values()))
+        what = f"step {number}" if kind == _STEP else f"backward {part} after step {number}"
+        found = self._collectives.exchange(own + packed, what, kind="step or backward")
+        calls = [_CALL.unpack_from(message) for message in found]
+        if len(set(calls)) > 1 or len({len(message) for message in found}) > 1:
+            counts = len({each[:3] for each in calls}) == 1  # else steps and backwards tell them apart
+            texts = ", ".join(f"rank {rank} {_text(each, counts)}" for rank, each in enumerate(calls))
+            raise RankError(
+                f"engine.backward() and engine.step() were expected in the same order on every rank; {texts}. Give "
+                "every rank the same number of batches (a distributed sampler does), and let none leave a step out."
+            )
+        either = 0
+        for message in found:
+            either |= int.from_bytes(message[_CALL.size :], "little")
+        return [bool(either >> place & 1) for place in range(len(flags))]
+
+    def _add_squares(self, squares: float, bad: int, group_values: bytes) -> tuple[float, int]:
+        """Return the sum of `squares` over all ranks, added in rank order, and the lowest `bad`, the index of a
+        parameter whose gradient is not finite, of any rank; NONE_BAD if there is none. `group_values`: the values of
+        the param groups as JSON. Raises RankError if they differ between ranks."""
+        message = _SQUARES.pack(squares, bad, crc32(group_values))
+        found = [_SQUARES.unpack(each) for each in self._collectives.exchange(message, "the gradient norm")]
+        if len({values for _, _, values in found}) > 1:
+            raise _other_values(self._collectives.exchange(group_values, "values of param groups"))
+        named = [index for _, index, _ in found if index != NONE_BAD]
+        return sum(each for each, _, _ in found), min(named, default=NONE_BAD)
 
     # -- one bucket ----------------------------------------------------------------------------------------------------
 
@@ -462,61 +496,6 @@ class BucketMemory:
             else:
                 received.wait()
         self._free.append(memory)
-
-
-@final
-class RankCalls:
-    """Exchanges flags between ranks, when a backward that reduces begins and in step(). `begin_backward` and
-    `begin_step` return for each of `flags` whether it is set on any rank.
-
-    They raise RankError on every rank if one rank makes another call. `num_sums`: the number of reductions of this step
-    whose sums this rank holds; it must be equal on all ranks. Used on the driver thread, or on autograd's while the
-    driver waits.
-    """
-
-    def __init__(self, ranks: Collectives) -> None:
-        self._ranks = ranks
-        self._num_backwards = self._num_steps = 0
-
-    def begin_backward(self, flags: Sequence[bool], num_sums: int) -> list[bool]:
-        self._num_backwards += 1
-        what = f"backward {self._num_backwards} after step {self._num_steps}"
-        return self._agree((_BACKWARD, self._num_steps, self._num_backwards, num_sums), flags, what)
-
-    def begin_step(self, global_steps: int, micro_steps: int, flags: Sequence[bool], num_sums: int) -> list[bool]:
-        return self._agree((_STEP, global_steps, micro_steps, num_sums), flags, f"step {global_steps}")
-
-    def add_squares(self, squares: float, bad: int, group_values: bytes) -> tuple[float, int]:
-        """Return the sum of `squares` over all ranks, added in rank order, and the lowest `bad`, the index of a
-        parameter whose gradient is not finite, of any rank; NONE_BAD if there is none. `group_values`: the values of
-        the param groups as JSON. Raises RankError if they differ between ranks."""
-        message = _SQUARES.pack(squares, bad, crc32(group_values))
-        found = [_SQUARES.unpack(each) for each in self._ranks.exchange(message, "the gradient norm")]
-        if len({values for _, _, values in found}) > 1:
-            raise _other_values(self._ranks.exchange(group_values, "values of param groups"))
-        named = [index for _, index, _ in found if index != NONE_BAD]
-        return sum(each for each, _, _ in found), min(named, default=NONE_BAD)
-
-    def end_step(self) -> None:
-        self._num_backwards = 0
-        self._num_steps += 1
-
-    def _agree(self, call: tuple[bytes, int, int, int], flags: Sequence[bool], what: str) -> list[bool]:
-        bits = sum(flag << place for place, flag in enumerate(flags))
-        packed = bits.to_bytes((len(flags) + 7) // 8, "little")
-        found = self._ranks.exchange(_CALL.pack(*call) + packed, what, kind="step or backward")
-        calls = [_CALL.unpack_from(message) for message in found]
-        if len(set(calls)) > 1 or len({len(message) for message in found}) > 1:
-            counts = len({each[:3] for each in calls}) == 1  # else steps and backwards tell them apart
-            texts = ", ".join(f"rank {rank} {_text(each, counts)}" for rank, each in enumerate(calls))
-            raise RankError(
-                f"engine.backward() and engine.step() were expected in the same order on every rank; {texts}. Give "
-                "every rank the same number of batches (a distributed sampler does), and let none leave a step out."
-            )
-        either = 0
-        for message in found:
-            either |= int.from_bytes(message[_CALL.size :], "little")
-        return [bool(either >> place & 1) for place in range(len(flags))]
 
 
 def _text(call: tuple[bytes, int, int, int], counts: bool) -> str:
