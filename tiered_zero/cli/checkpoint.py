@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import click
 from rich.text import Text
 
-from tiered_zero.checkpoint.index import MANIFEST_NAME
 from tiered_zero.cli.console import (
     DIRECTORY,
     JSON_OPTION,
@@ -197,6 +196,7 @@ def _state(info: TagInfo) -> Text:
 
 def _tags(directory: Path) -> list[TagInfo]:
     """List the tags in a directory of checkpoints; if `directory` is itself a checkpoint, its own tag."""
+    from tiered_zero.checkpoint.index import MANIFEST_NAME
     from tiered_zero.checkpoint.tag import list_tags, look_at
 
     is_one = (directory / MANIFEST_NAME).exists()
