@@ -18,8 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tiered_zero.concurrency.transfer import Transfer, wait_all, wait_quietly
 from tiered_zero.config.schema import ActivationCheckpointingSection
 from tiered_zero.errors import ModelError, TieredZeroError
-from tiered_zero.hardware.memory.blocks import BlockPool, HeapTrim
-from tiered_zero.hardware.memory.host_memory import Lease, StagingPool
+from tiered_zero.hardware.memory.host_memory import BlockPool, HeapTrim, Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.extents import ExtentMap
 from tiered_zero.plan.activations import ActivationPlan

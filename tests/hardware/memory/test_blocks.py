@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
-from tiered_zero.hardware.memory import blocks
-from tiered_zero.hardware.memory.blocks import BlockPool, HeapTrim
+from tiered_zero.hardware.memory import host_memory
+from tiered_zero.hardware.memory.host_memory import BlockPool, HeapTrim
 
 MIB = 1 << 20
 
@@ -49,7 +49,7 @@ def test_the_heap_is_trimmed_where_moved_blocks_have_left_holes(monkeypatch: pyt
     """And not for holes of which nothing has moved: plain PyTorch's blocks come and go."""
     unused, trims = [0], list[int]()
     monkeypatch.setattr(HeapTrim, "_unused_nbytes", lambda self: unused[0])
-    monkeypatch.setattr(blocks, "trim_malloc", lambda: trims.append(unused.pop()) or unused.append(MIB))
+    monkeypatch.setattr(host_memory, "trim_malloc", lambda: trims.append(unused.pop()) or unused.append(MIB))
     heap = HeapTrim(8 * MIB)
     unused[:] = [20 * MIB]
     heap.add(7 * MIB)
