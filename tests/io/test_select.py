@@ -58,7 +58,6 @@ def test_without_its_library_aiofiles_comes_next(swap_path: Path) -> None:
 
 @pytest.mark.usefixtures("without_native")
 def test_with_nothing_that_works_the_error_names_every_reason(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "preadv")
     monkeypatch.setitem(sys.modules, "aiofiles.os", None)
     with pytest.raises(ConfigError, match=r"native is off: .*aiofiles is off: .*cannot be imported"):
         select_engine(swap_path)

@@ -79,14 +79,11 @@ class AiofilesEngine(DiskEngine):
     name = "aiofiles"
 
     def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
-        """Start the thread of the loop. Raises ConfigError if the package is not installed, and on platforms without
-        preadv."""
+        """Start the thread of the loop. Raises ConfigError if the package is not installed."""
         try:
             aiofiles: Any = importlib.import_module("aiofiles.os")
         except ImportError as error:
             raise ConfigError(f"the package aiofiles cannot be imported ({error})") from error
-        if not (hasattr(os, "preadv") and hasattr(os, "pwritev")):
-            raise ConfigError("this platform has no preadv and pwritev")
         super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
         self._call = aiofiles.wrap(_call)
         self.moved_s = time.monotonic()

@@ -203,7 +203,7 @@ def errno_advice(code: int) -> str:
 
 def free_text(path: str) -> str:
     """Describe the free space of the file system that holds, or held, `path`."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError):
         status = os.statvfs(os.path.dirname(path) or ".")
         return f"{format_nbytes(status.f_bavail * status.f_frsize)} free there"
     return "free space there unknown"
@@ -258,8 +258,6 @@ _SLICE_S = 0.25
 _POLL_S = 0.005
 """The shortest wait for a request that hangs: it may be about to complete."""
 
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-
 
 @final
 class DiskFile(File):
@@ -284,8 +282,6 @@ class DiskFile(File):
     def _fallocate(self, nbytes: int) -> bool:
         """Allocate blocks. Return False if the file system cannot: the emulation by glibc does not work through
         O_DIRECT."""
-        if not hasattr(os, "posix_fallocate"):
-            return False
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:
@@ -304,13 +300,13 @@ class DiskFile(File):
 
     def sync(self) -> None:
         """Sync the file, and drop its pages from memory. Raises OSError."""
-        getattr(os, "fdatasync", os.fsync)(self.fd)
+        os.fdatasync(self.fd)
         self.drop_pages(0, 0)
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
         """Ask the system to write out and drop pages of a buffered file, because the plan of host memory does not count
         them. `nbytes`: 0: up to the end."""
-        if not self.direct and hasattr(os, "posix_fadvise"):
+        if not self.direct:
             with contextlib.suppress(OSError):  # advice only
                 os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
@@ -380,7 +376,7 @@ class DiskEngine(IOEngine):
     def open(self, path: str, *, create: bool = False, writable: bool = True) -> DiskFile:
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW
         flags |= os.O_CREAT | os.O_EXCL if create else 0
-        flags |= _O_DIRECT if self.direct else 0
+        flags |= os.O_DIRECT if self.direct else 0
         try:
             fd = opened(path, flags, 0o600)
         except OSError as error:

@@ -215,8 +215,6 @@ def _first_working(
 
 def _try_to_read(engine: DiskEngine, path: str) -> None:
     """Read the first page of a file. Raises TransferError."""
-    if engine.direct and not hasattr(os, "O_DIRECT"):
-        raise TransferError("this platform has no O_DIRECT")
     memory = memoryview(mmap.mmap(-1, PAGE_NBYTES))
     file = engine.open(path, writable=False)
     try:
@@ -229,8 +227,6 @@ def _try(engine: DiskEngine, directory: str, nbytes: int) -> None:
     """Write, sync, read back and compare at an offset of half of `nbytes`. Raises TransferError."""
     path = os.path.join(directory, f".tiered-zero-probe-{secrets.token_hex(8)}")
     half = nbytes // 2
-    if engine.direct and not hasattr(os, "O_DIRECT"):
-        raise TransferError("this platform has no O_DIRECT")
     memory = memoryview(mmap.mmap(-1, 2 * nbytes + 2 * PAGE_NBYTES))
     written, back = memory[half : half + nbytes], memory[half + nbytes : half + 2 * nbytes]
     written[:] = secrets.token_bytes(nbytes)
