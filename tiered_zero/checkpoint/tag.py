@@ -51,6 +51,7 @@ from tiered_zero.record.files import (
 )
 from tiered_zero.record.manifest import Manifest, choose
 from tiered_zero.record.manifest import load as load_manifests
+from tiered_zero.sizes import MIB
 
 logger = logging.getLogger("tiered_zero")
 
@@ -216,6 +217,10 @@ class TagInfo:
         return self.held_id is not None and self.held_id != self.commit_id
 
 
+_PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
+"""The size up to which any manifest is read. A larger one needs data next to it: decoding takes some twenty times the
+bytes of a manifest's text."""
+
 _NO_CHECKPOINT: Final = f"it is not a checkpoint: it has no {MANIFEST_NAME}"
 _LOST: Final = f"a checkpoint that has lost its {MANIFEST_NAME}, without which its data cannot be read. Take another"
 _FOREIGN: Final = {
@@ -260,7 +265,8 @@ def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
                 foreign = "" if OWNER_NAME in names else _foreign(names)
                 reason = f"it is {foreign}" if foreign else _NO_CHECKPOINT
                 return replace(info, reason=reason, is_foreign=foreign not in ("", _LOST)), None
-            data = read_file(MANIFEST_NAME, fd, most_nbytes=MOST_NBYTES)
+            most_nbytes = min(MOST_NBYTES, _PLAIN_MANIFEST_NBYTES + info.nbytes // 64)
+            data = read_file(MANIFEST_NAME, fd, most_nbytes=most_nbytes)
             manifest = TagManifest.decode(data, Path(MANIFEST_NAME))
             info = replace(
                 info,
