@@ -12,6 +12,7 @@ import torch
 
 from tests.fakes.slow_tier import Entry, SlowTier
 from tests.support.inspection.insides import Home, HostTier, Inventory, UnitUpdate
+from tests.support.pairwise import by_turns, pairwise
 from tests.support.tier_rig import make_runtime
 from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.concurrency.transfer import COMPLETED
@@ -425,10 +426,20 @@ def test_a_parameter_that_cannot_be_read_raises_and_gives_every_buffer_back(how:
 # -- the numbers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_buffers", [1, 3])
-@pytest.mark.parametrize("latency", [0, 3, LATE])
-@pytest.mark.parametrize("offloads", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_buffers", "latency", "offloads", "dtype"),
+    [
+        tuple(case.values())
+        for case in pairwise(
+            {
+                "num_buffers": [1, 3],
+                "latency": [0, 3, LATE],
+                "offloads": [True, False],
+                "dtype": [torch.float32, torch.bfloat16],
+            }
+        )
+    ],
+)
 def test_three_steps_give_the_numbers(num_buffers: int, latency: int, offloads: bool, dtype: torch.dtype) -> None:
     units = [make_unit(0, [3000, 1, 0, 70], dtype), make_unit(1, [5000], dtype)]
     world = World(units, num_buffers=num_buffers, latency=latency, offloads=offloads)
@@ -521,10 +532,16 @@ def test_a_unit_is_published_when_its_last_part_is_written() -> None:
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["failing", "refusing"])
 @pytest.mark.parametrize("what", ["read", "write"])
-@pytest.mark.parametrize("which", range(6))
-@pytest.mark.parametrize("latency", [0, LATE])
+@pytest.mark.parametrize(
+    ("which", "how", "latency"),
+    [
+        (which, *case)
+        for which, case in by_turns(
+            range(6), [("failing", 0), ("refusing", LATE), ("failing", LATE), ("refusing", 0)], 2
+        )
+    ],
+)
 def test_a_failing_transfer_raises_in_the_step_and_gives_every_buffer_back(
     how: str, what: str, which: int, latency: int
 ) -> None:
