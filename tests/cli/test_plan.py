@@ -330,6 +330,7 @@ def test_a_plan_ends_with_the_seconds_of_a_step_where_the_rates_are_known() -> N
     assert seconds["seconds"] >= max(seconds["by_resource"].values()) > 0
     assert seconds["tokens_per_s"] == pytest.approx(seconds["tokens"] / seconds["seconds"])
     assert seconds["bound_by"] in seconds["by_resource"] and seconds["shorter_by"]
+    assert seconds["hidden_from_tokens"].keys() == {"host", "nvme"}
     assert sum(seconds["written_nbytes"].values()) == drive["written_nbytes_per_step"]
     shown = CliRunner().invoke(main, ["plan", *options]).stdout
     _, _, screen = shown.partition("Predicted step on a desktop")
@@ -338,6 +339,7 @@ def test_a_plan_ends_with_the_seconds_of_a_step_where_the_rates_are_known() -> N
         "seconds",
         "tokens/s; bound by",
         "busy)",
+        "hidden",
         "shorter",
     ):
         assert word in screen

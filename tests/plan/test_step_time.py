@@ -108,7 +108,7 @@ def test_gradients_on_nvme_are_read_by_the_next_micro_batch_and_the_update() -> 
     plan, nbytes, rate = plan_of(clips=True), 4 * NUMEL, 1e6
     plan = replace(plan, units=tuple(replace(unit, gradients=("nvme", nbytes)) for unit in plan.units))
     disk = Disk(path="", read_bytes_per_s=rate, write_bytes_per_s=rate, mixed_bytes_per_s=rate)
-    step = predict_step(plan, work(plan, accumulation=4), replace(MACHINE, disks=(disk,)))
+    step = predict_step(plan, work(plan, accumulation=4), replace(MACHINE, disks=(disk,)), finds_hidden=False)
     expected = plan.nbytes("nvme", "state") + 4 * nbytes * NUM_UNITS
     assert step.by_resource["disk read"] * rate == pytest.approx(expected, rel=0.02)
 
@@ -145,6 +145,17 @@ def test_more_memory_for_state_never_makes_a_step_longer(host: int, clips: bool,
     rates = machine(plan_of(), compute_s=compute_s, disk_s=1.0)
     work_of = work(less)
     assert predict_step(more, work_of, rates).seconds <= 1.02 * predict_step(less, work_of, rates).seconds
+
+
+def test_a_tier_is_hidden_from_the_tokens_that_make_compute_as_long() -> None:
+    eager, clipped, barrier = plan_of(), plan_of(clips=True), plan_of(policy="barrier")
+    rates = machine(eager, compute_s=0.5, disk_s=1.0)
+    at_once = predict_step(eager, work(eager), rates).hidden_from_tokens["nvme"]
+    behind = predict_step(clipped, work(clipped), rates).hidden_from_tokens["nvme"]
+    assert at_once is not None and behind is not None
+    assert 195 <= at_once < behind <= 3.5 * 200, "forward alone, a third of compute, hides what follows a norm"
+    never = predict_step(barrier, work(barrier), rates)
+    assert never.hidden_from_tokens["nvme"] is None and never.searched_tokens["nvme"] > 8 * 195
 
 
 def test_the_number_of_events_grows_with_neither_parameters_nor_micro_batches() -> None:

@@ -326,9 +326,11 @@ def choose_placement(
     return Choice(candidates=tuple(search.run()), tokens=length * config.train_micro_batch_size_per_gpu)
 
 
-def make_predictor(config: Config, model: nn.Module, rates: Machine | None = None) -> Callable[[Plan], StepSeconds]:
+def make_predictor(
+    config: Config, model: nn.Module, rates: Machine | None = None, *, finds_hidden: bool = False
+) -> Callable[[Plan], StepSeconds]:
     """Return a function that predicts the step of a plan, for the model and batch of `config`. `rates`: see
-    `choose_placement`. Raises ConfigError."""
+    `choose_placement`. `finds_hidden`: see `predict_step`. Raises ConfigError."""
     machine, length = rates or _rates_here(_paths(config)), _length(config, model)
     estimate, tokens = estimate_of(model, config, length), length * config.train_micro_batch_size_per_gpu
     dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[config.param_dtype_name]
@@ -352,7 +354,7 @@ def make_predictor(config: Config, model: nn.Module, rates: Machine | None = Non
                 f"No seconds are predicted: {', '.join(missing)} of {machine.name} are not known. Add them to its "
                 f"file, or, for this machine, {TO_MEASURE}."
             )
-        return predict_step(plan, work, machine)
+        return predict_step(plan, work, machine, finds_hidden=finds_hidden)
 
     return predict
 

@@ -167,7 +167,7 @@ def plan(
     step = None
     if run.trains and ranks == 1:
         try:
-            predict = make_predictor(loaded, model, rates)
+            predict = make_predictor(loaded, model, rates, finds_hidden=True)
             step = predict(run.plan)
         except ConfigError as error:  # rates that are not known
             whose = f"{whose} {error}" if str(error) != whose else whose

@@ -181,8 +181,8 @@ def seconds_facts(step: StepSeconds) -> dict[str, Any]:
 
 
 def seconds_lines(step: StepSeconds, plan: Plan, machine: Machine) -> Iterator[str]:
-    """Yield the last lines of `tiered-zero plan`: seconds by resource, and what would shorten a
-    step."""
+    """Yield the last lines of `tiered-zero plan`: seconds by resource, the tokens with which a tier adds nothing to
+    compute, and what would shorten a step."""
     sizes = ((tier, plan.nbytes(tier)) for tier in TIERS)
     yield f"Predicted step on {machine.name}:"
     yield f"  bytes     {', '.join(f'{tier} {format_nbytes(nbytes)}' for tier, nbytes in sizes if nbytes)}"
@@ -191,5 +191,8 @@ def seconds_lines(step: StepSeconds, plan: Plan, machine: Machine) -> Iterator[s
     for lane, seconds in step.by_resource.items():
         if seconds:
             yield f"  {seconds:9.3g}   {lane} ({seconds / step.seconds:.0%} busy)"
+    for tier, tokens in step.hidden_from_tokens.items():
+        up_to = f"not up to {step.searched_tokens[tier]:,} tokens a step"
+        yield f"  hidden    {tier}: {up_to if tokens is None else f'from {tokens:,} tokens a step on'}"
     if remedy := remedy_of(step.bound_by):
         yield f"  shorter   by {remedy}, as far as there is room"

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Final
 
 from tiered_zero.plan.machine import Machine
@@ -58,6 +59,12 @@ NUM_STEPS: Final = 2
 NUM_MICRO_BATCHES: Final = 3
 """Micro-batches that go through the lanes: the first waits for updates, the last starts some."""
 
+HIDDEN_SHARE: Final = 1.05
+"""A tier is hidden if a step takes no longer than its compute times this."""
+
+HIDDEN_STEP: Final = 1.1
+"""The search for the tokens that hide a tier ends within this factor."""
+
 URGENT: Final = -1
 """The order of reads that compute waits for."""
 
@@ -86,18 +93,32 @@ class Work:
     recomputes: bool = False
     activation_nbytes: int = 0
 
+    def scaled(self, factor: float) -> Work:
+        """Return the work of a step with `factor` times the tokens."""
+        return replace(
+            self,
+            tokens=max(1, round(self.tokens * factor)),
+            forward_flops=self.forward_flops * factor,
+            num_block_elements=round(self.num_block_elements * factor),
+            num_logits=round(self.num_logits * factor),
+            activation_nbytes=round(self.activation_nbytes * factor),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
     """A predicted step. `by_resource`: busy seconds of compute, fetch, reduce, update, disk read and disk write.
-    `tokens`: all tokens of the step. `written_nbytes`: kind -> bytes written to nvme. `num_events`: the number of
-    simulated events."""
+    `tokens`: all tokens of the step. `written_nbytes`: kind -> bytes written to nvme. `hidden_from_tokens`: tier -> the
+    tokens of a step from which the tier adds no time to compute; None: the tier still adds time at `searched_tokens`.
+    `num_events`: the number of simulated events."""
 
     seconds: float
     by_resource: Mapping[str, float]
     tokens: int
     written_nbytes: Mapping[str, int]
     num_events: int
+    hidden_from_tokens: Mapping[str, int | None] = field(default_factory=dict)
+    searched_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def bound_by(self) -> str:
@@ -125,21 +146,58 @@ def missing_rates(plan: Plan, work: Work, machine: Machine) -> list[str]:
     if not plan.request.shares_cores:
         needed["to_device_bytes_per_s"] = machine.to_device_bytes_per_s
         needed["from_device_bytes_per_s"] = machine.from_device_bytes_per_s
-    if any("nvme" in (unit.params[0], unit.gradients[0], *unit.state) for unit in plan.units):
+    if _is_used(plan, "nvme"):
         needed["disks"] = sum(disk.read_bytes_per_s or 0 for disk in machine.disks)
     return [name for name, rate in needed.items() if not rate]
 
 
-def predict_step(plan: Plan, work: Work, machine: Machine) -> StepSeconds:
-    """Predict a step of `work` with `plan` on `machine`, which must have all rates of `missing_rates`."""
-    seconds, by_resource, num_events = _simulate(plan, work, _Rates(plan, machine))
-    return StepSeconds(
+def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool = True) -> StepSeconds:
+    """Predict a step of `work` with `plan` on `machine`, which must have all rates of `missing_rates`. `finds_hidden`:
+    also search the number of tokens from which each tier is hidden, which takes some ten predictions."""
+    rates = _Rates(plan, machine)
+    seconds, by_resource, num_events = _simulate(plan, work, rates)
+    step = StepSeconds(
         seconds=seconds,
         by_resource=by_resource,
         tokens=work.tokens * work.accumulation,
         written_nbytes=plan.written_nbytes(work.accumulation, work.activation_nbytes),
         num_events=num_events,
     )
+    if not finds_hidden:
+        return step
+    found = {tier: _hidden_from(tier, plan, work, machine) for tier in ("host", "nvme") if _is_used(plan, tier)}
+    hidden = {tier: tokens if is_hidden else None for tier, (tokens, is_hidden) in found.items()}
+    return replace(step, hidden_from_tokens=hidden, searched_tokens={tier: found[tier][0] for tier in found})
+
+
+def _is_used(plan: Plan, tier: str) -> bool:
+    """Return whether parameters, state or gradients cross from the tier. From host memory nothing does if the CPU
+    computes."""
+    if tier == "host" and plan.request.shares_cores:
+        return False
+    return any(tier in (unit.params[0], unit.gradients[0], *unit.state) for unit in plan.units)
+
+
+def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[int, bool]:
+    """Search the number of tokens of a step that hides a tier. Return the last number tried, and whether it hides the
+    tier. The smallest number tried makes compute as long as the tier's busiest lane, and is the answer if updates start
+    in backward; the largest is eight times as many."""
+    rates = _Rates(plan, machine, only=tier)
+
+    def is_hidden(factor: float) -> bool:
+        seconds, by_resource, _ = _simulate(plan, work.scaled(factor), rates)
+        return seconds <= HIDDEN_SHARE * _lanes(by_resource, rates)["compute"]
+
+    lanes = _lanes(_simulate(plan, work, rates)[1], rates)
+    low = max(seconds for name, seconds in lanes.items() if name != "compute") / lanes["compute"]
+    if is_hidden(low):
+        return ceil(low * work.tokens * work.accumulation), True
+    if not is_hidden(high := 8 * low):
+        return ceil(high * work.tokens * work.accumulation), False
+    while high > HIDDEN_STEP * low:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if is_hidden(middle) else (middle, high)
+    return ceil(high * work.tokens * work.accumulation), True
 
 
 def _lanes(by_resource: Mapping[str, float], rates: _Rates) -> dict[str, float]:
@@ -171,16 +229,20 @@ Jobs = tuple[Job, ...]
 
 
 class _Rates:
-    """Turns bytes into jobs."""
+    """Turns bytes into jobs. `only`: the one tier whose bytes take time; "": all tiers."""
 
-    def __init__(self, plan: Plan, machine: Machine) -> None:
-        self.shares_cores, self.machine = plan.request.shares_cores, machine
+    def __init__(self, plan: Plan, machine: Machine, only: str = "") -> None:
+        self.shares_cores = plan.request.shares_cores
+        self.machine, self._only = machine, only
         disks = [disk for disk in machine.disks if disk.read_bytes_per_s and disk.write_bytes_per_s]
         self._read = sum(disk.read_bytes_per_s or 0.0 for disk in disks)
         self._write = sum(disk.write_bytes_per_s or 0.0 for disk in disks)
         mixed = sum(disk.mixed_bytes_per_s or 0.0 for disk in disks)
         in_turns = 2 / (1 / self._read + 1 / self._write) if disks else 1.0
         self._both = mixed / in_turns if mixed else 1.0
+
+    def counts(self, tier: str) -> bool:
+        return self._only in ("", tier)
 
     def read(self, nbytes: float, order: int = 0) -> Jobs:
         return self._disk("disk read", nbytes, self._read, order)
@@ -296,18 +358,21 @@ def _cost(units: Sequence[UnitTraffic], plan: Plan, work: Work, rates: _Rates) -
         backward_s += trained * work.num_tensors * (PYTHON_S_PER_TENSOR + overlaps * OVERLAP_S_PER_TENSOR)
         backward_s += _seconds(rates.copy("compute", (2.5 if accumulates else 2) * gradient_nbytes))
     gradient: Jobs = ()
-    if not rates.shares_cores:
+    if not rates.shares_cores and rates.counts("host"):
         moved = sum(unit.gradients[1] for unit in units if unit.gradients[0] != "device")
         gradient += rates.from_device(moved / 2 if accumulates else moved)
         gradient += rates.copy("reduce", 2.5 * moved) if accumulates else ()
-    on_nvme = sum(unit.gradients[1] for unit in units if unit.gradients[0] == "nvme")
+    on_nvme = sum(unit.gradients[1] for unit in units if unit.gradients[0] == "nvme") if rates.counts("nvme") else 0
     if not (plan.update_policy.optimizer_in_backward and work.accumulation == 1):
         gradient += rates.write(on_nvme)
         gradient += rates.read(on_nvme * (work.accumulation - 1) / work.accumulation)  # to be added to
-    fetch = rates.read(param_nbytes["nvme"], URGENT)
-    fetch += rates.to_device(param_nbytes["host"] + (0 if rates.shares_cores else param_nbytes["nvme"]))
+    fetch: Jobs = ()
+    if rates.counts("nvme"):
+        fetch += rates.read(param_nbytes["nvme"], URGENT)
+    if rates.counts("host") or not rates.shares_cores:
+        fetch += rates.to_device(param_nbytes["host"] + (0 if rates.shares_cores else param_nbytes["nvme"]))
     saved = plan.activations.tier if plan.activations is not None else "device"
-    nbytes = round(share * work.activation_nbytes) if saved != "device" else 0
+    nbytes = round(share * work.activation_nbytes) if saved != "device" and rates.counts(saved) else 0
     return _Unit(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -345,13 +410,13 @@ def _cut(joined: Sequence[Sequence[UnitTraffic]], plan: Plan, rates: _Rates) -> 
         grads_nvme = sum(unit.gradients[1] for unit in units if unit.gradients[0] == "nvme")
         for tier in TIERS if rates.shares_cores else TIERS[1:]:
             nbytes = sum(unit.state.get(tier, 0) for unit in units)
-            if not nbytes:
+            if not nbytes or not (rates.counts(tier) or rates.shares_cores):
                 continue
-            on_disk = nbytes if tier == "nvme" else 0
+            on_disk = nbytes if tier == "nvme" and rates.counts("nvme") else 0
             number = max(1, round(most * nbytes / staged_nbytes)) if tier == "nvme" else 1
             part = nbytes / all_nbytes / number
-            params_out = part * param_nbytes["nvme"]
-            grads_in = part * grads_nvme
+            params_out = part * param_nbytes["nvme"] if rates.counts("nvme") else 0.0
+            grads_in = part * grads_nvme if rates.counts("nvme") else 0.0
             piece = _Piece(
                 unit=index,
                 reads=rates.read(on_disk / number + grads_in),
