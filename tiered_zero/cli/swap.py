@@ -8,6 +8,7 @@ import click
 from rich.text import Text
 
 from tiered_zero.cli.console import JSON_OPTION, directory_argument, print_json, print_table, printable
+from tiered_zero.cli.plan import plan
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.record.data_files import Verified, verify_run
 from tiered_zero.record.directory import collect_garbage, list_runs
@@ -19,6 +20,9 @@ _STATE_STYLES = {"alive": "green", "dead": "red", "unknown": "yellow"}
 @click.group("swap")
 def swap() -> None:
     """List the runs in swap directories (the config's nvme_path), and clean them up."""
+
+
+swap.add_command(plan, "capacity")
 
 
 @swap.command("ls", short_help="List runs: owner, bytes, age, model, step.")

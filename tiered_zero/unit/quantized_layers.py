@@ -72,9 +72,14 @@ class Forward4bit:
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
+        # not a decorator, which would import the compiler, for a second, in every process
+        self._uncompiled: Any = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self._uncompiled(x)
+        return found
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
         module, bias = self._module, self._module.bias
         state = module.weight.quant_state
         scales = [owner.absmax for _, owner in _owners(state)]
