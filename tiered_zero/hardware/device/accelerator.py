@@ -238,7 +238,11 @@ class Lane:
                 self._queue.put((work, queued))
                 return queued
         with self._running:
-            return LaneTransfer(*self._perform(work))
+            marker, failure = self._perform(work)
+        if failure is not None and not isinstance(failure.error, Exception):
+            failure.collected = True
+            raise failure.error  # Ctrl-C ends the call that it interrupts, not the later one that waits for this job
+        return LaneTransfer(marker, failure)
 
     def close(self) -> None:
         """Finish queued jobs and stop the thread. Log the errors of jobs for which no thread has waited. Idempotent."""
