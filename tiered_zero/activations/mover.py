@@ -88,9 +88,9 @@ class HostPlace:
 
 @final
 class NvmePlace:
-    """A place in one record of a swap store. Writes go through staging buffers and continue after their job. If the CPU
-    computes, the disk reads straight into the target. Before bytes are read or written again, their earlier write is
-    waited for."""
+    """Activations in one record of a swap store, on NVMe. `write` returns when the bytes are in staging buffers; a
+    later read or write of the same bytes waits for the disk first. If the CPU computes, the disk reads straight into
+    the target."""
 
     waits = True
 

@@ -425,7 +425,7 @@ def _disk_of(path: str, disks: Sequence[Disk]) -> Disk | None:
 
 def estimate_of(model: nn.Module, config: Config, length: int | None = None) -> ActivationEstimate | None:
     """Estimate the activations of a micro-batch. `length`: tokens of a sample; None: as many as the model takes. Return
-    None for a model whose `config` lacks the sizes that those of Hugging Face models have."""
+    None if `model.config` does not name hidden size, layers and length as Hugging Face models do."""
     sizes = _sizes_of(model)
     hidden, layers = _size(sizes, "hidden", "hidden_size", "n_embd"), _size(sizes, "layers", "num_hidden_layers")
     length = length or _most_tokens(model)

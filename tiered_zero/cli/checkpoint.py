@@ -173,9 +173,9 @@ def export(
 def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> None:
     """Remove all whole checkpoints in DIRECTORY except the newest N, but never the one that `latest` names.
 
-    A pointer to an in-place commit counts as whole if the commit still holds its step; if the commit holds a later
-    step, the pointer does not count and is removed. Swap directories and damaged checkpoints stay: list those with
-    `ls`.
+    The tag of an in-place commit only points to the run's swap directory. It is whole while that directory holds the
+    commit. Once the run has committed again, the tag is removed and does not count. Swap directories and damaged
+    checkpoints stay: `ls` lists them.
     """
     from tiered_zero.checkpoint.tag import prune
 

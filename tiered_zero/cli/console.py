@@ -104,7 +104,7 @@ def printable(text: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object, with records as objects and paths as text."""
+    """Print `value` as JSON, with dataclasses as objects and paths as text."""
     click.echo(json.dumps(value, default=lambda one: str(one) if isinstance(one, Path) else vars(one), indent=2))
 
 

@@ -338,8 +338,8 @@ class Training:
 
 
 def train_step(engine: Engine, corpus: Corpus, step: int, context: int, seed: int) -> float:
-    """Run forward, backward and `step()` for each micro-batch of a step; the last `step()` updates. Ranks take the
-    micro-batches in turn. Return the mean loss of this rank."""
+    """Run forward, backward and `step()` for each of this rank's micro-batches of a step; the last `step()` updates.
+    Micro-batch i of the corpus goes to rank i modulo the number of ranks. Return this rank's mean loss."""
     accumulation, size = engine.config.gradient_accumulation_steps, engine.config.train_micro_batch_size_per_gpu
     losses = []
     for micro in range(step * accumulation, (step + 1) * accumulation):

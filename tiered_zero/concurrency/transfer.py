@@ -106,7 +106,7 @@ class Joined(Transfer):
 
 @final
 class SharedWork(Transfer):
-    """Work that the first thread that needs its result does; other threads wait for that thread.
+    """Work that is done by the first thread that waits for its result; other threads wait for that thread.
 
     Example: the end of a disk request, which waits for the disk engine's transfers and verifies their bytes. A `Worker`
     does the work, unless a thread that waits for it does it earlier. Such a thread does not wait for requests that were

@@ -32,9 +32,9 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Adam:
-    """Make torch's AdamW, or torch's Adam if `adamw_mode` is false. The format of state is that of the config. Raises
-    ConfigError if `bias_correction` is false, for which only the config can ask, and for param groups of another
-    optimizer."""
+    """Make torch's AdamW, or torch's Adam if `adamw_mode` is false. `fp32_optimizer_states` is ignored: the config sets
+    the format of state. Raises ConfigError if `bias_correction` is false (the config's optimizer.params can ask for
+    that), and for param groups that were made for another optimizer."""
     if not bias_correction:
         raise ConfigError(
             "bias_correction: expected true, as torch's Adam has no other; found false. Name the optimizer in the "

@@ -218,8 +218,9 @@ class StepCounts:
             )
 
     def begin_step(self, num_uses: int) -> bool:
-        """Count a micro-batch; return whether its step is a boundary. `num_uses`: how often weights were used so far;
-        a use after the backward keeps later updates from beginning in backward."""
+        """Count a micro-batch; return whether its step is a boundary. `num_uses`: the pager's count of uses of
+        weights. If it has grown since the backward ended, the user reads weights after a backward, and from then on
+        updates begin in `step()`."""
         boundary = self.is_boundary()
         self.micro_steps += 1 if self._managed else max(1, self.num_backwards)
         used = self.num_backwards and num_uses != self._num_uses

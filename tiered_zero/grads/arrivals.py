@@ -22,9 +22,9 @@ class GradientArrivals:
     """Passes each gradient that autograd has completed to the gradient store, after the user's own hooks. Runs on
     autograd's thread while the driver thread waits.
 
-    `take` is the first post-accumulate hook of every parameter. The user's hooks run after it and find the gradient in
-    `param.grad`, summed with earlier backwards of the step as in plain PyTorch. The tensor that they leave there is
-    passed to the store when the next gradient arrives, or when the backward ends.
+    `TrainStep.grad_ready`, the first post-accumulate hook of every parameter, calls `take`. The user's hooks run after
+    it and find the gradient in `param.grad`, summed with earlier backwards of the step as in plain PyTorch. The tensor
+    that they leave there is passed to the store when the next gradient arrives, or when the backward ends.
 
     Gradients of a backward that the engine did not start (`loss.backward()`) are divided by `_num_micro_batches`, as in
     DeepSpeed, unless `engine.scale` made the loss. With `_scales_loss` (fp16) such a backward raises ModelError.

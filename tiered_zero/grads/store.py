@@ -184,8 +184,8 @@ class GradientStore:
 
         `source`: [n], complete once `after` is done; it is read until the returned transfer is done. `adds`: add it in
         fp32 to the sums of earlier reductions of this step; False replaces them. `divisor`: `source` is divided by it,
-        in place. `measures`: also sum the squares of the averages: for a `source` in host memory at their home, for one
-        on the device there, unless `adds`.
+        in place. `measures`: also sum the squares of the result, for the norm: they are read from the home if `source`
+        is in host memory; else from `source`, and with `adds` from nowhere, for then it is one term of several.
         """
         unit, squares = gradients.unit, gradients.squares
         self.wait_update(unit)

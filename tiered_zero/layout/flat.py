@@ -237,8 +237,9 @@ class _Kind:
 
 @dataclass(kw_only=True)
 class _Part:
-    """Parameters that become a unit or join one. `module`: the module whose forward uses them. `block`: the module
-    whose small parts are joined; None: these parameters stay separate."""
+    """Parameters that become a unit, alone or with other parts. `module`: the name of the module whose forward uses
+    them. `block`: the name of the block that they belong to, whose small parts of one kind become one unit; None: this
+    part is a unit of its own."""
 
     module: str
     block: str | None

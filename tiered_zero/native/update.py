@@ -113,12 +113,12 @@ class UpdateKernel:
     def __init__(
         self, path: Path, level: str | None = None, num_threads: int | None = None, root: MklRoot | None = None
     ) -> None:
-        """`path`: the library. `level`: the instruction set, a key of LEVELS; None: the one in the environment, else
-        the best that runs here. `num_threads`: None: `available_cpus`. `root`: MKL's square root, for runs with
-        Flag.TORCH_ROOT.
+        """`path`: the library. `level`: the instruction set, a key of LEVELS; None: that of the environment variable
+        LEVEL_VARIABLE, else the best that runs here. `num_threads`: None: `available_cpus`. `root`: MKL's square root,
+        which calls with Flag.TORCH_ROOT use, because torch does.
 
-        Raises OSError if `path` is no library, and ConfigError if it has another version, or if the level is unknown or
-        does not run here."""
+        Raises OSError if `path` is no library, and ConfigError if the library's version is not this package's, or if
+        the level is unknown or does not run here."""
         self.path = path
         self._library = _bind(path)
         self.level = self._choose(level or os.environ.get(LEVEL_VARIABLE) or None)

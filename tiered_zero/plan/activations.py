@@ -70,13 +70,14 @@ GELU_OF_OPERATIONS = "gelu_new"
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """Sizes of a transformer block, in elements of a token.
+    """The shape of a transformer block, from which the bytes that autograd saves for a token are computed.
 
-    `ffn`: the size of one expert. `experts`: the number of experts that a token passes through; 0: no router. `query`,
-    `key`: over all heads. `norms`: the number of normalizations of the hidden state. `norms_heads`: queries and keys
-    are normalized too. `fp32_norms`: normalizations are made of operations in fp32, as in models with RMSNorm; else
-    they are torch's own. `masks`: dropout saves its masks. `eager`: attention keeps its scores. `fp32_scores`: the
-    softmax of eager attention runs in fp32."""
+    `hidden`, `ffn`, `query`, `key`: elements of a token. `ffn`: the width of the feed-forward, or of one expert.
+    `experts`: the number of experts that a token passes through; 0: no router. `query`, `key`: over all heads. `norms`:
+    the number of normalizations of the hidden state. `norms_heads`: queries and keys are normalized too. `fp32_norms`:
+    normalizations are made of operations in fp32, as in models with RMSNorm; else they are torch's own. `masks`:
+    dropout saves its masks. `eager`: attention keeps its scores. `fp32_scores`: the softmax of eager attention runs in
+    fp32."""
 
     hidden: int
     ffn: int

@@ -68,7 +68,8 @@ def open_file(name: str, dir_fd: int, flags: int = os.O_RDONLY) -> Descriptor:
 
 
 def open_of_owner(path: Path) -> Descriptor:
-    """Do what `open_file` does, by a path. Raises OSError, StoreError."""
+    """Open a regular file by its path, read-only. It must belong to this user or to the owner of its directory, as for
+    `open_file`. Raises OSError, StoreError."""
     with open_directory(path.parent) as directory:
         return open_file(path.name, directory)
 

@@ -245,9 +245,9 @@ class SwapStore:
     def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Do the first half of `commit`: make the new state durable next to the last one; `recover` can open either.
 
-        Processes that must commit together all call `prepare`, wait for each other, and then call `confirm`. Until
-        `confirm` committed records cannot be written. Raises StoreError while one is being written, and, with nothing
-        changed, if the manifest does not fit on the disk."""
+        Processes that must commit together all call `prepare`, wait for each other, and then call `confirm`. Until then
+        writes to records that take part in commits are refused. Raises StoreError if such a record is being written,
+        and, with nothing changed, if the manifest does not fit on the disk."""
         self._check()
         written = self._table.freeze(step)
         try:

@@ -55,8 +55,8 @@ class Span:
 class Totals:
     """Sums over an interval, usually one step. See [Note: Lanes and kinds].
 
-    `causes`: kind -> seconds that the driver worked or waited, without the spans inside. `nbytes`: lane -> bytes that
-    arrived, except during waits. `busy_s`: lane -> seconds in which the lane worked.
+    `causes`: kind -> the driver's seconds in spans of the kind, less those of spans nested in them. `nbytes`: lane ->
+    bytes that its spans moved, less those of spans that wait. `busy_s`: lane -> seconds in which the lane worked.
     """
 
     causes: dict[str, float] = field(default_factory=dict)

@@ -77,8 +77,8 @@ class GradientSource(ABC):
         return
 
     def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
-        """Start to read the gradients of a segment from NVMe until `out` is full, and return the transfer. Return None
-        if they are not on NVMe."""
+        """Start to read the gradients of a segment from NVMe, from its first element on, into all of `out`, and return
+        the transfer. Return None if they are not on NVMe."""
         return None
 
     def release(self, unit: Unit) -> None:

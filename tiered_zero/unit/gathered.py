@@ -34,9 +34,10 @@ def gathered(
     stage3_max_live_parameters and the device leave; gather a large model part by part. `modify`: keep the changes that
     are made inside the block. At its end they are written to the parameters' homes, and the fp32 master of every
     element that changed is set to the new value (an unchanged element keeps its master's full precision). If the block
-    raises, its changes are lost, at the latest with the next update; with several ranks the run then ends on all of
-    them. Without `modify` a change raises ModelError at the end of the block. `modifier_rank`: with several ranks,
-    every rank enters a block with `modify`, and gets the values that this rank has at its end.
+    raises, its changes are not written: they are lost with the next update at the latest; with several ranks the run
+    then ends on all of them. Without `modify` a change raises ModelError at the end of the block. `modifier_rank`: with
+    several ranks and `modify` every rank enters the block, and at its end gets the values that the rank `modifier_rank`
+    has.
 
     Results computed inside may be differentiated after the block, until the parameters change. Parameters that no
     engine pages are left alone."""

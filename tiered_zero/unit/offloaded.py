@@ -155,8 +155,9 @@ class ParamCopies:
         return self._depth > 0
 
     def start(self, before_weights_read: Callable[[], None], params: Iterable[nn.Parameter]) -> None:
-        """Begin a state_dict of a module, which has `params`. Those of its children begin and end inside. Raises
-        BudgetError if shards must be gathered and host memory has no room for the whole."""
+        """Note that a module's state_dict begins; those of its children begin and end within it. The outermost one
+        first runs `before_weights_read`. Raises BudgetError if homes hold shards and host memory has no room for a
+        whole copy of `params`, the module's parameters."""
         if self.was_broken_off():
             self._driver.was_broken_off = True
             self.end()

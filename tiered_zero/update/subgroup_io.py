@@ -37,9 +37,9 @@ class ParameterSink(Protocol):
     def write(
         self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
     ) -> tuple[Transfer, int | None]:
-        """Start to write new values from `window`, in host memory, to their home, once `after` is done: work launched
-        before, which may still read the parameters. Return the transfer. If `unit_update` is given and lends the new
-        values to readers until they are written, return also their first byte in the unit; else None."""
+        """Start to write new values from `window`, in host memory, to their home, and return the transfer. It begins
+        when `after` is done: earlier work that may still read the old parameters. Also return the byte offset in the
+        unit where the values begin, if `unit_update` lends them to readers until they are written; else None."""
 
 
 @dataclass(eq=False, repr=False)

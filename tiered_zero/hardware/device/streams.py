@@ -296,7 +296,7 @@ class EventMarker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pending:
-    """A span with recorded events that may not be complete."""
+    """A span of a lane's time, between two events that the device may not have reached yet."""
 
     recorder: Recorder
     lane: str

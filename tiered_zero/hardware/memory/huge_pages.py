@@ -90,7 +90,7 @@ class HugePagePool:
         self.show_nans(address, nbytes)
 
     def show_nans(self, address: int, nbytes: int) -> None:
-        """Map one shared page of NaNs at all of these addresses; the memory mapped there before returns to the
+        """Map one shared page of NaNs at all of these addresses. The memory that was mapped there goes back to the
         system."""
         for start in range(0, nbytes, HUGE_PAGE_NBYTES):
             size = min(HUGE_PAGE_NBYTES, nbytes - start)

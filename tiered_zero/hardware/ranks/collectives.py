@@ -163,9 +163,9 @@ def _meet(timeout_s: float) -> None:
 
 
 def _restarted_store(timeout: timedelta) -> dict[str, Any]:
-    """Return arguments of `init_process_group`: for a restarted run, a store in which the keys of the ended ranks,
-    which name their addresses, are not seen. Empty without a restart, and on several hosts, where each torchrun agent
-    counts its own restarts."""
+    """Return more arguments of `init_process_group` for a restarted run: a store with a prefix of its own, so that
+    ranks do not find the addresses that the ended ranks left there. Return none without a restart, and none on several
+    hosts, whose torchrun agents may count restarts differently."""
     if not num_restarts() or not is_one_host():
         return {}
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
