@@ -16,8 +16,8 @@ from tiered_zero.plan.machine import Disk, Machine
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.request import SubGroupSize
 from tiered_zero.plan.step_time import (
-    MODEL_SHARE,
     NUM_MICRO_BATCHES,
+    OTHER_SHARE,
     Work,
     forward_flops,
     missing_rates,
@@ -74,7 +74,7 @@ def machine(plan: Plan, *, compute_s: float = 0.0, disk_s: float = 0.0, update_s
     compute_s, disk_s, update_s = 1e3 * compute_s, 1e3 * disk_s, 1e3 * update_s
     found = MACHINE
     if compute_s:
-        found = replace(found, flops_per_s={"bf16": 3 * work(plan).forward_flops / compute_s / MODEL_SHARE})
+        found = replace(found, flops_per_s={"bf16": 3 * work(plan).forward_flops / compute_s / OTHER_SHARE})
     if disk_s:
         rate = 2 * plan.nbytes("nvme", "state") / disk_s
         disk = Disk(path="", read_bytes_per_s=rate, write_bytes_per_s=rate, mixed_bytes_per_s=rate)
@@ -177,7 +177,7 @@ def test_what_a_model_computes_besides_products_adds_to_them() -> None:
     known = work(plan, num_block_elements=200, num_logits=400)
     assert predict_step(plan, known, measured).by_resource["compute"] == pytest.approx(1 + 2 + 1)
     for shape, machine in ((work(plan), measured), (known, replace(MACHINE, flops_per_s=flops))):
-        assert predict_step(plan, shape, machine).by_resource["compute"] == pytest.approx(1 / MODEL_SHARE)
+        assert predict_step(plan, shape, machine).by_resource["compute"] == pytest.approx(1 / OTHER_SHARE)
 
 
 def test_rates_that_are_not_known_are_named() -> None:

@@ -126,11 +126,13 @@ class Checkpoints:
         if self._is_async:
             self.async_save.start(self._state, self._policy, tag, captured[0], ready)
             return
-        with tag:
+        try:
             if self._commits is not None:
                 self._commits.save(tag, captured[0].fields, save_latest=save_latest)
             else:
                 self._write(tag, captured[0], ready)
+        finally:
+            tag.discard()  # does nothing if it was published
 
     def _write(self, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
         """Write this rank's share; on rank 0 publish the shares of all ranks."""
@@ -139,9 +141,10 @@ class Checkpoints:
         def write() -> Share:
             self._state.pipeline.cancel_prefetch()  # to free staging buffers, which the save needs
             try:
-                share = capture.write(self._state, tag, ready, self._state.view.scalars)
-                if not is_first:
-                    tag.writer.wait_durable()
+                with tag.writing():
+                    share = capture.write(self._state, tag, ready, self._state.view.scalars)
+                    if not is_first:
+                        tag.writer.wait_durable()
                 return share
             finally:
                 self._state.pipeline.prefetch()

@@ -139,6 +139,14 @@ def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
         with refused(path):
             decides = StoreLocation.model_validate(committed.metadata[DECIDED_BY])
         path, committed = decides.first, _committed(decides.first)
+        if committed.run_id != decides.run_id:
+            raise StoreError(f"{path} belongs to another run than the one whose commit is looked for.")
+    parts = _parts(committed, path)
+    if not parts:
+        raise StoreError(f"{path} holds no in-place commit of a run, or one of another version.")
+    first = parts[0].stores[0]
+    if (first.run_id, first.first) != (committed.run_id, path):
+        raise StoreError(f"{path} belongs to other directories than its commit says; it was copied or moved.")
     return path, dict(committed.metadata)
 
 

@@ -17,8 +17,8 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -355,6 +355,15 @@ class TagWriter:
         self.discard()
         if failure is not None:
             raise failure from error
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Discard the tag if the block raises; otherwise keep it for later calls."""
+        try:
+            yield
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> None:
         """Make everything durable, give the tag its name, then set `latest`. `fields`: the fields of TagManifest that

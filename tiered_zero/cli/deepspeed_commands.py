@@ -8,7 +8,6 @@ Only `deepspeed-alias install` writes that distribution, and nothing in tiered_z
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -61,13 +60,15 @@ class Place:
         return self.scripts / "deepspeed"
 
     def remove(self) -> None:
-        """Remove the alias, of any version."""
-        if _is_ours(self.packages / "deepspeed" / "__init__.py"):
-            shutil.rmtree(self.packages / "deepspeed")
-        if _is_ours(self.command):
-            self.command.unlink()
-        for info in self.infos:
-            shutil.rmtree(info)
+        """Remove the files of the alias, of any version, and the directories that are empty then."""
+        package = self.packages / "deepspeed"
+        files = [path for path in (package / "__init__.py", self.command) if _is_ours(path)]
+        files += package.glob("__pycache__/__init__.*.pyc") if package / "__init__.py" in files else ()
+        for path in [*files, *(path for info in self.infos for path in info.iterdir())]:
+            path.unlink()
+        for folder in (package / "__pycache__", package, *self.infos):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def _is_ours(path: Path) -> bool:

@@ -51,8 +51,8 @@ def is_local(fstype: str | None) -> bool:
 
 def preflight_directory(path: str | os.PathLike[str], key: str = "nvme_path") -> list[str]:
     """Check a directory for swap files, and return warnings as text. `key`: the config key that names it. Raises
-    ConfigError, with a remedy, if it is missing, no directory, a block device, or not
-    writable. Creates and removes one empty file. Free space is not checked here but by the store."""
+    ConfigError, with a remedy, if it is missing, no directory, a block device, or not writable. Creates and removes one
+    empty file. Free space is not checked here but by the store."""
     directory = os.fspath(path)
     try:
         status = os.stat(directory)

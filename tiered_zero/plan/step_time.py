@@ -27,9 +27,10 @@ from tiered_zero.sizes import TIERS
 
 # Calibrated on 2026-11-25 on two cores of an AMD EPYC, GPT-2 of 30 to 350 million parameters at 128 tokens in bf16.
 
-MODEL_SHARE: Final = 0.75
+MODEL_SHARE: Final = {"cpu": 0.45}
+OTHER_SHARE: Final = 0.75
 """The part of the rate of matrix products that a model is assumed to reach, with everything that it computes between
-them, if that was not measured."""
+them, if that was not measured: kind of device -> part, and the part for other kinds."""
 
 PYTHON_S_PER_TENSOR: Final = 1.5e-4
 """Seconds of hooks and autograd for each trained tensor and micro-batch where the CPU computes."""
@@ -391,7 +392,7 @@ def _forward_s(work: Work, machine: Machine) -> float:
     product_s = work.forward_flops / machine.flops_per_s[work.dtype]
     in_blocks, logits = machine.block_elements_per_s.get(work.dtype), machine.logits_per_s.get(work.dtype)
     if not (work.num_block_elements and in_blocks and logits):
-        return product_s / MODEL_SHARE
+        return product_s / MODEL_SHARE.get(machine.device, OTHER_SHARE)
     return product_s + (work.num_block_elements / in_blocks + work.num_logits / logits) / 3
 
 

@@ -234,6 +234,8 @@ _READ_BLOCKS: Final = IOSettings(block_size=MIB)
 """Blocks of 1 MiB. Windows complete in order, so a late block delays all of them: with 4 MiB, which suits training, a
 load takes longer."""
 
+_ATTEMPTS: Final = 3
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -501,20 +503,21 @@ def verify_run(
     """Verify the committed state of the run in `paths`; return None if it has none. A live run may commit meanwhile.
 
     `step`, `metadata`: see `SwapStore.recover`; the state may be a prepared one whose commit another store has decided.
-    Raises StoreError if the run has committed again by the end, so that bytes may have changed, if the manifest is
-    damaged, or if a data file is missing or too short."""
-    if (state := _find_state(paths[0], step, metadata)) is None:
-        return None
-    check_data_files(paths, Stripes(state.weights), state.capacity_nbytes)
-    reader = RecordReader([RecordFiles(paths=[path / DATA_NAME for path in paths], contents=state)])
-    try:
-        broken = reader.damage()
-    finally:
-        reader.close()
-    if _find_state(paths[0], step, metadata) != state:
-        raise StoreError(f"{paths[0]} was committed again while it was read; verify it when its run has ended.")
-    nbytes = sum(item.end - item.start for ranges in state.ranges.values() for item in ranges)
-    return Verified(step=state.step, num_records=len(state.records), nbytes=nbytes, broken=broken)
+    If the run has committed again by the end, its bytes may have changed: the new state is then verified, in up to
+    three attempts. Raises StoreError if the manifest is damaged, or a data file is missing or too short."""
+    for _ in range(_ATTEMPTS):
+        if (state := _find_state(paths[0], step, metadata)) is None:
+            return None
+        check_data_files(paths, Stripes(state.weights), state.capacity_nbytes)
+        reader = RecordReader([RecordFiles(paths=[path / DATA_NAME for path in paths], contents=state)])
+        try:
+            broken = reader.damage()
+        finally:
+            reader.close()
+        if _find_state(paths[0], step, metadata) == state:
+            nbytes = sum(item.end - item.start for ranges in state.ranges.values() for item in ranges)
+            return Verified(step=state.step, num_records=len(state.records), nbytes=nbytes, broken=broken)
+    raise StoreError(f"{paths[0]} commits faster than it can be read; verify it when its run has ended.")
 
 
 def _find_state(path: Path, step: int | None, metadata: Mapping[str, Any]) -> Manifest | None:

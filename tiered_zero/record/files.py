@@ -252,7 +252,8 @@ class JsonFile(StrictModel):
             raise StoreError(f"{expected} no header: it is damaged, or of an older version.")
         if header.get("format") != cls.format_name or header.get("version") != VERSION:
             found, version = (ascii(header.get(name))[:80].strip("'\"") for name in ("format", "version"))
-            raise StoreError(f"{expected} {found} version {version}; read it with the release that wrote it.")
+            advice = "; read it with the release that wrote it" if found == cls.format_name else ""
+            raise StoreError(f"{expected} {found} version {version}{advice}.")
         body = rest[:-1]
         if header.get("nbytes") != len(body) or header.get("xxh3") != xxhash.xxh3_64_hexdigest(body):
             raise StoreError(f"{path} is damaged: its checksum does not match. This state cannot be recovered.")

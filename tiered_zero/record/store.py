@@ -83,7 +83,6 @@ class SwapStore:
         Raises StoreError if the disk is too small; the directory is removed then."""
         self._is_hashed = checksums == "all"
         stripes = Stripes(weights or (state.weights if state is not None else [1.0] * len(directory.paths)))
-        assert len(stripes.weights) == len(directory.paths), "one weight for each path"
         names = [path / DATA_NAME for path in directory.paths]
         self._process = OwnProcess("swap store", StoreError)
         self._directory = directory
