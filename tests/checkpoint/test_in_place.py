@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,16 @@ def test_the_run_that_is_gone_on_with_is_no_leftover(
         assert "swap gc" not in caplog.text
         start(config(swap_path, {"in_place": True})).close()
         assert "the 1 that can be resumed only with --committed" in caplog.text
+
+
+def test_a_copy_of_the_directory_is_refused(swap_path: Path, tmp_path: Path) -> None:
+    """Its commit names the original, which the run would change."""
+    with start(config(swap_path, {"in_place": True})) as engine:
+        train(engine, 1, tmp_path / "saved")
+    (run,) = list_runs(swap_path)
+    copied = shutil.copytree(run.path, tmp_path / run.path.name)
+    with pytest.raises(StoreError, match="copied or moved"):
+        start(config(swap_path, {"in_place": True, "resume": str(copied)}))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -57,8 +57,9 @@ except ImportError as error:
     assert run(code, tmp_path) == "MissingModuleError"
     command = [tmp_path / "bin" / "deepspeed", "--help"]
     assert "--num_gpus" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (own := tmp_path / "deepspeed" / "zero3.json").write_text("{}")
     assert call("uninstall", tmp_path)[0] == 0
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["bin", "other.py"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["bin", "deepspeed", "other.py", own.name]
     assert call("uninstall", tmp_path)[0] == 1
 
 

@@ -210,8 +210,11 @@ def test_what_trainers_ask_of_the_engine() -> None:
         assert config.get("gradient_accumulation_steps") == 1 and config["zero_optimization"].get("stage") == 3
         assert config["tiered_zero"]["checkpoint"].get("async") is False and "train_batch_size" in config
         assert config.get("steps_per_print", 7) == 7 and config.get("comet") is None and "comet" not in config
+        assert engine.tput_timer.avg_samples_per_sec() == 0.0
         engine.backward(engine(batch()).sum())
         engine.step()
+        engine.tput_timer.update_epoch_count()
+        assert engine.tput_timer.epoch_count == 1 and engine.tput_timer.avg_samples_per_sec() > 0
         assert engine.zero_gather_16bit_weights_on_model_save()
         next(engine.module.parameters()).requires_grad_(False)
         names = engine.module.state_dict().keys()

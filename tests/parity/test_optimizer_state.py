@@ -18,9 +18,9 @@ import tiered_zero
 from tests.parity.test_optimizers import RowScaled
 from tests.support.inspection import unverified_nbytes
 from tests.support.inspection.insides import state_view
-from tests.support.models import ParityGPT, batch, groups
+from tests.support.models import ParityGPT, batch, groups, rows, two_layers
 from tests.support.pairwise import by_turns
-from tests.support.trainers import Plain, named_weights, same_bits, tiered, train
+from tests.support.trainers import Plain, adamw, named_weights, same_bits, tiered, train
 from tiered_zero.errors import BudgetError, ModelError, TransferError
 from tiered_zero.rules.native_rules import Lion
 
@@ -226,6 +226,11 @@ def test_state_of_an_optimizer_that_is_passed_in_is_taken_by_the_native_rule(swa
         (lambda saved: saved["param_groups"].pop(), "param groups of"),
         (lambda saved: saved["param_groups"][0]["params"].pop(), "param groups of"),
         (lambda saved: saved["param_groups"][0].pop("lr"), "missing: lr. Load"),
+        (
+            lambda saved: saved["param_groups"][1].update(betas=None),
+            "param group 1 that are loaded; it raised TypeError",
+        ),
+        (lambda saved: saved["param_groups"][0].update(betas=(1, 0.9)), "group 0.*it raised ZeroDivisionError"),
         (lambda saved: saved["state"].update({99: {}}), "found state of .99."),
         (lambda saved: saved["state"][1].update(exp_avg=torch.zeros(3)), r"tokens.weight.*exp_avg.*found \(3,\)"),
         (lambda saved: saved["state"][1].pop("exp_avg_sq"), "tokens.weight.*exp_avg_sq"),
@@ -334,28 +339,65 @@ def test_a_broken_transfer_while_state_is_loaded_stops_training(
     engine.close()
 
 
-@pytest.mark.parametrize("placement", [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
-def test_an_empty_state_starts_all_parameters_anew(placement: tuple[str, str], swap_path: Path) -> None:
-    """As code does that restarts training."""
-    plain = Plain(build(), MAKERS["AdamW"])
-    with tiered(build(), swap_path, placement, MAKERS["AdamW"]) as engine:
+@pytest.mark.parametrize(
+    ("placement", "reset"), by_turns([("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")], ["handle", "own"])
+)
+def test_an_empty_state_starts_all_parameters_anew(placement: tuple[str, str], reset: str, swap_path: Path) -> None:
+    """As code does that restarts training: of the optimizer passed in, and of the one returned."""
+    plain, model = Plain(build(), MAKERS["AdamW"]), build()
+    own = MAKERS["AdamW"](model)
+    with tiered(model, swap_path, placement, lambda _: own) as engine:
         assert run(plain, 0) == run(engine, 0)
-        for optimizer in (plain.optimizer, engine.optimizer):
+        for optimizer in (plain.optimizer, engine.optimizer if reset == "handle" else own):
             optimizer.state = defaultdict(dict)
-        assert not engine.optimizer.state_dict()["state"] and not engine.optimizer.state
+        assert own.state is engine.optimizer.state or reset == "own"
         assert run(plain, 3) == run(engine, 3)
-        with pytest.raises(ModelError, match=r"optimizer\.state = \{\}"):
-            engine.optimizer.state = {engine.module.norm.weight: {}}
+        own.state = {}
+        assert not own.state_dict()["state"] and not engine.optimizer.state
+        run(engine, 6)
+        for optimizer in (own, engine.optimizer):
+            with pytest.raises(ModelError, match=r"optimizer\.state = \{\}"):
+                optimizer.state = {model.norm.weight: {}}
+                engine.step()
+        assert own.state is engine.optimizer.state and len(own.state) > 0
 
 
-def test_a_reset_of_the_own_optimizer_is_refused(swap_path: Path) -> None:
+def test_state_that_is_read_or_loaded_after_a_reset_of_the_own_optimizer_follows_it(swap_path: Path) -> None:
     plain, model = Plain(build(), MAKERS["AdamW"]), build()
     own = MAKERS["AdamW"](model)
     with tiered(model, swap_path, ("cpu", "cpu"), lambda _: own) as engine:
         assert run(plain, 0) == run(engine, 0)
+        saved = copy.deepcopy(engine.optimizer.state_dict())
+        for read in (
+            lambda: engine.optimizer.state,
+            lambda: engine.optimizer.state_dict()["state"],
+            lambda: engine.optimizer.read_state(model.norm.weight),
+        ):
+            own.state = {}
+            assert not read()
+            engine.optimizer.load_state_dict(saved)
         own.state = {}
-        with pytest.raises(ModelError, match=r"engine\.optimizer\.state = \{\}"):
-            engine.step()
-        assert own.state is engine.optimizer.state and len(own.state) > 0
-        assert run(plain, 3) == run(engine, 3)
+        engine.optimizer.load_state_dict(saved)
+        assert run(plain, 2) == run(engine, 2)
     assert own.state is not engine.optimizer.state
+
+
+def test_a_reset_that_came_too_late_for_a_step_is_said_and_made_after_it(swap_path: Path) -> None:
+    plain, model = Plain(two_layers()), two_layers()
+    own = adamw(model)
+    runtime = {"update": "overlapped"}
+    with tiered(model, swap_path, ("cpu", "cpu"), lambda _: own, runtime=runtime) as engine:
+        for index in range(4):
+            for trainer in (plain, engine):
+                trainer.backward(trainer(rows(index)).square().mean())
+            if index == 2:
+                own.state = {}
+                with pytest.raises(ModelError, match=r"Call step\(\) first"):
+                    engine.step()
+            for trainer in (plain, engine):
+                trainer.step()
+            if index == 2:
+                plain.optimizer.state = defaultdict(dict)
+                assert not engine.optimizer.state_dict()["state"]
+        assert_same_weights(plain.module, engine.module)
+        assert_same_state(plain.optimizer.state_dict(), engine.optimizer.state_dict())

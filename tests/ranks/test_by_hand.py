@@ -54,8 +54,8 @@ def test_changes_by_hand_are_those_of_one_rank(ranks: RankPool, swap_path: Path)
         assert differences(each["weights"], found[0]["weights"]) == []
 
 
-def fail_in_block(path: str, stage: int) -> list[str]:
-    """Rank 1 raises inside of a block that changes a weight, and catches it: what each has heard, and then hears."""
+def fail_in_block(path: str, stage: int, failing: list[int]) -> list[str]:
+    """Ranks raise inside of a block that changes a weight, and catch it: what each has heard, and then hears."""
     rank, model, engine = begin_run(path, stage=stage)
     engine.backward(engine(*micro_batches(Case(), 0, rank, 2)[0]))
     engine.step()
@@ -63,7 +63,7 @@ def fail_in_block(path: str, stage: int) -> list[str]:
     for _ in range(2):
         try:
             with tiered_zero.gathered([model.norm.weight, model.sometimes.bias], modify=True):
-                if rank == 1 and not heard:
+                if rank in failing and not heard:
                     raise ValueError("no such weight")
         except Exception as error:
             heard.append(f"{type(error).__name__}: {error}")
@@ -73,12 +73,16 @@ def fail_in_block(path: str, stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_block_that_raises_on_one_rank_ends_the_run_on_all(ranks: RankPool, swap_path: Path, stage: int) -> None:
-    first, second = ranks.run(fail_in_block, 2, str(swap_path), stage)
+    first, second = ranks.run(fail_in_block, 2, str(swap_path), stage, [1])
     assert len(first) == len(second) == 2, "the run has ended"
-    why = "the code inside of gathered() has raised ValueError: no such weight"
+    why = "the code inside of gathered() has raised on rank 1 alone: ValueError: no such weight"
     assert first[0] == f"RankError: Rank 1 failed, which ends the run on all 2 ranks: {why}"
     assert second[0] == "ValueError: no such weight"
     assert why in first[1] and why in second[1]
+
+
+def test_a_block_that_raises_on_all_ranks_ends_none(ranks: RankPool, swap_path: Path) -> None:
+    assert ranks.run(fail_in_block, 2, str(swap_path), 3, [0, 1]) == [["ValueError: no such weight"]] * 2
 
 
 def load_data(path: str) -> list[int]:

@@ -25,8 +25,8 @@ and writes a 16-bit weight."""
 
 
 def measure_machine(disk: Disk) -> Machine:
-    """Measure the rates of this machine's processors, memory and link to the device, in some 5 s. `disk`: a disk that
-    has been measured before. Main thread."""
+    """Measure the rates of this machine's processors, memory and link to the device, in less than 10 s. `disk`: a disk
+    that has been measured before. Main thread."""
     from tiered_zero.hardware import check
     from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
     from tiered_zero.hardware.runtime import build_accelerator

@@ -10,8 +10,10 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 from torch import nn
 
@@ -41,7 +43,7 @@ MISSING: Mapping[str, str] = {
     **dict.fromkeys(("offload_states", "reload_states"), _RESTS),
     **dict.fromkeys(("coalesce_grad_reduction", "fetch_parameters"), _PAGED),
     **dict.fromkeys(("set_train_batch_size", "set_train_micro_batch_size"), _FIXED_BATCH),
-    **dict.fromkeys(("monitor", "timers", "tput_timer", "flops_profiler", "flops_profiler_enabled"), _REPORTS),
+    **dict.fromkeys(("monitor", "timers", "flops_profiler", "flops_profiler_enabled"), _REPORTS),
     **dict.fromkeys(("train_batch", "eval_batch", "set_custom_curriculum_learning_schedule"), _OTHER_WORK),
     **dict.fromkeys(("eigenvalue", "quantizer", "progressive_layer_drop", "random_ltd_scheduler"), _OTHER_WORK),
     **dict.fromkeys(("zero_sub_group_size", "zero_offload_optimizer", "zero_offload_param"), _IN_CONFIG),
@@ -69,6 +71,25 @@ def _reader(path: str, kind: type[_Value], text: str = "") -> Callable[[DeepSpee
 
     read.__doc__ = text or f"`{path}` of the config."
     return read
+
+
+@final
+@dataclass(kw_only=True)
+class ThroughputTimer:
+    """Stands for DeepSpeed's `engine.tput_timer`, with which scripts count epochs. `samples_per_s`: measures the
+    throughput of the last optimizer step."""
+
+    samples_per_s: Callable[[], float]
+    epoch_count: int = 0
+
+    def update_epoch_count(self) -> None:
+        """Count an epoch."""
+        self.epoch_count += 1
+
+    def avg_samples_per_sec(self) -> float:
+        """Return how many samples all ranks together trained on per second in the last optimizer step; 0.0 before the
+        first step."""
+        return self.samples_per_s()
 
 
 class DeepSpeedNames(ABC):
@@ -212,6 +233,16 @@ class DeepSpeedNames(ABC):
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     steps_per_print = _reader("steps_per_print", int, "Optimizer steps between two log lines; None: no lines.")
+
+    @cached_property
+    def tput_timer(self) -> ThroughputTimer:
+        """An object that counts epochs and returns the samples per second."""
+        meter, config = self._step.meter, self._run.config
+
+        def samples_per_s() -> float:
+            return config.train_batch_size / meter.report.wall_s if meter.report is not None else 0.0
+
+        return ThroughputTimer(samples_per_s=samples_per_s)
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each param group."""

@@ -198,6 +198,7 @@ class TrainStep:
         try:
             self.policy.check()
             if trains:
+                self._groups.take_reset()
                 self._groups.check()
             self.runtime.accelerator.check_compute()
         except Exception as error:
@@ -209,7 +210,7 @@ class TrainStep:
         """Raise ModelError if gradients wait for a step, or parameters were replaced: a checkpoint holds the state
         between two steps. `act`: the first words of the error message, such as "A checkpoint is saved"."""
         self.check()
-        self._groups.check()
+        self._groups.take_reset()
         self.parameters.check()
         counts = self.counts
         if counts.num_backwards or counts.is_accumulating or self.arrivals.num_own_backwards or self.policy.is_open:

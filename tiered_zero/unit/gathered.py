@@ -34,10 +34,9 @@ def gathered(
     stage3_max_live_parameters and the device leave; gather a large model part by part. `modify`: keep the changes that
     are made inside the block. At its end they are written to the parameters' homes, and the fp32 master of every
     element that changed is set to the new value (an unchanged element keeps its master's full precision). If the block
-    raises, its changes are not written: they are lost with the next update at the latest; with several ranks the run
-    then ends on all of them. Without `modify` a change raises ModelError at the end of the block. `modifier_rank`: with
-    several ranks and `modify` every rank enters the block, and at its end gets the values that the rank `modifier_rank`
-    has.
+    raises, its changes are not written: they are lost with the next update at the latest. Without `modify` a change
+    raises ModelError at the end of the block. `modifier_rank`: with several ranks and `modify` every rank enters the
+    block, and at its end gets the values that the rank `modifier_rank` has.
 
     Results computed inside may be differentiated after the block, until the parameters change. Parameters that no
     engine pages are left alone."""
@@ -107,7 +106,7 @@ def _gather_unit(pager: Pager, paged: PagedUnit, modify: bool, modifier_rank: in
         pager.begin_gather(paged)
         try:
             old = pager.offloaded_params.remember(paged) if modify else None
-            with pager.offloaded_params.changing() if modify else nullcontext():
+            with pager.offloaded_params.changing(paged) if modify else nullcontext():
                 yield
             if modify:
                 paged.events.before_weights_write()

@@ -4,7 +4,7 @@ code has changed weights."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from types import FrameType
 from typing import final
@@ -12,10 +12,11 @@ from typing import final
 import torch
 from torch import nn
 
-from tiered_zero.errors import BudgetError
+from tiered_zero.errors import BudgetError, RankError
 from tiered_zero.hardware.device.accelerator import runs_outside_modes
 from tiered_zero.hardware.memory.host_memory import StagingPool
 from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.hardware.ranks.collectives import agree
 from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
@@ -94,14 +95,31 @@ class OffloadedParams:
         return paged.storage.flat.to("cpu", copy=True) if self._cuts is not None and paged.unit.trainable else None
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Inside the block, user code changes units. If the code raises, the run ends on all ranks: the others would
-        wait in `write_back`."""
+    def changing(self, paged: PagedUnit) -> Iterator[None]:
+        """Inside the block, user code changes the unit. If the code raises on some ranks only, the run ends: the other
+        ranks would wait in `write_back`, and changes made before would differ between ranks."""
         try:
             yield
-        except BaseException as error:
-            self._ranks.fail(f"the code inside of gathered() has raised {type(error).__name__}: {error}")
+        except Exception as error:
+            with suppress(RankError):  # of a run that has ended: the block's own error says more
+                self._end_change(paged, f"{type(error).__name__}: {error}")
             raise
+        except GeneratorExit:  # the block was dropped, as torch drops those of a load_state_dict() that an error ends
+            self._ranks.fail("an error ended gathered() or load_state_dict(); its own output says which")
+            raise
+        except BaseException as interrupt:
+            self._ranks.fail(f"{type(interrupt).__name__} inside of gathered()")
+            raise
+        self._end_change(paged, "")
+
+    def _end_change(self, paged: PagedUnit, error: str) -> None:
+        found = agree(self._ranks, f"the end of gathered() of {paged.unit.name}", lambda: error)
+        failed = [rank for rank, text in enumerate(found) if text]
+        if failed and len(failed) < len(found):
+            message = f"the code inside of gathered() has raised on rank {failed[0]} alone: {found[failed[0]]}"
+            self._ranks.fail(message)
+            if not error:
+                raise RankError(f"Rank {failed[0]} failed, which ends the run on all {len(found)} ranks: {message}")
 
     @runs_outside_modes
     def write_back(self, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int = 0) -> None:

@@ -105,7 +105,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         return self._flushed().read(only)
 
     def check_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Raise ModelError if these values of the param groups need state arrays that were not planned."""
+        """Raise ModelError if a step would fail with these values of the param groups."""
         self._flushed().check_groups(groups)
 
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
@@ -130,6 +130,10 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         """Create the state of `params` by an update with zero gradients, which does not count as a step."""
         names = self._open().names_of(params)
         self._policy.update_now(ZeroGradients(names))
+
+    @property
+    def is_open(self) -> bool:
+        return self._view is not None
 
     def close(self) -> None:
         """Make every later access raise ModelError: the run ends and its tiers are closed."""
@@ -176,7 +180,7 @@ class TierStateOptimizer(Optimizer):
     @property  # type: ignore[override]
     def state(self) -> Mapping[nn.Parameter, ParamState]:
         """A mapping whose keys are the parameters that have state. Assigning an empty mapping resets all state."""
-        return self._access if self._copies is None else self._copies
+        return self._state_access() if self._copies is None else self._copies
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -186,6 +190,9 @@ class TierStateOptimizer(Optimizer):
             refuse_state()
         else:
             self._reset()
+
+    def _state_access(self) -> StateAccess:
+        return self._access
 
     @hold_interrupts()
     def _reset(self) -> None:
@@ -206,7 +213,7 @@ class TierStateOptimizer(Optimizer):
         Raises BudgetError if the tensors do not fit into free host memory. If state is sharded (many ranks, stage 1 and
         up) every rank calls this and gets the whole state.
         """
-        before, self._copies = self._copies, self._access.read()
+        before, self._copies = self._copies, self._state_access().read()
         try:
             return super().state_dict()
         finally:
@@ -232,11 +239,11 @@ class TierStateOptimizer(Optimizer):
     def read_state(self, param: nn.Parameter) -> ParamState:
         """Return one parameter's state as `state_dict()` has it, on every rank; empty before the parameter's first
         step."""
-        return self._access.read(param).get(param, {})
+        return self._state_access().read(param).get(param, {})
 
     def _replace_state(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
         """Replace the state and the values of the param groups. Raises ModelError, with nothing changed."""
-        self._access.replace(states, groups)
+        self._state_access().replace(states, groups)
         replace_values(self.param_groups, groups)
 
     def __getstate__(self) -> NoReturn:
@@ -318,8 +325,32 @@ class TieredOptimizer(TierStateOptimizer):
         self._engine: Any = None
         """The engine, whose `step`, `zero_grad` and `loss_scale` this optimizer uses; None before `connect`. Typed Any,
         because this file cannot import the engine's."""
+        self._refused: Any = None
         for name in _HOOKS:
             setattr(self, name, getattr(source, name))
+
+    def _state_access(self) -> StateAccess:
+        self.take_reset()
+        return self._access
+
+    def take_reset(self) -> None:
+        """Reset the state if the program has assigned an empty mapping to `state` of the user's own optimizer. Called
+        before every use of the state. If an update has begun in backward, raise ModelError, but only once: the step can
+        then be made with the old state, and the first use after it resets the state."""
+        given = self._source.state
+        if given is self._access or not isinstance(self._access, StateAccess) or not self._access.is_open:
+            return
+        if not given:
+            try:
+                self._reset()
+            except ModelError:
+                if self._refused is given:
+                    return
+                self._refused = given
+                raise
+        self._source.state = self._access  # type: ignore[assignment]
+        if given:
+            refuse_state()
 
     @property
     def loss_scale(self) -> float:
@@ -392,9 +423,9 @@ class TieredOptimizer(TierStateOptimizer):
 
     def checked_group_options(self, options: Any) -> list[dict[str, Any]]:
         """Return `options`, which are untrusted, checked and completed. They have the form of `group_options()`. Raises
-        ModelError if the form differs, or if they need state arrays that were not planned."""
+        ModelError if the optimizer cannot step with them."""
         completed = self._completed_options(options)
-        self._access.check_groups(completed)
+        self._state_access().check_groups(completed)
         return completed
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
@@ -446,8 +477,8 @@ class TieredOptimizer(TierStateOptimizer):
 
 @final
 class ParamGroupWatch:
-    """Raises ModelError for changes of optimizers that the run cannot follow: another list of groups, other parameters
-    in a group, other values of fused, capturable or differentiable, another `state`.
+    """Raises ModelError for changes of param groups that the run cannot follow: another list of groups, other
+    parameters in a group, other values of fused, capturable or differentiable.
 
     Other group values are read at each step and may change; the place of each parameter's state is decided once, when
     the run starts. The optimizers may be freed before the engine. Used on the driver thread at each call, which costs
@@ -455,8 +486,7 @@ class ParamGroupWatch:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        """`optimizers`: the run's optimizer and the user's own, which share one list of param groups; empty if the
-        engine only evaluates."""
+        """`optimizers`: all optimizers that share the one list of param groups."""
         self._groups: list[dict[str, Any]] = optimizers[0].param_groups if optimizers else []
         self._params: list[list[nn.Parameter]] = [list(group["params"]) for group in self._groups]
         self._chosen = [[bool(group.get(option)) for option in _CODE_OPTIONS] for group in self._groups]
@@ -470,25 +500,21 @@ class ParamGroupWatch:
             for group in self._groups
         ]
 
+    def take_reset(self) -> None:
+        """Reset the state if the program has assigned an empty mapping to `state` of the user's own optimizer."""
+        for ref in self._optimizers[:1]:
+            if isinstance(handle := ref(), TieredOptimizer):
+                handle.take_reset()
+
     def check(self) -> None:
         """Raise ModelError if the list of groups, the parameters of a group, or one of its options fused, capturable
-        and differentiable has changed, or if `state` of the user's own optimizer was replaced."""
-        handle = self._optimizers[0]() if self._optimizers else None
+        and differentiable has changed."""
         for ref in self._optimizers:
-            if (owner := ref()) is None or handle is None:
-                continue
-            if owner.param_groups is not self._groups:
+            if (owner := ref()) is not None and owner.param_groups is not self._groups:
                 raise ModelError(
                     "optimizer.param_groups was replaced by another list, which the engine and its schedulers do not "
                     "see. Put the former list back, and set values in its groups: optimizer.param_groups[0]['lr'] = "
                     "0.1."
-                )
-            if owner is not handle and owner.state is not handle.state:
-                owner.state = handle.state
-                raise ModelError(
-                    "`state` of the optimizer that was passed to tiered_zero.initialize() was replaced; the state on "
-                    "the tiers is what it was. To drop that, assign to the returned optimizer: engine.optimizer.state "
-                    "= {}."
                 )
         if len(self._groups) != len(self._params):
             raise ModelError(
