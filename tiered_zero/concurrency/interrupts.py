@@ -7,7 +7,8 @@ cannot be dropped: inside of `step()`, in a backward whose updates have begun, w
 change of `gathered(modify=True)` is written, in an in-place commit, in `close()`. An interrupt there would make the
 engine unusable, and lose the work since the last save. So the interrupt is raised after those. A second interrupt is
 raised at once, and so is an exception of the program's own handler of SIGINT: if it ends work that cannot be undone,
-the engine latches.
+the engine latches. An error that a handler raises in a lane's job on the main thread, such as a time limit's, is the
+job's error.
 """
 
 from __future__ import annotations

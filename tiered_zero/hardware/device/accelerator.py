@@ -223,7 +223,8 @@ class Lane:
         reads or writes, referenced until it is launched. Free their memory only after `wait_on_compute(transfer)` or
         `transfer.wait()`: the allocator knows only compute's stream. `waits`: False if the job waits for nothing but
         `after`; on the CPU such a job runs at once on the calling thread if no job is ahead of it, since the lane's
-        thread would take a core from compute. `transfer`: a new transfer, of the caller's class, to use for the job.
+        thread would take a core from compute, and KeyboardInterrupt in it is raised. `transfer`: a new transfer, of the
+        caller's class, to use for the job.
         """
         work = Work(job=job, after=[each for each in after if each is not COMPLETED], holds=tuple(holds))
         with self._lock:  # so that nothing is queued after the end mark

@@ -395,9 +395,9 @@ class HeapTrim:
     nothing without mallinfo2 of glibc 2.33. One thread.
 
     Small long-lived blocks end up between large ones in the heap, whose holes then fit no large block. The same run of
-    GPT-2 30M, whose plan is 769 MiB, had 752 MiB resident after a step, and 980 MiB without trims, which would have
-    saved a tenth of its CPU time. A mapping per large block (M_MMAP_THRESHOLD) leaves no holes, but a step took a third
-    more CPU time, all of it to clear pages.
+    GPT-2 30M, whose plan is 769 MiB, had 752 MiB resident after a step, and 950 to 1,003 MiB without trims, which would
+    have saved a tenth of its CPU time. A mapping per large block (M_MMAP_THRESHOLD) leaves no holes, but a step took a
+    third more CPU time, all of it to clear pages.
     """
 
     def __init__(self, nbytes: int) -> None:

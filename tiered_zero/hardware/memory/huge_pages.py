@@ -5,7 +5,8 @@ again: on the virtual machine where this was measured that took several times as
 pages are mapped under a unit's addresses (mremap(2), which moves an entry of the page table, not bytes), and unmapped
 again into a store of such pages. So memory is never fragmented, and the disk can write to it directly, because it
 begins at a page. With parameters of GPT-2 124M on NVMe, 1,160 MiB were resident after a step, and 1,270 MiB with malloc
-(at most in a step: 1,395 and 1,618 MiB) in the same CPU time; without the store, a step took 8% more of it.
+(at most in a step: 1,395 and 1,618 MiB) in the same CPU time; without the store, a step took 2 to 11% more of it, in
+the median 2%.
 
 Addresses without their own memory show NaN (all bits set, -1 as integers). Code that reads a tensor past every guard
 (at a constant address in C++, as `torch.jit.save` does) sees NaN instead of zeros that look like weights.
