@@ -416,7 +416,7 @@ def _make_gradients(
 
 
 def _paged_gradients(run_spec: RunSpec) -> dict[int, torch.dtype]:
-    """Map each unit whose gradients rest on NVMe to their dtype."""
+    """Return unit index -> dtype of its gradients, for the units whose gradients rest on NVMe."""
     plan = run_spec.plan
     return {
         unit.index: torch.float32 if plan.request.sums_gradients else unit.dtype

@@ -387,8 +387,8 @@ class RunState:
 
     @cached_property
     def own_layouts(self) -> Sequence[StateLayout]:
-        """The layouts of the sub-groups that this rank saves: its own ones, or its part of those that every rank
-        has."""
+        """Return the layouts of the sub-groups that this rank saves. If state is sharded, these are all that it has;
+        else every rank has all sub-groups, and saves some of them."""
         layouts = self.view.layouts
         return layouts if self.is_sharded else [own for own in layouts if self._is_own(own.subgroup.index)]
 

@@ -61,7 +61,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO
 
 
 def clone_tensors_for_torch_save(item: _Item, device: object = None) -> _Item:
-    """Return `item`: `state_dict()` gives copies in host memory."""
+    """Return `item` as it is: no clone is needed, because `state_dict()` already gives copies in host memory."""
     return item
 
 

@@ -40,9 +40,9 @@ class Init:
     """Builds the model as it is written, in host memory; `initialize` moves it to its tiers.
 
     DeepSpeed shards each module as it is made. This class does not build on the meta device, where the values that a
-    constructor writes into parameters would be lost. The user may: build a model larger than host memory under
-    `torch.device("meta")`, with values from `reset_parameters`, `_init_weights` or `tiered_zero.weights`. With many
-    ranks all get rank 0's values, unit by unit.
+    constructor writes into parameters would be lost. For a model larger than host memory write `torch.device("meta")`
+    yourself: its values then come from `reset_parameters`, `_init_weights` or `tiered_zero.weights`. With several ranks
+    `initialize` gives every rank the values of rank 0, unit by unit.
     """
 
     def __init__(

@@ -447,8 +447,8 @@ class Entrance:
 
     def abort(self, *, keeps_gradients: bool = False) -> None:
         """Drop the step: wait for transfers, evict units, drop gradients, in this order. Raises the error of a
-        gradient's transfer. `keeps_gradients`: True after a forward that raised; fetches then go on, and the gradients
-        of earlier micro-batches stay."""
+        gradient's transfer. `keeps_gradients`: True after a forward that raised. Then only its micro-batch is dropped:
+        the gradients of earlier ones stay, and fetches under way are not waited for."""
         movers = self._movers
         self._phase.has_own_backward = False
         if not keeps_gradients:
@@ -478,8 +478,8 @@ class Entrance:
             movers.pager.driver.was_broken_off = False
 
     def drop_gradients(self, are_taken: bool = False) -> None:
-        """Drop the gradients. `are_taken`: whether the update has taken them already; only gradients that hooks of the
-        optimizer have assigned since are then left to drop."""
+        """Drop the step's gradients. `are_taken`: the update has taken them; then drop only what hooks of the optimizer
+        have assigned to `param.grad` after that."""
         gradients = self._movers.gradients
         self._arrivals.reset()
         gradients.hide()

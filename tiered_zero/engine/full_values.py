@@ -92,8 +92,8 @@ def _read_masters(step: TrainStep, unit: Unit) -> torch.Tensor:
 
 @hold_interrupts()
 def get_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
-    """Return a copy of the state tensor `name`, as torch's optimizer calls it, such as "exp_avg", on the CPU in fp32;
-    None before the first step."""
+    """Return a copy, on the CPU, of the state tensor that torch's optimizer calls `name`, such as "exp_avg"; None
+    before the first step."""
     if (step := _step_of(param)) is None:
         return None
     (_, entry), view = _place(step, param), step.policy.view

@@ -331,10 +331,10 @@ def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
 def _walk(
     module: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: UnitRules, above: tuple[ModuleSpec, ...] = ()
 ) -> Iterator[tuple[str, tuple[int, ...], str | None]]:
-    """Yield (module name, its parameters, the block to which they belong) for each group.
+    """Yield (module name, its parameters, the block to which they belong) for each part that is not cut further.
 
-    With several ranks the walk stops at a block of a list that holds stacks, even if the block is a stack itself,
-    unless the block runs all of its children in order. `cap`: the most elements of a unit. `above`: the modules around
+    With several ranks a block that holds experts or other stacks is not cut, because ranks may run different ones of
+    them, unless it runs all of its children in order. `cap`: the most elements of a unit. `above`: the modules around
     `module`, root first."""
     numel = sum(specs[index].numel for index in module.all_params)
     in_list = any(outer.is_list for outer in above)
