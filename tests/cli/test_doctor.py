@@ -20,7 +20,7 @@ from tiered_zero.errors import TransferError
 from tiered_zero.hardware import check, probe
 from tiered_zero.io.engine import DiskEngine, DiskFile
 from tiered_zero.native import LIBRARY_DIR_VARIABLE
-from tiered_zero.plan.machine import default_path, load_machine
+from tiered_zero.plan.machine import Disk, default_path, load_machine
 from tiered_zero.sizes import GIB, MIB
 from tiered_zero.system import BAD, GOOD, POOR
 
@@ -140,6 +140,21 @@ def test_rates_are_measured_kept_and_shown(swap_path: Path, monkeypatch: pytest.
     assert "elements of blocks: " in shown and f"disk of {paths[0]}: read " in shown and machine.date in shown
     replace(machine, name="another").save(default_path())
     assert "were measured on another with" in examine(swap_path)["rates"]["found"]
+
+
+def test_free_memory_is_read_before_rates_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps the memory of a device that it has used."""
+    order: list[str] = []
+
+    def measure(accelerator: object) -> dict[str, float]:
+        order.append("rates")
+        return {}
+
+    monkeypatch.setattr(probe, "available_device_nbytes", lambda device: order.append("free"))
+    monkeypatch.setattr(check, "product_rates", measure)
+    monkeypatch.setattr(check, "_COPIED_NBYTES", MIB)
+    monkeypatch.setattr(machine_rates, "_UPDATED_NUMEL", MIB)
+    assert machine_rates.measure_machine(Disk(path="disk")).device_nbytes is None and order == ["free", "rates"]
 
 
 @pytest.mark.parametrize("limit", [2 * GIB, None])

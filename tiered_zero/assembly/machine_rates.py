@@ -33,14 +33,16 @@ def measure_machine(disk: Disk) -> Machine:
 
     accelerator = build_accelerator()
     try:
+        # before anything is measured: torch keeps device memory that was used
+        free_nbytes = available_device_nbytes(accelerator.device), available_host_nbytes()
         to_device, from_device = check.link_rates(accelerator)
         products = check.product_rates(accelerator)
         in_blocks, logits = check.model_rates(accelerator, products)
         return replace(
             _this_machine(),
             device=accelerator.device.type,
-            device_nbytes=available_device_nbytes(accelerator.device),
-            host_nbytes=available_host_nbytes(),
+            device_nbytes=free_nbytes[0],
+            host_nbytes=free_nbytes[1],
             flops_per_s=products,
             block_elements_per_s=in_blocks,
             logits_per_s=logits,

@@ -321,10 +321,11 @@ def _model_parts(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return functions that run forward and backward of a model's blocks, and of its last layer and loss."""
     device = accelerator.device
+    heads = max(1, hidden // 64)
     block = nn.TransformerEncoderLayer(
-        hidden, max(1, hidden // 64), 4 * hidden, activation="gelu", batch_first=True, norm_first=True
+        hidden, heads, 4 * hidden, activation="gelu", batch_first=True, norm_first=True, device=device, dtype=dtype
     )
-    blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False).to(device, dtype)
+    blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
     head = nn.Linear(hidden, vocab, bias=False, device=device, dtype=dtype)
     inputs = torch.randn(1, tokens, hidden, device=device, dtype=dtype, requires_grad=True)
     labels = torch.randint(vocab, (tokens,), device=device)

@@ -381,7 +381,7 @@ def list_runs(parent: Path) -> list[RunInfo]:
         with open_directory(parent.resolve()) as fd:
             for name in os.listdir(fd):
                 if name.startswith(PREFIX):
-                    with suppress(FileNotFoundError):  # it may have ended meanwhile
+                    with suppress(FileNotFoundError):  # the run may end, and remove its directory
                         runs.append(_inspect(parent / name, name, fd))
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL
         raise StoreError(f"{parent} is not a directory that can be read ({error}); name one of nvme_path.") from error
