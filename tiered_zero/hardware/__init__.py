@@ -1,4 +1,5 @@
-"""Give access to the machine: lanes of work, pinned host memory, staging buffers, process groups, facts.
+"""Give access to the machine: lanes (worker threads with a device stream), pinned host memory, staging buffers, process
+groups, facts.
 
 Promise: jobs on a lane run in order, and each job's transfer carries the job's error; host memory is one block of the
 planned size, pinned or reported as pageable; a lease waits for a buffer, and a deadlock raises an error that names the

@@ -1,10 +1,9 @@
 """Check a device for `tiered-zero doctor --device`, and measure the rates of this machine for plans.
 
 Each check takes an open accelerator and returns one finding. Checks and measurements use lanes, pinned memory and
-events as a run does. Rates are those of matrix products, a small model, host memory and the link to the device;
-assembly/machine_rates.py measures the optimizer's, and stores all of them. Main thread, with an idle device; they raise
-what torch raises.
-"""
+events as a run does. Rates are measured of matrix products, a small model, copies in host memory, and copies to and
+from the device. assembly/machine_rates.py measures the optimizer's rates, and stores all rates. Main thread, with an
+idle device. Errors of torch are raised unchanged."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def check_memory(accelerator: Accelerator) -> Finding:
 
 
 def check_kernel(accelerator: Accelerator) -> Finding:
-    """Launch a kernel on the device, which fails if this torch was not built for the device's architecture."""
+    """Launch a kernel on the device. The launch fails if this torch was not built for the device's architecture."""
     device, built = accelerator.device, f"torch {torch.__version__}"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -69,7 +68,8 @@ def check_kernel(accelerator: Accelerator) -> Finding:
 
 
 def check_copies(accelerator: Accelerator) -> Finding:
-    """Measure copies in each direction, of pinned and of pageable memory."""
+    """Measure the rates of copies to the device, from it, and both at once, with pinned and with pageable host
+    memory."""
     rates, fix = {}, ""
     for pins in (True, False):
         with copy_buffers(accelerator, pins) as (up, down):
@@ -106,7 +106,7 @@ def check_sleep(accelerator: Accelerator) -> Finding:
 
 
 def check_allocator(accelerator: Accelerator) -> Finding:
-    """Name torch's allocator, and check that the pool of units returns its memory."""
+    """Name torch's device allocator, and check that the device gets the memory of freed units back."""
     device = accelerator.device
     backend = torch.cuda.memory.get_allocator_backend() if device.type == "cuda" else device.type
     conf = next((f"{name}={os.environ[name]}" for name in _ALLOC_CONF if name in os.environ), "no PYTORCH_ALLOC_CONF")
@@ -138,7 +138,7 @@ def check_pinning(accelerator: Accelerator, nbytes: int) -> Finding:
 
 
 def check_numa(accelerator: Accelerator, system: Path = SYSTEM, proc: Path = PROC) -> Finding:
-    """Compare the device's NUMA node with those of pinned pages."""
+    """Check that pinned pages lie on the device's NUMA node."""
     node, num_nodes = gpu_node(accelerator.device, system), len([*system.glob("devices/system/node/node[0-9]*")])
     if node is None or num_nodes < 2:
         return Finding("NUMA", GOOD, f"nodes: {num_nodes}; the device's: {'not said' if node is None else node}")
@@ -152,7 +152,7 @@ def check_numa(accelerator: Accelerator, system: Path = SYSTEM, proc: Path = PRO
 
 
 def node_pages(address: int, proc: Path = PROC) -> dict[int, int]:
-    """Count the pages on each NUMA node in the mapping of this process that holds `address`."""
+    """Return NUMA node -> number of pages, for this process's memory mapping that contains `address`."""
     maps = [line.split() for line in read_text(proc / "self/numa_maps").splitlines()]
     below = [words for words in maps if int(words[0], 16) <= address]
     words = max(below, key=lambda words: int(words[0], 16), default=[])
@@ -160,8 +160,8 @@ def node_pages(address: int, proc: Path = PROC) -> dict[int, int]:
 
 
 def check_collectives(accelerator: Accelerator) -> Finding:
-    """Run an all-reduce in a group of this process alone, which connects as a larger group does. The call is made in a
-    thread of its own, because a call that hangs cannot be ended."""
+    """Run an all-reduce in a process group of this process alone; the group connects as a larger group does. The call
+    runs on a thread of its own, because a call that hangs cannot be ended."""
     device, ended = accelerator.device, list[str]()
 
     def reduce() -> None:
@@ -197,7 +197,8 @@ def _arena(accelerator: Accelerator, nbytes: int, pins: bool = True) -> Iterator
 
 @contextmanager
 def copy_buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[Launch, Launch]]:
-    """Yield two functions that launch copies from host memory to the device and back."""
+    """Yield two functions: one launches NUM_COPIES copies from host memory to the device, the other launches as many
+    back. Each copy has COPY_NBYTES. `pins`: whether to pin the host memory."""
     with _arena(accelerator, 2 * COPY_NBYTES, pins) as arena:
         host = [arena.take(COPY_NBYTES, "param").tensor.fill_(0) for _ in range(2)]
         on_device = [torch.zeros(COPY_NBYTES, dtype=torch.uint8, device=accelerator.device) for _ in range(2)]
@@ -216,7 +217,7 @@ def copy_buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[
 
 
 def _products(accelerator: Accelerator, seconds: float) -> tuple[Launch, float]:
-    """Return a function that launches matrix products which take about `seconds`, and the seconds measured."""
+    """Return a function that launches matrix products for about `seconds`, and the seconds that they took."""
     square = torch.ones(SIDE, SIDE, device=accelerator.device)
 
     def launch(number: int = 1) -> Transfer:
@@ -244,24 +245,26 @@ DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.fl
 REPEATS: Final = 5
 
 LIMIT_S: Final = 1.0
-"""The seconds after which one rate is measured no further: slow work is repeated less often."""
+"""Seconds after which the work of one rate is not repeated again."""
 
 _SHAPES: Final = {True: (512, 512), False: (4096, 4096)}
-"""Tokens and hidden size of the products, on the CPU and on others. On two cores of Zen 5, alone, 512 x 512 reaches
-0.95 of the rate of 2048 x 2048 in fp32 and in bf16. With fewer tokens reading the weights takes additional time."""
+"""Whether the device is the CPU -> tokens and hidden size of the matrix products. On two idle cores of Zen 5, 512 x 512
+reaches 0.95 of the rate of 2048 x 2048 in fp32 and in bf16. With fewer tokens, reading the weights would add time."""
 
 _MODEL_SHAPES: Final = {True: (256, 2, 8192), False: (4096, 2, 16384)}
-"""Tokens, blocks and vocabulary of the small model. Its hidden size is that of the products."""
+"""Whether the device is the CPU -> tokens, blocks and vocabulary of the small model. `_SHAPES` has its hidden size."""
 
 _SLOW: Final = 0.1
-"""The small model does not run in a dtype that the device multiplies at less than this part of its rate in fp32."""
+"""The small model does not run in slow dtypes: those in which the device multiplies at less than this share of its rate
+in fp32."""
 
 _COPIED_NBYTES: Final = 128 * MIB
 
 
 def median_rate(amount: float, work: Callable[[], object]) -> float:
-    """Return `amount` per second, from the median of REPEATS calls of `work`. A first call before them counts only if
-    that call alone takes LIMIT_S. `amount`: bytes or operations of one call."""
+    """Call `work` at most REPEATS times, for at most about LIMIT_S, and return `amount` per second of the median call.
+    `amount`: bytes or operations of one call. An additional first call is not counted, except if that call alone takes
+    LIMIT_S."""
     seconds: list[float] = []
     while not seconds or (len(seconds) <= REPEATS and sum(seconds) < LIMIT_S):
         began_s = time.perf_counter()
@@ -271,7 +274,7 @@ def median_rate(amount: float, work: Callable[[], object]) -> float:
 
 
 def product_rates(accelerator: Accelerator) -> Mapping[str, float]:
-    """Return name of dtype -> operations per second of an MLP's matrix products, one of forward and two of backward.
+    """Return dtype name -> operations per second of a linear layer's matrix products: one in forward, two in backward.
     Dtypes that the device cannot multiply are left out."""
     tokens, hidden = _SHAPES[accelerator.device.type == "cpu"]
     rates = {}
@@ -293,9 +296,11 @@ def product_rates(accelerator: Accelerator) -> Mapping[str, float]:
 def model_rates(
     accelerator: Accelerator, products: Mapping[str, float]
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Return name of dtype -> elements per second of what a model computes besides its matrix products, in forward and
-    backward together: elements of the hidden states of transformer blocks, and logits of a loss. `products`: the result
-    of `product_rates`. Dtypes that the device multiplies slowly, or whose model has no room, are left out."""
+    """Measure what a small model computes besides its matrix products, in forward and backward together.
+
+    Return two mappings of dtype name -> elements per second: elements of hidden states for the transformer blocks,
+    logits for the loss. `products`: the result of `product_rates`. Dtypes that the device multiplies slowly are left
+    out, and dtypes in which the model does not fit or does not run."""
     tokens, layers, vocab = _MODEL_SHAPES[accelerator.device.type == "cpu"]
     hidden = _SHAPES[accelerator.device.type == "cpu"][1]
     in_blocks, logits = {}, {}
@@ -311,7 +316,8 @@ def model_rates(
 
 
 def _rate_besides(amount: float, product_s: float, work: Callable[[], object]) -> float:
-    """Return `amount` per second of `work` without its products; at least a tenth of its time is without them."""
+    """Return `amount` per second of `work` without its matrix products, which take `product_s` seconds. At least a
+    tenth of the time of `work` is counted."""
     seconds = 1 / median_rate(1.0, work)
     return amount / max(seconds - product_s, seconds / 10)
 
@@ -319,7 +325,7 @@ def _rate_besides(amount: float, product_s: float, work: Callable[[], object]) -
 def _model_parts(
     accelerator: Accelerator, dtype: torch.dtype, tokens: int, hidden: int, layers: int, vocab: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return functions that run forward and backward of a model's blocks, and of its last layer and loss."""
+    """Return two functions that run forward and backward: of a model's blocks, and of its last layer and loss."""
     device = accelerator.device
     heads = max(1, hidden // 64)
     block = nn.TransformerEncoderLayer(
@@ -345,13 +351,13 @@ def _model_parts(
 
 
 def copy_rate() -> float:
-    """Return bytes read plus bytes written per second by a copy within host memory, on torch's threads."""
+    """Copy within host memory on torch's threads. Return the bytes read plus the bytes written, per second."""
     source, target = (torch.ones(_COPIED_NBYTES, dtype=torch.uint8) for _ in range(2))
     return median_rate(2 * _COPIED_NBYTES, lambda: target.copy_(source))
 
 
 def link_rates(accelerator: Accelerator) -> tuple[float | None, float | None]:
-    """Return bytes per second of copies from pinned memory to the device, and back; None if the device is the CPU."""
+    """Return bytes per second of copies from pinned memory to the device, and of copies back; two None on the CPU."""
     if accelerator.device.type == "cpu":
         return None, None
     with copy_buffers(accelerator) as launches:

@@ -15,7 +15,7 @@ CGROUP = Path("/sys/fs/cgroup")
 SYSTEM = Path("/sys")
 
 Place = tuple[int, int, int]
-"""A processor's NUMA node, package and core. Processors with the same place are threads of one core."""
+"""(NUMA node, package, core) of a processor. Processors with the same place are threads of one core."""
 
 
 def accelerator_kind() -> str | None:
@@ -28,7 +28,8 @@ def accelerator_kind() -> str | None:
 
 
 def accelerator_names() -> list[str]:
-    """Return the makers' names of torch's accelerators, by index; empty if there is none."""
+    """Return the product names of the accelerators that torch finds, in the order of their indices; empty if there is
+    none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return []
@@ -59,8 +60,9 @@ def total_host_nbytes(proc: Path = PROC) -> int:
 
 
 def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Return the bytes that can be allocated before the kernel kills a process: the least of MemAvailable and every
-    enclosing cgroup's limit minus its usage. Inactive page cache counts as free (the kernel drops it first)."""
+    """Return the bytes that this process can allocate before the kernel kills a process: MemAvailable, or what its
+    cgroups have left (limit minus usage) if that is less. Inactive page cache counts as free, because the kernel drops
+    it first."""
     bounds = [_meminfo(proc).get("MemAvailable") or _physical_nbytes()]
     for folder in cgroup_folders("memory", proc, cgroup):
         limit = _read_int(folder / "memory.max", folder / "memory.limit_in_bytes")
@@ -100,13 +102,14 @@ def _physical_nbytes() -> int:
 
 
 def _read_int(*candidates: Path) -> int | None:
-    """Return the number in the first of the files that holds one; None if there is no such file, or only "max"."""
+    """Read the files in turn, and return the first number found; None if no file holds a number ("max" is no
+    number)."""
     texts = (read_text(path) for path in candidates)
     return next((int(text) for text in texts if text.isdigit()), None)
 
 
 def place_of(cpu: int, system: Path = SYSTEM) -> Place:
-    """Return the place of the processor `cpu`, with zeros for what the system does not tell."""
+    """Return the NUMA node, package and core of processor `cpu`; 0 for each one that the system does not tell."""
     folder = system / "devices/system/cpu" / f"cpu{cpu}"
     nodes = [entry.name[4:] for entry in folder.glob("node[0-9]*")]
     package, core = (read_text(folder / "topology" / name) for name in ("physical_package_id", "core_id"))
@@ -124,9 +127,8 @@ def gpu_node(device: torch.device, system: Path = SYSTEM) -> int | None:
 
 
 def near_cpus(device: torch.device, system: Path = SYSTEM) -> set[int]:
-    """Return those of this process's processors that are on an accelerator's NUMA node: host memory that they touch
-    first is near the device. The set is empty if the system does not tell, or if all or none of the processors are on
-    that node."""
+    """Return this process's processors on an accelerator's NUMA node: host memory that they touch first lies on that
+    node. Return an empty set if the node is unknown, or if it has all or none of the processors."""
     if (node := gpu_node(device, system)) is None or not hasattr(os, "sched_getaffinity"):
         return set()
     cpus = os.sched_getaffinity(0)

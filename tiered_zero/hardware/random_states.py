@@ -15,7 +15,7 @@ _NUM_WORDS = 624
 
 
 def random_states() -> dict[str, Any]:
-    """Return copies of the states of all generators, including those of torch's accelerators that this process
+    """Copy the states of all generators: Python's, numpy's, torch's, and those of the accelerators that this process
     uses."""
     module = _accelerators()
     return {
@@ -27,8 +27,8 @@ def random_states() -> dict[str, Any]:
 
 
 def check_random_states(states: Any) -> None:
-    """Raise ValueError unless `restore_random_states` accepts `states`, which are not trusted: restore them, and the
-    present states after that."""
+    """Try `restore_random_states` with `states`, which may come from a damaged file, and restore the present states
+    after that. Raises ValueError if it fails."""
     try:
         with kept_random_states():
             restore_random_states(states)
@@ -37,7 +37,8 @@ def check_random_states(states: Any) -> None:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> list[str]:
-    """Set every generator to its state in `states`. Return a line for each generator that exists on one side only."""
+    """Set every generator to its state in `states`. Return one line of text for each generator that was not restored:
+    numpy's of another kind, and devices that exist only here or only in `states`."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     lines, own, saved = [], _numpys_generator(), states["numpy"]["bit_generator"]
@@ -76,7 +77,8 @@ def _numpys_generator() -> str:
 
 
 def _accelerators() -> Any:
-    """Return torch's module for this process's accelerators; None if it uses none, or they have no own generators."""
+    """Return torch's module for the accelerators, such as torch.cuda; None if this process does not use them, or if
+    they have no random generators."""
     found = torch.accelerator.current_accelerator()
     module = None if found is None else torch.get_device_module(found.type)
     is_used = getattr(module, "is_initialized", lambda: module is not None)()
@@ -84,7 +86,7 @@ def _accelerators() -> Any:
 
 
 def _device_names() -> list[str]:
-    """Return the names of this process's accelerators with generators: "cuda:0" and so on."""
+    """Return the accelerators that have random generators, by name: "cuda:0" and so on."""
     if _accelerators() is None:
         return []
     found = torch.accelerator.current_accelerator()

@@ -1,4 +1,4 @@
-"""Choose the device and the processors of a rank, and group the parts of the machine that all movers of bytes use."""
+"""Choose the device and the processors of a rank, and define `Runtime`: the objects that all movers of bytes share."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from tiered_zero.telemetry.spans import Ledger, Recorder
 logger = logging.getLogger("tiered_zero")
 
 _WITHOUT_STREAMS = frozenset({"meta", "mps"})
-"""Device types without memory, or with only torch's own stream: nothing could be fetched during compute."""
+"""Device types that are refused: meta has no memory, and mps has one stream only, so nothing could be fetched during
+compute."""
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-"""Environment variables that change which devices indices mean."""
+"""Environment variables that change the numbers of the devices."""
 
 
 def build_accelerator(name: str = "auto", poison: bool = False, delay_seed: int | None = None) -> Accelerator:
     """Build the accelerator. `name`: "auto" (an accelerator if there is one), "cpu", or a torch name ("cuda", "xpu:1").
     `poison`: overwrite freed memory with NaN, for debugging. `delay_seed`: seed of random delays, on the CPU only.
-    Raises ConfigError."""
+    Raises ConfigError if the device does not exist, or cannot be used."""
     device = find_device(name)
     if device.type == "cpu":
         return CpuAccelerator(poison, delay_seed)
@@ -43,7 +44,8 @@ def build_accelerator(name: str = "auto", poison: bool = False, delay_seed: int 
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device that `tiered_zero.device` names, whether it exists or not. Raises ConfigError."""
+    """Convert `name`, a value of `tiered_zero.device`, to a torch device. The device need not exist. Raises
+    ConfigError."""
     with suppress(RuntimeError):
         device = _own_device() if name == "auto" else torch.device(name)
         if device.type not in _WITHOUT_STREAMS:
@@ -60,16 +62,17 @@ def _own_device() -> torch.device:
 
 
 def shares_cores(name: str, delay_seed: int | None) -> bool:
-    """Return whether compute on the device called `name` uses the update's cores: on the CPU it does, unless delays
-    simulate another device."""
+    """Return whether compute on the device called `name` and the update use the same cores. On the CPU they do; with a
+    `delay_seed`, the CPU simulates a separate device, and they do not."""
     return find_device(name).type == "cpu" and delay_seed is None
 
 
 def choose_device(ranks: Collectives, name: str) -> None:
-    """Make this rank's device the current one of the calling thread. Its index is that in `name`
-    (`tiered_zero.device`), or else LOCAL_RANK. Driver thread, before the run is planned, on every rank at the same
-    time. Does nothing for one rank, and on the CPU. Raises ConfigError, on every rank, if there is no such device,
-    torch has no backend for it, or two ranks share a device."""
+    """Make this rank's device the current device of the calling thread. Its index is the one in `name`
+    (`tiered_zero.device`), or else LOCAL_RANK. Does nothing for one rank, and on the CPU.
+
+    Driver thread, before the run is planned, on every rank at the same time. Raises ConfigError on every rank if there
+    is no such device, if torch has no backend for it, or if two ranks share a device."""
     if ranks.world_size == 1 or name == "cpu":
         return
     if (device := find_device(name)).type == "cpu":
@@ -92,7 +95,7 @@ def choose_device(ranks: Collectives, name: str) -> None:
 
 
 def _choose(device: torch.device) -> str:
-    """Make the device current, and return a name that is unique among all hosts."""
+    """Make this rank's device current, and return a name for it that no other device of any host has."""
     device_backend(device)
     found = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if found is None or found.type != device.type else torch.accelerator.device_count()
@@ -113,12 +116,12 @@ def _choose(device: torch.device) -> str:
 
 
 def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTEM) -> None:
-    """Bind this process, and the threads and children that it starts later, to its share of processors. Collective.
+    """Bind this process to its share of the host's processors until it ends, with its threads and the children that it
+    starts later. Collective.
 
-    Ranks of one host that may run on exactly the same processors divide these; ranks that the launcher has bound to
-    different processors stay as they are. Each rank gets whole cores, on its GPU's NUMA node if that is known, until
-    the process ends. Does nothing if there are fewer processors than ranks.
-    """
+    Ranks of one host that may run on exactly the same processors divide them. Ranks that the launcher has bound to
+    different processors stay as they are. A rank's share lies on its GPU's NUMA node if that is known. Does nothing if
+    there are fewer processors than ranks."""
     if ranks.world_size == 1 or not hasattr(os, "sched_setaffinity"):
         return
     cpus, host = sorted(os.sched_getaffinity(0)), boot_id()
@@ -141,10 +144,9 @@ def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTE
 def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: int) -> list[int]:
     """Return the processors of rank `index` of `len(nodes)` ranks; an empty list if there are too few.
 
-    `places`: processor -> place, of the processors to divide. `nodes`: the NUMA node of each rank's GPU; if one is
-    unknown (None), all nodes are ignored. Each rank gets a range in the order of places: threads of a core, and cores
-    of a node, stay together.
-    """
+    `places`: processor -> place, for all processors to divide. `nodes`: the NUMA node of each rank's GPU; if one is
+    unknown (None), all nodes are ignored. The processors are sorted by place, and each rank gets one range of them.
+    Neighbours in this order are threads of one core, or cores of one node."""
     ordered = sorted(places, key=lambda cpu: (places[cpu], cpu))
     num_sharing, number = len(nodes), index
     if None not in nodes:
@@ -158,8 +160,8 @@ def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: in
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """The device, the ledger (the count of all bytes), the recorder of spans of time, and the other ranks; one per
-    run."""
+    """The objects of a run that all movers of bytes share: the device, the ledger (counts the bytes on each tier), the
+    recorder (of timed spans), and the collectives with the other ranks. One per run."""
 
     accelerator: Accelerator
     ledger: Ledger

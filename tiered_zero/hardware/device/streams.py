@@ -1,13 +1,13 @@
 """Run on any device that torch.accelerator knows: each lane's thread owns a stream, and events order streams without
-blocking the host. `CudaAccelerator` adds the registration of host memory, and a pool for paged units.
+blocking the host. `CudaAccelerator` adds pinned host memory, and a memory pool for paged units.
 
 [Note: The pool of units] torch's allocator splits its blocks. If units and activations share blocks, activations soon
-take parts of a block that a unit has freed, the next unit finds no block that is long enough, and more is reserved than
-planned. A private pool gives its blocks to units alone: the next unit takes the block that another unit has freed, on
-the same stream, and if units are alike the pool reserves no more than the window, the units that are on the device at
-once. `storage.resize_()` allocates from the pool, too. While the pool is in use, torch neither releases its cache nor
-retries, so the caller of `fill()` does. If an allocation outside the pool finds no memory, it gets the memory that idle
-units have left in the pool (`use_on_oom`).
+take parts of a block that a unit has freed. The next unit then finds no block that is long enough, and the allocator
+reserves more memory than planned. A private pool gives its blocks to units alone: the next unit takes the block that
+another unit has freed, on the same stream. If units have one size, the pool reserves no more than the units that are on
+the device at once. `storage.resize_()` allocates from the pool, too. If an allocation in the pool fails, torch neither
+releases its cache nor retries: the caller of `fill()` does both. If an allocation outside the pool finds no memory, it
+gets the memory that idle units have left in the pool (`use_on_oom`).
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ from tiered_zero.telemetry.spans import Recorder
 logger = logging.getLogger("tiered_zero")
 
 MAX_PENDING = 1 << 14
-"""The most spans that wait for the end of a step; in an evaluation, which has no steps, the oldest are dropped."""
+"""The most spans that are kept until the end of a step. An evaluation has no steps: there the oldest spans are
+dropped."""
 
 HOST_REGISTER_PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every CUDA context of the process."""
 
 
 class StreamAccelerator(Accelerator):
-    """One device of torch's current accelerator (cuda, xpu, ...); by default the current one."""
+    """One device of the accelerator type (cuda, xpu, ...) that torch finds on this machine."""
 
     pins = True
 
     def __init__(self, device: torch.device, poison: bool = False) -> None:
-        """Find the device, and take its current stream as that of compute. Raises ConfigError if torch finds no such
-        device."""
+        """Find the device, and use its current stream for compute. `device`: without an index, the current device is
+        used. Raises ConfigError if torch finds no such device."""
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None or found.type != device.type:
             raise ConfigError(
@@ -142,7 +143,7 @@ class StreamAccelerator(Accelerator):
         return EventMarker(event)
 
     def _order(self, transfer: Transfer) -> None:
-        """Order the calling thread's later launches after `transfer`, which was launched. Does not block."""
+        """Order the calling thread's later launches after `transfer`, whose job was launched. Does not block."""
         if isinstance(transfer, LaneTransfer) and isinstance(transfer.marker, EventMarker):
             transfer.marker.event.wait(self._current_stream())
 
@@ -165,7 +166,8 @@ class StreamAccelerator(Accelerator):
         torch.accelerator.synchronize(self.device)
 
     def close(self) -> None:
-        """End the lanes' threads, then wait for their copies: the memory that these use is freed next."""
+        """End the lanes' threads, then wait until the device has completed their copies, since the copied memory is
+        freed next."""
         super().close()
         try:
             torch.accelerator.synchronize(self.device)
@@ -204,9 +206,9 @@ class CudaAccelerator(StreamAccelerator):
         return torch.cuda.current_stream(self.device)
 
     def _new_event(self) -> torch.Event:
-        """Make an event for which a thread waits asleep, since the update needs the core. torch.Event accepts the
-        argument `blocking` but ignores it here (c10::EventFlag 2.13 only has timing): a thread that waits for it
-        spins."""
+        """Make an event. A thread that waits for it sleeps, since the update needs the core. With torch.Event the
+        thread would spin: torch.Event accepts the argument `blocking` but ignores it (c10::EventFlag 2.13 only has
+        timing)."""
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def unit_memory(self) -> AbstractContextManager[None]:
@@ -235,8 +237,8 @@ class CudaAccelerator(StreamAccelerator):
             )
 
     def release_cached_memory(self) -> None:
-        """Release the allocator's cached memory, and the memory that units have freed: dropping the pool releases it.
-        Units in memory keep theirs."""
+        """Release the memory that the allocator caches, and the memory that units have freed, by dropping their pool.
+        Units on the device keep their memory."""
         self._unit_pool = None
         super().release_cached_memory()
 
@@ -261,7 +263,7 @@ class CudaAccelerator(StreamAccelerator):
             logger.error("unpinning host memory failed (%s)", torch.cuda.CudaError(code))
 
     def _clear_error(self) -> None:
-        """Launch a kernel that reports, and so clears, the error of a failed runtime call, before another kernel
+        """Clear the error of a failed runtime call: launch a kernel that raises this error, so that no later kernel
         does."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self.device)
@@ -273,8 +275,9 @@ def _runtime() -> Any:
 
 @final
 class EventMarker:
-    """A recorded event. If several threads wait, only one waits for the device; once the event was seen complete, none
-    does. Both the limit of gradients in flight and the update wait for a unit's gradients."""
+    """A recorded event for which several threads may wait. Only one of them waits for the device; the others wait for
+    that thread. Once the event was seen complete, no thread asks the device again. A unit's gradients, for example,
+    have two waiting threads: the driver, which limits gradients in flight, and the update's."""
 
     def __init__(self, event: torch.Event) -> None:
         self.event = event
@@ -309,16 +312,17 @@ class _Pending:
 
 @final
 class DeviceClock:
-    """Measures the work of lanes by device events: the host's clock would only measure the launch. A span is a pair of
-    events, whose times are counted from one event whose host time is known."""
+    """Measures how long the device takes for the work of lanes; the host's clock would only measure the launch. A span
+    is a pair of device events. Their times are counted from a zero event, whose host time is known."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
         self._first: _Pending | None = None
-        """The oldest span, taken out of `_pending` first: a lane's append to a full deque drops its oldest item."""
+        """The oldest span. It is no longer in `_pending`, from which a lane's append to the full deque drops the oldest
+        item."""
         self._zero: torch.Event | None = None
-        """A completed event, at `_zero_s` of time.perf_counter()."""
+        """The zero event, which is complete. `_zero_s`: time.perf_counter() at its completion."""
         self._zero_s = 0.0
 
     @contextmanager
@@ -333,9 +337,9 @@ class DeviceClock:
         )
 
     def add_spans(self) -> None:
-        """Add the spans that have ended to their recorders, in the order of their launch; the others follow at the next
-        call. The event from which time is counted is replaced by each span's end: torch returns milliseconds in fp32,
-        which cannot hold microseconds after some minutes."""
+        """Add completed spans to their recorders, in the order of their launch. Spans that are not complete follow at a
+        later call. Each span's end becomes the zero event of the next span: torch returns milliseconds in fp32, which
+        cannot hold microseconds after some minutes."""
         if self._first is None and not self._pending:
             return
         if self._zero is None:

@@ -31,15 +31,14 @@ from tiered_zero.system import map_memory, touch_pages
 from tiered_zero.telemetry.spans import Ledger, Recorder
 
 _MAPPED_NBYTES = 128 * 1024
-"""The least bytes for a separate mapping. malloc, too, uses one from this size on, until the first of them is freed."""
+"""The size from which `temporary_zeros` makes a separate memory mapping. malloc begins with the same limit."""
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HostSlot:
-    """Whole pages of the arena. `nbytes`: the requested size, rounded up to a page. `tensor`: [nbytes] uint8. `memory`:
-    the bytes of `tensor`, for the I/O engines.
-    """
+    """A range of whole pages of the arena. `nbytes`: the requested size, rounded up to a page. `tensor`: [nbytes]
+    uint8. `memory`: the bytes of `tensor`, for the I/O engines."""
 
     offset: int
     nbytes: int
@@ -54,17 +53,17 @@ class HostSlot:
 
 
 def trim_malloc() -> None:
-    """Return malloc's free heap memory to the system; glibc only. Takes a few milliseconds. glibc raises its threshold
-    for separate mappings to the largest block freed, so a unit's initial values, freed before the next unit's are made,
-    leave holes of up to 32 MiB each in the heap."""
+    """Return free memory of malloc's heap to the system; glibc only. Takes a few milliseconds. Each unit's initial
+    values are freed before those of the next unit are made. Without trims they leave holes in the heap of up to 32 MiB
+    each, because glibc raises its limit for separate mappings to the largest block freed."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def temporary_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros on the CPU for temporary use; large ones in a separate mapping. Values allocated and freed one after
-    another, with small blocks left in between, make malloc's heap grow by their sum; later allocations in the holes
-    make it resident, up to all of it."""
+    """Return zeros on the CPU for temporary use. Large ones get a memory mapping of their own, which ends when they are
+    freed. In malloc's heap, small blocks would be allocated between them, and the heap would grow by the sum of all
+    values that are allocated and freed one after another."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _MAPPED_NBYTES:
         return torch.zeros(shape, dtype=dtype)
@@ -72,7 +71,8 @@ def temporary_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def typed_view(raw: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """Return the first bytes of `raw`, [n] uint8, as [numel] of `dtype`. Raises BudgetError if they are too few."""
+    """Return a view of the first `numel` elements of `dtype` in `raw`, [n] uint8. Raises BudgetError if `raw` is too
+    short."""
     nbytes = numel * dtype.itemsize
     if nbytes > raw.numel():
         raise BudgetError(f"{numel} elements of {dtype} need {nbytes} bytes; this memory has {raw.numel()}")
@@ -80,18 +80,16 @@ def typed_view(raw: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tenso
 
 
 UNPINNED_KINDS = frozenset({"state", "commit", "commit_param", "commit_copy", "bucket"})
-"""Kinds of slots whose bytes never cross to the device, and are not pinned: the CPU updates state in place."""
+"""Kinds of slots that are not pinned: their bytes are never copied to the device. The CPU updates state in place."""
 
 
 @final
 class HostArena:
-    """The host memory of a run: one anonymous, page-aligned mapping. Its slots are pinned if that is asked for and
-    possible. Any thread.
+    """The host memory of a run: one anonymous, page-aligned mapping of the planned size. Any thread.
 
-    Torch's pinned allocator rounds sizes up to powers of two; the arena takes exactly the pages asked for. Slots are
-    pinned one by one: if one cannot be pinned, the others are. Slots of UNPINNED_KINDS, most of the bytes, are not
-    pinned.
-    """
+    With `pin`, slots are pinned one by one: if one cannot be pinned, the others are. Slots of UNPINNED_KINDS, most of
+    the bytes, are never pinned. A slot takes exactly the pages asked for; torch's pinned allocator would round sizes up
+    to powers of two."""
 
     def __init__(self, capacity_nbytes: int, accelerator: Accelerator, pin: bool, ledger: Ledger) -> None:
         self._extents = ExtentMap(max(capacity_nbytes, 1))
@@ -117,8 +115,8 @@ class HostArena:
         return sum(self._pinned.values())
 
     def take(self, nbytes: int, kind: str) -> HostSlot:
-        """Return a slot of at least `nbytes`, of undefined content, at the first place that has room. `kind`: the name
-        under which the ledger counts the bytes. Raises BudgetError."""
+        """Reserve a slot of at least `nbytes`, with undefined content, in the first free range that is long enough.
+        `kind`: the name under which the ledger counts the bytes. Raises BudgetError if no range is."""
         size = align_up(max(nbytes, 1), PAGE_NBYTES)
         with self._lock:
             offset = self._extents.allocate(size)
@@ -156,12 +154,13 @@ class HostArena:
             self._ledger.discharge("host", slot.kind, slot.nbytes)
 
     def poison(self, pages: torch.Tensor) -> None:
-        """In debug mode overwrite whole pages, [n] uint8: NaN in fp32, and in every other 16-bit float."""
+        """In debug mode, overwrite whole pages, [n] uint8, with NaN in fp32. Read as 16-bit floats, every other value
+        is NaN."""
         self._accelerator.poison(pages, torch.float32)
 
     def close(self) -> None:
-        """Unpin the memory; it is freed with the last view of it. Idempotent. A tensor or memoryview that outlives the
-        arena stays valid (it holds the mapping), but is no longer pinned."""
+        """Unpin the memory. Idempotent. Tensors and memoryviews of the arena stay valid, but are no longer pinned; the
+        memory is freed with the last of them."""
         with self._lock:
             self._closed = True
             for slot in self._taken.values():
@@ -197,7 +196,8 @@ class Lease:
         self.memory = memory
 
     def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return the first `numel` elements as a flat of `dtype`."""
+        """Return the first `numel` elements of the buffer as a 1-D tensor of `dtype`. Raises BudgetError if the buffer
+        is too short."""
         return typed_view(self.tensor, dtype, numel)
 
     def release(self) -> None:
@@ -223,7 +223,7 @@ class StagingPool:
         recorder: Recorder,
         timeout_s: float = 300.0,
     ) -> None:
-        """Take the buffers from the arena. `timeout_s`: the longest wait for a lease; a longer one is a deadlock."""
+        """Take the buffers from the arena. `timeout_s`: a wait for a lease that takes longer raises, as a deadlock."""
         self.buffer_nbytes = align_up(buffer_nbytes, PAGE_NBYTES)
         self.count = count
         self.kind = kind
@@ -266,8 +266,8 @@ class StagingPool:
             return lease
 
     def _wait_free(self) -> bool:
-        """Wait at most `timeout_s` until a buffer is free or the pool is closed. Return False if neither has happened.
-        Time in which the process was stopped does not count. Under the lock."""
+        """Wait until a buffer is free or the pool is closed, at most `timeout_s`. Return False after this time. Time in
+        which the process was stopped does not count. The caller holds the lock."""
         looked_s = time.monotonic()
         until_s = looked_s + self._timeout_s
         while (left_s := until_s - looked_s) > 0:
@@ -279,19 +279,19 @@ class StagingPool:
         return bool(self.num_free or self._closed)
 
     def holders(self) -> list[tuple[str, float]]:
-        """Return the holders of buffers, each with the lease's age in seconds, oldest first."""
+        """Return (holder, age of the lease in seconds) of each leased buffer, oldest first."""
         now_s = time.monotonic()
         with self._changed:
             return [(lease.holder, now_s - lease.since_s) for lease in self._leased.values()]
 
     def reclaim(self) -> None:
-        """Release every lease. Callers have aborted the holders, and nothing is in flight."""
+        """Release every lease. Before this call the holders were aborted, and no transfer uses the buffers."""
         for lease in list(self._leased.values()):
             lease.release()
 
     def close(self) -> None:
-        """Return the buffers to the arena; waiting threads raise. Leases still held are logged: their I/O was not
-        drained. Idempotent."""
+        """Return the buffers to the arena. Threads that wait for a buffer raise BudgetError. Leases that are still held
+        are logged, because their I/O was not drained. Idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -302,7 +302,8 @@ class StagingPool:
         self._slot.release()
 
     def _lease(self, nbytes: int, holder: str) -> Lease | None:
-        """Lease a free buffer; None if there is none. Under the lock. Raises BudgetError."""
+        """Lease a free buffer; return None if there is none. The caller holds the lock. Raises BudgetError if `nbytes`
+        is more than a buffer, or if the pool is closed."""
         if nbytes > self.buffer_nbytes:
             raise BudgetError(
                 f"a lease of {format_nbytes(nbytes)} ({nbytes} bytes) was asked of the {self.kind} buffers; each has "
@@ -343,17 +344,17 @@ class StagingPool:
 
 @final
 class BlockPool:
-    """Keeps memory mappings whose tensor was dropped, and reuses each for the next tensor of its size. One thread calls
-    `take`; any thread may drop tensors.
+    """Makes tensors that have a memory mapping each, and reuses the mapping of a freed tensor for the next one of its
+    size. One thread calls `take`; any thread may free tensors.
 
-    The system clears a new mapping when it is touched: 1.6 GB/s per core where this was measured, while the disk read 4
-    GB/s. A step of GPT-2 30M (1,024 tokens, activations on NVMe), alone on two cores, took 1.84 s with the pool, and
-    1.89 s with a new mapping for each block, whose peak of memory was 110 MiB lower. `mapped_nbytes`: bytes of all
-    mappings, used and free.
-    """
+    The system clears a new mapping when it is touched, at 1.6 GB/s per core where this was measured, while the disk
+    read 4 GB/s. A step of GPT-2 30M (1,024 tokens, activations on NVMe), alone on two cores, took 1.84 s with the pool.
+    With a new mapping for each block it took 1.89 s, and the peak of memory was 110 MiB lower. `mapped_nbytes`: bytes
+    of all mappings, used and free."""
 
     def __init__(self, nbytes: int) -> None:
-        """Make an empty pool. `nbytes`: limit of all mappings, used and free; beyond it free mappings are dropped."""
+        """Make an empty pool. `nbytes`: the limit of all mappings, used and free; free mappings beyond it are
+        dropped."""
         self._nbytes = nbytes
         self.mapped_nbytes = 0
         self._returned: deque[mmap.mmap] = deque()
@@ -392,18 +393,17 @@ class BlockPool:
 
 @final
 class HeapTrim:
-    """Trims malloc's heap when blocks that were moved away have left too much of the heap free but resident. Does
-    nothing without mallinfo2 of glibc 2.33. One thread.
+    """Trims malloc's heap when its holes have grown: bytes that are free but still resident, left by blocks that were
+    moved to the disk. Does nothing without mallinfo2 (glibc 2.33). One thread.
 
-    Small long-lived blocks end up between large ones in the heap, whose holes then fit no large block. The same run of
-    GPT-2 30M, whose plan is 769 MiB, had 752 MiB resident after a step, and 950 to 1,003 MiB without trims, which would
-    have saved a tenth of its CPU time. A mapping per large block (M_MMAP_THRESHOLD) leaves no holes, but a step took a
-    third more CPU time, all of it to clear pages.
-    """
+    Small blocks that live long end up between large ones in the heap, and the holes then fit no large block. Measured
+    with GPT-2 30M and a plan of 769 MiB: after a step 752 MiB were resident with trims, and 950 to 1,003 MiB without,
+    where a step took a tenth less CPU time. A mapping per large block (M_MMAP_THRESHOLD) leaves no holes, but a step
+    took a third more CPU time, all of it to clear pages."""
 
     def __init__(self, nbytes: int) -> None:
-        """Measure the holes that exist now. `nbytes`: the bytes of further holes that are left alone for the next
-        blocks, and the bytes that are moved before holes are looked for. Plain PyTorch leaves holes, too."""
+        """Measure the holes that exist now; plain PyTorch leaves holes, too. `nbytes`: how much holes may grow before a
+        trim, and how many bytes are moved between two measurements."""
         self._nbytes = nbytes
         self._moved_nbytes = 0
         self._info = getattr(ctypes.CDLL(None), "mallinfo2", None)
@@ -412,7 +412,8 @@ class HeapTrim:
             self._least_nbytes = self._unused_nbytes()
 
     def add(self, nbytes: int) -> None:
-        """Count a moved block, and trim if holes have grown beyond the size that is left alone."""
+        """Count a moved block of `nbytes`. After enough moved bytes, measure the holes, and trim the heap if they have
+        grown too much."""
         self._moved_nbytes += nbytes
         if self._info is None or self._moved_nbytes < self._nbytes:
             return
@@ -424,14 +425,15 @@ class HeapTrim:
         self._least_nbytes = min(found, self._least_nbytes)
 
     def _unused_nbytes(self) -> int:
-        """Return the bytes of the resident set minus malloc's blocks in use: holes, and memory that is not malloc's."""
+        """Return the resident bytes of the process minus malloc's blocks in use: holes, and memory that is not
+        malloc's."""
         info = self._info()  # type: ignore[misc]
         num_pages = int(Path("/proc/self/statm").read_bytes().split()[1])
         return num_pages * mmap.PAGESIZE - int(info.uordblks) - int(info.hblkhd)
 
 
 class _Mallinfo2(ctypes.Structure):
-    """The result of mallinfo2(3). `uordblks`: bytes given out in heaps. `hblkhd`: bytes in separate mappings."""
+    """The result of mallinfo2(3). `uordblks`: bytes in use in heaps. `hblkhd`: bytes in separate mappings."""
 
     _fields_ = [
         (name, ctypes.c_size_t)

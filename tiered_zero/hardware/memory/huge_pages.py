@@ -1,16 +1,15 @@
-"""Move huge pages between the addresses of paged units, if the CPU is the device.
+"""Give huge pages to paged units, and store them between uses, if the CPU is the device.
 
-malloc returns a large block to the system when it is freed, and the system clears it page by page when it is asked for
-again: on the virtual machine where this was measured that took several times as long as reading the unit. Here huge
-pages are mapped under a unit's addresses (mremap(2), which moves an entry of the page table, not bytes), and unmapped
-again into a store of such pages. So memory is never fragmented, and the disk can write to it directly, because it
-begins at a page. With parameters of GPT-2 124M on NVMe, 1,160 MiB were resident after a step, and 1,270 MiB with malloc
-(at most in a step: 1,395 and 1,618 MiB) in the same CPU time; without the store, a step took 2 to 11% more of it, in
-the median 2%.
+A unit has fixed addresses. When the unit is fetched, huge pages of the store are mapped there; when it is evicted, they
+go back to the store. mremap(2) moves an entry of the page table, not bytes. Memory is never fragmented, and begins at a
+page, so that the disk can write to it directly. malloc would return a large block to the system when it is freed, and
+the system would clear it page by page at the next use: on the virtual machine where this was measured, that took
+several times as long as reading the unit. With parameters of GPT-2 124M on NVMe, 1,160 MiB were resident after a step,
+and 1,270 MiB with malloc (at most in a step: 1,395 and 1,618 MiB), in the same CPU time. Without the store, a step took
+2 to 11% more CPU time, in the median 2%.
 
-Addresses without their own memory show NaN (all bits set, -1 as integers). Code that reads a tensor past every guard
-(at a constant address in C++, as `torch.jit.save` does) sees NaN instead of zeros that look like weights.
-"""
+The addresses of an evicted unit show NaN (all bits set, -1 as integers). Code that reads a tensor past every guard (at
+a constant address in C++, as `torch.jit.save` does) sees NaN instead of zeros that look like weights."""
 
 from __future__ import annotations
 
@@ -33,11 +32,10 @@ _MAX_STORED = 4096
 
 @final
 class HugePagePool:
-    """Maps huge pages at the addresses of units, and stores the pages that no unit has. Driver thread.
+    """Maps huge pages at the addresses of units, and stores the pages that no unit uses. Driver thread.
 
-    Pages at addresses and in the store have at most `nbytes` together. Raises OSError if the system cannot move pages
-    (not Linux, or before 5.7).
-    """
+    `nbytes`: stored pages are freed while mapped and stored pages have more than this. Raises OSError if the system
+    cannot move pages (not Linux, or before 5.7)."""
 
     def __init__(self, nbytes: int) -> None:
         self._libc = _bind()
@@ -63,9 +61,9 @@ class HugePagePool:
         self._store.close()
 
     def map(self, address: int, nbytes: int) -> None:
-        """Map huge pages of the store at `address`; pages that the store lacks are provided by the system when they are
-        touched. Then free stored pages beyond the limit. `nbytes`: a multiple of the page size, here and in the
-        following methods."""
+        """Map `nbytes` of memory at `address`: first huge pages of the store, then pages that the system provides when
+        they are touched. Then free stored pages beyond the pool's limit. `nbytes`: a multiple of the page size, here
+        and in the following methods."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         if self._libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
             raise OSError(ctypes.get_errno(), "mmap of memory for units")
@@ -81,8 +79,8 @@ class HugePagePool:
             self._vacant.append(self._stored.pop())
 
     def unmap(self, address: int, nbytes: int, keep: bool) -> None:
-        """Move the huge pages at `address` into the store while the store has room, and free the rest. `keep`: False
-        frees all of them."""
+        """Unmap the memory at `address`. Its huge pages go to the store while the store has room; other pages are
+        freed. `keep`: False frees all pages."""
         with suppress(OSError):  # the rest is freed
             for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant)) if keep else 0):
                 self._move(address + index * HUGE_PAGE_NBYTES, self._vacant[-1])
@@ -91,8 +89,7 @@ class HugePagePool:
         self.show_nans(address, nbytes)
 
     def show_nans(self, address: int, nbytes: int) -> None:
-        """Map one shared page of NaNs at all of these addresses. The memory that was mapped there goes back to the
-        system."""
+        """Map the one shared page of NaNs at all of these addresses, and free the memory that was mapped there."""
         for start in range(0, nbytes, HUGE_PAGE_NBYTES):
             size = min(HUGE_PAGE_NBYTES, nbytes - start)
             # for a shared mapping, an old size of 0 makes a second mapping of the same memory
@@ -108,12 +105,11 @@ class HugePagePool:
 
 @final
 class PageRange:
-    """The addresses of a unit, without memory at first. `tensor`: [nbytes] uint8 at these addresses. `alias`: another
-    tensor of the same bytes, with a storage of its own. `memory`: the bytes as whole pages.
+    """The fixed addresses of a unit, without memory at first. `tensor`: [nbytes] uint8 at these addresses. `alias`:
+    another tensor of the same bytes, with a storage of its own. `memory`: the bytes as whole pages.
 
-    The content is undefined after `fill` until it is written, and NaN before `fill` and after `empty`. The mapping ends
-    with its last view.
-    """
+    Reads see NaN before `fill` and after `empty`. After `fill` the content is undefined until it is written. The
+    addresses are freed with the last view of them."""
 
     def __init__(self, pool: HugePagePool, nbytes: int) -> None:
         self._pool = pool
@@ -133,7 +129,8 @@ class PageRange:
         self.is_full = True
 
     def empty(self, keep: bool = True) -> None:
-        """Unmap the memory. `keep`: False if something may still write to the memory, and no other unit may get it."""
+        """Unmap the memory. `keep`: False frees it instead of storing it: something may still write to it, so no other
+        unit may get it."""
         self._pool.unmap(self._address_of_first, self._nbytes, keep)
         self.is_full = False
 

@@ -37,15 +37,15 @@ logger = logging.getLogger("tiered_zero")
 
 
 class Collectives(Protocol):
-    """The collectives of a run. Driver thread only; every rank makes the same calls in the same order. `what`: names
-    the call in errors. Raises RankError if another rank fails or does not answer."""
+    """Interface to the other ranks of a run. Driver thread only; every rank makes the same calls in the same order.
+    `what`: names the call in errors. Raises RankError if another rank fails or does not answer."""
 
     rank: int
     world_size: int
     traffic: RankTraffic
     recorder: Recorder
-    """The run's recorder. It gets a span per gather and reduction, with this rank's bytes; the driver's waits are
-    `wait_ranks`."""
+    """The run's recorder of timed spans. A gather or reduction adds a span with this rank's bytes; a wait of the driver
+    adds a span `wait_ranks`."""
 
     def all_gather(
         self,
@@ -62,8 +62,8 @@ class Collectives(Protocol):
 
         The caller leaves both alone until the transfer is done. `after`: transfers that fill `shard`; an error of one
         becomes the error of the returned transfer. `order`: a name of what is gathered; if the names of ranks differ,
-        all raise RankError with every name. None: ranks are known to gather in one order. `bounds`: W + 1 offsets in
-        `flat`, of shards of any sizes; None: all shards have one size."""
+        all raise RankError with every name. None: names are not compared, because all ranks gather in one order.
+        `bounds`: W + 1 offsets in `flat`, of shards of any sizes; None: all shards have one size."""
 
     def reduce_scatter(
         self,
@@ -74,18 +74,20 @@ class Collectives(Protocol):
         after: Sequence[Transfer] = ...,
         bounds: Sequence[int] | None = ...,
     ) -> Transfer:
-        """Start to sum part number `rank` of all ranks' `bucket` [W * n] into this rank's bucket, for W ranks. Parts
-        are added in rank order: the sum of an element depends only on its values. The other parts of this rank's bucket
-        are undefined after that. `room`, 1-D: at least [W - 1], memory to receive the parts of other ranks; with
-        (W - 1) n elements all are received at once. The caller leaves both alone until the transfer is done. `after`,
-        `bounds`: as in `all_gather`."""
+        """Start to sum one part of every rank's `bucket` [W * n], for W ranks: part number `rank` of this rank's bucket
+        becomes the sum of all ranks' parts of this number.
+
+        Parts are added in rank order: the sum of an element depends only on its values. The other parts of this rank's
+        bucket are undefined after that. `room`, 1-D: memory to receive the parts of other ranks, at least [W - 1]; with
+        (W - 1) n elements all are received at once. The caller leaves `bucket` and `room` alone until the transfer is
+        done. `after`: transfers that come first. `bounds`: as in `all_gather`."""
 
     def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
         """Fill `tensor` with rank `source`'s tensor. Blocks."""
 
     def exchange(self, data: bytes, what: str = ..., *, kind: str = ...) -> list[bytes]:
-        """Return every rank's `data`, of any length, in rank order. Blocks. `kind`: the kind of call, which must be
-        equal on all ranks; "": it is `what`. Raises RankError on every rank if kinds differ."""
+        """Return every rank's `data`, of any length, in rank order. Blocks. `kind`: must be equal on all ranks, else
+        every rank raises RankError; "": `what` is the kind."""
 
     def fail(self, message: str) -> None:
         """End the run on every rank: the others raise RankError with `message`. Idempotent; raises nothing."""
@@ -105,10 +107,10 @@ class Collectives(Protocol):
 def make_collectives(
     timeout_s: float, dist_init_required: bool | None = None, gather_numel: int = 1 << 62
 ) -> Collectives:
-    """Return the collectives of the ranks that the launcher or torch.distributed has: one or many. The caller opens
-    them, and closes them if opening fails. Every rank calls this function at the same time. `timeout_s`: seconds after
-    which a rank that does not answer is an error. `dist_init_required`: False initializes no process group.
-    `gather_numel`: the most elements that a gather moves at once. Raises ModelError and RankError."""
+    """Make the collectives of a run: `SingleRank` for one rank, else `ProcessGroups`. The caller opens them, and closes
+    them if opening fails. Every rank calls this function at the same time. `timeout_s`: seconds after which a rank that
+    does not answer is an error. `dist_init_required`: False initializes no process group. `gather_numel`: the most
+    elements that a gather moves at once. Raises ModelError and RankError."""
     if world_size_here() == 1:
         return SingleRank(dist_init_required)
     ensure_many(timeout_s, dist_init_required)
@@ -116,8 +118,9 @@ def make_collectives(
 
 
 def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> None:
-    """Initialize torch.distributed from the launcher's environment, unless it is initialized. The process group stays
-    until the process ends: another engine may follow, and the launcher's store accepts no second group."""
+    """Initialize torch.distributed from the launcher's environment if it is not initialized. The process group stays
+    until the process ends: another engine may follow, and the launcher's store accepts no second group. Raises
+    ModelError and RankError."""
     if is_initialized():
         return
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -163,9 +166,9 @@ def _meet(timeout_s: float) -> None:
 
 
 def _restarted_store(timeout: timedelta) -> dict[str, Any]:
-    """Return more arguments of `init_process_group` for a restarted run: a store with a prefix of its own, so that
-    ranks do not find the addresses that the ended ranks left there. Return none without a restart, and none on several
-    hosts, whose torchrun agents may count restarts differently."""
+    """Return further arguments for `init_process_group` after a restart: a store with a prefix of its own, in which
+    ranks do not find the addresses of the ended ranks. Return no arguments without a restart, and on several hosts,
+    because their torchrun agents may count restarts differently."""
     if not num_restarts() or not is_one_host():
         return {}
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
@@ -174,8 +177,8 @@ def _restarted_store(timeout: timedelta) -> dict[str, Any]:
 
 
 def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | None = None) -> None:
-    """Initialize torch.distributed, unless it is initialized, with the launcher's ranks, or with one rank. Raises
-    ModelError and RankError."""
+    """Initialize torch.distributed if it is not initialized: with the launcher's ranks, or, without a launcher, with
+    one rank. Raises ModelError and RankError."""
     if world_size_here() > 1:
         ensure_many(timeout_s, dist_init_required)
     else:
@@ -299,15 +302,16 @@ def agree(
     encode: Callable[[Result], Any] = lambda result: result,
     decode: Callable[[Any], Result] = lambda value: value,
 ) -> list[Result]:
-    """Run `act` on every rank and return the results in rank order. Driver thread, on all ranks at the same time;
-    blocks until the slowest has ended. With one rank it returns `[act()]`.
+    """Run `act` on every rank, and return all ranks' results in rank order. Driver thread, on all ranks at the same
+    time; blocks until the slowest rank has ended. With one rank it returns `[act()]`.
 
-    An error of `act` on one rank is raised there; the other ranks raise an error of that class which names the rank.
-    Ranks thus stay in step, and the run can go on. An `act` that makes collectives and fails between them must call
-    `ranks.fail`, since the other ranks wait in a collective instead of for its result. `call`: names the act in errors.
-    `encode`, `decode`: convert a result to JSON and back. Raises RankError if another rank makes another `call`, fails
-    or does not answer; an error of `act` on this rank is the RankError's cause then.
-    """
+    If `act` raises on one rank, that rank raises the error, and the other ranks raise an error of the same class that
+    names the rank: all ranks fail together, and the run can go on. An `act` that makes collectives and fails between
+    them must call `ranks.fail`, because the other ranks wait in a collective.
+
+    `call`: names the act in errors. `encode`, `decode`: convert a result to JSON and back. Raises RankError if another
+    rank makes another `call`, fails or does not answer. If `act` has failed here, too, its error is the cause of the
+    RankError."""
     if ranks.world_size == 1:
         return [act()]
     failure: Exception | None = None

@@ -1,7 +1,7 @@
 """Gather and reduce host memory over gloo, and memory on a device with the backend that torch has for it.
 
-The host's functions run on a lane of `ProcessGroups`. Host and device share the ranks' parts, the order of a sum, and
-the comparison of what ranks gather.
+The functions for host memory run on a lane (a worker thread) of `ProcessGroups`. Host and device use the same functions
+to split a flat by rank, to add in rank order, and to compare what ranks gather.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LANE = "collectives"
 """The lane that carries a device's gathers and reductions."""
 
 ORDER_NBYTES = 256
-"""The number of bytes that ranks compare of a gather's order: a digest, and as much of the text as fits. Names of calls
-that differ are sent in as many bytes."""
+"""The size of the messages in which ranks compare what they gather: a digest of the text, and as much of the text as
+fits. Names of calls are sent in messages of the same size."""
 
 
 def split_rows(flat: torch.Tensor, bounds: Sequence[int] | None, world_size: int) -> list[torch.Tensor]:
-    """Return a view of each rank's part of `flat`. `bounds`: offsets of the parts; None: all have one size. All ranks
-    must pass equal sizes: gloo ends the process otherwise."""
+    """Return a view of each rank's part of `flat`. `bounds`: W + 1 offsets of the parts, for W ranks; None: all parts
+    have one size. Every rank must pass the same sizes: gloo ends the process otherwise."""
     ends = range(0, flat.numel() + 1, flat.numel() // world_size or 1) if bounds is None else bounds
     rows = [flat[start:stop] for start, stop in pairwise(ends)]
     assert len(rows) == world_size and ends[-1] == flat.numel(), "bounds cover the whole"
@@ -43,7 +43,7 @@ def split_rows(flat: torch.Tensor, bounds: Sequence[int] | None, world_size: int
 
 
 def add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of `parts`, added in order, to `out`, which is one of them; the others are overwritten."""
+    """Add `parts` in their order, and write the sum to `out`, which is one of them. The other parts are overwritten."""
     first, *others = parts
     room = first if first is not out else others[0]
     for number, part in enumerate(others, start=1):
@@ -51,8 +51,8 @@ def add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def compare_order(order: str, group: Any, world_size: int) -> None:
-    """Raise RankError if another rank gathers something else now. `order`: the name of what this rank gathers. `group`:
-    a process group over host memory. On a lane's thread."""
+    """Compare what all ranks gather now; raise RankError if their names differ. `order`: the name of what this rank
+    gathers. `group`: a process group over host memory. On a lane's thread."""
     message = sha256(order.encode()).digest() + order.encode()
     own = torch.frombuffer(bytearray(message[:ORDER_NBYTES].ljust(ORDER_NBYTES)), dtype=torch.uint8)
     out = torch.empty(world_size * ORDER_NBYTES, dtype=torch.uint8, device="cpu")
@@ -70,16 +70,15 @@ def compare_order(order: str, group: Any, world_size: int) -> None:
 
 
 def gather(rows: Sequence[torch.Tensor], shard: torch.Tensor, rank: int, part_numel: int, group: Any) -> None:
-    """Fill `rows` with all ranks' shards, at most `part_numel` elements of each at once. `shard`: this rank's shard,
-    which may be its row.
+    """Fill `rows`, one view for each rank, with the ranks' shards; one message has at most `part_numel` elements.
+    `shard`: this rank's shard, which may be its row.
 
-    [Note: Collectives by owner] A gather is a broadcast of each rank's shard; a reduction is a message of each part to
-    the rank that owns it, which adds them in rank order. All messages of a call are under way at once. Parts may differ
-    in size, move without copies, and need as many bytes as a ring. gloo's all_gather and reduce_scatter first copy
-    everything: for 64 MiB at 4 ranks on one host the gather took 235 ms and 64 MiB more, the broadcasts 58 ms and
-    nothing. gloo's reduce adds in an order that depends on an element's place in the tensor, and took 2 to 8 times the
-    processor time for 1 MiB at 2 to 4 ranks, and 1.1 to 2 times for 16 MiB.
-    """
+    [Note: Collectives by owner] A gather is a broadcast of each rank's shard. A reduction sends each part to the rank
+    that owns it, which adds what it receives in rank order. All messages of a call are under way at once. Parts may
+    differ in size, move without copies, and need as many bytes as a ring. gloo's all_gather and reduce_scatter first
+    copy everything: for 64 MiB at 4 ranks on one host the gather took 235 ms and 64 MiB of memory, the broadcasts 58 ms
+    and no memory. gloo's reduce adds in an order that depends on an element's place in the tensor. It took 2 to 8 times
+    the processor time for 1 MiB at 2 to 4 ranks, and 1.1 to 2 times for 16 MiB."""
     if rows[rank].data_ptr() != shard.data_ptr():
         rows[rank].copy_(shard)
     for start in range(0, max(row.numel() for row in rows), part_numel):
@@ -92,8 +91,8 @@ def gather(rows: Sequence[torch.Tensor], shard: torch.Tensor, rank: int, part_nu
 
 
 def reduce(rows: Sequence[torch.Tensor], room: torch.Tensor, rank: int, part_numel: int, group: Any) -> None:
-    """Sum row `rank` of all ranks into this rank's row, at most `part_numel` elements at once. `room`: memory to
-    receive the parts of other ranks. See [Note: Collectives by owner]."""
+    """Sum all ranks' copies of row `rank` into this rank's copy, at most `part_numel` elements at once. `room`: memory
+    to receive the other ranks' copies. See [Note: Collectives by owner]."""
     for start in range(0, max(row.numel() for row in rows), part_numel):
         parts = [row[start : start + part_numel] for row in rows]
         own_numel = parts[rank].numel()
@@ -104,8 +103,7 @@ def reduce(rows: Sequence[torch.Tensor], room: torch.Tensor, rank: int, part_num
 
 
 def _wait_each(started: Iterable[Any]) -> None:
-    """Wait until every one of `started`, works of torch.distributed, no longer uses its memory. Raise the first
-    error."""
+    """Wait for all of `started`, works of torch.distributed, also after one fails. Then raise the first error."""
     errors: list[Exception] = []
     for work in list(started):
         try:
@@ -131,21 +129,21 @@ def _exchange_parts(
 
 @final
 class DeviceCollectives:
-    """The device part of `ProcessGroups`. Driver thread, except the lanes inside.
+    """Gathers and reduces tensors on a device, for `ProcessGroups`. Driver thread, except the lanes inside.
 
-    [Note: Collectives of a device] Gathers and reductions share one group and one lane. The lane's stream waits for the
-    events of earlier work, and later work waits for events of that stream: the host launches, and waits for no device.
-    Calls have one order on all ranks; two groups would need that too, since kernels of both wait in one device's
-    queues. A gather moves bytes. A reduction exchanges parts, and each rank sums them in rank order, as on the host
-    ([Note: Collectives by owner]): the order of the backend's own reduction depends on the number of ranks and bytes.
+    [Note: Collectives of a device] Gathers and reductions share one process group and one lane. The lane's stream waits
+    for the events of earlier work, and later work waits for events of that stream: the host launches, and waits for no
+    device. All ranks make their calls in one order. A second group would need one order, too, because the kernels of
+    both groups wait in one device's queues. A gather moves bytes. A reduction exchanges parts, and each rank sums them
+    in rank order, as on the host ([Note: Collectives by owner]); the backend's own reduction adds in an order that
+    depends on the number of ranks and bytes.
 
     [Note: Comparisons before gathers] At stage 3 ranks compare what they gather, over the host's backend, before each
-    launch: gathers of different units would mix their bytes if the units have one size, and hang if they have two. A
-    comparison took 0.26 ms (2 ranks of one host). It has its own lane, begins when the gather is asked for, during the
-    fetch of the shard, and ends before compute comes to the unit. Modelled with two ranks and other load, a step of 7B
-    (65 gathers, 2.1 s of compute) took 2.16 to 2.18 s with comparisons, once 2.35 s, and 2.16 to 2.20 s without. So
-    gathers that repeat the last step's order are compared, too: leaving out these comparisons would gain nothing.
-    """
+    launch. Without this, gathers of different units would mix their bytes if the units have one size, and hang if they
+    have two. A comparison took 0.26 ms (2 ranks of one host). It has its own lane, begins when the gather is asked for,
+    during the fetch of the shard, and ends before compute needs the unit. Modelled with two ranks and other load, a
+    step of 7B (65 gathers, 2.1 s of compute) took 2.16 to 2.18 s with comparisons, once 2.35 s, and 2.16 to 2.20 s
+    without. So every gather is compared, also if the order repeats that of the last step."""
 
     def __init__(self, accelerator: Accelerator, failures: RankFailures, rank: int, world_size: int, timeout_s: float):
         self._accelerator = accelerator
@@ -155,11 +153,11 @@ class DeviceCollectives:
         self._timeout_s = timeout_s
         self._group: Any = None
         self.last: Transfer | None = None
-        """The last collective. [Note: Gathers that meet]"""
+        """The last collective, after which the next one is launched. See [Note: Gathers that meet]."""
 
     def open(self, call: Callable[[str, str], CollectiveCall]) -> None:
-        """Connect the devices of all ranks, and try both kinds of collectives. `call`: counts a collective, given its
-        group and kind, and returns its CollectiveCall. Raises ConfigError and RankError."""
+        """Connect the devices of all ranks, and try a gather and a reduction. `call(group, kind)`: counts a collective,
+        and returns its CollectiveCall. Raises ConfigError and RankError."""
         device = self._accelerator.device
         backend = device_backend(device)
         try:
@@ -192,7 +190,8 @@ class DeviceCollectives:
         call: CollectiveCall,
         after: Sequence[Transfer],
     ) -> Transfer:
-        """Start to fill `rows`, the parts of `flat`, with the shards of all ranks. `shard`: this rank's."""
+        """Start to fill `rows`, one view of `flat` for each rank, with the ranks' shards. `shard`: this rank's shard.
+        `what`, `call`: name and number of the collective, for errors. `after`: transfers that come first."""
         group, own = self._group, rows[self._rank]
 
         def gather() -> None:
@@ -218,8 +217,8 @@ class DeviceCollectives:
         call: CollectiveCall,
         after: Sequence[Transfer],
     ) -> Transfer:
-        """Start to sum this rank's row of `bucket` over all ranks, in rank order. `room`: receives the rows of other
-        ranks."""
+        """Start to sum all ranks' copies of this rank's row of `bucket` into this rank's copy, in rank order. `room`:
+        memory to receive the other ranks' copies. `what`, `call`, `after`: as in `all_gather`."""
         group, rank = self._group, self._rank
         part_numel = room.numel() // (self._world_size - 1)
 

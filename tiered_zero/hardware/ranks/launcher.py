@@ -1,5 +1,5 @@
-"""Read this process's rank, the other ranks and the way to reach them, from the launcher and torch.distributed: the
-network interface, and the backends for host and device memory."""
+"""Read this process's rank, the number of ranks, the network interface and the backends, from the launcher's
+environment and torch.distributed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HOST_BACKEND = "gloo"
 """The backend that carries control messages, and bytes in host memory."""
 
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""(output, input, group), one tensor each. torch 2.13 has renamed `all_gather_into_tensor` and warns about the old
-name, the only one in 2.11 and 2.12."""
+"""torch's all-gather of one tensor from each rank into one: (output, input, group). torch 2.13 has renamed
+`all_gather_into_tensor` and warns about the old name, the only one in 2.11 and 2.12."""
 
 
 def is_initialized() -> bool:
@@ -90,7 +90,7 @@ def is_one_host() -> bool:
 
 
 def launch_name() -> str:
-    """Return the name of torchrun's run, which its restarts keep; "" without torchrun."""
+    """Return the name of torchrun's run, which stays the same over restarts; "" without torchrun."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
@@ -101,9 +101,9 @@ def num_restarts() -> int:
 
 @contextmanager
 def network_interface() -> Iterator[None]:
-    """Make gloo use, inside the `with` block, the network interface by which ranks reach each other: loopback if all
-    are on this host, else the interface that has the route to MASTER_ADDR. gloo finds its interface by a variable, or
-    else by the host's name, which may not resolve, or resolve to loopback. A variable that the user has set stays."""
+    """Inside the `with` block, make gloo use the network interface by which ranks reach each other: loopback if all
+    ranks are on this host, else the interface that has the route to MASTER_ADDR. By itself gloo uses the host's name,
+    which may not resolve, or resolve to loopback. GLOO_SOCKET_IFNAME stays as it is if the user has set it."""
     before = os.environ.get(_INTERFACE_KEY)
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")] if is_one_host() else _routed()
     try:
@@ -116,7 +116,7 @@ def network_interface() -> Iterator[None]:
 
 
 def _routed() -> list[str]:
-    """Return the interface from which packets to MASTER_ADDR start; none if there is no route."""
+    """Return the network interface from which packets to MASTER_ADDR start; an empty list if there is no route."""
     try:
         found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", ""), 9, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]
@@ -129,8 +129,8 @@ def _routed() -> list[str]:
 
 
 def device_backend(device: torch.device) -> str:
-    """Return the backend that carries tensors on `device`, an accelerator. Raises ConfigError if this torch has
-    none."""
+    """Return the backend of torch.distributed for tensors on `device`, an accelerator. Raises ConfigError if this torch
+    has none."""
     try:
         backend = dist.get_default_backend_for_device(device)
     except ValueError:

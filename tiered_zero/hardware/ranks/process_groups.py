@@ -34,19 +34,19 @@ from tiered_zero.telemetry.spans import Recorder
 logger = logging.getLogger("tiered_zero")
 
 GROUPS = ("collectives", "control")
-"""Names of the process groups, each of which has a lane. Gathers and reductions ("collectives") run in the order of
-their calls, which is the same on every rank. Calls of "control", for which the driver thread waits, run independently
-of them."""
+"""Names of the process groups; each has a lane (a worker thread). "collectives": gathers and reductions, in the order
+of their calls, which is the same on every rank. "control": calls for which the driver thread waits; they run
+independently of "collectives"."""
 
 FREED_S = 5.0
 """Seconds within which collectives under way must end when an engine closes."""
 
 INLINE_NBYTES = 248
-"""The most bytes of data in an exchange that makes one collective, of 256 bytes per rank; more data takes a second
-one."""
+"""The most bytes of data that an `exchange` sends in one collective, of 256 bytes per rank. More data takes a second
+collective."""
 
 _HEAD = struct.Struct("<II")
-"""The header of an exchange's data: the number of its bytes, and a number that stands for the kind of call."""
+"""The header of an exchange's message: the number of bytes of data, and a checksum of the kind of call."""
 
 
 class _Phase(Enum):
@@ -60,7 +60,8 @@ class _Phase(Enum):
 
 @final
 class _SharedNotices(logging.Filter):
-    """Drops notices and warnings, which are equal on all ranks, on all ranks but 0; errors come from each rank."""
+    """Drops notices and warnings on every rank but 0, because they are equal on all ranks. Errors are logged on each
+    rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -72,12 +73,11 @@ class _SharedNotices(logging.Filter):
 
 @final
 class ProcessGroups:
-    """The collectives of rank `rank` of `world_size`: of CPU tensors over its own gloo groups, of device tensors over
-    the device's backend. Driver thread, except the lanes inside.
+    """The collectives of a run with several ranks. CPU tensors use this object's own gloo groups, device tensors the
+    device's backend. Driver thread, except the lanes inside.
 
     A rank that fails calls `fail`, which posts a message to the store and closes the rank's groups; every other rank
-    raises RankError with the message, at most seconds later. A rank that is stopped is found by the timeout.
-    """
+    raises RankError with the message, at most seconds later. A rank that is stopped is found by the timeout."""
 
     def __init__(self, timeout_s: float, gather_numel: int) -> None:
         """Read rank and world size from torch.distributed, which must be initialized. `gather_numel`: the most elements
@@ -91,7 +91,8 @@ class ProcessGroups:
         self._lanes: dict[str, Lane] = {}
         self._device: DeviceCollectives | None = None
         self._last: dict[str, CollectiveTransfer] = {}
-        """The last collective of each lane. [Note: Gathers that meet]"""
+        """The last collective of each lane. The next gather or reduction waits for it, see [Note: Gathers that
+        meet]."""
         self._phase = _Phase.NEW
         self._why_closed = "its engine was closed"
         self._notices = _SharedNotices(self.rank)
@@ -221,14 +222,14 @@ class ProcessGroups:
         nbytes: int = 0,
         after: Sequence[Transfer] = (),
     ) -> CollectiveTransfer:
-        """Submit a collective to its lane. `nbytes`: the bytes that this rank passes to the collective. `after`:
-        transfers for which the lane waits first, outside the span.
+        """Submit a collective to its lane. `nbytes`: the bytes that this rank passes to the collective; if not 0, a
+        span is recorded. `after`: transfers for which the lane waits before the span begins.
 
         [Note: Gathers that meet] The n-th gather of a rank meets the n-th gather of the other ranks, and takes their
-        bytes, whatever they are: a gather whose order is not compared has no name. So once a gather fails on a rank,
-        for example because its fetch failed, that rank makes no later gather or reduction, which would meet the failed
-        one of the other ranks. This holds on a device, too. The other ranks wait until this rank posts its error.
-        """
+        bytes, whatever they are, because gathers whose order is not compared have no names. So once a gather fails on a
+        rank, for example because its fetch failed, that rank makes no later gather or reduction: it would meet the
+        failed one of the other ranks. This holds on a device, too. The other ranks wait until this rank posts its
+        error."""
         name, kind = call.group, call.kind
         transfer = CollectiveTransfer(self.failures, call, f"{kind} of {what}")
         timed = self.recorder.span(kind, kind, what, nbytes) if nbytes else nullcontext()
@@ -316,15 +317,15 @@ class ProcessGroups:
         return False
 
     def _close_groups(self) -> None:
-        """Close the groups, which at once frees peers that are blocked in them."""
+        """Close the groups. Other ranks that are blocked in them are freed at once."""
         groups, self._groups = self._groups, {}
         for group in groups.values():
             with suppress(Exception):
                 dist.destroy_process_group(group)
 
     def _close_lanes(self) -> None:
-        """End the threads of lanes, after a wait of at most FREED_S for threads that are blocked in a collective until
-        the other ranks close: returning from C++ while Python ends would crash the process. A thread that a stopped
+        """End the threads of lanes. A thread may be blocked in a collective until the other ranks close: wait for it,
+        at most FREED_S, because a return from C++ while Python ends would crash the process. A thread that a stopped
         rank blocks stays for ever."""
         self._ends_in_time()
         for name, lane in self._lanes.items():
@@ -336,7 +337,8 @@ _num_runs = 0
 
 
 def _next_run(group: Any) -> int:
-    """Return the number of this run, which is equal on every rank and separates the keys of runs in the store."""
+    """Return the number of this run, equal on every rank. It separates the keys of this run in the store from those of
+    other runs."""
     global _num_runs
     number = torch.tensor(_num_runs + 1)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)

@@ -1,4 +1,5 @@
-"""Wait for other ranks, and post this rank's failures and waits for them in the store of torch.distributed."""
+"""Wait for other ranks. Post this rank's failures and waits in the store of torch.distributed, where the other ranks
+read them."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from tiered_zero.hardware.device.accelerator import LaneTransfer, runs_on_lane
 from tiered_zero.telemetry.spans import Recorder
 
 GRACE_S = 3.0
-"""Seconds for which a rank with a broken connection waits: for the message of another rank, and for the launcher to see
-which rank ended."""
+"""Seconds that a rank waits after its connection broke: the failed rank may still post its message, and the launcher
+sees which rank ended first."""
 
 POLL_S = 0.5
 """Seconds between two checks of the store, for the message of a failed rank, during a blocked wait."""
@@ -27,13 +28,13 @@ _FAILED, _CLOSED, _WAITS = "failed", "closed", "wait"
 """Keys of the store: the first failure; per rank, whether it has closed its engine, and where it waits."""
 
 _ALL = "all"
-"""Stands in a message in place of a rank's number: every rank raises the message unchanged."""
+"""Posted in place of a rank's number: every rank raises the message unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCall:
-    """One collective of this rank. `number`: its number in its group, from 1; calls of one number on all ranks belong
-    together. `kind`: collectives of different kinds cannot complete together."""
+    """One collective of this rank in the process group `group`. `number`: its number there, from 1; calls with one
+    number on all ranks meet. `kind`: such as "all_gather"; calls of different kinds cannot complete together."""
 
     group: str
     number: int
@@ -51,17 +52,19 @@ class RankWaits:
     num_calls: Mapping[str, int]
 
     def has_made(self, call: CollectiveCall) -> bool:
-        """Return whether this rank, whose driver is blocked, has made or may still make another rank's `call`."""
+        """Return whether this rank, whose driver is blocked, has made its part of `call`, in which another rank is
+        blocked. A part of another kind does not count."""
         if self.call is not None and (self.call.group, self.call.number) == (call.group, call.number):
             return self.call.kind == call.kind
         return self.num_calls.get(call.group, 0) >= call.number
 
 
 def find_blocked(waits: Sequence[RankWaits]) -> set[int]:
-    """Return the ranks that wait for each other for ever: each is in a collective that another of them has not made,
-    and will not make before the collective in which that other rank waits completes. This is correct even if ranks have
-    posted their waits at different times: the first of these ranks to end its wait would need a call that another makes
-    only after its own wait."""
+    """Return the ranks that wait for each other for ever: each waits in a collective that another of these ranks has
+    not made.
+
+    The result is correct even if ranks have posted their waits at different times. None of these ranks can be the first
+    to end its wait, because it needs a call that another of them makes only after its own wait."""
     blocked = {rank for rank, each in enumerate(waits) if each.call is not None}
     while True:
         free = {
@@ -76,8 +79,8 @@ def find_blocked(waits: Sequence[RankWaits]) -> set[int]:
 
 @dataclass(kw_only=True)
 class RankTraffic:
-    """Bytes of whole flats and buckets that this rank has passed to collectives; with W ranks another rank has (W -
-    1)/W of them. `waited_s`: seconds that the driver was blocked for other ranks."""
+    """Counts the bytes of whole flats and buckets that this rank has passed to collectives; for W ranks, (W - 1)/W of
+    them move between ranks. `waited_s`: seconds that the driver was blocked for other ranks."""
 
     gathered_nbytes: int = 0
     reduced_nbytes: int = 0
@@ -86,8 +89,9 @@ class RankTraffic:
 
 @final
 class RankFailures:
-    """Posts this rank's failure for the other ranks, and finds theirs; the first failure of a run counts. Any thread.
-    Errors of the store are ignored: the store may have ended with its rank, and is not used again then."""
+    """Posts this rank's failure in a store, and finds the failures of other ranks there; the first failure of a run
+    counts. Any thread. The store may end with the rank that holds it: after its first error it is not asked for
+    failures again."""
 
     def __init__(
         self, store: Any, rank: int, world_size: int, timeout_s: float, traffic: RankTraffic, recorder: Recorder
@@ -105,12 +109,13 @@ class RankFailures:
         """Group -> the number of collectives that this rank has made. Driver thread."""
         self._is_store_lost = False
         self.found: RankError | None = None
-        """The error that another rank has posted, or that ended a collective here: every later call raises it."""
+        """The failure of another rank, or the error that ended a collective on this rank. Every later call raises
+        it."""
         with suppress(Exception):
             self._post_wait("", None)
 
     def post(self, message: str) -> None:
-        """Post that this rank has failed, unless another has. Raises nothing."""
+        """Post this rank's failure if no failure was posted before. Raises nothing."""
         with suppress(Exception):
             if self.found is None:
                 self._store.compare_set(_FAILED, "", f"{self._rank} {message}")
@@ -140,8 +145,9 @@ class RankFailures:
             raise self.found
 
     def explain(self, error: BaseException, what: str) -> BaseException:
-        """Return the cause that ended a collective: the failure that another rank has posted, the timeout, or a lost
-        connection."""
+        """Return the error to raise for a collective that failed with `error`: the failure that another rank has
+        posted, a timeout, or a lost connection. An error of this package is returned unchanged. `what`: names the
+        collective."""
         if isinstance(error, TieredZeroError):
             return error
         if self.found is None:
@@ -155,9 +161,9 @@ class RankFailures:
         what: str,
         call: CollectiveCall,
     ) -> None:
-        """Wait until `is_over` returns true, which needs the other ranks. `is_over(seconds)`: waits at most that long,
-        and returns whether the wait is over. `has_failed`: returns whether the collective has failed. `what`, `call`:
-        the collective. Raises RankError if another rank has failed."""
+        """Wait for other ranks until a collective is over. `is_over(seconds)`: waits at most that long, and returns
+        whether the collective is over. `has_failed`: returns whether it has failed; other ranks then still see where
+        this rank has waited. `what`, `call`: the collective. Raises RankError if another rank has failed."""
         start_s, blocks_driver = time.perf_counter(), not runs_on_lane()
         if not is_over(POLL_S):
             if blocks_driver:
@@ -198,8 +204,9 @@ class RankFailures:
             self._store.set(f"{_CLOSED}/{self._rank}", "")
 
     def _find_cause(self, error: BaseException, what: str) -> RankError:
-        """Find why a collective ended. A rank posts its message before it closes its groups. A killed rank posts
-        nothing: then this rank ends some seconds later, so that the launcher names the killed one."""
+        """Find why a collective ended. A failed rank posts its message before it closes its groups. A killed rank posts
+        nothing: in that case wait some seconds before the return, so that this rank ends later and the launcher names
+        the killed one."""
         if not self._driver_waits:
             self._post_wait(what, None)
         deadline_s = time.monotonic() + GRACE_S
@@ -230,8 +237,8 @@ class RankFailures:
         return lost
 
     def _agree_on(self, message: str) -> RankError:
-        """Post `message` for every rank, and return the error that all raise: with this message, or with one that was
-        posted earlier."""
+        """Post `message` for every rank, if nothing was posted before. Return the error for what is posted now: all
+        ranks raise it."""
         try:
             self._store.compare_set(_FAILED, "", f"{_ALL} {message}")
             return self._read_posted()
@@ -245,7 +252,7 @@ class RankFailures:
         return RankError(f"Rank {rank} failed, which ends the run on all {self._world_size} ranks: {message}")
 
     def _waits(self) -> str:
-        """Name the collective in which each rank waits now."""
+        """Describe in which collective each rank waits now."""
         found = enumerate(self._read_waits())
         return "; ".join(f"rank {rank}: {waits.text or 'no call that waits'}" for rank, waits in found)
 
@@ -289,8 +296,9 @@ class CollectiveTransfer(Transfer):
 
 @final
 class DeviceCollective(LaneTransfer):
-    """One collective on a device. Its event orders later work on the device. The host waits only for its launch, which
-    may wait for the other ranks' calls; the wait ends early, with RankError, if another rank has failed."""
+    """One collective on a device. Its launch may have to wait for the calls of other ranks; if another rank fails
+    meanwhile, the host's wait for the launch ends with RankError. After the launch, events order later work on the
+    device."""
 
     def __init__(self, failures: RankFailures, call: CollectiveCall, what: str) -> None:
         super().__init__(launched=threading.Event())

@@ -1,5 +1,5 @@
-"""Wrap a user's process group for an optimizer whose ranks own parameters: broadcasts, and messages between two ranks.
-The wrapper has no lanes or groups of its own: its calls run on the thread and stream of the training loop."""
+"""Wrap a user's process group for an optimizer that divides the parameters among the ranks: broadcasts, and messages
+between two ranks. All calls run on the thread and stream of the training loop."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class StepHook(JoinHook):
 
 @final
 class ShardGroup:
-    """The ranks of `process_group`. None: those of the default group, or this process alone if there is none. If a
-    launcher has started several processes and there is no group, raises torch's error."""
+    """Sends tensors and bytes between the ranks of `process_group`. None: between the ranks of the default group, or
+    this process alone if there is no group. Raises torch's error if a launcher has started several processes, and there
+    is no group."""
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group: Any = process_group
@@ -49,7 +50,8 @@ class ShardGroup:
         self.global_rank = dist.get_rank()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Any:
-        """Start to fill `tensor` with the tensor of rank `source` in the group; `wait()` on the result ends it."""
+        """Start to fill `tensor` with the tensor of rank `source` of the group. Return a work: its `wait()` blocks
+        until `tensor` is filled."""
         if self.world_size == 1:
             (done := Completion()).complete()
             return done
@@ -87,8 +89,8 @@ class ShardGroup:
         return bytes(data.numpy())
 
     def send_tensor(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a tensor, on any device, to rank `to`. The tensor is copied to the device of messages if it is not
-        there."""
+        """Send a tensor, on any device, to rank `to`. It is first copied to the device from which the group sends
+        messages."""
         if tensor.numel():
             dist.send(tensor.to(self._device).contiguous(), self._global(to), group=self.process_group)
 
@@ -103,7 +105,7 @@ class ShardGroup:
 
     @property
     def _device(self) -> torch.device:
-        """The device of messages: the CPU, unless the group's backend takes no tensors in host memory."""
+        """The device of messages: the CPU if the group's backend takes CPU tensors, else a device that it takes."""
         types: Sequence[str] = [device.type for device in self.process_group._device_types]
         return torch.device("cpu" if "cpu" in types else types[0])
 
