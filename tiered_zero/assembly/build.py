@@ -77,9 +77,9 @@ _BUILD_ANEW = "initialize() had begun to move the model's parameters or to load 
 def build(
     run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loader: TrainingLoader | None = None
 ) -> Engine:
-    """Allocate what the plan says, join the parts to an engine, and give every parameter its home. If this raises,
-    nothing is left behind, and the model is as it was unless the error's note says otherwise. `loader`: the loader of
-    training data whose position checkpoints save."""
+    """Allocate what the plan says, join the parts to an engine, and move every parameter to its home. If this raises,
+    everything is freed; the model is unchanged, or the error's note says that it must be built anew. `loader`: the
+    loader of training data; checkpoints save its position."""
     _check_plan(run_spec.plan, collectives)
     check_async(run_spec.config, run_spec.plan)
     source = find_source(run_spec, collectives)
@@ -114,7 +114,7 @@ def build(
 
         try:
             begin(place)
-            machine.runtime.recorder.take_spans()  # of the start of the run, which no trace shows
+            machine.runtime.recorder.take_spans()  # drop the spans of the start: no trace shows them
             trim_malloc()
             parts.step.meter.begin()
         except BaseException as error:
@@ -174,8 +174,8 @@ def _join(
     observers: Sequence[Callable[[StepReport], None]],
     resources: Teardown,
 ) -> tuple[Engine, Callable[[Callable[[], None]], None]]:
-    """Join the parts to an engine. Return the engine and the function that begins the run: it checks the checkpoint
-    that was found, calls its argument, which places the model, and resumes."""
+    """Join the parts to an engine. Return the engine and a function begin(place) that begins the run: it checks the
+    checkpoint to resume, if any, calls `place`, which places the model, and loads the checkpoint."""
     config, step, handle, source = run_spec.config, parts.step, parts.handle, parts.source
     driver = DriverState(
         counts=step.counts,
@@ -218,8 +218,9 @@ def _join(
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Parts:
     """The objects that move a model's bytes. `source`: where the first values come from. `handle`: the optimizer that
-    the user gets; None if the run evaluates. `copies`: writes durable copies for in-place commits; None without these.
-    `adopted`: reads first values from an adopted commit, see `Source.adoption`; None without one."""
+    the user gets; None if the run evaluates. `whole`: gathers whole weights from the ranks. `copies`: writes durable
+    copies for in-place commits; None without such commits. `adopted`: reads first values from an adopted commit (see
+    `Source.adoption`); None without one."""
 
     source: Source
     handle: TieredOptimizer | None
@@ -233,7 +234,8 @@ class _Parts:
 def _make_parts(
     run_spec: RunSpec, machine: OpenMachine, source: Source, handle: TieredOptimizer | None, resources: Teardown
 ) -> _Parts:
-    """Build the movers, and check the state that the user's optimizer has. The model does not change."""
+    """Build the objects that move the model's bytes, and check the state that the user's optimizer has. The model does
+    not change."""
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
     is_sharded, groups = run_spec.plan.request.shards_state, run_spec.source.param_groups
     shards = ParamShards(runtime.collectives, run_spec.units, run_spec.trained, is_sharded=is_sharded)
@@ -273,8 +275,8 @@ def _make_parts(
 def _place_model(
     run_spec: RunSpec, machine: OpenMachine, parts: _Parts, own_state: Mapping[Any, Any], resources: Teardown
 ) -> None:
-    """Give every parameter its home and its first value, and hook the modules. `own_state`: the state that the user's
-    optimizer had. If this raises, the user has to build the model anew."""
+    """Move every parameter to its home with its first value, and install the module hooks. `own_state`: the state that
+    the user's optimizer had. If this raises, the user has to build the model anew."""
     collectives, step = machine.runtime.collectives, parts.step
     materializer = Materializer(run_spec.model, parts.source.weights, run_spec.specs)
     placer = UnitPlacer(
@@ -299,7 +301,8 @@ def _place_model(
 def _make_step(
     run_spec: RunSpec, machine: OpenMachine, view: StateView, handle: TieredOptimizer | None, resources: Teardown
 ) -> tuple[TrainStep, Pager, UpdatePipeline, WholeWeights]:
-    """Build the movers, and the `TrainStep` that orders their calls."""
+    """Build the movers of parameters, gradients, state and activations, and the `TrainStep` that calls them in
+    order."""
     config, plan = run_spec.config, run_spec.plan
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
     cuts = view.cuts if view.need_params else None
@@ -369,7 +372,8 @@ def _make_activations(run_spec: RunSpec, machine: OpenMachine, resources: Teardo
 def _make_gradients(
     run_spec: RunSpec, machine: OpenMachine, overflow: OverflowGuard
 ) -> tuple[GradientStore, GradientReducer | None]:
-    """Give every gradient its home; with many ranks also make the reducer, which averages gradients over ranks."""
+    """Reserve a home for every gradient, and make the gradient store. With many ranks also make the reducer, which
+    averages gradients over ranks; else return None for it."""
     plan, tiers, runtime = run_spec.plan, machine.tiers, machine.runtime
     request = plan.request
     trainable = [unit for unit in run_spec.units if unit.trainable]
@@ -416,7 +420,7 @@ def _make_gradients(
 
 
 def _paged_gradients(run_spec: RunSpec) -> dict[int, torch.dtype]:
-    """Return unit index -> dtype of its gradients, for the units whose gradients rest on NVMe."""
+    """Return unit index -> dtype of the gradients, for units with gradients on NVMe."""
     plan = run_spec.plan
     return {
         unit.index: torch.float32 if plan.request.sums_gradients else unit.dtype
@@ -426,9 +430,10 @@ def _paged_gradients(run_spec: RunSpec) -> dict[int, torch.dtype]:
 
 
 def _make_reduction(config: Config, request: PlanRequest, buckets: Sequence[Bucket], *, on_device: bool) -> Reduction:
-    """Read from `config` how gradients are scaled and summed, as in DeepSpeed: by default they are divided by the
-    number of ranks and then summed; without prescaling, they are divided by `gradient_predivide_factor` before the sum
-    and by the rest after it. `on_device`: all gradients rest on the device."""
+    """Make the settings with which gradients are reduced, as DeepSpeed scales them. By default gradients are divided by
+    the number of ranks and then summed. Without prescaling, they are divided by `gradient_predivide_factor` before the
+    sum, and by world size / `gradient_predivide_factor` after it. `on_device`: whether all gradients rest on the
+    device."""
     factor, first = config.gradient_predivide_factor, config.prescale_gradients
     if first is None:
         first = factor == 1.0
@@ -473,8 +478,8 @@ def _make_policy(
 
 
 def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> list[Callable[[StepReport], None]]:
-    """Make the objects that receive each optimizer step's report: they log a line every `steps_per_print` steps, feed
-    monitors, and write the run's record and trace."""
+    """Make the functions that are called with each optimizer step's report. They log a line every `steps_per_print`
+    steps, feed monitors, and write the run's record and trace. Only rank 0 has any."""
     settings = run_spec.config.tiered_zero
     if runtime.collectives.rank > 0:
         return []
@@ -525,8 +530,8 @@ def _chosen_monitors(config: Config) -> dict[str, Open]:
 
 
 def _make_copies(run_spec: RunSpec, homes: dict[int, Home], state: RunState) -> DurableCopies | None:
-    """Make the object that copies to `homes` what no committed slot holds. `homes`: unit index, or BUFFERS -> home of
-    the copy. Return None without in-place commits."""
+    """Make the object that writes durable copies of the values that no committed slot holds. `homes`: unit index, or
+    BUFFERS -> the home of the copy. Return None without in-place commits."""
     if not run_spec.config.tiered_zero.checkpoint.in_place:
         return None
 

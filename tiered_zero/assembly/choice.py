@@ -1,5 +1,5 @@
 """Choose the placement whose predicted step is shortest by the rates of this machine (`tiered_zero.placement: "auto"`).
-Read from a model the sizes that predictions, and estimates of activations, need.
+Also read the sizes from a model with which steps are predicted and activations are estimated.
 
 Candidates differ in settings that change no numbers and that the config leaves out. For each pair of slowest tiers, one
 for parameters and one for state, the search plans as little as possible on faster tiers. Then it fills the room that is
@@ -45,8 +45,8 @@ NUM_TRIES = 4
 """The most tries to fill a tier: a try may exceed a limit because buffers grow with the bytes that rest there."""
 
 LARGE_SUB_GROUP_NUMEL = 1 << 22
-"""The most elements that `sub_group_size` can set. If that key is left out, sub-groups whose state is transferred have
-a quarter of it."""
+"""The largest `sub_group_size` that takes effect, in elements. The default for state that is transferred is a quarter
+of it."""
 
 _ZERO, _OWN = "zero_optimization.", "tiered_zero."
 _PARAM, _STATE = f"{_ZERO}offload_param.", f"{_ZERO}offload_optimizer."
@@ -73,7 +73,7 @@ class Candidate:
 
     @property
     def places(self) -> str:
-        """Say what rests on which tier, and when the update runs."""
+        """The bytes of parameters, state and gradients on each tier, and the update policy, in words."""
         words = []
         for what, kind in (("parameters", "param"), ("state", "state"), ("gradients", "gradient")):
             sizes = {tier: self.plan.nbytes(tier, kind) for tier in TIERS}
@@ -99,13 +99,13 @@ class Candidate:
 
 
 SAME_SHARE = 1.05
-"""Steps up to this share of the shortest are equal: predictions are off by more."""
+"""Steps are taken as equal if the longer takes at most this many times as long: predictions are off by more."""
 
 
 def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
-    """Sort candidates by the seconds of a step. Of those that SAME_SHARE makes equal to the shortest, candidates with
-    the default sub_group_size come first (4 Mi elements, chosen for a predicted gain of 0.5%, took 1.17 times as long),
-    then those that write less."""
+    """Sort candidates by the predicted seconds of a step. Among steps as short as the shortest, by SAME_SHARE, put
+    first the default sub_group_size, then the fewest bytes written to disks. (4 Mi elements, chosen for a predicted
+    gain of 0.5%, took 1.17 times as long.)"""
     same_s = SAME_SHARE * min((each.step.seconds for each in found), default=0.0)
 
     def order(candidate: Candidate) -> tuple[float, bool, int, float]:
@@ -118,9 +118,9 @@ def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
 @dataclass(kw_only=True)
 class PlacementSearch:
     """Searches for the placement whose predicted step is shortest. `plan_of`: plans a config, allocating nothing.
-    `predict`: predicts the step of a plan. `estimate`: the activations for which room is left if free memory is the
-    limit; None: not known. `disk_nbytes`: free bytes of the disk; None: not known. `errors`: why settings were
-    dropped."""
+    `predict`: predicts the step of a plan. `estimate`: the bytes of activations, for which the search leaves room,
+    except in a limit that the config sets; None if unknown. `disk_nbytes`: free bytes of the disk; None if unknown.
+    `errors`: one for each dropped choice of settings."""
 
     config: Config
     plan_of: Callable[[Config], Plan]
@@ -131,8 +131,8 @@ class PlacementSearch:
     _plans: dict[frozenset[tuple[str, Any]], Plan] = field(default_factory=dict)
 
     def run(self) -> list[Candidate]:
-        """Return the candidates that fit, best first. If none fits, raise the error of the last settings tried, which
-        keep least in memory."""
+        """Return the candidates that fit, best first. If none fits, raise the error of the last settings tried: they
+        keep the fewest bytes in memory."""
         placements = [*self._placements()]  # before the disk is asked, so that its error is the last
         plans = [each for each in placements if self._has_disk(each[1])]
         least = min((self._short_nbytes(plan) for _, plan in plans), default=0)
@@ -159,8 +159,8 @@ class PlacementSearch:
         return [*by_places.values()]
 
     def _plan(self, settings: Settings, *, fits: bool = True) -> Plan | None:
-        """Return the plan of the config with `settings` filled in. If they do not work, or if `fits` is true and the
-        plan exceeds a limit, add the error to `errors` and return None."""
+        """Return the plan of the config with `settings` filled in. If planning raises an error, add it to `errors` and
+        return None. `fits`: True treats a plan that exceeds a limit in the same way."""
         key = frozenset(settings.items())
         try:
             if key not in self._plans:
@@ -186,9 +186,9 @@ class PlacementSearch:
         return Candidate(config=config, plan=plan, step=self.predict(plan), settings=settings)
 
     def _placements(self) -> Iterator[tuple[Settings, Plan]]:
-        """Yield settings that differ in tiers and limits, each with its plan, the slowest tiers last. A byte of host
-        memory spares the disk more if it holds parameters, which forward and backward read and the update writes, than
-        if it holds state."""
+        """Yield (settings, plan) for each choice of tiers and limits, the slowest tiers last. Host memory is filled
+        with parameters before state, because parameters use the disk more: forward and backward read them and the
+        update writes them."""
         zero = self.config.zero_optimization
         path = self._path
         pages = "stage" not in zero.model_fields_set or zero.stage == 3
@@ -216,8 +216,8 @@ class PlacementSearch:
         return ("none", "cpu", "nvme") if self._path else ("none", "cpu")
 
     def _fill(self, settings: Settings, on_device: Sequence[str]) -> Iterator[tuple[Settings, Plan]]:
-        """Yield `settings`, extended until faster tiers hold as much as they have room for, and the plan. `on_device`:
-        the kinds ("param", "state") that go to the device, in order."""
+        """Extend `settings` until faster tiers are full, and yield (settings, plan). `on_device`: the kinds ("param",
+        "state") to put on the device, in this order."""
         plan = self._plan(settings)
         if plan is None:
             return
@@ -236,8 +236,8 @@ class PlacementSearch:
         yield settings, plan
 
     def _grow(self, settings: Settings, plan: Plan, tier: str, kind: str) -> tuple[Settings, Plan]:
-        """Put as much of `kind` on `tier` as the tier has room for, and move nothing else away from the tier. Return
-        the new settings and plan, or those given if nothing can be added."""
+        """Put as much of `kind` on `tier` as there is room for. What rests on the tier already stays there. Return the
+        new settings and plan, or the given ones if there is no room."""
         itemsize, room_of = 4 if self.config.param_dtype_name == "float32" else 2, self._room_nbytes
         room = min(room_of(plan, tier), sum(plan.nbytes(other, kind) for other in TIERS))
         for _ in range(NUM_TRIES):
@@ -262,11 +262,11 @@ class PlacementSearch:
         return settings, plan
 
     def _short_nbytes(self, plan: Plan) -> int:
-        """Return the bytes that the estimated activations need beyond those that the plan leaves; 0 if they fit."""
+        """Return the bytes that the estimated activations lack next to the plan; 0 if they fit."""
         return max(0, -self._room_nbytes(plan, plan.request.computing_tier))
 
     def _room_nbytes(self, plan: Plan, tier: str) -> int:
-        """Return the bytes of the tier that neither the plan nor activations need; negative if they need too much."""
+        """Return the free bytes of the tier after the plan and the activations; negative if they do not fit."""
         limit, source = plan.limits[tier]
         room = limit - plan.needed_nbytes(tier)
         if self.estimate is None or tier != plan.request.computing_tier or RESERVED not in source:
@@ -276,15 +276,15 @@ class PlacementSearch:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The placements that fit, with predictions. `candidates`: best first; the run takes the first. `tokens`: tokens of
-    a micro-batch."""
+    """The placements that fit, with predictions. `candidates`: best first; the run uses the first. `tokens`: the tokens
+    of a micro-batch for which steps are predicted."""
 
     candidates: tuple[Candidate, ...]
     tokens: int
 
     @property
     def config_text(self) -> str:
-        """The chosen config as JSON, which `load` reads."""
+        """The chosen config as JSON, in the form of a config file."""
         values = self.candidates[0].config.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return json.dumps(values, indent=2) + "\n"
 
@@ -308,8 +308,8 @@ def choose_placement(
     config: Config, model: nn.Module, plan_of: Callable[[Config], Plan], rates: Machine | None, world_size: int
 ) -> Choice:
     """Plan the placements that fit, and sort them by predicted seconds of a step. `plan_of`: returns the plan for a
-    config. `rates`: the rates to predict with; None: those that were measured on this machine. Raises ConfigError if
-    there are none, and with several ranks, whose collectives are not predicted."""
+    config. `rates`: the rates to predict with; None: the rates measured on this machine. Raises ConfigError if none
+    were measured, or with several ranks, because collectives are not predicted."""
     if world_size > 1:
         raise ConfigError(
             f"tiered_zero.placement: expected as_written with {world_size} ranks, whose collectives are not predicted; "
@@ -360,8 +360,9 @@ def make_predictor(
 
 
 def predicted_seconds(config: Config, model: nn.Module, plan: Plan) -> dict[str, float]:
-    """Return the tokens and seconds of a step, and the seconds of each lane, for the run's report. Return nothing if
-    the rates of this machine are not known, or with several ranks."""
+    """Return the predicted tokens and seconds of a step, and the seconds of each resource, for the run's report. Return
+    {} if nothing can be predicted: without rates of this machine, with several ranks, or without an optimizer in the
+    config."""
     if plan.request.world_size > 1 or config.optimizer is None:
         return {}
     try:
@@ -372,7 +373,7 @@ def predicted_seconds(config: Config, model: nn.Module, plan: Plan) -> dict[str,
 
 
 def _length(config: Config, model: nn.Module) -> int:
-    """Return the tokens of a sample, from the config or the model, else an assumed number."""
+    """Return the tokens of a sample: the config's number, else the model's, at most MOST_ASSUMED_TOKENS."""
     most = _most_tokens(model) or MOST_ASSUMED_TOKENS
     return config.tiered_zero.sequence_length or min(most, MOST_ASSUMED_TOKENS)
 
@@ -383,8 +384,8 @@ def _paths(config: Config) -> tuple[str, ...]:
 
 
 def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
-    """Return the number of bytes free for swap files: on the disks of `rates`, if it names any, or in the directories;
-    None if unknown."""
+    """Return the bytes that are free for swap files: on the disks that `rates` names, else in the directories `paths`.
+    Return None if they are unknown."""
     if rates is not None and rates.disks:
         sizes = [disk.nbytes for disk in rates.disks]
         return None if None in sizes else sum(filter(None, sizes))
@@ -392,7 +393,7 @@ def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
 
 
 def save_choice(run_spec: RunSpec) -> list[str]:
-    """Write the chosen config next to the run's report, or else in its swap directory. Return lines for the log."""
+    """Write the chosen config next to the run's report, or without a report to nvme_path. Return lines for the log."""
     choice, report = run_spec.choice, run_spec.config.tiered_zero.report
     if choice is None:
         return []
@@ -409,15 +410,15 @@ def save_choice(run_spec: RunSpec) -> list[str]:
 
 
 def _rates_here(paths: Sequence[str]) -> Machine:
-    """Return the measured rates of this machine, with only those disks that hold these directories. Raises ConfigError
-    if nothing was measured."""
+    """Return the measured rates of this machine, with only the disks that hold the directories `paths`. Raises
+    ConfigError if nothing was measured."""
     machine = load_measured()
     disks = tuple(disk for disk in (_disk_of(path, machine.disks) for path in paths) if disk is not None)
     return replace(machine, disks=disks)
 
 
 def _disk_of(path: str, disks: Sequence[Disk]) -> Disk | None:
-    """Return the measured disk that has the file system of `path`; None if there is none."""
+    """Return the disk that was measured last on the file system of `path`; None if there is none."""
     device = os.stat(nearest_directory(path)).st_dev
     same = [disk for disk in disks if os.path.isdir(disk.path) and os.stat(disk.path).st_dev == device]
     return same[-1] if same else None
@@ -463,7 +464,7 @@ def _sizes_of(model: nn.Module) -> Any:
 
 
 def _size(sizes: Any, *names: str) -> int:
-    """Return the model's size under the first of `names` that its config has; 0 if it has none of them."""
+    """Return the first integer that `sizes`, the model's config, has under one of `names`; 0 if there is none."""
     return next((value for name in names if isinstance(value := getattr(sizes, name, None), int)), 0)
 
 

@@ -26,7 +26,7 @@ and writes a 16-bit weight."""
 
 def measure_machine(disk: Disk) -> Machine:
     """Measure the rates of this machine's processors, memory and link to the device, in less than 10 s. `disk`: a disk
-    that has been measured before. Main thread."""
+    with measured rates, which is added to the result. Main thread."""
     from tiered_zero.hardware import check
     from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
     from tiered_zero.hardware.runtime import build_accelerator
@@ -57,8 +57,8 @@ def measure_machine(disk: Disk) -> Machine:
 
 
 def _update_rate(shares_cores: bool) -> float:
-    """Measure the bytes/s of AdamW on bf16 weights, with the kernel's threads, or by torch's operations if there is no
-    kernel."""
+    """Measure the bytes/s of AdamW on bf16 weights: by the native kernel with its threads, or, without a kernel, by
+    torch's operations."""
     import torch
 
     from tiered_zero.hardware.check import median_rate
@@ -80,7 +80,7 @@ def _update_rate(shares_cores: bool) -> float:
 
 
 def save_measured(machine: Machine) -> None:
-    """Replace the file with this machine's rates, but keep the disks of other directories that it has."""
+    """Write `machine` to the file with this machine's rates. Disks of other directories stay in the file."""
     before, paths = on_record()[0], [disk.path for disk in machine.disks]
     kept = [disk for disk in (before.disks if before else ()) if disk.path not in paths]
     replace(machine, disks=(*kept, *machine.disks)).save(default_path())
@@ -107,7 +107,7 @@ def load_measured() -> Machine:
 
 
 def on_record() -> tuple[Machine | None, str]:
-    """Return this machine's measured rates and a line that says where they are; if there are none, None and the
+    """Return this machine's measured rates, and a line that names their file. Without rates, return None and the
     reason."""
     try:
         machine = load_measured()
@@ -119,9 +119,9 @@ def on_record() -> tuple[Machine | None, str]:
 def machine_to_plan(
     path: Path | None, device_nbytes: int | None, host_nbytes: int | None, disks: Sequence[Disk]
 ) -> tuple[Machine, str]:
-    """Return the machine to plan for, and a line that names it. `path`: a file that describes the machine; None: this
-    machine, as it was measured. `device_nbytes`, `host_nbytes`, `disks`: sizes and disks from command-line options,
-    which replace the machine's own. Raises ConfigError if the file is not valid."""
+    """Return the machine to plan for, and a line that names it. `path`: the file that describes the machine; None: this
+    machine, with its measured rates. `device_nbytes`, `host_nbytes`, `disks`: from command-line options; they replace
+    the machine's own. Raises ConfigError if the file is not valid."""
     base, line = on_record()
     if path is not None:
         base = load_machine(path)
@@ -130,7 +130,7 @@ def machine_to_plan(
 
 
 def rate_lines(machine: Machine) -> Iterator[str]:
-    """Yield what was measured, a line for each kind of work."""
+    """Yield the measured rates in words, one line for each kind of work."""
     products = (f"{name} {rate / 1e12:.3g} TFLOPS" for name, rate in machine.flops_per_s.items())
     yield f"products of matrices: {', '.join(products)}"
     for kind, rates in (("elements of blocks", machine.block_elements_per_s), ("logits", machine.logits_per_s)):

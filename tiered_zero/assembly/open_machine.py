@@ -39,30 +39,30 @@ from tiered_zero.tiers.tier import Home, Inventory
 from tiered_zero.unit.weights import WeightFiles
 
 SHUTDOWN = (
-    "optimizer",  # the user's own has its calls and its state again
-    "saves",  # the last is finished: of its update everything is needed
-    "open update",  # one that began in backward, and whose step is not taken, is cancelled
-    "last update",  # the last step's is finished, as far as its results outlive the engine
-    "observers",  # the run's record is completed
+    "optimizer",  # give the user's own optimizer its calls and its state back
+    "saves",  # finish the running save, which needs the whole last update
+    "open update",  # cancel an update that began in backward and has no step()
+    "last update",  # finish the update of the last step
+    "observers",  # complete the run's record
     "monitors",
-    "lanes",  # threads end before the memory that they use is freed
-    "prefetch",  # state that was read ahead is dropped
+    "lanes",  # end the threads before the memory that they use is freed
+    "prefetch",  # drop state that was read ahead
     "hooks",
     "gradients",
     "activations",
-    "pager",  # parameters on the device get memory of their own
+    "pager",  # give parameters on the device memory of their own
     "tiers",
     "rule",
-    "ranks",  # the others are waited for, seconds at most
+    "ranks",  # wait for the other ranks, seconds at most
 )
-"""The order in which the parts of a run end, also after a start that fails."""
+"""The order in which the parts of a run are closed, also after a start that fails."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """The source of a run's first values. `found`: the checkpoint to resume. `adoption`: the commit in whose swap files
-    the run goes on, if it does. `weights`: files of weights. All three are None if the model itself has the values.
-    `warnings`: lines for the log."""
+    """Where a run gets its first values. `found`: the checkpoint to resume. `adoption`: an in-place commit; the run
+    then goes on in the swap files of this commit. `weights`: files of weights. All three are None if the model itself
+    has the values. `warnings`: lines for the log."""
 
     found: FoundCheckpoint | None
     adoption: Adoption | None
@@ -77,7 +77,8 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OpenMachine:
-    """The device, tiers and homes of a run. `copy_homes`: unit index -> home of the unit's durable copy."""
+    """The device, tiers and homes (places of bytes on tiers) of a run. `copy_homes`: unit index -> home of the unit's
+    durable copy, for in-place commits."""
 
     runtime: Runtime
     tiers: TierRack
@@ -86,7 +87,7 @@ class OpenMachine:
 
 
 def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
-    """Find the source of a run's first values. Check directories, files and free space before anything is allocated.
+    """Find where a run gets its first values. Check directories, files and free space before anything is allocated.
     Collective: every rank calls this."""
     config, keys = run_spec.config, nvme_paths(run_spec.config)
     warnings = check_directories(keys)
@@ -110,8 +111,8 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
 
 
 def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
-    """Find the checkpoint to resume. Return None, and add a warning, if the run before has not completed its first
-    save. Raises StoreError."""
+    """Find the checkpoint to resume in the directory `resume`. Return None, and add a warning, if the directory holds
+    no complete save yet. Raises StoreError."""
     if not is_unused(resume):
         return find_checkpoint(resume)
     warnings.append(f"no checkpoint in {resume} is resumed: {nothing_to_load(resume)}. The run begins at step 0")
@@ -119,7 +120,7 @@ def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
 
 
 def check_directories(keys: Mapping[tuple[str, ...], str]) -> list[str]:
-    """Make the swap directories that are missing, and return warnings about all of them. `keys`: directories that are
+    """Make the missing swap directories, and return warnings about any swap directory. `keys`: directories that are
     striped together -> the config key that names them. Raises ConfigError and StoreError."""
     make_missing(keys)
     by_path = {path: key for paths, key in keys.items() for path in paths}
@@ -127,8 +128,9 @@ def check_directories(keys: Mapping[tuple[str, ...], str]) -> list[str]:
 
 
 def clear_directories(keys: Mapping[tuple[str, ...], str], adopted: Container[Path] = ()) -> list[str]:
-    """If this process is a restart, remove the directories that its launch has left before. Return lines about what
-    other runs have left. `adopted`: swap directories in which this run goes on."""
+    """If the launcher has restarted this process, remove the swap directories that this launch has left. Return
+    notices about directories that other runs have left. `keys`: as for `check_directories`. `adopted`: swap directories
+    in which this run goes on."""
     paths = [path for group in keys for path in group]
     if num_restarts() and local_rank() == 0:
         clear_restarted(paths, launch_name())
@@ -138,8 +140,8 @@ def clear_directories(keys: Mapping[tuple[str, ...], str], adopted: Container[Pa
 def open_runtime(
     plan: Plan, rule: UpdateRule, accelerator: Accelerator, collectives: Collectives, resources: Teardown
 ) -> Runtime:
-    """Connect the device and the ranks to a run. Return its runtime: the device, the ledger that counts the bytes of
-    each tier, and the ranks. `resources`: closes device, rule and ranks when the run ends."""
+    """Connect device and ranks, and return the run's runtime: the device, the ranks, and the ledger that counts the
+    bytes of each tier. `resources`: closes device, rule and ranks when the run ends."""
     resources.add("lanes", accelerator.close)
     resources.add("ranks", collectives.close)
     collectives.connect_device(accelerator)
@@ -163,8 +165,8 @@ def open_machine(
 ) -> OpenMachine:
     """Allocate the host memory and files that the plan names, and reserve every slot there. `resources`: closes them
     when the run ends. `model_name`: written to `owner.json`, the file in each swap directory that names its run.
-    `units`, `layouts`: the units and sub-groups to which `slots` refer by index. `adopted`: swap paths -> the committed
-    state in whose files the run goes on."""
+    `slots`: the slots to reserve; they refer to `units` and to the sub-groups of `layouts` by index. `adopted`: swap
+    paths -> the committed state from which the store there resumes."""
     acts = Teardown()
     resources.add("tiers", acts.close)
     tiers = TierRack(config, plan, runtime, acts, model_name=model_name, adopted=adopted)
@@ -186,7 +188,8 @@ def open_machine(
 
 
 def nvme_paths(config: Config) -> dict[tuple[str, ...], str]:
-    """Map the swap paths of each use of NVMe (several paths are striped) to a key of the config that names them."""
+    """Return swap paths -> the config key that names them, for activations, state and parameters on NVMe. Several paths
+    in one key are striped together."""
     zero = config.zero_optimization
     sections = {
         "tiered_zero.activations": config.tiered_zero.activations,
@@ -197,11 +200,11 @@ def nvme_paths(config: Config) -> dict[tuple[str, ...], str]:
 
 
 def check_disk_space(needs: Mapping[tuple[str, ...], int], ranks: Collectives) -> None:
-    """Raise StoreError on every rank if the ranks of one host need more than a file system has free.
+    """Raise StoreError on every rank if the ranks of one host together need more bytes than a file system has free.
 
-    `needs`: directories that are striped together -> bytes of this rank there. Each rank preallocates its own files:
-    one rank alone would find room that all of them together do not have. Stripes over several drives count on all these
-    drives together, because each drive's share is measured later. Collective: every rank calls this."""
+    `needs`: directories that are striped together -> bytes of this rank there. For directories on several drives the
+    free bytes of all these drives are added up, because each drive's share is measured later. Collective: every rank
+    calls this."""
     if ranks.world_size == 1:
         return
     own = [{"host": boot_id(), "nbytes": nbytes, **_drives(paths)} for paths, nbytes in needs.items() if nbytes]
@@ -225,7 +228,7 @@ def check_disk_space(needs: Mapping[tuple[str, ...], int], ranks: Collectives) -
 
 
 def _drives(paths: Sequence[str]) -> dict[str, object]:
-    """Return the device numbers of the file systems that hold `paths`, and the bytes that they have free together."""
+    """Return the file systems that hold `paths`: their device numbers, and their free bytes in all."""
     by_device = {os.stat(path).st_dev: path for path in reversed(paths)}
     status = [os.statvfs(path) for path in by_device.values()]
     free = sum(each.f_bavail * each.f_frsize for each in status)

@@ -46,9 +46,9 @@ from tiered_zero.unit.model import check_memory, list_params, module_tree, packe
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMachine:
-    """A machine with an accelerator, for which a run is planned in place of this machine. `device_nbytes`,
-    `host_nbytes`: its memory, which replaces the config's limits; None: what this machine has free. `ranks`: the
-    processes that share its host."""
+    """The machine for which a run is planned. `device_nbytes`, `host_nbytes`: the memory of a machine with an
+    accelerator; each replaces the config's limit. None: what this machine has free, within the config's limit. `ranks`:
+    the number of processes that share the machine."""
 
     device_nbytes: int | None = None
     host_nbytes: int | None = None
@@ -120,10 +120,10 @@ def specify_run(
     """Cut the model into units and sub-groups and plan the bytes of a run. Reads no parameter's bytes; raises
     ConfigError and ModelError.
 
-    Without an optimizer, given or in the config, the run evaluates, with every parameter frozen. `machine`: plan for
-    this machine; None: for the one that runs the call. `collectives`: the ranks, all of which call this at the same
-    time; their plans must agree (RankError). `rates`: the rates with which placement "auto" predicts; None: those that
-    were measured on this machine."""
+    If neither the argument nor the config has an optimizer, the run evaluates, and every parameter is frozen.
+    `machine`: the machine to plan for; None: the one that runs this call. `collectives`: the ranks; all of them call
+    this, and their plans must agree (RankError). `rates`: the rates with which placement "auto" predicts; None: the
+    rates measured on this machine."""
     ranks = collectives or SingleRank()
     _check_delayed(config, ranks.world_size)
     trains = optimizer is not None or config.optimizer is not None
@@ -145,8 +145,8 @@ def specify_run(
 
 
 NUM_CUTS_KEPT = 4
-"""The most cuts of a model into sub-groups that a search keeps: one of a model of 70 billion parameters takes a second
-and 100 MB."""
+"""How many ways of cutting a model into sub-groups a search keeps in memory. For 70 billion parameters one of them
+takes a second and 100 MB."""
 
 
 class _Cut:
@@ -167,8 +167,9 @@ class _Cut:
     def _cut(
         self, rules: UnitRules, rule: UpdateRule, state_format: str, apart: bool, rank: int | None, numel: int
     ) -> tuple[list[SubGroup], list[SubGroupSize]]:
-        """Cut the units into sub-groups of at most `numel` elements, and compute the size of each slot. With an
-        elementwise rule sub-groups of equal size and equal param groups have slots of equal size."""
+        """Cut the units into sub-groups of at most `numel` elements, and return them with the sizes of their slots.
+        Slot sizes are computed once for equal sub-groups: with an elementwise rule, those with the same number of
+        elements and the same param groups."""
         subgroups = cut_subgroups(
             self.find_units(rules), self.group_of, numel, elementwise=rule.elementwise, apart=apart, rank=rank
         )
@@ -184,7 +185,7 @@ class _Cut:
 
 
 def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Collectives) -> RunSpec:
-    """Specify the run of a model whose parameters and optimizer have been checked."""
+    """Specify a run under `config`. The parameters and the optimizer have been checked before."""
     effective, request = _request(config, cut.model, machine, ranks)
     rule = cut.make_rule(request.state_format, request.world_size, request.shards_params, request.shares_cores)
     if machine.device_nbytes is not None or find_device(config.tiered_zero.device).type != "cpu":
@@ -222,7 +223,7 @@ def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Colle
 
 
 def _check_delayed(config: Config, world_size: int) -> None:
-    """Raise ModelError if updates are to be delayed, but ranks would gather parameters inside step()."""
+    """Raise ModelError for delayed updates at stage 1 or 2 with many ranks, which gather parameters inside step()."""
     stage = config.zero_optimization.stage
     if world_size > 1 and config.tiered_zero.update == "delayed" and stage in (1, 2):
         raise ModelError(
@@ -235,8 +236,8 @@ def _check_delayed(config: Config, world_size: int) -> None:
 def _request(
     config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives
 ) -> tuple[Config, PlanRequest]:
-    """Return the config with the tiers on which parameters and state really rest in this run, and what the planner must
-    know."""
+    """Return the effective config and the planner's request. The effective config has the tiers on which parameters and
+    state really rest in this run."""
     limits, settings = _limits(config, model, machine, ranks), config.tiered_zero
     on_cpu = machine.device_nbytes is None and shares_cores(settings.device, settings.debug_delay_seed)
     effective = resolve_host_tiers(config, limits, shares_cores=on_cpu, world_size=ranks.world_size)
@@ -256,8 +257,8 @@ def _request(
 def _make_rule(
     source: Optimizer, state_format: str, world_size: int, steps_parts: bool, shares_cores: bool
 ) -> UpdateRule:
-    """Make the rule that steps the optimizer's state, kept in `state_format`. `steps_parts`: ranks step parts of
-    parameters. Raises ModelError if the rule cannot do that."""
+    """Make the update rule of the optimizer `source`, with state in `state_format`. `steps_parts`: whether each rank
+    steps parts of parameters. Raises ModelError if the rule can step whole parameters only."""
     threads = num_kernel_threads(shares_cores=shares_cores)
     rule = make_rule(source, state_format, steps_parts=steps_parts, num_threads=threads)
     if steps_parts and not rule.elementwise:
@@ -270,7 +271,7 @@ def _make_rule(
 
 
 def _check_group_state(rule: UpdateRule, request: PlanRequest) -> None:
-    """Raise ModelError if the rule's state belongs to whole param groups, but each rank steps a part of them."""
+    """Raise ModelError if the rule keeps state for whole param groups, and each rank steps only a part of a group."""
     if rule.keeps_group_state and request.shards_state:
         stage = request.config.zero_optimization.stage
         raise ModelError(
@@ -280,8 +281,8 @@ def _check_group_state(rule: UpdateRule, request: PlanRequest) -> None:
 
 
 def _facts(run_spec: RunSpec) -> dict[str, Any]:
-    """Return what must be equal on all ranks: from the config (a key of a section as `section.key`; devices, paths and
-    files may differ), from the model, and from the plan."""
+    """Return name -> value for all facts of the config, the model and the plan that must be equal on all ranks. Keys of
+    a config section are named `section.key`. Devices, paths and files are left out, because they may differ."""
     config, plan, units = run_spec.config, run_spec.plan, run_spec.units
     path: dict[str, Any] = {"nvme_path": True}
     zero = {"offload_param": path, "offload_optimizer": path}
@@ -325,7 +326,7 @@ def _facts(run_spec: RunSpec) -> dict[str, Any]:
 
 
 Exchange = Callable[[bytes, str], list[bytes]]
-"""Returns to every rank the bytes of all ranks, in rank order: `Collectives.exchange`."""
+"""exchange(data, what): send `data` to every rank, and return the data of all ranks in rank order."""
 
 
 def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
@@ -350,8 +351,8 @@ def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
 
 
 def _first_difference(first: Any, other: Any, path: Sequence[str] = ()) -> tuple[Sequence[str], Any, Any]:
-    """Return the path of the first value that differs, and both values; None stands for a missing value. Keys that only
-    one rank has come first, because they change the values of other keys."""
+    """Return the path of the first value that differs, and both values; None stands for a missing value. Keys that are
+    missing on one side come first, because they change the values of other keys."""
     if isinstance(first, dict) and isinstance(other, dict):
         alone = [key for key in (*first, *other) if (key in first) != (key in other)]
         for key in (*alone, *first):
@@ -365,8 +366,8 @@ def _text(value: Any) -> str:
 
 
 def _with_common_window(plan: Plan, ranks: Collectives) -> Plan:
-    """Return the plan with the smallest room for paged parameters that any rank has, because the order of gathers
-    depends on that room."""
+    """Return the plan with the same room for paged parameters on every rank: the smallest that any rank has. The order
+    of gathers depends on this room, and must be equal on all ranks."""
     if not plan.request.shards_params:
         return plan
     own = plan.pager_limits
@@ -429,13 +430,13 @@ def _plan_to_fit(
     numel: int,
     request: PlanRequest,
 ) -> tuple[list[SubGroup], Plan, int]:
-    """Plan with sub-groups of `numel` elements. While their staging needs more host memory than is allowed, plan again
-    with half as many elements, unless that makes too many sub-groups: the size is a limit, not a demand. Return the
-    sub-groups, the plan, and the size at which sub-groups are cut."""
+    """Plan with sub-groups of `numel` elements. While the plan needs more host memory than is allowed, halve the size
+    and plan again, down to a size that makes too many sub-groups. Return the sub-groups, the plan, and the size at
+    which sub-groups are cut."""
     least = sub_group_numel(1, units)
     while True:
         subgroups, sizes = cut_into(numel)
-        # such state changes when a step is taken, and not before
+        # such state must not change before step(), so no update begins in backward
         request = replace(request, keeps_group_state=rule.keeps_group_state)
         plan = make_plan(units, sizes, request)
         half = max(align_up(numel // 2, CUT_NUMEL), least)
@@ -452,10 +453,10 @@ def _sizes(layouts: Iterable[StateLayout]) -> list[SubGroupSize]:
 
 
 def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives) -> Limits:
-    """Return the bytes that this rank may use on each tier: the config's limits, or what is free less a reserve.
+    """Return the bytes that this rank may use on each tier: the config's limits, or the free bytes less a reserve.
 
-    The parameters of a model that lies on the device count as free, because they leave it, unit by unit, for their
-    places in the plan. Ranks of one host share its memory, and every rank plans with the least that any rank has."""
+    Parameters that are on the device now count as free there, because they move to their planned places, unit by unit.
+    Ranks of one host share its memory, and every rank plans with the smallest share that any rank has."""
     settings = config.tiered_zero
     nbytes, source, given_nbytes = machine.device_nbytes, "--device-memory", None
     if nbytes is None:

@@ -58,7 +58,7 @@ MISSING: Mapping[str, str] = {
     "basic_optimizer": "engine.optimizer is the one that steps.",
     "csr_gradients": "gradients are dense; build embeddings with sparse=False.",
 }
-"""Name of DeepSpeed's engine that does not exist here -> the end of the error message: what to do instead."""
+"""Attribute of DeepSpeed's engine that this engine lacks -> what to do instead: the end of the error message."""
 
 
 def _reader(path: str, kind: type[_Value], text: str = "") -> Callable[[DeepSpeedNames], _Value]:
@@ -76,8 +76,8 @@ def _reader(path: str, kind: type[_Value], text: str = "") -> Callable[[DeepSpee
 @final
 @dataclass(kw_only=True)
 class ThroughputTimer:
-    """Stands for DeepSpeed's `engine.tput_timer`, with which scripts count epochs. `samples_per_s`: measures the
-    throughput of the last optimizer step."""
+    """Replaces DeepSpeed's `engine.tput_timer`, in which scripts count epochs. `samples_per_s`: returns the throughput
+    of the last optimizer step."""
 
     samples_per_s: Callable[[], float]
     epoch_count: int = 0
@@ -93,8 +93,8 @@ class ThroughputTimer:
 
 
 class DeepSpeedNames(ABC):
-    """The engine's methods that only scripts for DeepSpeed need. A base class of Engine without attributes of its
-    own."""
+    """Adds the methods that only scripts for DeepSpeed need to Engine, which is derived from this class. It has no
+    attributes of its own."""
 
     _run: EngineParts
     _step: TrainStep
@@ -110,8 +110,8 @@ class DeepSpeedNames(ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do nothing: gradients are reduced over ranks only in the step() that updates. Raises ModelError if this run
-        reduces them in backward."""
+        """Do nothing inside the block: gradients are reduced over ranks only in the step() that updates. Raises
+        ModelError if this run reduces gradients in backward."""
         self._step.check_no_sync()
         yield
 
@@ -157,8 +157,7 @@ class DeepSpeedNames(ABC):
 
     @property
     def _modules(self) -> dict[str, nn.Module]:
-        """The user's module by its name, as an `nn.Module` would list its children: Accelerate reads this of the
-        engine."""
+        """The engine's child modules by name, as in an `nn.Module`: only the user's module. Accelerate reads this."""
         return {"module": self._run.module}
 
     def set_lr(self, lr: float) -> None:
@@ -174,13 +173,13 @@ class DeepSpeedNames(ABC):
         return check.norm if check is not None else None
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the next `step()` updates the weights. Without managed_gradient_accumulation return False, as
-        DeepSpeed does: the caller counts micro-batches then."""
+        """Return whether the next `step()` updates the weights. Without managed_gradient_accumulation the caller counts
+        micro-batches, and this returns False, as in DeepSpeed."""
         return self._run.config.managed_gradient_accumulation and self._step.counts.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide whether each `step()` from now on updates the weights; None: let the engine count micro-batches again.
-        Raises ModelError without managed_gradient_accumulation, where every `step()` updates."""
+        """Set whether each `step()` from now on updates the weights. None: the engine counts micro-batches again.
+        Raises ModelError without managed_gradient_accumulation, because every `step()` then updates."""
         if not self._run.config.managed_gradient_accumulation:
             raise ModelError(
                 "set_gradient_accumulation_boundary() was expected where the engine counts micro-batches; found "
@@ -195,7 +194,7 @@ class DeepSpeedNames(ABC):
 
     @property
     def global_samples(self) -> int:
-        """The number of samples of all optimizer steps so far."""
+        """The number of samples in all optimizer steps so far, on all ranks."""
         counts, config = self._step.counts, self._run.config
         if not config.managed_gradient_accumulation:
             return counts.micro_steps * config.train_micro_batch_size_per_gpu * self.world_size
@@ -236,7 +235,7 @@ class DeepSpeedNames(ABC):
 
     @cached_property
     def tput_timer(self) -> ThroughputTimer:
-        """An object that counts epochs and returns the samples per second."""
+        """The object in which scripts count epochs, and which returns the samples per second."""
         meter, config = self._step.meter, self._run.config
 
         def samples_per_s() -> float:
@@ -267,7 +266,7 @@ class DeepSpeedNames(ABC):
         return [group.get(key) for group in groups]
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module's attribute `name`, which the engine lacks, as scripts for DeepSpeed expect. Raises
+        """Return the module's attribute `name` if the engine has none of this name, as DeepSpeed's engine does. Raises
         MissingNameError."""
         if name.startswith("_"):
             raise AttributeError(name)

@@ -49,16 +49,16 @@ logger = logging.getLogger("tiered_zero")
 
 
 class Engine(DeepSpeedNames):
-    """Trains one model over the tiers of its plan. Use it from one thread.
+    """Trains one model whose parameters and optimizer state rest on several tiers. Use it from one thread.
 
     The loop calls loss = engine(batch), engine.backward(loss) and engine.step(). If forward or backward raises, the
-    step is dropped and training can go on. A failure inside the update latches the engine (each later call raises
-    EngineFailedError), because state is rewritten in place.
+    step is dropped and training can go on. If the update fails, every later call raises EngineFailedError, because
+    state is rewritten in place.
     """
 
     def __init__(self, run: EngineParts, step: TrainStep, resources: Teardown) -> None:
-        """`run`: the model and what it is trained with. `step`: orders the events of each step. `resources`: closes
-        everything, in order, when the engine ends."""
+        """`run`: the model, and the objects with which it is trained. `step`: orders the events of each step.
+        `resources`: closes everything, in order, when the engine ends."""
         self._run = run
         self._step = step
         self._resources = resources
@@ -86,7 +86,7 @@ class Engine(DeepSpeedNames):
 
     @on_one_thread
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; its parameters are fetched to the device as they are used. Returns its result."""
+        """Run the module's forward and return its result. Parameters are fetched to the device as they are used."""
         fp16 = self._run.config.fp16
         args = _halved(args) if fp16.enabled and fp16.auto_cast else args
         return self._step.forward(self._run.module, args, kwargs, _count_tokens(args, kwargs))
@@ -111,8 +111,8 @@ class Engine(DeepSpeedNames):
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss divided by the accumulation steps and multiplied by the loss scale, as `engine.backward`
-        scales it. For loops that call `.backward()` on the result themselves, as with DeepSpeed's `engine.scale`."""
+        """Return the loss divided by the accumulation steps and multiplied by the loss scale. The caller then calls
+        `.backward()` on the result, instead of `engine.backward(loss)`, as with DeepSpeed's `engine.scale`."""
         scaled = self._step.scaled(loss)
         if scaled is not loss and scaled.requires_grad:
             self._step.arrivals.expect(scaled)
@@ -121,9 +121,11 @@ class Engine(DeepSpeedNames):
     @on_one_thread
     @runs_outside_modes
     def step(self, *, by_optimizer: bool = False) -> None:
-        """Count a micro-batch; after the last one of an accumulation, check the gradients and update the weights, or
-        skip the update if gradients are not finite. `by_optimizer`: whether `optimizer.step()` calls this. Gradients
-        are then clipped only if the config has gradient_clipping, because the user's loop may clip them itself."""
+        """Count a micro-batch. After the last micro-batch of an accumulation, check the gradients and update the
+        weights; skip the update if gradients are not finite.
+
+        `by_optimizer`: whether `optimizer.step()` calls this. Gradients are then clipped only if the config has
+        gradient_clipping, because the user's loop may clip them itself."""
         run, step = self._run, self._step
         if step.step(self.optimizer, run.lr_scheduler, by_optimizer) and (report := step.meter.report) is not None:
             for observer in run.observers:
@@ -139,12 +141,12 @@ class Engine(DeepSpeedNames):
     @property
     def optimizer(self) -> TieredOptimizer:
         """The optimizer; None if the engine evaluates."""
-        return self._run.optimizer  # type: ignore[return-value]  # of a training engine, which users hold
+        return self._run.optimizer  # type: ignore[return-value]  # users hold an engine that trains
 
     @property
     def lr_scheduler(self) -> Any:
-        """The learning rate scheduler that `step()` steps; None without one. It may be set between two steps. A trainer
-        that steps its own scheduler sets it to None."""
+        """The learning rate scheduler that `step()` steps; None without one. Assign it between two steps only. A
+        trainer that steps the scheduler itself assigns None."""
         return self._run.lr_scheduler
 
     @lr_scheduler.setter
@@ -195,8 +197,8 @@ class Engine(DeepSpeedNames):
         return self._step.counts.micro_steps
 
     def memory_report(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return tier -> kind of bytes -> {"now", "peak", "planned"}: how many bytes of this kind the run has allocated
-        on the tier now and at most, and how many are planned."""
+        """Return the bytes of the run by tier and kind: tier -> kind -> {"now", "peak", "planned"}. "now": the bytes
+        allocated now. "peak": the most so far. "planned": the bytes in the plan."""
         return {
             tier: {
                 kind: {"now": now, "peak": peak, "planned": self.plan.nbytes(tier, kind)}
@@ -206,8 +208,9 @@ class Engine(DeepSpeedNames):
         }
 
     def rank_report(self) -> dict[str, float]:
-        """Return the number of bytes that this rank has passed to collectives so far (`gathered_nbytes` of whole flats,
-        `reduced_nbytes` of whole buckets), and the seconds that it has waited for other ranks (`waited_s`)."""
+        """Return what this rank has exchanged with other ranks so far. `gathered_nbytes`: bytes of the units that were
+        gathered. `reduced_nbytes`: bytes of the gradients that were reduced. `waited_s`: seconds spent in waiting for
+        other ranks."""
         return asdict(self._step.runtime.collectives.traffic)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -222,7 +225,7 @@ class Engine(DeepSpeedNames):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything that the run holds as `save_dir/tag` (default tag: global_step{N}). Training that loads the
+        """Save the whole state of the run as `save_dir/tag` (default tag: global_step{N}). A run that loads the
         checkpoint continues with the same bits, also with other tiers. Call it after a `step()` that updates.
 
         The checkpoint is complete and durable when this call returns; if it raises, training can go on. With
@@ -271,14 +274,14 @@ class Engine(DeepSpeedNames):
         Returns the checkpoint's path and client_state; (None, {}), with a warning, if `load_dir` is missing or empty. A
         directory that holds only other things is refused (StoreError), so that no run begins at step 0 by mistake.
 
-        Masters always get the saved fp32 values, and parameters these values rounded. Without `load_optimizer_states`
-        the optimizer state starts anew. `load_module_only` does this too, and leaves counts, learning rate schedule and
-        random numbers as they are. `load_module_strict`: False keeps the values of parameters and buffers that the
-        checkpoint lacks, and ignores those that the model lacks.
+        Masters always get the saved fp32 values, and parameters get these values rounded. `load_optimizer_states`:
+        False starts the optimizer state anew. `load_module_only`: True does this too, and keeps the present counts,
+        learning rate schedule and random numbers. `load_module_strict`: False accepts a checkpoint that lacks
+        parameters or buffers of the model, which keep their values, or that has others, which are ignored.
 
-        Nothing is changed if the checkpoint does not fit (ModelError, ConfigError, StoreError); if damage is found
-        later, this engine cannot be used any more. No pickle is read. With many ranks every rank calls this; their
-        number may differ from the number of ranks that saved.
+        Raises ModelError, ConfigError or StoreError, with nothing changed, if the checkpoint does not fit. If damage is
+        found later, this engine cannot be used any more. No pickle is read. With many ranks every rank calls this; the
+        number of ranks may differ from that of the save.
         """
         if custom_load_fn is not None:
             raise ModelError(
@@ -303,7 +306,8 @@ class Engine(DeepSpeedNames):
 
     @property
     def resumed(self) -> tuple[Path, dict[str, Any]] | None:
-        """The path that tiered_zero.checkpoint.resume named, and the client_state saved there; None for a new run."""
+        """The checkpoint that tiered_zero.checkpoint.resume has loaded: its path and client_state. None for a new
+        run."""
         return self._run.checkpoints.resumed
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -318,13 +322,14 @@ class Engine(DeepSpeedNames):
         *,
         max_shard_size: int | str = MAX_SHARD_NBYTES,
     ) -> bool:
-        """Write the parameters, in the dtype in which they are trained, and the buffers to safetensors files in
-        `save_dir`. `from_pretrained(save_dir)` of transformers and plain torch can load them.
+        """Write parameters, in the dtype in which they are trained, and buffers to safetensors files in `save_dir`. To
+        be loaded by `from_pretrained(save_dir)` of transformers, or in plain torch.
 
         Weights larger in total than `max_shard_size` (bytes, or text such as "5GB") are split into numbered files with
         an index. Tied weights are written under each of their names, as `load_state_dict(strict=True)` needs them. A
-        model of transformers 5 is written as its `save_pretrained` does, experts one by one, with its config. Files of
-        an earlier save with the same name are replaced at the end. Rank 0 writes; at stage 3 every rank calls this.
+        model of transformers 5 is written in the form of its `save_pretrained`, experts one by one, with its config.
+        Files of an earlier save with the same name are replaced at the end. Rank 0 writes; at stage 3 every rank calls
+        this.
         """
         directory = _directory("save_16bit_model", save_dir)
         ranks, is_sharded = self._step.runtime.collectives, self._run.plan.request.shards_params
@@ -367,7 +372,7 @@ class Engine(DeepSpeedNames):
         save_filename: str = WEIGHTS_NAME,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Call `save_16bit_model`: this is DeepSpeed's older name of it."""
+        """Call `save_16bit_model`: DeepSpeed's older name for the same call."""
         return self.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
     # -- values of one parameter ---------------------------------------------------------------------------------------
@@ -379,9 +384,9 @@ class Engine(DeepSpeedNames):
         `name`: the parameter's name in `module.named_parameters()`. `kind`: "master", "grad" (between backward and
         `step()`, without the loss scale), or the name of a state tensor in torch's optimizer, such as "exp_avg".
         Masters and gradients are fp32 in the parameter's shape; state has torch's dtype and shape. Returns None for a
-        frozen parameter, for state before the first step, and for a gradient that does not exist. Raises ModelError.
-        Waits for every update and reads whole sub-groups, which is too slow for every step. If masters and state are
-        sharded (many ranks, stage 1 and up), every rank calls this.
+        frozen parameter, for state before the first step, and if there is no gradient. Raises ModelError. Waits for
+        every update and reads whole sub-groups, which is too slow for every step. If masters and state are sharded
+        (many ranks, stage 1 and up), every rank calls this.
         """
         param = self._named(name)
         if kind == "master":
@@ -390,7 +395,7 @@ class Engine(DeepSpeedNames):
 
     @on_one_thread
     def poke(self, name: str, kind: str, value: torch.Tensor) -> None:
-        """Set what `peek(name, kind)` returns to `value`, on any tier; the next step uses the new value.
+        """Set the value that `peek(name, kind)` returns, on any tier. The next step uses `value`.
 
         A master becomes exactly `value`, and its parameter becomes `value` rounded to the parameter's dtype. State in a
         lossy `state_format` is rounded. Raises ModelError if the parameter has no value of this kind. With many ranks
@@ -425,13 +430,13 @@ class Engine(DeepSpeedNames):
 
     @on_one_thread
     def exchange(self, data: bytes) -> list[bytes]:
-        """Send `data` to every rank, and return the data of all ranks, in rank order. Every rank calls this between the
-        same two calls of `step`: to stop together, or to average measurements. Raises RankError."""
+        """Send `data` to every rank, and return the data of all ranks in rank order: to stop together, or to average
+        measurements. Every rank calls this between the same two calls of `step`. Raises RankError."""
         return self._step.exchange(data)
 
     @on_one_thread
     def flush(self) -> None:
-        """Wait until every update is made and every save is durable. Reading weights waits for updates by itself."""
+        """Wait until every update is complete and every save is durable. Weights may be read without this call."""
         self._step.flush()
         with self._step.runtime.recorder.span(SAVE_LANE, "save"):
             self._run.checkpoints.wait()
@@ -441,10 +446,10 @@ class Engine(DeepSpeedNames):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step's backward passes so far; `optimizer.zero_grad()` does the same.
 
-        Right after a `step()` that only counted a micro-batch nothing is dropped, because loops call `zero_grad()`
-        after every `step()`; `abort_step()` drops the gradients in that case too. `set_to_none`: False sets gradients
-        to 0 instead, also those that the last `step()` used, so the next step has gradients of 0 in place of none.
-        Raises ModelError if updates from these gradients have begun."""
+        Right after a `step()` that only counted a micro-batch this call does nothing, because loops call `zero_grad()`
+        after every `step()`; `abort_step()` drops the gradients then. `set_to_none`: False sets gradients to 0 instead
+        of dropping them, also the gradients that the last `step()` used. Raises ModelError if updates from these
+        gradients have begun."""
         self._step.zero_grad(set_to_none)
 
     @on_one_thread
@@ -454,9 +459,9 @@ class Engine(DeepSpeedNames):
         self._step.abort()
 
     def close(self) -> None:
-        """Free every tier, stop every thread, remove the swap directory. Idempotent. Values of parameters that are not
-        on the device are lost: call `module.state_dict()` before. Raises EngineFailedError, with everything freed, if
-        an update has failed and no call has raised that error yet."""
+        """Free every tier, stop every thread, remove the swap directory. A second call does nothing. Values of
+        parameters that are not on the device are lost: call `module.state_dict()` before. Raises EngineFailedError,
+        with everything freed, if an update has failed and no call has raised that error yet."""
         if not self._process.is_current():
             return  # a forked child owns nothing
         step = self._step
@@ -464,7 +469,7 @@ class Engine(DeepSpeedNames):
             step.recover()
             step.is_closed = True
             try:
-                if self._end.alive:  # also where a second Ctrl-C broke off an earlier close
+                if self._end.alive:  # also after a second Ctrl-C interrupted an earlier close
                     self._resources.close()
                     self._end.detach()
                     if not step.failures.has_surfaced:

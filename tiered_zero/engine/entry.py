@@ -1,6 +1,6 @@
-"""Begin and end the calls of an engine: refuse calls from other threads and from hooks, and models with replaced
-parameters; follow a `loss.backward()` that the user starts without the engine; count steps. Handle every failure in one
-place, which sets the counts back, and end a run that the user does not close."""
+"""Begin and end the calls of an engine. Refuse calls from other threads and from hooks, and models with replaced
+parameters. Follow a `loss.backward()` that the user calls without the engine. Count steps. Handle every failed call in
+one place. End a run that the user does not close."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Movers:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """The model of an engine, and the objects with which it is trained. `optimizer`: None if the engine only evaluates.
-    `observers`: functions that are called with the report of each optimizer step."""
+    """The model of an engine, and the objects with which the engine trains it. `optimizer`: None if the engine only
+    evaluates. `observers`: functions that are called with the report of each optimizer step."""
 
     module: nn.Module
     config: Config
@@ -78,8 +78,8 @@ _Method = Callable[Concatenate[_Engine, _Arguments], _Result]
 
 
 def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Engine, _Arguments, _Result]:
-    """Decorate a method of the engine: raise ModelError if it is called while another thread uses the engine, or inside
-    of a forward, backward or step. When the method ends, a KeyboardInterrupt that was held back is raised: see
+    """Decorate a method of the engine. A call raises ModelError while another thread uses the engine, and inside of a
+    forward, backward or step. When the method ends, a KeyboardInterrupt that was held back is raised: see
     [Note: Interrupted calls]."""
 
     @wraps(method)
@@ -88,7 +88,7 @@ def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Eng
         driver, records = step.pager.driver, torch.is_grad_enabled()
         driver.enter(call)
         try:
-            if method.__name__ != "peek":  # which looks at what is there
+            if method.__name__ != "peek":  # it only reads
                 step.entrance.check_outside(call, may_recompute=method.__name__ == "forward")
             return method(self, *args, **kwargs)
         except BaseException as error:
@@ -117,13 +117,13 @@ class ModelParameters:
         self._own = self._seen = list(map(id, named.values()))
         """The identities of the parameters, in the order of the model: `_own` when the run began, `_seen` at the last
         check."""
-        self._params = list(named.values())  # identities stay theirs
+        self._params = list(named.values())  # kept alive, so that no new object gets their identity
         self._frozen = {name: param for name, param in named.items() if not param.requires_grad}
 
     def check(self) -> None:
-        """Raise ModelError if a parameter, or the module that has it, was replaced or removed, if a trainable parameter
-        was added, or if a frozen one was thawed. Called in `step()` and before weights are saved. Compares identities.
-        """
+        """Raise ModelError if the model's parameters have changed: if one, or its module, was replaced or removed, if a
+        trainable one was added, or if a frozen one was thawed. Called in `step()` and before weights are saved.
+        Compares identities."""
         if (seen := list(map(id, self.model.parameters()))) != self._seen:
             self._check_changed(seen)
             self._seen = seen
@@ -138,8 +138,8 @@ class ModelParameters:
             )
 
     def _check_changed(self, seen: list[int]) -> None:
-        """Raise ModelError unless the model still has its first parameters in their order. New frozen parameters are
-        allowed. `seen`: the identities of the parameters that the model has now."""
+        """Raise ModelError if a parameter with which the run began is missing or in another place, or if a trainable
+        one was added. `seen`: the identities of the parameters that the model has now."""
         own = set(self._own)
         kept = [identity for identity in seen if identity in own]
         if kept != self._own:
@@ -169,12 +169,13 @@ def _replaced_error(name: str) -> ModelError:
 
 @final
 class StepCounts:
-    """Counts backwards, micro-batches and steps, and decides which `step()` is a boundary (it updates the weights) and
-    which backward is the only one before it. Used on the driver thread, the one that calls the engine."""
+    """Counts backwards, micro-batches and steps. Decides whether a `step()` is a boundary (it updates the weights), and
+    predicts whether a backward is the only one of its micro-batch. Used on the driver thread, the one that calls the
+    engine."""
 
     def __init__(self, num_micro_batches: int, *, managed: bool = True) -> None:
-        """`num_micro_batches`: gradient_accumulation_steps. `managed`: False if every `step()` is a boundary and every
-        backward before it counts as a micro-batch."""
+        """`num_micro_batches`: gradient_accumulation_steps of the config. `managed`: managed_gradient_accumulation; if
+        False, every `step()` is a boundary, and every backward counts as a micro-batch."""
         self.num_micro_batches = num_micro_batches
         self._managed = managed
         self.micro_steps = 0
@@ -182,15 +183,17 @@ class StepCounts:
         self.grad_check: GradCheck | None = None
         """The gradient check of the last step."""
         self.boundary: bool | None = None
-        """Whether the next `step()` is a boundary, as the user has set; None: every `num_micro_batches`-th one is."""
+        """Whether each `step()` is a boundary, as set by the user. None: every `num_micro_batches`-th is one."""
         self.num_backwards = 0
         """Backwards since the last `step()`."""
         self.is_accumulating = False
         """Whether the last `step()` only counted a micro-batch."""
         self.was_applied = False
         """Whether the last `step()` updated the weights."""
-        self._one_backward_each = True  # in every micro-batch so far, and step() right after it
-        self._num_uses = 0  # of weights, when the last backward ended
+        self._one_backward_each = True
+        """Whether every micro-batch so far had one backward, with `step()` right after it."""
+        self._num_uses = 0
+        """The pager's count of uses of weights when the last backward ended."""
 
     def is_boundary(self) -> bool:
         """Whether the next `step()` updates the weights."""
@@ -199,7 +202,7 @@ class StepCounts:
         return (self.micro_steps + 1) % self.num_micro_batches == 0 if self.boundary is None else self.boundary
 
     def begin_backward(self, retain_graph: bool) -> bool:
-        """Count a backward of the engine; return whether it is expected to be the only one of its micro-batch."""
+        """Count an `engine.backward()`. Return whether it is probably the only backward of its micro-batch."""
         self.num_backwards += 1
         return self.num_backwards == 1 and self._one_backward_each and not retain_graph
 
@@ -218,9 +221,9 @@ class StepCounts:
             )
 
     def begin_step(self, num_uses: int) -> bool:
-        """Count a micro-batch; return whether its step is a boundary. `num_uses`: the pager's count of uses of
-        weights. If it has grown since the backward ended, the user reads weights after a backward, and from then on
-        updates begin in `step()`."""
+        """Count a micro-batch, and return whether its step is a boundary. `num_uses`: the pager's count of uses of
+        weights. If the count has grown since the backward ended, the user reads weights after a backward; from then on
+        updates begin in `step()`, not in backward."""
         boundary = self.is_boundary()
         self.micro_steps += 1 if self._managed else max(1, self.num_backwards)
         used = self.num_backwards and num_uses != self._num_uses
@@ -230,11 +233,11 @@ class StepCounts:
         return boundary
 
     def state(self) -> tuple[int, int, GradCheck | None]:
-        """Return the counts that `restore` sets back if the step is dropped."""
+        """Return the present counts, for `restore`."""
         return self.micro_steps, self.global_steps, self.grad_check
 
     def restore(self, state: tuple[int, int, GradCheck | None]) -> None:
-        """Set the counts back to `state`, the result of `state()` before the step that is dropped."""
+        """Set the counts back to `state`, a result of `state()`. Called if the step is dropped."""
         self.micro_steps, self.global_steps, self.grad_check = state
 
     def state_dict(self) -> dict[str, Any]:
@@ -268,13 +271,13 @@ class StepCounts:
 
 
 def end_unreferenced_run(process: OwnProcess, resources: Teardown) -> None:
-    """Close the `resources` of a run whose engine was garbage-collected, or is still open when the process exits. The
-    collector may run on any thread, perhaps on a lane of this run, which cannot wait for itself; so only the main
-    thread closes at once, and any other starts a new thread for it. `process`: the one that has built the run."""
+    """Close the `resources` of a run after its engine was garbage-collected, or when the process exits. On the main
+    thread this closes them at once. On any other it starts a new thread, because garbage collection may run on a lane
+    of this run, and a lane cannot wait for itself. `process`: the process that has built the run."""
     if not process.is_current():
         return  # a forked child owns nothing, and has no lane that could end an update
     if threading.current_thread() is threading.main_thread():
-        runs_outside_modes(resources.close)()  # of what ran when the collector came: a compiler's tracing, for one
+        runs_outside_modes(resources.close)()  # garbage collection may run inside a mode, such as a compiler's tracing
     else:
         threading.Thread(target=resources.close, name="tiered_zero end").start()
 
@@ -284,9 +287,9 @@ _CAUGHT = "an exception that its program has caught"
 
 @final
 class Entrance:
-    """Begins and ends each call of an engine. If a call fails, also a `loss.backward()` of the user, this drops the
-    step, or latches the engine if the update has begun. Used on the driver thread (the one that calls the engine), or
-    on autograd's thread while the driver waits.
+    """Begins and ends each call of an engine, and follows a `loss.backward()` of the user. If one of them fails, it
+    drops the step. If the update has begun, it latches the engine: every later call raises EngineFailedError. Used on
+    the driver thread (the one that calls the engine), or on autograd's thread while the driver waits.
     """
 
     def __init__(
@@ -306,9 +309,9 @@ class Entrance:
         """The callback that autograd calls at the end of a `loss.backward()` of the user, while it exists."""
 
     def check_outside(self, call: str, may_recompute: bool = False) -> None:
-        """Raise ModelError if a hook of the user or a signal handler makes the call named `call` inside of a forward,
-        backward or step(): weights and state are then partly old and partly new. `may_recompute`: allow the call inside
-        of a `loss.backward()` of the user, which recomputes a checkpointed forward."""
+        """Raise ModelError if a forward, backward or step() is running: a hook of the user or a signal handler has then
+        made the call named `call`, and weights and state may be partly new. `may_recompute`: allow the call inside of a
+        `loss.backward()` of the user, which recomputes a checkpointed forward."""
         if running := self._running(may_recompute):
             raise ModelError(
                 f"{call} was called inside of a {running}, by a hook or a signal's handler, where weights and state "
@@ -334,7 +337,7 @@ class Entrance:
             self._phase.now = phase
             yield
         except GeneratorExit:
-            raise  # of a block that an interrupt has kept from being entered, as it is dropped
+            raise  # an interrupt came before the block was entered; the generator is discarded
         except BaseException as error:
             try:
                 self._ranks.fail(f"{type(error).__name__}: {error}")
@@ -348,17 +351,18 @@ class Entrance:
         self._phase.now = Phase.IDLE
 
     def begin_step(self) -> None:
-        """Save counts and loss scale, which are restored if the step is dropped."""
+        """Save the counts and the loss scale. `abort` restores them if the step is dropped."""
         self._before_step = self._counts.state(), self._overflow.state()
 
     def end_step(self) -> None:
-        """Discard what `begin_step` saved: the step is made, or counted as skipped."""
+        """Discard the counts and the loss scale that `begin_step` has saved. Called when the step is complete or
+        skipped."""
         self._before_step = None
 
     def recover(self) -> None:
-        """Drop the unfinished step that an earlier call has left, at the beginning of the next call: a call that an
-        interrupt broke off, or a forward or `loss.backward()` without the engine that raised, unseen by the engine.
-        Raises ModelError in a forked child process, which has none of the engine's threads."""
+        """Drop an unfinished step. Each call begins with this. A step is unfinished if an interrupt ended an earlier
+        call, or if a forward or `loss.backward()` that the user called without the engine has raised. Raises ModelError
+        in a forked child process, which has none of the engine's threads."""
         pager = self._pager
         is_backward = self._backward_has_failed()
         is_forward = bool(pager.frames) or (pager.direct is not None and not pager.runs_directly())
@@ -376,11 +380,13 @@ class Entrance:
     # -- a backward past the engine --------------------------------------------------------------------------------
 
     def notice_backward(self) -> None:
-        """Begin to follow the running backward, unless it is the engine's own or is followed already. Following means
-        that autograd holds a callback of ours: autograd calls it when the backward ends, or drops it when an exception
-        ends the backward. Backwards that reentrant checkpoints run inside belong to the same backward. Called before a
-        parameter is fetched and when a gradient arrives. Raises ModelError while another thread is inside the
-        engine."""
+        """Begin to follow a `loss.backward()` that the user has called. Called before a parameter is fetched and when a
+        gradient arrives. Does nothing in the engine's own backward, or if the backward is followed already. Raises
+        ModelError while another thread is inside the engine.
+
+        To follow a backward, pass autograd a callback. Autograd calls it when the backward ends, or drops it when an
+        exception ends the backward. Inner backwards of reentrant checkpoints belong to the backward that is
+        followed."""
         phase, driver, task = self._phase, self._pager.driver, torch._C._current_graph_task_id()
         if task == -1:
             if phase.has_own_backward and driver.other() is None:
@@ -402,8 +408,8 @@ class Entrance:
         self._arrivals.begin_own_backward()
 
     def _end_backward(self) -> None:
-        """Release the units that the backward uses, and finish the transfers of its gradients. Autograd calls this on
-        the thread that waits for the backward."""
+        """End the backward that is followed: release its units, and finish the transfers of its gradients. Autograd
+        calls this on the thread that waits for the backward."""
         self._pager.end_pass()
         self._arrivals.end_own_backward()
         self._movers.gradients.show()
@@ -415,7 +421,8 @@ class Entrance:
         self._pager.driver.end_backward()
 
     def _backward_has_failed(self) -> bool:
-        """Return whether an exception has ended the backward that was followed last. Called between calls."""
+        """Return whether an exception has ended the `loss.backward()` that was followed last. Called between calls of
+        the engine."""
         if self._ending is None or self._ending() is None:
             return self._ending is not None
         return torch._C._current_graph_task_id() == -1 and self._pager.driver.other() is None
@@ -423,8 +430,9 @@ class Entrance:
     # -- failures --------------------------------------------------------------------------------------------------
 
     def _end_failed(self, error: BaseException) -> None:
-        """Clean up after a call that `error` has ended. After a forward, release the units in use and keep gradients;
-        otherwise drop the step; if the update has begun, latch the engine too."""
+        """Clean up after a call that `error` has ended. After a forward: release the units in use and keep the
+        gradients. After any other call, or an interrupt: drop the step. If the update has begun: also latch the
+        engine."""
         if self._phase.now is Phase.FORWARD and isinstance(error, Exception):
             self.abort(keeps_gradients=True)
             return
@@ -433,12 +441,12 @@ class Entrance:
         self.drop()
 
     def drop(self) -> None:
-        """Drop the step of a call that failed. Errors of transfers are ignored, because the call's own error is
-        raised; any other error latches the engine."""
+        """Drop the step after a failed call. If a transfer fails meanwhile, its error is ignored, because the call's
+        own error is raised. Any other error latches the engine."""
         try:
             self.abort()
         except TieredZeroError:
-            pass  # of a transfer whose gradient is dropped
+            pass  # a transfer failed; its gradient is dropped
         except Exception as error:
             self.latch(f"a step could not be dropped ({type(error).__name__}: {error})")
         except BaseException:
@@ -447,12 +455,12 @@ class Entrance:
 
     def abort(self, *, keeps_gradients: bool = False) -> None:
         """Drop the step: wait for transfers, evict units, drop gradients, in this order. Raises the error of a
-        gradient's transfer. `keeps_gradients`: True after a forward that raised. Then only its micro-batch is dropped:
-        the gradients of earlier ones stay, and fetches under way are not waited for."""
+        gradient's transfer. `keeps_gradients`: only release the units in use, without waiting for fetches, and keep the
+        gradients of earlier micro-batches. Used after a forward that raised."""
         movers = self._movers
         self._phase.has_own_backward = False
         if not keeps_gradients:
-            movers.policy.drop(movers.drain)  # with what backward has begun, and what was read ahead
+            movers.policy.drop(movers.drain)  # also drops updates begun in backward and state read ahead
             self._stop_following()
         movers.pager.abort()
         if keeps_gradients:
@@ -478,8 +486,8 @@ class Entrance:
             movers.pager.driver.was_broken_off = False
 
     def drop_gradients(self, are_taken: bool = False) -> None:
-        """Drop the step's gradients. `are_taken`: the update has taken them; then drop only what hooks of the optimizer
-        have assigned to `param.grad` after that."""
+        """Drop the step's gradients. `are_taken`: whether the update has taken them. Then drop only gradients that
+        hooks of the optimizer have assigned to `param.grad` since."""
         gradients = self._movers.gradients
         self._arrivals.reset()
         gradients.hide()
@@ -497,16 +505,17 @@ class Entrance:
             self._movers.policy.latch(why)
 
     def latch_ranks(self, what: str, error: BaseException) -> None:
-        """Latch the engine if there are other ranks, because they have called other collectives than this rank. `what`:
-        the call that raised `error`."""
+        """With many ranks, latch the engine after a call that raised on this rank: the other ranks have gone on to
+        other collectives. `what`: the name of the call. `error`: the exception that it raised."""
         if self._ranks.world_size > 1 and self._movers.policy.failures.error is None:
             self.latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
             self._movers.drain()
 
     def fail_ranks(self, error: BaseException | None) -> None:
-        """End the run on all ranks after a forward or `loss.backward()` without the engine raised on this rank. The
-        other ranks would wait in a collective that this rank never calls. `error`: the exception; None if it is not
-        known, because the program has caught it."""
+        """End the run on all ranks, if this rank's collectives may be missing. Called after a forward or
+        `loss.backward()` that the user called without the engine has raised on this rank: other ranks would wait in a
+        collective that this rank never calls. `error`: the exception; None if the program has caught it, so that it is
+        not known."""
         name, reducer = self._phase.now.value, self._movers.reducer
         if reducer is None or not (reducer.shards_params or reducer.is_open):
             return

@@ -92,8 +92,8 @@ def _read_masters(step: TrainStep, unit: Unit) -> torch.Tensor:
 
 @hold_interrupts()
 def get_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
-    """Return a copy, on the CPU, of the state tensor that torch's optimizer calls `name`, such as "exp_avg"; None
-    before the first step."""
+    """Return a copy, on the CPU, of a state tensor. `name`: its name in torch's optimizer, such as "exp_avg". Return
+    None before the first step."""
     if (step := _step_of(param)) is None:
         return None
     (_, entry), view = _place(step, param), step.policy.view
@@ -127,16 +127,17 @@ def set_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     try:
         view.shards.change("optimizer state is set", lambda: view.write({param: values}, only=param))
     except BaseException as error:
-        step.policy.failures.set(error)  # partly the old state, partly the new
+        step.policy.failures.set(error)  # state is partly old and partly new
         raise
 
 
 def _check_state(param: ParamSpec, values: Mapping[str, Any], name: str, value: torch.Tensor) -> None:
-    """Raise ModelError unless `values`, the state of a parameter, has a tensor `name` of the shape of `value`."""
+    """Raise ModelError if `values`, the state of `param`, has no tensor called `name`, or one with another shape than
+    `value`."""
     if not values:
         raise ModelError(f"{param.name} has no optimizer state before its first step. Set it after that.")
     tensors = {own: held for own, held in values.items() if isinstance(held, torch.Tensor) and own != "step"}
-    # a rule of whole parameters keeps arrays of a parameter without dimensions as it keeps its counters
+    # a 0-d parameter has 0-d arrays, which look like counters: accept all tensors then
     check_name(name, [own for own, held in tensors.items() if held.dim() or not param.shape])
     if value.shape != tensors[name].shape:
         expected, found = tuple(tensors[name].shape), tuple(value.shape)
@@ -150,7 +151,7 @@ def get_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def set_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the gradient that the next step() takes. Raises ModelError if backward has left none."""
+    """Set the gradient that the next step() uses. Raises ModelError if the parameter has no gradient."""
     grad = param.grad
     if grad is None:
         raise ModelError("There is no gradient to set: call it between backward and step().")

@@ -36,8 +36,8 @@ class TrainStep:
     """Orders the events of one engine's steps. It holds no reference to the engine.
 
     Module hooks, parameters and the engine call its methods, on the driver thread (the one that calls the engine), or
-    on autograd's thread while the driver waits in backward. The movers (pager, gradients, update policy) know neither
-    these callers nor each other.
+    on autograd's thread while the driver waits in backward. It calls the movers: pager (of parameters), gradients,
+    update policy. They know neither these callers nor each other.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TrainStep:
         self.holds_interrupts = False
         """Whether KeyboardInterrupt is held back, because a backward has begun updates whose step has not ended."""
         self._handled = 0
-        """The id of the exception that the program handled as it called a module directly."""
+        """The id of the exception that the program was handling when it called a module directly."""
 
     # -- module hooks, on the driver thread or in a recomputation in backward ------------------------------------------
 
@@ -79,10 +79,10 @@ class TrainStep:
     def pre_forward(
         self, units: Sequence[Unit], module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Fetch `units`, the units that the module uses, before its forward; begin a pass if the user calls the module
-        directly, not through the engine. `args`, `kwargs`: the arguments of the forward."""
+        """Fetch `units`, the units that the module uses, before its forward. If the user calls the module directly,
+        without the engine, also begin a pass. `args`, `kwargs`: the arguments of the forward."""
         is_root = module is self.parameters.model
-        if is_root and self.pager.direct is not None:  # it never runs inside itself: an open one was interrupted
+        if is_root and self.pager.direct is not None:  # the root never runs inside itself: that call was interrupted
             self.pager.driver.check("A module's forward")
             self.recover()
         is_direct = not self.pager.frames and self.pager.is_called_directly()
@@ -108,8 +108,9 @@ class TrainStep:
 
     @runs_outside_modes
     def post_forward(self, *_: Any) -> None:
-        """Release the units that the module used, after its forward; end the pass of a direct call. If `pre_forward`
-        refused the module, for example on a second thread, do nothing: torch calls this hook all the same."""
+        """Release the units that the module used, after its forward. After a direct call (without the engine), also end
+        the pass. Do nothing if `pre_forward` has refused the call, for example on a second thread: torch calls this
+        hook also then."""
         if self.pager.exit_frame() and self.pager.direct is not None and not self.pager.frames:
             self.pager.end_direct()
             error = sys.exc_info()[1]
@@ -128,13 +129,14 @@ class TrainStep:
         if torch._C._current_graph_task_id() != self.phase.task:
             try:
                 self.entrance.notice_backward()
-            except ModelError:  # of another thread's backward
+            except ModelError:  # another thread is inside the engine
                 self.arrivals.refuse(param)
                 raise
         self.arrivals.take(param)
 
     def unit_grads_complete(self, unit: Unit) -> None:
-        """Release the unit, all of whose gradients have arrived; begin its update if the policy updates in backward."""
+        """Release a unit after its last gradient of this backward has arrived. Begin its update if updates begin in
+        backward."""
         self.pager.finish_gradients(unit)
         self.policy.unit_ready(unit)
 
@@ -150,29 +152,31 @@ class TrainStep:
         self.runtime.accelerator.check_compute()
 
     def before_weights_write(self) -> None:
-        """Wait for every update, and drop prefetched state. Called before weights or state are changed by hand."""
+        """Wait for every update, and drop prefetched state. Called before user code or a load changes weights or
+        state."""
         self.policy.finish(before_write=True)
 
     def latch(self, why: str) -> None:
-        """Make every later call raise EngineFailedError with the reason `why`. Called if a change of weights failed
-        half way."""
+        """Make every later call raise EngineFailedError with the reason `why`. Called if writing changed weights has
+        failed half way."""
         self.entrance.latch(why)
 
     def pre_state_dict(self, module: nn.Module, *, checks: bool) -> None:
-        """Prepare a module's state_dict: make every update visible, and let each parameter be copied only once until
-        the state_dict is complete. `checks`: whether to refuse a model whose parameters were replaced."""
+        """Prepare for a module's state_dict: make every update visible, and keep copies, so that each parameter is
+        copied only once. `checks`: whether to refuse a model with replaced parameters."""
         if checks:
             self.parameters.check()
         self.pager.num_uses += 1
         self.pager.copies.start(self.before_weights_read, module.parameters())
 
     def notice_backward(self) -> None:
-        """Begin to follow a `loss.backward()` of the user. Called before that backward fetches a parameter."""
+        """Begin to follow a `loss.backward()` of the user, so that its end and its failure are seen. Called before that
+        backward fetches a parameter."""
         self.entrance.notice_backward()
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
-        """Reduce the gradients of the units that backward has left, before it gathers `unit`. `pass_name`: "forward" or
-        "backward". See [Note: Places of reductions]."""
+        """Record that a forward or backward (`pass_name`) is about to gather `unit`. In backward, also reduce the
+        gradients of units that backward no longer needs. See [Note: Places of reductions]."""
         if self._reducer is None:
             return
         if pass_name == "backward":
@@ -183,15 +187,15 @@ class TrainStep:
     # -- the engine's calls --------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Drop the unfinished step of a forward or `loss.backward()` without the engine that raised, or of a call that
-        was interrupted."""
+        """Drop an unfinished step: after an interrupted call, or after a forward or `loss.backward()` that the user
+        called without the engine has raised."""
         if not self.is_closed:
             self.entrance.recover()
 
     def check(self, trains: bool = False) -> None:
-        """Check that a call may begin, after dropping the step of an interrupted call. `trains`: whether the call is
-        part of training. Raises EngineFailedError once an update has failed, and ModelError if the engine is closed, if
-        a call that trains has no optimizer, or if the param groups hold other parameters than when the run started."""
+        """Drop an unfinished step, then check that a call may begin. `trains`: whether the call is part of training.
+        Raises EngineFailedError once an update has failed. Raises ModelError if the engine is closed, if a call that
+        trains has no optimizer, or if param groups hold other parameters than when the run started."""
         if self.is_closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
         self.entrance.recover()
@@ -207,8 +211,9 @@ class TrainStep:
             raise ModelError(NO_OPTIMIZER)
 
     def check_between_steps(self, act: str) -> None:
-        """Raise ModelError if gradients wait for a step, or parameters were replaced: a checkpoint holds the state
-        between two steps. `act`: the first words of the error message, such as "A checkpoint is saved"."""
+        """Raise ModelError if there are gradients that no step() has used, or if parameters were replaced. Called for
+        checkpoints, which hold the state between two steps. `act`: the first words of the error message, such as "A
+        checkpoint is saved"."""
         self.check()
         self._groups.take_reset()
         self.parameters.check()
@@ -270,7 +275,8 @@ class TrainStep:
             self.counts.end_backward(self.pager.num_uses)
 
     def end_hold(self) -> None:
-        """Raise the KeyboardInterrupt that was held back, unless updates have begun and their step() may still come."""
+        """Stop holding back KeyboardInterrupt, and raise one that has come meanwhile. Do nothing while an update that
+        began in backward waits for its step()."""
         if self.is_closed or not self.policy.is_open:
             self.holds_interrupts = False
             self._hold.close()
@@ -286,8 +292,8 @@ class TrainStep:
         this order: check gradients, adapt the loss scale, update, step the scheduler, and make the report.
 
         `by_optimizer`: whether `optimizer.step()` calls this. `optimizer`: its hooks run around the update. Optimizer
-        and scheduler are arguments, not attributes, because modules refer to this object, which would then keep them
-        and the engine alive.
+        and scheduler are arguments, not attributes: modules refer to this object, so attributes would keep them, and
+        the engine, alive.
         """
         self.check(trains=True)
         if by_optimizer:
@@ -303,7 +309,7 @@ class TrainStep:
             self.arrivals.num_own_backwards = 0
             if boundary:
                 lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
-                lr = None if lr is None else float(lr)  # of this step: a scheduler sets the next one's
+                lr = None if lr is None else float(lr)  # before the scheduler sets the next step's
                 with self.runtime.recorder.span("compute", "step"):
                     self._take_step(optimizer, lr_scheduler, by_optimizer)
                 self.failures.has_surfaced = False
@@ -321,9 +327,12 @@ class TrainStep:
         return boundary
 
     def _creates_state(self, optimizer: TieredOptimizer) -> bool:
-        """Create optimizer state and return True if torch.distributed.checkpoint calls this `optimizer.step()` for that
-        purpose: there is no state, no backward has run, and every lr and every assigned gradient is 0. The state equals
-        that of a plain optimizer after the same step. The step hooks run, but the engine counts no step."""
+        """Create optimizer state and return True, if torch.distributed.checkpoint calls this `optimizer.step()` only to
+        have state created. Otherwise return False.
+
+        Such a call is recognized: there is no state, no backward has run, and every lr and every assigned gradient is
+        0. The state equals that of a plain optimizer after the same step. The step hooks run, but the engine counts no
+        step."""
         counts = self.counts
         if counts.num_backwards or self.arrivals.num_own_backwards or counts.is_accumulating or optimizer.state:
             return False
@@ -335,7 +344,7 @@ class TrainStep:
         return True
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Send `data` to every rank; return the data of all ranks, in rank order."""
+        """Send `data` to every rank, and return the data of all ranks in rank order. A failure latches the engine."""
         self.check()
         ranks = self.runtime.collectives
         with self.failures.surfacing():
@@ -359,7 +368,7 @@ class TrainStep:
 
     @contextmanager
     def _pass(self, phase: Phase) -> Iterator[None]:
-        """Run the block as a forward or a backward (`phase`), during which `param.grad` is hidden."""
+        """Run the block as a forward or backward (`phase`). `param.grad` is hidden meanwhile."""
         with self.entrance.call(phase):
             self.gradients.hide()
             with self.runtime.recorder.span("compute", phase.value):
@@ -416,7 +425,7 @@ class TrainStep:
             self.policy.prepare()
             self._update(optimizer, lr_scheduler, check)
         else:
-            self.policy.finish()  # an earlier one that is delayed becomes visible
+            self.policy.finish()  # makes the delayed update of an earlier step visible
             optimizer.overflow = True
             self._end_step(are_taken=False)
 
@@ -425,7 +434,8 @@ class TrainStep:
         self.entrance.end_step()
 
     def _check_gradients(self, by_optimizer: bool) -> GradCheck:
-        """Check this rank's gradients, or reduce those of all ranks and check the averages."""
+        """Compute the gradient check: the norm, the clip factor, and whether gradients are finite. With many ranks,
+        first average the gradients over ranks."""
         loss_scale, counts = self.overflow.loss_scale, self.counts
         clipping = self._clipping if not by_optimizer or self._is_clipping_asked else 0.0
         if self._reducer is None:
@@ -447,7 +457,7 @@ class TrainStep:
         except MemoryError:
             raise
         except Exception:
-            if self.counts.was_applied:  # the error of a hook, or of the scheduler: the step is made all the same
+            if self.counts.was_applied:  # a hook or the scheduler has raised, after a complete update
                 self.entrance.end_step()
                 self.phase.now = Phase.IDLE
             raise
@@ -456,7 +466,7 @@ class TrainStep:
     # -- the first acts of shutdown ------------------------------------------------------------------------------------
 
     def end_eager_update(self) -> None:
-        """Cancel the update that began in backward, if its step() has not come."""
+        """Cancel an update that began in backward and still waits for its step()."""
         if self.policy.is_open:
             self.policy.drop(self._drain_lanes)
 

@@ -4,4 +4,4 @@ Promise: `read`, `write` and `fetch` mean the same on every tier, so no caller t
 transfer carries its own error. Memory and disk space are charged to the run's account of bytes (telemetry/spans.py)
 before they are allocated.
 Owner: the Inventory knows which slot of which tier holds what; a tier owns its staging buffers.
-Never: sees parameters as modules have them or gradients as autograd has them, or computes anything."""
+Never: knows modules or autograd, or computes anything."""

@@ -23,9 +23,9 @@ from tiered_zero.tiers.tier import HostBuffer, Slot, StartCopy, Tier, UnitUpdate
 
 @dataclass(kw_only=True)
 class _Chunk:
-    """A part of a fetch. `part`: its bytes on the device. `offset`: its first byte in the slot. `lease`: its staging
-    buffer; None until one is free, or if the disk writes to the device's memory itself. `read`: the disk's transfer;
-    None until it begins."""
+    """The bytes of a fetch that one read from disk brings. `part`: the device memory to fill, [n] uint8. `offset`: the
+    first byte in the slot. `lease`: the staging buffer; None until one is free, or if the disk writes to the device's
+    memory directly. `read`: the transfer from disk; None until it begins."""
 
     part: torch.Tensor
     offset: int
@@ -35,9 +35,10 @@ class _Chunk:
 
 @dataclass(kw_only=True)
 class _Fetch:
-    """The fetch of a record to `target`, on the device. `pages`: the target's memory if the disk can write to it, else
-    None. `update`: the update that still writes the record, if any. `is_deferred`: the job on the lane leases staging
-    buffers itself."""
+    """A fetch under way. `record`: the slot's record in a swap file. `target`: the device memory to fill, [n] uint8.
+    `pages`: the same memory if the disk can write to it directly, else None. `update`: the update that still writes the
+    record; None without one. `is_deferred`: whether the job on the fetch lane leases staging buffers itself, because
+    the fetch could not lease all of them when it began."""
 
     record: Record
     target: torch.Tensor
@@ -48,7 +49,8 @@ class _Fetch:
 
 
 def _release_all(chunks: list[_Chunk]) -> None:
-    """Wait for the reads of a failed fetch and release their buffers. The fetch has raised its own error."""
+    """Wait for the reads of `chunks`, whose fetch has failed, and release their staging buffers. Errors of these reads
+    are ignored: the fetch raises its own."""
     for chunk in chunks:
         with chunk.lease or nullcontext():
             if chunk.read:
@@ -56,8 +58,8 @@ def _release_all(chunks: list[_Chunk]) -> None:
 
 
 class NvmeTier(Tier):
-    """A tier whose slots are records of `store`, in swap files. `staging`: the buffers through which parameters pass to
-    the device."""
+    """Keeps slots as records of `store`, in swap files. `staging`: buffers in host memory, through which fetched
+    parameters pass to the device."""
 
     name = "nvme"
 
@@ -71,10 +73,11 @@ class NvmeTier(Tier):
         self._recovered = store.records()
         """Records of a resumed run that have no slot yet."""
         self._charged: dict[str, list[tuple[str, int]]] = {}
-        """Slot -> the kind and the bytes of each place that the slot has on disk, as the ledger counts them."""
+        """Name of a slot -> (kind, bytes) of each place on disk that the ledger counts for it."""
         self._once: set[str] = set()
-        """Slots that are written once; such a slot takes a second place on disk if it is written again."""
+        """Names of the slots with `num_durable` 1. If such a slot is written again, it takes a second place on disk."""
         self._deferred = 0
+        """The number of fetches under way with `is_deferred`."""
         self._lock = threading.Lock()
 
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
@@ -109,7 +112,7 @@ class NvmeTier(Tier):
         return transfer
 
     def _charge(self, slot: Slot, num_places: int) -> None:
-        """Charge the slot's places on disk to the ledger, those that are not charged yet, up to `num_places` in all."""
+        """Charge places of the slot on disk to the ledger, until `num_places` of them are charged."""
         charged = self._charged[slot.name]
         while len(charged) < num_places:
             kind = COMMIT_KINDS.get(slot.kind, slot.kind) if charged else slot.kind
@@ -119,13 +122,13 @@ class NvmeTier(Tier):
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         """Fetch a slot in chunks, in one job on the fetch lane. See `Tier.fetch`.
 
-        If the disk can write to the device's memory it does; else each chunk goes through a staging buffer. If an
-        update is under way, parts that it has not written yet are copied from its buffers, and the job reads the rest.
+        If the disk can write to the device's memory, it does; otherwise each chunk passes through a staging buffer. If
+        an update still writes the slot, its new parts are copied from its buffers, and the job reads all other bytes.
 
-        Reads of chunks begin at once while buffers are free; the job leases buffers for the other chunks. While such a
-        job is queued, later fetches lease no buffers before their jobs run, so a job waits only for buffers of jobs
-        ahead of it on the lane. The reads are urgent, unlike those of state: compute waits for them, and the prefetch
-        limit bounds how long they delay reads of state."""
+        Chunks that get a free buffer are read at once. The job leases buffers for the other chunks. While such a job is
+        queued, later fetches lease buffers only in their own jobs, so a job waits only for buffers of jobs ahead of it
+        on the lane. These reads are urgent, because compute waits for them; reads of state are not. The prefetch limit
+        bounds how long state is delayed."""
         if after is not None and after.written.done():
             after.written.wait()  # raises if the update failed, before any buffer is leased
             after = None
@@ -149,9 +152,9 @@ class NvmeTier(Tier):
             raise
 
     def _copier(self, compute: Transfer, in_place: bool) -> StartCopy:
-        """Return the function that copies from an update's buffers to the target. `in_place`: device memory is host
-        memory, so the function copies at once. Else it copies after `compute`, on a lane whose jobs never wait for an
-        update (jobs of the fetch lane do)."""
+        """Return a function that copies from an update's buffers to the target. `in_place`: whether device memory is
+        host memory; the function then copies at once. Otherwise it copies after `compute`, on the write_back lane, as
+        jobs of the fetch lane may wait for an update."""
         copy = self._accelerator.copy
 
         def copy_at_once(target: torch.Tensor, source: torch.Tensor) -> Transfer:
@@ -164,8 +167,8 @@ class NvmeTier(Tier):
         return lambda target, source: submit(partial(copy, target, source), after=[compute], holds=[target])
 
     def _cut(self, fetch: _Fetch, spans: Sequence[tuple[int, int]], takes_buffers: bool = False) -> None:
-        """Add the chunks of `spans` (from, to) to the fetch, and begin to read those that have memory: the target's
-        pages or, if `takes_buffers`, a free staging buffer."""
+        """Cut `spans`, ranges of bytes (from, to), into chunks, and add these to the fetch. Begin to read each chunk
+        that has memory: the target's pages, or, if `takes_buffers`, a free staging buffer."""
         pages, record = fetch.pages, fetch.record
         most = self._staging.buffer_nbytes if pages is None else fetch.target.numel()
         for start, end in ((at, min(at + most, stop)) for begin, stop in spans for at in range(begin, stop, most)):
@@ -180,8 +183,8 @@ class NvmeTier(Tier):
                 takes_buffers = False
 
     def _land(self, fetch: _Fetch) -> None:
-        """Copy each chunk to the device, as the job on the fetch lane. Releases every leased buffer, even if a chunk
-        fails."""
+        """Bring each chunk to the device. This is the job on the fetch lane. It releases every leased buffer, even if a
+        chunk fails."""
         record, chunks = fetch.record, fetch.chunks
         try:
             if fetch.update is not None:
@@ -210,7 +213,7 @@ class NvmeTier(Tier):
         self._deferred = 0
 
     def close(self) -> None:
-        """Discharge all slots from the ledger. The store itself is closed elsewhere."""
+        """Discharge all slots from the ledger. The rack closes the store itself."""
         for charged in self._charged.values():
             for kind, nbytes in charged:
                 self._ledger.discharge(self.name, kind, nbytes)

@@ -1,4 +1,5 @@
-"""Build the tiers of one run, without an engine: stores of swap files, host memory, staging buffers."""
+"""Open the tiers of one run: stores of swap files, host memory, device memory, and staging buffers. No engine is
+needed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ logger = logging.getLogger("tiered_zero")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdoptedStore:
-    """A committed state from which a store of swap files resumes: its directory, step and metadata."""
+    """A committed state from which a store of swap files resumes. `directory`: its swap directory. `step`: the step
+    that was committed. `metadata`: what the commit has saved besides records."""
 
     directory: Path
     step: int
@@ -38,11 +40,12 @@ class AdoptedStore:
 
 @final
 class TierRack:
-    """Allocates what the plan needs on every tier, and the staging buffers for parameters, state and gradients.
+    """Allocates what the plan needs on every tier, and the staging buffers (host memory through which bytes pass to and
+    from NVMe).
 
-    `resources`, which closes the run, then closes all of it: staging buffers and tiers, host memory, stores, disk
-    engines, directories. Swap directories with a commit are released and their files kept; other swap directories are
-    removed. Driver thread."""
+    All of it is closed when `resources` closes the run: staging buffers and tiers, host memory, stores, disk engines,
+    directories. The files of a swap directory with a commit are kept; other swap directories are removed. Driver
+    thread."""
 
     def __init__(
         self,
@@ -54,8 +57,8 @@ class TierRack:
         model_name: str = "",
         adopted: Mapping[tuple[str, ...], AdoptedStore] | None = None,
     ) -> None:
-        """`model_name`: the name to write to the file in each swap directory that says whose the directory is.
-        `adopted`: swap paths -> the committed state from which that store resumes. Raises ConfigError, StoreError and
+        """`model_name`: written to `owner.json`, the file in each swap directory that names its run. `adopted`: swap
+        paths -> the committed state from which the store there resumes. Raises ConfigError, StoreError and
         BudgetError."""
         zero, accelerator = config.zero_optimization, runtime.accelerator
         self._config, self._runtime, self._resources, self._model_name = config, runtime, resources, model_name
@@ -110,15 +113,15 @@ class TierRack:
         return self._scratch.get("activation")
 
     def for_gradients(self, name: str) -> Tier:
-        """Return the tier called `name`, for gradients."""
+        """Return the tier for gradients that rest on `name`: "device", "host" or "nvme"."""
         return self._in_memory(name) or self._scratch["gradient"]
 
     def for_params(self, name: str) -> Tier:
-        """Return the tier called `name`, for paged parameters."""
+        """Return the tier for parameters that rest on `name`: "device", "host" or "nvme"."""
         return self._in_memory(name) or self._nvme[self._config.zero_optimization.offload_param.nvme_paths]
 
     def for_state(self, name: str) -> Tier:
-        """Return the tier called `name`, for optimizer state."""
+        """Return the tier for optimizer state that rests on `name`: "device", "host" or "nvme"."""
         return self._in_memory(name) or self._nvme[self._config.zero_optimization.offload_optimizer.nvme_paths]
 
     def _in_memory(self, name: str) -> Tier | None:
@@ -171,8 +174,8 @@ class TierRack:
 
 
 def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...], int]]:
-    """Return kind -> (directories, bytes) for gradients and activations on NVMe. Each kind has a store of its own,
-    which no commit names, so a failure there does not affect parameters and state."""
+    """Return kind -> (directories, bytes) for gradients and activations on NVMe. Each of these kinds has its own store,
+    so a failure there does not affect parameters and state. No commit names their records."""
     paths = {
         "gradient": config.zero_optimization.offload_optimizer.nvme_paths,
         "activation": config.tiered_zero.activations.nvme_paths,
@@ -181,8 +184,8 @@ def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...]
 
 
 def nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
-    """Return, for directories over which one store is striped, the bytes of parameters and state that the plan puts
-    there."""
+    """Return swap directories -> the bytes of parameters and state that the plan puts there. One store is striped over
+    the directories of one key."""
     zero = config.zero_optimization
     needs: dict[tuple[str, ...], int] = {}
     param, state = zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths
@@ -198,8 +201,8 @@ def on_one_drive(paths: Sequence[Path]) -> bool:
 
 
 def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
-    """Return each directory's weight for striping `nbytes`: its measured speed, or equal weights if all are on one
-    drive. Raises StoreError."""
+    """Return a weight for each directory, in proportion to which `nbytes` are striped: its measured speed, or 1 if all
+    directories are on one drive. Raises StoreError."""
     if on_one_drive(paths):
         return [1.0] * len(paths)
     try:

@@ -8,8 +8,8 @@ again is read back. So memory does not grow with the model.
 What a window holds at the end of backward is never written: the update copies it from the window, and reads the rest of
 a sub-group's gradients together with the sub-group's state. If an update that began in backward has all that it needs
 of a unit, the unit's window is kept for it. Backward then waits for the update instead of a write, and the gradients
-never go to disk. But an update that waits for gradients to arrive frees no window, and those gradients may need one.
-Until they are there, kept windows are written like others.
+never go to disk. But an update that waits for gradients to arrive frees no window, while these gradients may need one.
+Until they arrive, kept windows are written like others.
 
 A flat is written in the parts that the update reads, so each part has checksums of its own. Records are scratch: no
 commit names them, and they end with the run. A checkpoint holds the state between two steps, when there are no
@@ -38,10 +38,10 @@ from tiered_zero.tiers.tier import BufferView, Home
 
 @dataclass(frozen=True, kw_only=True)
 class UnitShare:
-    """One unit's gradients in a step. `flat`: the gradients from element `start` of the unit's flat, in place; all of
-    them, or a rank's shard. `present`: the indices of the parameters that have a gradient. `last`: the transfer to
-    `flat` that completes last. `on_device`: whether `flat` is on the device. `paged`: the gradients' flat on NVMe, if
-    their home is there; `flat` is then empty."""
+    """One unit's gradients in a step: all of them, or this rank's shard. `flat`: the gradients in place, 1-D. `start`:
+    the first element of `flat`, counted in the unit's flat. `present`: the indices of the parameters that have a
+    gradient. `last`: the transfer to `flat` that completes last; None without one. `on_device`: whether `flat` is on
+    the device. `paged`: the gradients on NVMe, if their home is there; `flat` is then empty."""
 
     flat: torch.Tensor
     start: int
@@ -52,8 +52,9 @@ class UnitShare:
 
 
 class GradientSource(ABC):
-    """The gradients that one update reads, segment by segment. Methods that a subclass does not override say that all
-    of them are in host memory. One thread at a time."""
+    """The gradients that one update reads, segment by segment (a segment is the part of a unit in one sub-group). By
+    default all gradients have arrived and rest in host memory; subclasses override the methods for which this is not
+    so. One thread at a time."""
 
     @abstractmethod
     def has(self, unit: Unit, param: ParamSpec) -> bool:
@@ -61,15 +62,15 @@ class GradientSource(ABC):
 
     @abstractmethod
     def part(self, segment: Segment) -> torch.Tensor:
-        """Return a view of the gradients of a segment, [numel]. They must rest in memory. Elements of parameters
-        without a gradient are undefined."""
+        """Return a view of the segment's gradients, [numel], which must rest in memory. Elements of parameters without
+        a gradient are undefined."""
 
     def on_device(self, unit: Unit) -> bool:
         """Return whether `part` returns memory on the device."""
         return False
 
     def has_arrived(self, unit: Unit) -> bool:
-        """Return whether `wait_transfers` would return at once."""
+        """Return whether `part` can read the unit's gradients now."""
         return True
 
     def wait_transfers(self, unit: Unit) -> None:
@@ -77,8 +78,8 @@ class GradientSource(ABC):
         return
 
     def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
-        """Start to read the gradients of a segment from NVMe, from its first element on, into all of `out`, and return
-        the transfer. Return None if they are not on NVMe."""
+        """Start to read the segment's gradients from NVMe until `out` is full. Return the transfer; None if the
+        gradients are not on NVMe."""
         return None
 
     def release(self, unit: Unit) -> None:
@@ -92,8 +93,8 @@ class GradientSource(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class StepGradients(GradientSource):
-    """The gradients of one step of an engine, by unit index. The driver thread adds each unit before the update reaches
-    it."""
+    """The gradients of one step of an engine. `shares`: unit index -> the unit's gradients. The driver thread adds each
+    unit before the update reads it."""
 
     shares: dict[int, UnitShare] = field(default_factory=dict)
 
@@ -140,19 +141,19 @@ class StepGradients(GradientSource):
                 share.paged.windows.drop(share.paged)
 
     def fill(self, later: StepGradients) -> None:
-        """Add the units of `later` that are not here yet."""
+        """Add the units of `later` that are missing here."""
         for index, share in later.shares.items():
             self.shares.setdefault(index, share)
 
 
 @final
 class PagedFlat:
-    """The flat [numel] of one unit's gradients, or of a rank's shard of them, in one step, with its home on NVMe. Only
-    `FlatWindows` changes its fields.
+    """One step's gradients of one unit, or of this rank's shard, as a 1-D array ("flat", [numel]) with its home on
+    NVMe. Only `FlatWindows` changes its fields.
 
     Its bytes are undefined until it is opened, and after `FlatWindows.drop`. `dtype`: the dtype of its elements.
-    `cuts`: the first elements of the parts that are read separately; 0 is always one. `padding`: the elements between
-    and after entries, which are zero in every window."""
+    `cuts`: the first elements of the parts that are read separately; 0 is added. `padding`: the ranges between and
+    after parameters, which are zero in every window."""
 
     def __init__(
         self,
@@ -181,11 +182,11 @@ class PagedFlat:
         """Whether the window is kept for an update under way, which copies from it and frees it."""
         self.was_opened = False
         self.previous: PagedFlat | None = None
-        """The flat of an earlier step that has the same record; it is dropped when this one is opened."""
+        """The flat of an earlier step, which uses the same record. It is dropped when this flat is opened."""
 
     def next(self) -> PagedFlat:
-        """Return the flat for the next step: this one if it was never opened, else a new one. The caller opens the new
-        flat only when nothing needs this one any more."""
+        """Return the flat for the next step: this one if it was never opened, else a new one. Opening the new flat
+        drops this one, so the caller opens it only when the update no longer needs this one."""
         if not self.was_opened:
             return self
         flat = PagedFlat(self.home, self.windows, self.dtype, self.numel, cuts=self.cuts, padding=self.padding)
@@ -227,8 +228,9 @@ class FlatWindows:
 
     @contextmanager
     def open(self, flat: PagedFlat, lane: str) -> Iterator[torch.Tensor]:
-        """Give the flat a window inside the block, and yield its elements: [numel], to be read and changed. Waits for a
-        window and for the flat's bytes, in a recorded span of `lane`. Raises transfer errors."""
+        """Give the flat a window for the length of the block, and yield its elements, [numel], to read and change.
+        Waits until a window is free and holds the flat's bytes; `lane` is the lane that waits, for the recorder. Raises
+        transfer errors."""
         self._begin_use(flat, lane)
         try:
             assert flat.lease is not None, "`_begin_use` has leased a window"
@@ -239,8 +241,8 @@ class FlatWindows:
                 self._changed.notify_all()
 
     def read(self, flat: PagedFlat, offset: int, out: BufferView) -> Transfer | None:
-        """Copy, or start to read, the flat's bytes from `offset` until `out` is full. Return None if the flat holds no
-        bytes. Raises StoreError."""
+        """Fill `out` with the flat's bytes from `offset` on: copy them from the window if there is one, else start to
+        read them from the record. Return the transfer; None if the flat holds no bytes. Raises StoreError."""
         with self._changed:
             if flat.lease is not None:
                 out.tensor.copy_(flat.lease.tensor[offset : offset + out.tensor.numel()])
@@ -254,7 +256,8 @@ class FlatWindows:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Inside the block, write also windows that are kept for an update: an update waits for gradients to arrive."""
+        """Allow windows that are kept for an update to be written during the block. An update waits there for gradients
+        to arrive, and these may need a window."""
         with self._changed:
             self._num_awaited += 1
             self._changed.notify_all()
@@ -265,7 +268,7 @@ class FlatWindows:
                 self._num_awaited -= 1
 
     def drop(self, flat: PagedFlat) -> None:
-        """Free the flat's window and discard its bytes: nothing needs them any more."""
+        """Discard the flat's bytes and free its window."""
         with self._changed:
             writing = flat.writing
         if writing is not None:
@@ -338,12 +341,13 @@ class FlatWindows:
             wait_quietly(oldest[1])
 
     def _next_write(self) -> tuple[PagedFlat, Transfer] | None:
-        """Return a flat with a window, and the transfer to wait for before that window can be freed. Called under the
-        lock.
+        """Choose the window to free next. Return its flat, and the transfer to wait for before it can be freed. Called
+        under the lock.
 
-        The transfer is a write under way if there is one. Else it is a new write of the oldest unused window; if copies
-        to this window are under way, it is these copies, which must end first. Return None if an update will free a
-        window, or if all windows are in use."""
+        1. If a window is being written: that write.
+        2. If an update will free a kept window: None.
+        3. For the oldest window that is not in use: the copies to it that are under way; without any, a new write.
+        4. If all windows are in use: None."""
         for flat in self._open:
             if flat.writing is not None:
                 return flat, flat.writing
@@ -358,8 +362,8 @@ class FlatWindows:
         return None
 
     def _finish_write(self, flat: PagedFlat, writing: Transfer, lane: str = "update") -> None:
-        """Wait for a write, and free the flat's window unless the write failed. `writing`: the write; or copies to the
-        window, for which this only waits."""
+        """Wait for `writing`. If it is the flat's write, free the window, or keep the window if the write failed. If it
+        is a transfer to the window, do nothing more."""
         is_stored = False
         try:
             with self._recorder.span(lane, "wait_grad", flat.name):

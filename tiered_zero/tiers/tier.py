@@ -1,8 +1,8 @@
 """Define where bytes rest: the interface of a tier; the two tiers in memory, device and host; the table of homes, which
 says what rests where; and a unit's update, which the next fetch from the unit's home waits for.
 
-The copies of plain CPU tensors to and from slots serve initial values, state_dict and changes by user code. They are
-slow: they block."""
+`read_slot`, `write_slot` and `leased_slot` copy plain CPU tensors from and to slots, for initial values, state_dict and
+changes by user code. They are slow, because they block."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HostBuffer(Protocol):
 
 @dataclass(frozen=True)
 class BufferView:
-    """A part of a leased buffer, as a host buffer."""
+    """A part of a leased staging buffer, usable as a `HostBuffer`."""
 
     tensor: torch.Tensor
     memory: memoryview
@@ -64,9 +64,9 @@ class Tier(ABC):
 
     @abstractmethod
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
-        """Return a new slot, whose bytes are undefined until they are written. `kind`: see `Slot`. `num_durable`: how
-        many places on disk the slot has in the commits of its store: 1 if it is written once, else 2; 0 if it is in no
-        commit. Tiers in memory ignore it. Raises BudgetError or StoreError if the tier is full."""
+        """Return a new slot. Its bytes are undefined until they are written. `kind`: see `Slot`. `num_durable`: the
+        number of places on disk that commits need for the slot: 0 if no commit holds it, 1 if it is written once, else
+        2; tiers in memory ignore it. Raises BudgetError or StoreError if the tier is full."""
 
     @abstractmethod
     def view(self, slot: Slot) -> torch.Tensor | None:
@@ -80,14 +80,15 @@ class Tier(ABC):
     @abstractmethod
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
         """Start to write all of `data` to the slot's bytes from `offset`. The caller leaves `data` alone until the
-        transfer is done. `after`: a mark of what compute has launched, which may still read a slot on the device; the
-        write begins after it. None: all that compute has launched so far. A caller on a lane must give a mark."""
+        transfer is done. `after`: a transfer after which the write to a slot on the device begins, because compute may
+        still read the slot. None: after all work that compute has launched so far; a caller on a lane must not pass
+        None."""
 
     @abstractmethod
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
-        """Start to copy the slot to `out`, on the fetch lane. `out`: a contiguous device tensor of at most as many
-        bytes. The copy starts after what compute has launched, since compute may just have released the memory of
-        `out`. `after`: an update that still writes the slot; the fetch waits for the update, or copies its new bytes to
+        """Start to copy the slot to `out`, on the fetch lane. `out`: a contiguous device tensor, not larger than the
+        slot. The copy begins after the work that compute has launched so far, which may still use the memory of `out`.
+        `after`: an update that still writes the slot; the fetch waits for the update, or copies its new bytes to
         `out`."""
 
     @abstractmethod
@@ -100,8 +101,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostTier(Tier):
-    """A tier whose slots lie in host memory, `arena` (pinned if the machine allows it), and are used in place. An empty
-    slot takes no memory."""
+    """Keeps slots in host memory, which is taken from `arena` and pinned if the machine allows it. Slots are used in
+    place. An empty slot takes no memory."""
 
     name = "host"
 
@@ -143,7 +144,7 @@ class HostTier(Tier):
 
 
 class DeviceTier(Tier):
-    """A tier whose slots are device tensors, counted in the ledger's tier "device"."""
+    """Keeps slots as device tensors. The ledger counts them on tier "device"."""
 
     name = "device"
 
@@ -190,45 +191,45 @@ class DeviceTier(Tier):
 
 
 StartCopy = Callable[[torch.Tensor, torch.Tensor], Transfer]
-"""start_copy(target, source): start a copy and return its transfer. The copy must not wait for anything that waits for
-an update."""
+"""start_copy(target, source): start a copy and return its transfer. The copy runs on a lane that never waits for an
+update."""
 
 
 class UnitUpdate:
-    """The completion of one unit's update. `computed`: all new parameters are in staging memory or in their slot.
-    `written`: all of them are in their slot. Any thread.
+    """The completion of one unit's update. `computed`: completes when all new parameters are in staging memory or in
+    their slot. `written`: completes when all of them are in their slot. Any thread.
 
-    Bytes that are computed and not written can be forwarded to a fetch, as a processor forwards a store to a load. The
-    fetch names its target and reads only written bytes; all other parts are copied to the target before the update
-    reuses their staging memory."""
+    A fetch need not wait until the slot is written. It names its target in `forward_to` and reads the written bytes
+    from the slot. Parts that are computed but not yet written are copied from staging memory to the target, before the
+    update reuses this memory."""
 
     def __init__(self) -> None:
         self.computed = Completion()
         self.written = Completion()
         self._lock = threading.Lock()
         self._pending: dict[int, torch.Tensor] = {}
-        """First byte of a part that is computed and not written -> the part."""
+        """First byte, in the unit, of a part that is computed and not written -> the part, [n] uint8."""
         self._retired: dict[int, int] = {}
         """First byte of a written part -> its last byte + 1."""
         self._target: torch.Tensor | None = None
         self._start_copy: StartCopy | None = None
         self._covered: dict[int, int] = {}
-        """First byte -> last byte + 1 of each part that was copied to the target, or that the fetch reads itself."""
+        """First byte -> last byte + 1 of each part that the target gets: by a copy, or because the fetch reads it."""
         self._copies: list[tuple[int, Transfer]] = []
         """The first byte of a part and its copy to a target, for each copy that was started."""
 
     # -- the update worker ---------------------------------------------------------------------------------------------
 
     def add_pending(self, start: int, part: torch.Tensor) -> None:
-        """Add a computed part of the unit. `part`: [n] uint8, the unit's new bytes from byte `start`. The part stays in
-        its memory until `retire` returns."""
+        """Add a computed part of the unit. `part`: [n] uint8, the unit's new bytes from byte `start`. The caller leaves
+        this memory alone until `retire` returns."""
         with self._lock:
             self._pending[start] = part
             self._forward(start)
 
     def retire(self, start: int) -> None:
-        """Mark the part at byte `start` as written, and wait until no copy reads it: its memory is about to be
-        reused."""
+        """Mark the part at byte `start` as written, and wait for copies from it. The caller may then reuse its
+        memory."""
         with self._lock:
             self._forward(start)
             part = self._pending.pop(start, None)
@@ -243,8 +244,8 @@ class UnitUpdate:
         self.written.complete()
 
     def fail(self, error: BaseException) -> None:
-        """Fail every wait for this update with `error`, unless the unit is written already. Wait until no copy reads a
-        part."""
+        """Make every wait for this update raise `error`, and wait for copies from its parts. Do nothing if the unit is
+        written already."""
         if not self.written.done():
             self.computed.fail(error)  # first, so that a fetch without pending parts sees the error
             with self._lock:
@@ -257,11 +258,10 @@ class UnitUpdate:
     # -- a fetch -------------------------------------------------------------------------------------------------------
 
     def forward_to(self, target: torch.Tensor, start_copy: StartCopy) -> list[tuple[int, int]]:
-        """Start to copy the parts that are not written to `target`. Return the ranges of written bytes (from, to),
-        which the caller must read.
+        """Set the memory that gets the unit's new bytes, and return the ranges (from, to) that are written already: the
+        caller reads these from the slot. All other new bytes are copied to `target` before `finish_forward` returns.
 
-        `target`: [n] uint8, memory for the whole unit. `start_copy`: may write to the target until `finish_forward`
-        returns."""
+        `target`: [n] uint8, memory for the whole unit. `start_copy`: starts one of these copies, on any thread."""
         with self._lock:
             self._target, self._start_copy, self._covered = target, start_copy, dict(self._retired)
             return sorted(self._covered.items())
@@ -294,8 +294,8 @@ class UnitUpdate:
         return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
     def _forward(self, start: int) -> None:
-        """Start to copy the pending part at byte `start` to the target, unless there is no target or it has the part
-        already. Called under the lock."""
+        """Start to copy the pending part at byte `start` to the target, if there is a target and it lacks the part.
+        Called under the lock."""
         part = self._pending.get(start)
         if self._target is None or self._start_copy is None or part is None or start in self._covered:
             return
@@ -312,19 +312,21 @@ Owner = Unit | SubGroup
 
 @dataclass(frozen=True)
 class Home:
-    """A slot and its tier. `start`: the element of the owner's flat with which the slot begins. The owner is a unit or
-    a sub-group. `start` is not 0 if the slot holds only this rank's shard."""
+    """The slot, and its tier, that holds the bytes of one kind ("param", "state") of a unit or sub-group. `start`: the
+    slot's first element, counted in the flat of the unit or sub-group; above 0 only if the slot holds just this rank's
+    shard."""
 
     tier: Tier
     slot: Slot
     start: int = 0
 
     def elements(self, unit: Unit) -> slice:
-        """Return the elements of the unit's flat that the slot holds. The slot must be a home of the unit."""
+        """Return the range of the unit's flat that the slot holds. This must be a home of the unit."""
         return slice(self.start, self.start + self.slot.nbytes // unit.itemsize)
 
     def offset_of(self, segment: Segment) -> int:
-        """Return the first byte of the segment in the slot, which holds the unit's dtype."""
+        """Return the first byte of the segment (a part of a unit) in the slot, which holds elements of the unit's
+        dtype."""
         return (segment.unit_start - self.start) * segment.unit.itemsize
 
     def view_of(self, segment: Segment) -> torch.Tensor | None:
@@ -337,8 +339,9 @@ class Home:
 
 
 class Inventory:
-    """The table of homes, (unit or sub-group, kind) -> home, and the last update of each unit. A unit without a "param"
-    home rests on the device, in its own storage. Driver thread; the update thread reads the table too."""
+    """The table of homes: (unit or sub-group, kind) -> home. Also holds the last update of each unit. A unit without a
+    "param" home lives on the device, in its own storage. Changed on the driver thread; the update thread reads it
+    too."""
 
     def __init__(self) -> None:
         self._homes: dict[tuple[type, int, str], Home] = {}
@@ -362,8 +365,7 @@ class Inventory:
         self._homes.update({(type(owner), owner.index, kind): home for (owner, kind), home in homes.items()})
 
     def set_last_update(self, unit: Unit, unit_update: UnitUpdate) -> None:
-        """Set the unit's last update. Once the update is written, the unit's home (or its storage on the device) holds
-        the new parameters."""
+        """Set the unit's last update, for which the next use of the unit waits."""
         self._last_updates[unit.index] = unit_update
 
     def last_update(self, unit: Unit) -> UnitUpdate | None:
@@ -377,8 +379,8 @@ class Inventory:
 
 
 def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None) -> torch.Tensor:
-    """Return `nbytes` of the slot's bytes from `offset`, [nbytes] uint8 on the CPU. They pass through a buffer of
-    `staging` if memory cannot address the slot."""
+    """Return a copy of `nbytes` of the slot's bytes from `offset`, as [nbytes] uint8 on the CPU. `staging`: lends the
+    buffers for the reads of a slot on NVMe."""
     view = home.tier.view(home.slot)
     if view is not None:
         return view[offset : offset + nbytes].to("cpu", copy=True)
@@ -400,8 +402,8 @@ def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None)
 
 
 def _verified_window(home: Home, wanted: range, buffer_nbytes: int) -> range:
-    """Extend the range `wanted` to whole checksum chunks, if the buffer can hold them: a part of a chunk cannot be
-    verified."""
+    """Extend the range of bytes `wanted` to whole checksum chunks (1 MiB), because a part of a chunk cannot be
+    verified. Return `wanted` if the buffer cannot hold the chunks."""
     start = wanted.start // MIB * MIB
     stop = min(align_up(wanted.stop, MIB), home.slot.nbytes)
     if stop - start > buffer_nbytes:
@@ -434,10 +436,11 @@ def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool
 def leased_slot(
     home: Home, staging: StagingPool | None, read: slice, write: slice | None = None
 ) -> Iterator[torch.Tensor]:
-    """Lend a slot's bytes, [nbytes] uint8, inside the block: in place, possibly on the device, or in a staging buffer.
+    """Lend a slot's bytes, [nbytes] uint8, for the length of the block: in place, possibly on the device, or, for a
+    slot on NVMe, in a staging buffer.
 
-    `read`: the bytes (from, to, in whole pages) that are read into the staging buffer before the block. `write`: the
-    bytes that are written back from there after it. Both are ignored if the slot is lent in place."""
+    With a staging buffer: `read` is the range (whole pages) to read from the slot before the block, and `write` the
+    range to write back after it."""
     view = home.tier.view(home.slot)
     if view is not None:
         yield view
