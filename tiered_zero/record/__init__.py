@@ -2,22 +2,22 @@
 
 Promise.  A read returns the bytes last written, or raises an error that names record, path and offset. Disk space is
     reserved when a run starts: a full disk is an error there, not in mid-run. `SwapStore.commit` is all or nothing
-    under kill -9 and power loss: an extent (a range of the files) that the durable manifest names is not written until
-    the next manifest is durable.
+    under kill -9 and power loss: bytes that the last commit uses are not overwritten until the next one is durable.
 Owner.  One process owns a `SwapDir` (flock on the file `owner.json` in it). One thread drives a `SwapStore`; any thread
     may wait for transfers; two threads of the store compute checksums and finish requests for which no caller waits.
 Never.  No code here imports torch, pickles, writes a file outside the run's own sub-directories, or retries a failed
     write or fsync.
 
 Two kinds of record. *Scratch* (the default): one slot, rewritten in place; its checksums are in memory only.
-*Committed* (`reserve(..., committed=True)`): two slots; each page is written to the slot that the durable manifest does
-not name, so the last commit stays whole while the next one is written. `write_once=True` reserves the second slot only
-when bytes of a commit change; the files grow if they lack room.
+*Committed* (`reserve(..., committed=True)`): two slots; a write goes to the slot that the last commit does not use for
+these bytes. With `write_once=True` a committed record starts with one slot, and gets the second one when bytes of a
+commit change; the files grow if they lack room. The manifest is the durable file that lists the records of a commit.
 
 Checksums. A write is cut at chunk borders (1 MiB from the record's start) into ranges, each with its own xxh3-64 (26
-GB/s a core here, zlib.crc32 2.2). A read verifies every range that it covers whole. Not verified: a range read in part,
-and what a partial rewrite leaves of a range. `SwapStore.nbytes("unverified")` counts these bytes; it stays 0 if reads
-have the same borders as writes. A range that was never written cannot be read."""
+GB/s on one core here; zlib.crc32: 2.2 GB/s). A read verifies each range that it covers whole. It does not verify a
+range that it covers in part, nor the rest of a range that was rewritten in part. `SwapStore.nbytes("unverified")`
+counts these bytes; it stays 0 if reads have the same borders as writes. A range that was never written cannot be
+read."""
 
 from tiered_zero.record.directory import RunInfo, SwapDir, collect_garbage, list_runs
 from tiered_zero.record.manifest import Record

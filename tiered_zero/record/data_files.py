@@ -1,18 +1,19 @@
-"""Stripe a store over its data files; append records to a new one, and read records of a tag or a commit back verified.
+"""Spread a store over several data files; append records to a new data file; read records and verify their checksums.
 
-A store has one data file for each path, in stripes weighted by the speed of the disks. A writer passes memory to the
-disk without a copy while a thread hashes it. It reserves blocks when it makes the file: a full disk is then an error
-early, and direct writes need not change the file's size, which Linux allows to one write at once.
+A store has one data file in each of its directories. Its bytes are cut into stripes; a faster disk gets more of them.
+`RecordWriter` writes the caller's memory without a copy, while a thread computes checksums. It reserves disk blocks
+when it makes the file: a full disk is then an error at the start, and writes do not change the file's size, which Linux
+lets only one direct write do at a time.
 
-[Note: Checksums during training] Hashing reads memory that is in no cache: 0.1 s of a processor for 1.6 GB, and 0.3 s
-during training, which waits for its slowest thread: a step under a save took 9 to 12% longer, 3% without checksums. A
-hashing thread of low priority made that 4 to 8%, but next to other programs it could take long, and needed a second
-thread of normal priority as soon as something waited for the save.
+[Note: Checksums during training] Computing checksums slows training: a step during a save takes 9 to 12% longer, and 3%
+longer without checksums. 1.6 GB that no cache holds take 0.1 s of a processor, 0.3 s while training runs, and a step
+waits for its slowest thread. A checksum thread of low priority would cost 4 to 8%, but next to other programs it may
+take long, and whatever waits for the save would then need a second thread of normal priority.
 
-Reads go in windows: pieces of a record that consist of whole checksummed ranges and fit into one of a few buffers. One
-thread compares checksums while the caller copies verified windows and the next ones are read. Reading straight into the
-destination would save that copy, but takes 0.72 s for 1.6 GB; buffers, which stay in the processor's cache, take 0.59
-(fio, with 16 MiB of them: 0.52)."""
+A read is cut into windows: a window is a piece of a record that fits into a buffer and has whole checksummed ranges.
+While the caller copies one window out of its buffer, a thread verifies the next one and the disk reads further ones.
+1.6 GB take 0.59 s through these buffers, which stay in the processor's cache (fio with 16 MiB of buffers: 0.52 s), and
+0.72 s straight into the destination."""
 
 from __future__ import annotations
 
@@ -65,11 +66,13 @@ from tiered_zero.system import map_memory
 DATA_NAME = "data.bin"
 
 PieceRequest = Callable[[File, int, memoryview], IOTransfer]
-"""Starts a transfer of one piece: IOEngine.read or IOEngine.write."""
+"""Starts to read or write one stripe piece, given its file, file offset and memory: `IOEngine.read` or
+`IOEngine.write`."""
 
 
 class StripePiece(NamedTuple):
-    """`nbytes` bytes at `file_offset` of the file with index `file_index`."""
+    """Bytes of a store that lie in one piece in one file: `nbytes` bytes at `file_offset` of the file number
+    `file_index`."""
 
     file_index: int
     file_offset: int
@@ -78,8 +81,9 @@ class StripePiece(NamedTuple):
 
 @final
 class Stripes:
-    """Maps addresses `[0, capacity_nbytes)` of a store to (file, offset), by arithmetic alone. `weights`: one number >
-    0 for each file, in any unit, such as measured bytes/s."""
+    """Maps an address (a byte's number in a store) to a data file and the offset in it, by arithmetic alone. `weights`:
+    the speed of each file's disk, > 0, in any unit, such as measured bytes/s; a file's share of the store is in
+    proportion."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         if not weights or min(weights) <= 0:
@@ -90,7 +94,8 @@ class Stripes:
         self._ranks = [self._turn[:place].count(index) for place, index in enumerate(self._turn)]
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[StripePiece]:
-        """Yield the pieces of `[offset, offset + nbytes)` in order; with one file a single piece."""
+        """Cut the addresses `[offset, offset + nbytes)` into pieces that lie in one file each, and yield them in order.
+        With one file there is one piece."""
         if len(self.weights) == 1:
             yield StripePiece(0, offset, nbytes)
             return
@@ -109,13 +114,13 @@ class Stripes:
         return str(paths[piece.file_index]), piece.file_offset
 
     def file_nbytes(self, capacity_nbytes: int) -> list[int]:
-        """Return the bytes of each file; their sum is exactly the capacity."""
+        """Return the size of each file; the sizes add up to exactly `capacity_nbytes`."""
         return file_nbytes(capacity_nbytes, self.weights)
 
 
 @final
 class StripedFiles:
-    """The open data files of a store. Any thread may use them; requests are not ordered."""
+    """The open data files of a store. Any thread may use them; requests may complete in any order."""
 
     def __init__(self, engine: IOEngine, files: Sequence[File], stripes: Stripes) -> None:
         self.engine = engine
@@ -124,7 +129,8 @@ class StripedFiles:
 
     @classmethod
     def create(cls, engine: IOEngine, paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> StripedFiles:
-        """Create and preallocate the files. Raises StoreError, and leaves no file behind, if the disk is too small."""
+        """Create the files `paths` and reserve disk blocks for `capacity_nbytes` in total. On failure, such as a full
+        disk, remove the files and raise StoreError."""
         made = cls(engine, (), stripes)
         for name, nbytes in zip(paths, stripes.file_nbytes(capacity_nbytes), strict=True):
             try:
@@ -162,8 +168,8 @@ class StripedFiles:
         return opened
 
     def grow(self, capacity_nbytes: int) -> None:
-        """Reserve disk space for a larger capacity. Raises StoreError, with nothing changed, if the disk is too
-        small."""
+        """Enlarge the files to `capacity_nbytes` in total, with reserved disk blocks. Raises StoreError if the disk is
+        too small."""
         for file, nbytes in zip(self._files, self.stripes.file_nbytes(capacity_nbytes), strict=True):
             try:
                 file.allocate(nbytes)
@@ -179,16 +185,16 @@ class StripedFiles:
         return self.stripes.locate([file.path for file in self._files], offset)
 
     def submit(self, request: PieceRequest, offset: int, memory: memoryview, transfers: list[IOTransfer]) -> None:
-        """Start the transfers of `memory`, which lies at `offset` of the store, one for each piece. `request`:
-        IOEngine.read or IOEngine.write. `transfers`: a list that receives them one by one, even if a later one is
-        refused."""
+        """Start to transfer `memory` from or to the address `offset` of the store, one transfer for each stripe piece.
+        `request`: IOEngine.read or IOEngine.write. `transfers`: receives each transfer as it starts, so that the caller
+        has it even if a later one raises."""
         start = 0
         for index, at, nbytes in self.stripes.pieces(offset, len(memory)):
             transfers.append(request(self._files[index], at, memory[start : start + nbytes]))
             start += nbytes
 
     def sync(self) -> list[IOTransfer]:
-        """Start to sync every file, and return the transfers."""
+        """Start an fsync of every file, and return the transfers."""
         return [self.engine.sync(file) for file in self._files]
 
     def close(self) -> None:
@@ -198,8 +204,8 @@ class StripedFiles:
 
 
 def check_data_files(paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> None:
-    """Raise StoreError if a data file is missing, too short, or not the directory owner's file, or if there are more or
-    fewer paths than stripes."""
+    """Check the data file in each of the directories `paths`. Raises StoreError if a file is missing, too short or of
+    another user, or if the number of paths is not that of `stripes`."""
     if len(paths) != len(stripes.weights):
         raise StoreError(f"{paths[0]}: the state is striped over {len(stripes.weights)} paths; found {len(paths)}.")
     for path, nbytes in zip(paths, stripes.file_nbytes(capacity_nbytes), strict=True):
@@ -210,7 +216,8 @@ def check_data_files(paths: Sequence[Path], stripes: Stripes, capacity_nbytes: i
 
 
 def _fault(name: Path, nbytes: int) -> str:
-    """Return a text that says what is wrong with a data file, which must have `nbytes` bytes; "" if nothing."""
+    """Return what is wrong with the data file `name`, such as "is missing"; "" if it can be opened and has at least
+    `nbytes` bytes."""
     try:
         with open_of_owner(name) as fd:
             with suppress(OSError):  # drop cached pages, so that reads come from the disk
@@ -227,12 +234,11 @@ def _fault(name: Path, nbytes: int) -> str:
 
 BUFFER_NBYTES: Final = 2 * MIB
 NUM_BUFFERS: Final = 12
-"""The number of buffers, 24 MiB together, most of them in use at any time. A load took 11% longer with 8 buffers, and
-9% longer with 16."""
+"""The number of read buffers, 24 MiB together. A load takes 11% longer with 8 buffers, and 9% longer with 16."""
 
 _READ_BLOCKS: Final = IOSettings(block_size=MIB)
-"""Blocks of 1 MiB. Windows complete in order, so a late block delays all of them: with 4 MiB, which suits training, a
-load takes longer."""
+"""Blocks of 1 MiB for reads. Blocks of 4 MiB, which suit training, make a load slower: windows are passed on in order,
+so a late block delays all windows behind it."""
 
 _ATTEMPTS: Final = 3
 
@@ -240,16 +246,16 @@ _ATTEMPTS: Final = 3
 @final
 @dataclass(frozen=True, kw_only=True)
 class RecordFiles:
-    """The records of one store (a set of data files), and the paths of the files, whose sizes the caller has
-    checked."""
+    """One store (a set of data files) to read. `paths`: its data files; the caller has checked their sizes. `contents`:
+    the table of its records."""
 
     paths: Sequence[Path]
     contents: Contents
 
 
 class Wanted(NamedTuple):
-    """A request for the bytes `[start, stop)` of the record `name` in store number `store`. `take(at, memory)`: a
-    function that receives them in parts: `memory` has the bytes from `start + at` on, and is valid during the call."""
+    """A request for the bytes `[start, stop)` of the record `name` in store number `store`. `take(at, memory)`: called
+    with each part of these bytes. `memory` holds the bytes from `start + at` on, and is valid only during the call."""
 
     store: int
     name: str
@@ -261,7 +267,7 @@ class Wanted(NamedTuple):
 @final
 @dataclass(eq=False, kw_only=True)
 class Reading:
-    """Requests that were submitted together. `num_left`: the number of parts that no `take` has received yet."""
+    """The requests of one call of `submit`. `num_left`: the number of their parts that are not passed to `take` yet."""
 
     num_left: int = 0
 
@@ -269,8 +275,8 @@ class Reading:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A part of a record that cannot be trusted: `nbytes` bytes at `offset` of the file `path`. `reason`: what was
-    found there."""
+    """A part of a record that is damaged or cannot be read: `nbytes` bytes at `offset` of the file `path`. `reason`:
+    what was found there."""
 
     record: str
     path: str
@@ -285,9 +291,10 @@ class Broken:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Window:
-    """A span of a record that is queued, read, or kept in its buffer. `wanted`: the requests for parts of the span,
-    each with its reading. `verified`: completes when the checksums were compared. `broken`: after that, the ranges that
-    differ from what was written."""
+    """A span (bytes of a record that lie in one piece) that waits to be read, is being read, or stays in its buffer
+    afterwards. `wanted`: the requests for bytes of the span, each with its `Reading`. `verified`: completes when the
+    span is read and its checksums are compared. `broken`: the ranges whose checksums differ, known once `verified` has
+    completed."""
 
     store: int
     name: str
@@ -302,7 +309,7 @@ class _Window:
         return self.store, self.span.address
 
     def give(self, reading: Reading, one: Wanted) -> None:
-        """Pass its part of the verified window to one request."""
+        """Pass the bytes that the request `one` wants from this window to its `take`."""
         assert self.buffer is not None, "the window was read"
         start, stop = max(self.span.start, one.start), min(self.span.end, one.stop)
         one.take(start - one.start, self.buffer[start - self.span.start : stop - self.span.start])
@@ -311,10 +318,11 @@ class _Window:
 
 @final
 class RecordReader:
-    """Reads the records of several stores (sets of data files). One thread drives it; `close` ends it."""
+    """Reads and verifies records of several stores (sets of data files). One thread calls it. Call `close` at the
+    end."""
 
     def __init__(self, stores: Sequence[RecordFiles], engine: IOEngine | None = None) -> None:
-        """`engine`: moves the bytes; None: choose one, by reading the files, when something is read."""
+        """`engine`: reads the files; None: the first read chooses an engine, by trying it on the files."""
         self._stores = stores
         self._stripes = [Stripes(store.contents.weights) for store in stores]
         self._records = [{record.name: record for record in store.contents.records} for store in stores]
@@ -326,20 +334,20 @@ class RecordReader:
         self._queued: deque[_Window] = deque()
         self._begun: deque[_Window] = deque()
         self._kept: dict[tuple[int, int], _Window] = {}
-        """Windows that were passed on and still have their buffers, since requests for neighbouring bytes may follow.
-        Oldest first."""
+        """Windows that were passed on and keep their buffers, oldest first: a later request may want other bytes of
+        them."""
         self._windows: dict[tuple[int, int], _Window] = {}
-        """All windows that are queued or begun."""
+        """All windows that wait to be read or are being read."""
 
     def extent_nbytes(self, store: int, name: str) -> int:
-        """Return the bytes of a record's slot. Raises ValueError if there is no such record."""
+        """Return the size of a record's slot in bytes. Raises ValueError if there is no such record."""
         if not 0 <= store < len(self._stores) or name not in self._records[store]:
             raise ValueError(f"there is no record {name[:80]!a}")
         return self._records[store][name].extent_nbytes
 
     def submit(self, wanted: Iterable[Wanted]) -> Reading:
-        """Begin to read what the requests want, in the order of the files. Raises TransferError, and StoreError for
-        bytes that were never written."""
+        """Begin to read the bytes of all requests, in the order in which they lie in the files. Raises TransferError,
+        and StoreError for bytes that were never written."""
         reading = Reading()
         found: list[tuple[tuple[int, int], Span, Wanted]] = []
         for one in wanted:
@@ -357,15 +365,15 @@ class RecordReader:
         return reading
 
     def wait(self, reading: Reading) -> None:
-        """Wait until the requests of `reading`, and those submitted before, have received all their parts. Raises
+        """Wait until all requests of `reading` have received their bytes; earlier requests receive theirs first. Raises
         TransferError, and CorruptionError if bytes differ from what was written."""
         while reading.num_left:
             if broken := self._take_next():
                 raise CorruptionError(f"{broken[0]}. Check the disk, and load another checkpoint, into a new engine.")
 
     def damage(self) -> list[Broken]:
-        """Read all records. Return the ranges that differ from what was written and, for a store that cannot be read to
-        its end, the place where reading failed."""
+        """Read and verify all records. Return the ranges that differ from what was written. If reading a store fails,
+        also return the place, and go on with the next store."""
         found: list[Broken] = []
         for number, store in enumerate(self._stores):
             try:
@@ -403,8 +411,8 @@ class RecordReader:
     # -- windows -------------------------------------------------------------------------------------------------------
 
     def _overlapping(self, store: int, name: str, start: int, stop: int) -> list[Span]:
-        """Return the spans that contain bytes of [start, stop) of a record, in order. A span has as many ranges as fit
-        into a buffer."""
+        """Return the spans that hold the bytes [start, stop) of a record, in order. A span has as many checksummed
+        ranges as fit into a buffer."""
         if (spans := self._spans.get((store, name))) is None:
             record, ranges = self._records[store][name], self._stores[store].contents.ranges[name]
             spans = locate(record, ranges, 0, record.extent_nbytes, BUFFER_NBYTES)
@@ -415,15 +423,16 @@ class RecordReader:
         return spans[first : bisect_left(spans, stop, lo=first, key=attrgetter("start"))]
 
     def _queue(self, store: int, name: str, span: Span) -> _Window:
-        """Queue a window for a span, unless the span has one, and return the window. It is read once a buffer is
-        free."""
+        """Return the window of a span. A span without a window gets a new one, which is queued and read once a buffer
+        is free."""
         window = _Window(store=store, name=name, span=span)
         if (queued := self._windows.setdefault(window.key, window)) is window:
             self._queued.append(window)
         return queued
 
     def _take_next(self) -> list[Broken]:
-        """Wait for the oldest window, and pass its bytes on if they are as written. Return its broken ranges."""
+        """Wait for the oldest window that is being read. Return its damaged ranges; if there are none, pass its bytes
+        to the requests."""
         window = self._begun[0]
         assert window.verified is not None and window.buffer is not None, "begun windows have both"
         window.verified.wait()
@@ -440,7 +449,7 @@ class RecordReader:
         return window.broken
 
     def _read_ahead(self) -> None:
-        """Read queued windows while there are buffers."""
+        """Begin to read queued windows while there are free buffers, or kept windows whose buffers can be taken."""
         if self._queued and self._worker is None:
             memory = memoryview(map_memory(NUM_BUFFERS * BUFFER_NBYTES, "MADV_DONTFORK", "MADV_HUGEPAGE"))
             self._free = [memory[start : start + BUFFER_NBYTES] for start in range(0, len(memory), BUFFER_NBYTES)]
@@ -477,7 +486,7 @@ class RecordReader:
         self._worker.submit(window.verified.run)
 
     def _broken(self, window: _Window, start: int, nbytes: int, reason: str) -> Broken:
-        """Describe a fault in the bytes from `start` of the window's record."""
+        """Return a fault in `nbytes` bytes of the window's record, from byte `start` of the record on."""
         at, store = window.span.address + start - window.span.start, window.store
         path, offset = self._stripes[store].locate(self._stores[store].paths, at)
         return Broken(record=window.name, path=path, offset=offset, nbytes=nbytes, reason=reason)
@@ -489,7 +498,8 @@ class RecordReader:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """The result of verifying one run."""
+    """The result of verifying one run. `step`: the step of the state that was verified. `broken`: its damaged
+    ranges."""
 
     step: int
     num_records: int
@@ -500,11 +510,13 @@ class Verified:
 def verify_run(
     paths: Sequence[Path], step: int | None = None, metadata: Mapping[str, Any] = MappingProxyType({})
 ) -> Verified | None:
-    """Verify the committed state of the run in `paths`; return None if it has none. A live run may commit meanwhile.
+    """Read a run's committed state and compare its checksums. Return None if there is no such state. `paths`: the swap
+    directories of one store of the run, which may be alive.
 
-    `step`, `metadata`: see `SwapStore.recover`; the state may be a prepared one whose commit another store has decided.
-    If the run has committed again by the end, its bytes may have changed: the new state is then verified, in up to
-    three attempts. Raises StoreError if the manifest is damaged, or a data file is missing or too short."""
+    `step`, `metadata`: verify only a state with this step and these metadata items; with a step, also one that is
+    prepared and not confirmed (see `SwapStore.recover`). If the run commits meanwhile, bytes may have changed: look for
+    the state again, up to three times in all. Raises StoreError if the manifest is damaged, or a data file is missing
+    or too short."""
     for _ in range(_ATTEMPTS):
         if (state := _find_state(paths[0], step, metadata)) is None:
             return None
@@ -532,8 +544,8 @@ def _find_state(path: Path, step: int | None, metadata: Mapping[str, Any]) -> Ma
 @final
 @dataclass(eq=False, kw_only=True)
 class _Appended:
-    """A record that is being written, from byte `offset` of the file. `parts`: for each append a list of its ranges,
-    which is filled when the checksums are computed."""
+    """A record that is being written, from byte `offset` of the file on. `parts`: for each append a list of ranges,
+    which a thread fills once it has computed their checksums."""
 
     offset: int
     nbytes: int = 0
@@ -542,12 +554,12 @@ class _Appended:
 
 @final
 class RecordWriter:
-    """Appends records to one data file. One thread drives the writer; `finish` and `wait_durable`, or `close`, end
-    it."""
+    """Appends records to one data file. One thread calls it. At the end, call `finish` and `wait_durable`, or only
+    `close`."""
 
     def __init__(self, path: Path, engine: IOEngine | None = None, *, needed_nbytes: int = 0) -> None:
-        """`path`: the file, which the first `append` makes. `engine`: moves the bytes; None: choose one then.
-        `needed_nbytes`: bytes that will be appended in all; 0 if unknown."""
+        """`path`: the data file; the first `append` makes it. `engine`: writes the file; None: the first `append`
+        chooses an engine. `needed_nbytes`: bytes that will be appended in all; 0 if unknown."""
         self._path = path
         self._engine, self._own_engine = engine, engine is None
         self._file: File | None = None
@@ -557,9 +569,9 @@ class RecordWriter:
         self._hashing: Worker | None = None
 
     def append(self, name: str, memory: memoryview) -> Transfer:
-        """Write whole pages, at a page-aligned address, as the next bytes of record `name`, which is a new record or
-        the last one. Nothing is copied: the memory must not change until the transfer is done. Raises TransferError,
-        and ConfigError if no I/O engine works."""
+        """Start to write `memory` (whole pages, page-aligned) as the next bytes of the record `name`, which is new or
+        the one that was appended last. Nothing is copied: the memory must not change until the returned transfer is
+        done. Raises TransferError, and ConfigError if no I/O engine works."""
         nbytes = len(memory)
         if nbytes == 0 or nbytes % PAGE_NBYTES or memory_address(memory) % PAGE_NBYTES:
             raise InternalError(f"a data file takes whole pages; found {nbytes} bytes at {memory_address(memory):#x}")
@@ -579,8 +591,8 @@ class RecordWriter:
         return transfer
 
     def finish(self) -> Contents:
-        """Wait for all writes, cut the file to the bytes that were written, begin to make it durable, and return its
-        records. Raises OSError."""
+        """Wait for all writes, truncate the file to the bytes that were written, and start its fsync. Return the table
+        of its records. Raises OSError."""
         transfers, self._transfers = self._transfers, deque()
         wait_all(transfers)
         if self._file is not None and self._engine is not None:
@@ -613,8 +625,8 @@ class RecordWriter:
             self._engine.close()
 
     def _opened(self, nbytes: int) -> tuple[IOEngine, File, Worker]:
-        """Return engine, file and hashing thread, opened by the first append, with blocks reserved for `nbytes`
-        more."""
+        """Return the engine, the file and the checksum thread; the first call makes them. Reserve disk blocks for
+        `nbytes` more bytes."""
         if self._engine is None:
             self._engine = select_engine(self._path.parent).engine
         if self._file is None:
@@ -628,7 +640,8 @@ class RecordWriter:
 
 
 def _hash(memory: memoryview, start: int, ranges: list[Range], completion: Completion) -> None:
-    """Add to `ranges` the ranges of the record's bytes in `memory`, which begin at `start`, with their checksums."""
+    """Compute the checksums of `memory`, which holds a record's bytes from `start` on, and add its ranges with them to
+    `ranges`. Then complete `completion`."""
     try:
         ranges.extend(hashed(cut(Range(start, start + len(memory), 0, None)), memory, start))
     except BaseException as error:  # the transfer carries the error; the thread goes on

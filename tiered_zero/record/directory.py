@@ -1,8 +1,8 @@
 """Make and lock one run's private sub-directory under each swap path; list runs, and remove those that have ended.
 
-The file `owner.json` in each names the process that owns the run, which holds a flock on that file. The lock alone
-tells whether the run is alive. A directory whose content no run would leave, or that belongs to another user, is listed
-with the reason and does not stop the listing. Nothing of another user is read or removed."""
+The file `owner.json` in each sub-directory names the process that owns the run. While it lives, this process holds a
+flock on the file, which shows that the run is alive. A directory that cannot be a run's, or that belongs to another
+user, is listed with the reason. Files of another user are neither read nor removed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ logger = logging.getLogger("tiered_zero")
 PREFIX = "tiered_zero-"
 OWNER_NAME = "owner.json"
 _MOST_NBYTES = 1 << 20
-"""The largest `owner.json` that is read. The file takes some hundred bytes, and its paths a few thousand at most."""
+"""The largest `owner.json` that is read. The file takes some hundred bytes, and a few thousand more at most for its
+paths."""
 
 _ROOT = Path("/")
 
@@ -62,7 +63,7 @@ _ROOT = Path("/")
 
 
 def check_path(path: str) -> str:
-    """Return `path`. Raises ValueError unless it is absolute and normalized."""
+    """Check that `path` is absolute and normalized, and return it. Raises ValueError."""
     if not os.path.isabs(path) or "\0" in path or os.path.normpath(path) != path:
         raise ValueError("expected a plain absolute path")
     return path
@@ -73,9 +74,9 @@ PlainPath = Annotated[str, AfterValidator(check_path)]
 
 @final
 class Owner(JsonFile):
-    """The owner of a run's directories, as `owner.json` in each of them states it. `created_s`: when this process made
-    or took over the directories, in seconds since the epoch. `note`: the caller's text, such as the name of the launch.
-    `paths`: all directories of the run."""
+    """The process that owns a run's directories: the content of `owner.json` in each of them. `created_s`: when the
+    process made or took over the directories, in seconds since the epoch. `note`: the caller's text, such as the name
+    of the launch. `paths`: all directories of the run."""
 
     format_name = "tiered_zero.owner"
 
@@ -89,8 +90,8 @@ class Owner(JsonFile):
 
     @property
     def is_this_process(self) -> bool:
-        """Whether this process is the owner. Valid only while the lock is held, since then no other live process has
-        this pid."""
+        """Whether this process is the owner. Valid only while the owner's lock is held: a process that ended may have
+        had the same pid."""
         return (self.pid, self.host) == (os.getpid(), socket.gethostname())
 
 
@@ -115,8 +116,8 @@ def read_owner(path: Path) -> Owner:
 @final
 @dataclass(kw_only=True)
 class _Hold:
-    """One directory of a run, and its lock. `directory`, `lock`: descriptors of the directory and of the locked
-    `owner.json` in it. Files are removed through `directory`, so whatever is at `path` by then is not touched."""
+    """One directory of a run, with its lock. `directory`: the open directory; files are removed through it, so another
+    directory that now has the name `path` stays untouched. `lock`: the open and locked `owner.json`."""
 
     path: Path
     directory: Descriptor = CLOSED
@@ -133,14 +134,14 @@ class _Hold:
             raise StoreError(f"The run's directory {self.path} was removed by another process.")
 
     def write(self, owner: Owner) -> None:
-        """Write `owner.json`. Raises OSError."""
+        """Replace the content of `owner.json`, durably. Raises OSError."""
         os.ftruncate(self.lock, 0)
         os.lseek(self.lock, 0, os.SEEK_SET)
         write_and_sync(self.lock, [owner.encode()])
 
     def remove(self) -> None:
-        """Remove the directory. `owner.json` goes last: a half-removed directory is still known as a run's. Raises
-        OSError."""
+        """Remove the directory with its files. `owner.json` is removed last, because it marks a half-removed directory
+        as a run's. Raises OSError."""
         if not self.directory.closed:
             try:
                 remove_files(self.directory, keep=OWNER_NAME)
@@ -163,14 +164,13 @@ class _Hold:
 
 @final
 class SwapDir:
-    """The directories of one run, one under each parent. This process locks them until `remove` or `release`.
+    """The directories of one run, one under each swap path. This process holds their locks until `release` or `remove`.
 
-    They are removed by `remove`, when the object is garbage collected, and at interpreter exit. If the process is
-    killed, `collect_garbage` removes them. After `keep` they stay, with their committed state.
-    """
+    These calls remove the directories; so do garbage collection of this object and the interpreter's exit. After
+    `keep`, only `remove` does. `collect_garbage` removes the directories of a killed process."""
 
     def __init__(self, owner: Owner, holds: list[_Hold]) -> None:
-        """`holds`: the held directory of each of the owner's paths. Use `create` or `open` instead."""
+        """`holds`: the locked directory at each of the owner's paths. Call `create` or `open` instead."""
         self.run_id = owner.run_id
         self.paths = tuple(Path(path) for path in owner.paths)
         self._holds = holds
@@ -180,8 +180,9 @@ class SwapDir:
 
     @classmethod
     def create(cls, parents: Sequence[Path], *, model: str = "", owner_note: str = "") -> SwapDir:
-        """Make `tiered_zero-<run id>` (mode 0700) under each parent. Raises ConfigError if a parent is missing, no
-        directory or not writable, and StoreError; nothing is left behind."""
+        """Make and lock `tiered_zero-<run id>` (mode 0700) under each parent. Raises ConfigError if a parent is
+        missing, is no directory or is not writable, and StoreError for other failures. A failed call leaves no
+        directory."""
         checked = [Path(os.path.abspath(Path(parent).expanduser())) for parent in parents]
         for parent in checked:
             preflight_directory(parent)
@@ -207,8 +208,9 @@ class SwapDir:
 
     @classmethod
     def open(cls, path: Path) -> SwapDir:
-        """Take over the directories of an ended run, which were kept. `path`: any of them. They stay on disk until
-        `remove`. Raises StoreError while the owner lives, and if a directory is missing or belongs to another user."""
+        """Take over the directories of a run that has ended, which were kept. `path`: any of them. They stay on disk
+        until `remove`. Raises StoreError if the owner is alive, or if a directory is missing or belongs to another
+        user."""
         owner = read_owner(path)
         holds: list[_Hold] = []
         try:
@@ -238,17 +240,17 @@ class SwapDir:
             raise
 
     def keep(self, kept: bool = True) -> None:
-        """Keep the directories when the run ends, until `remove`; with `kept` False, stop keeping them."""
+        """Let the directories stay on disk until `remove`. `kept`: False undoes this."""
         if self._finalizer.detach():
             self._kept = kept
             self._finalizer = weakref.finalize(self, _leave, self._pid, self._holds, not kept)
 
     def release(self) -> None:
-        """End the ownership. Kept directories stay for `open`; others are removed. Idempotent."""
+        """Release the locks. Kept directories stay for a later `open`; others are removed. Idempotent."""
         self._end(removes=not self._kept)
 
     def remove(self) -> None:
-        """Remove the directories, kept or not, and end the ownership. Idempotent."""
+        """Remove the directories, kept or not, and release the locks. Idempotent."""
         self._end(removes=True)
 
     def _end(self, removes: bool) -> None:
@@ -276,8 +278,8 @@ def _lock_failure(error: OSError) -> str:
 
 
 def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
-    """End an ownership, and remove the directories if `delete`. Does nothing in a forked child, which owns none of
-    them."""
+    """Release the locks in `holds`; with `delete`, first remove the directories. Do nothing in a forked child, whose
+    pid is not `pid`."""
     if os.getpid() != pid:
         return
     while holds:
@@ -299,9 +301,9 @@ def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
 
 
 def make_missing(groups: Mapping[tuple[str, ...], str]) -> None:
-    """Make the missing directories, with their parents (mode 0700). `groups`: directories that are striped together ->
-    the config's key that names them. If some directories of a group exist, the missing ones are not made, because their
-    disk may not be mounted; a later check refuses them. Raises ConfigError."""
+    """Make the missing swap directories and their parents (mode 0700). `groups`: directories of one store -> the
+    config's key that names them. If only some directories of a store exist, none is made, because a disk may not be
+    mounted; a later check refuses these directories. Raises ConfigError."""
     for group, key in groups.items():
         paths = [Path(path) for path in group]
         if not any(path.exists() for path in paths):
@@ -340,12 +342,12 @@ _PROBE_PREFIX = ".tiered-zero-probe-"
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """One run's directory under one parent.
+    """One run's directory under one swap path.
 
-    `state`: "alive", "dead" or "unknown"; `reason` explains it. `nbytes`: the disk blocks that it takes, in bytes.
-    `age_s`: seconds since it was made or taken over. `pid`: 0 if no `owner.json` can be read. `step`: step of the last
-    commit; None without one. `resumable`: whether it may hold a committed or prepared state. `own`: whether it belongs
-    to this user and can be read."""
+    `state`: "alive", "dead" or "unknown"; `reason` explains it. `nbytes`: bytes of the disk blocks that the directory
+    takes. `age_s`: seconds since a process made or took over the directory. `pid`: 0 if no `owner.json` can be read.
+    `step`: step of the last commit; None without one. `resumable`: whether the directory may hold a committed or
+    prepared state. `own`: whether the directory belongs to this user and can be read."""
 
     run_id: str
     path: Path
@@ -366,8 +368,8 @@ class RunInfo:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What `collect_garbage` did with one run, and why. `removed`: whether the run's directory was removed, or, with
-    `dry_run`, would be."""
+    """What `collect_garbage` did with one run. `removed`: whether the run's directory was removed or, with `dry_run`,
+    would be. `reason`: why."""
 
     run: RunInfo
     removed: bool
@@ -375,7 +377,7 @@ class Collected:
 
 
 def list_runs(parent: Path) -> list[RunInfo]:
-    """List the runs that have a directory under `parent`, oldest first, without changes. Raises StoreError."""
+    """Return the runs that have a directory under `parent`, oldest first. Changes nothing. Raises StoreError."""
     runs = []
     try:
         with open_directory(parent.resolve()) as fd:
@@ -389,8 +391,8 @@ def list_runs(parent: Path) -> list[RunInfo]:
 
 
 def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> list[str]:
-    """Return one line for each directory that holds files of runs whose process has ended. `adopted`: directories of
-    the run that is resumed, which are skipped."""
+    """Return one line for each of the directories `parents` that holds files of runs whose process has ended.
+    `adopted`: the directories of the run that is resumed, which are skipped."""
     lines = []
     for parent in dict.fromkeys(parents):
         runs: list[RunInfo] = []
@@ -412,8 +414,8 @@ def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> l
 
 
 def clear_restarted(parents: Iterable[str], note: str) -> None:
-    """Remove the directories that ended processes of one launch have left; a restart of that launch calls this. `note`:
-    the launch's name, as `owner.json` in the directories has it. Committed state stays: it may be resumed."""
+    """Remove the directories that ended processes of one launch have left. Called when that launch is restarted.
+    `note`: the launch's name, as written in `owner.json`. Committed state stays, because it may be resumed."""
     for parent in dict.fromkeys(parents):
         with suppress(StoreError):  # the directory cannot be read: using it will raise
             collect_garbage(Path(parent), note=note)
@@ -466,8 +468,9 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
 
 
 def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
-    """Lock `owner.json`, so that no other process takes the run over. Return `CLOSED`, a descriptor of nothing, if
-    there is no such file or, with `unknown`, none that can be locked. Raises OSError, StoreError."""
+    """Lock a run's `owner.json`, so that no other process takes the run over, and return its descriptor. Return
+    `CLOSED` if the file is missing, or if `unknown` is set and the file cannot be locked. Raises OSError,
+    StoreError."""
     try:
         fd = open_file(OWNER_NAME, dir_fd, os.O_RDWR)
         try:
@@ -496,8 +499,9 @@ def _refusal(run: RunInfo, committed: bool, unknown: bool) -> str | None:
 
 
 def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) -> RunInfo:
-    """Describe the run in `path`. `locked`: whether another process holds the lock; None: find out. Raises
-    FileNotFoundError if the directory is gone."""
+    """Return what is known of the run in the directory `path`, named `name` in the open directory `parent_fd`.
+    `locked`: whether another process holds the lock; None: find out. Raises FileNotFoundError if the directory is
+    gone."""
     status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
     run = RunInfo(
         run_id=name.removeprefix(PREFIX),
@@ -519,7 +523,8 @@ def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) 
 
 
 def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
-    """Read the state of the run directory open at `fd`. Raises OSError, StoreError."""
+    """Return `run` with what the files in its open directory `fd` say: owner, state, last commit. Raises OSError,
+    StoreError."""
     owner, unreadable = None, "there is none"
     try:
         owner = read_owner_at(fd)
@@ -536,8 +541,8 @@ def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
 
 
 def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
-    """Return the last committed step, and whether the run may be resumed: True if in doubt (damage, an unmounted
-    path)."""
+    """Return the last committed step, and whether the run may be resumed. In doubt (damage, a path that is not mounted)
+    the second value is True."""
     first = Path(run.paths[0])
     try:
         committed, prepared = manifest.load_at(fd, first) if first == run.path else manifest.load(first)
@@ -548,8 +553,8 @@ def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
 
 
 def _liveness(run: RunInfo, fd: int, owner: Owner | None, locked: bool | None, unreadable: str) -> tuple[str, str]:
-    """Return the state and the reason for it. On a local file system the lock decides; on others the locks of other
-    machines may be invisible. `locked`: see `_inspect`. `unreadable`: why `owner` is None."""
+    """Return the state of `RunInfo` and its reason. On a local file system the lock decides; on other ones a lock of
+    another machine may be invisible. `locked`: see `_inspect`. `unreadable`: why `owner` is None."""
     try:
         if is_locked(OWNER_NAME, fd) if locked is None else locked:
             return "alive", f"process {owner.pid} on {owner.host} holds its lock" if owner else "its lock is held"

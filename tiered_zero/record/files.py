@@ -1,12 +1,12 @@
 """Open, read, lock, write and remove files below a directory's descriptor, safely and durably.
 
-No name is resolved twice and no link is followed. Another user may have put anything under a name that a run uses: a
-FIFO, a device, a link. Opening a file here never blocks, and refuses all but regular files of this user or of
-the owner of their directory.
+A name is looked up once, and links are not followed. Another user may have put a FIFO, a device or a link under a name
+that a run uses: opening a file here never blocks, and refuses all but regular files of this user or of the owner of
+their directory.
 
-A JSON file is a header line (format, version, number of bytes and xxh3 of the body) and a body; the header reveals a
-torn file. Files may be hostile: types, fields and ranges are checked before anything is computed from them, and models
-check declared sizes before anything is allocated."""
+A JSON file has a header line (format, version, number of bytes and xxh3 of the body) and a body. The header shows
+whether the file was written to its end. Files may be hostile: types, fields and ranges are checked before anything is
+computed from them, and declared sizes before anything is allocated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 def kind_text(mode: int) -> str:
-    """Name the kind of file that a stat result's `mode` states: "a directory", for example; "no file" for a FIFO."""
+    """Return the kind of a file for messages: "a file", "a directory" or "a symbolic link", and "no file" for all
+    others. `mode`: the file's st_mode."""
     kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link"}
     return kinds.get(stat.S_IFMT(mode), "no file")
 
@@ -52,8 +53,8 @@ def open_directory(path: str | Path, dir_fd: int | None = None) -> Descriptor:
 
 
 def open_file(name: str, dir_fd: int, flags: int = os.O_RDONLY) -> Descriptor:
-    """Open the regular file `name`, which must belong to this user or to the owner of its directory. Raises OSError, or
-    StoreError for anything else."""
+    """Open the file `name` in the open directory `dir_fd`. Raises OSError, and StoreError if it is not a regular file,
+    or is not of this user or of the directory's owner."""
     fd = opened(name, flags | _SAFE, 0o600, dir_fd=dir_fd)
     try:
         status = os.fstat(fd)
@@ -68,14 +69,14 @@ def open_file(name: str, dir_fd: int, flags: int = os.O_RDONLY) -> Descriptor:
 
 
 def open_of_owner(path: Path) -> Descriptor:
-    """Open a regular file by its path, read-only. It must belong to this user or to the owner of its directory, as for
-    `open_file`. Raises OSError, StoreError."""
+    """Open a file by its path, read-only, with the checks of `open_file`. Raises OSError, StoreError."""
     with open_directory(path.parent) as directory:
         return open_file(path.name, directory)
 
 
 def read_file(name: str, dir_fd: int, *, most_nbytes: int) -> bytes:
-    """Read the file that `open_file` opens. Raises OSError, or StoreError, also if it is too large."""
+    """Open a file with `open_file`, and return its bytes. Raises OSError, and StoreError if `open_file` does or the
+    file has more than `most_nbytes` bytes."""
     with open_file(name, dir_fd) as fd:
         if (size := os.fstat(fd).st_size) > most_nbytes:
             raise StoreError(
@@ -86,7 +87,7 @@ def read_file(name: str, dir_fd: int, *, most_nbytes: int) -> bytes:
 
 
 def names_in(dir_fd: int) -> list[str]:
-    """Return the names in the directory. The directory is opened again first, because btrfs lists only names that
+    """Return the names in an open directory. The directory is opened again first, because btrfs lists only names that
     existed when the descriptor was opened."""
     try:
         with open_directory(".", dir_fd) as fd:
@@ -110,8 +111,8 @@ def disk_nbytes(dir_fd: int) -> int:
 
 
 def lock_fd(fd: int) -> None:
-    """Take an exclusive flock. Raises BlockingIOError if another process holds the lock for longer than `is_locked`
-    does."""
+    """Take an exclusive flock; try for 0.2 s, because `is_locked` of another process holds the lock for a moment.
+    Raises BlockingIOError."""
     for _ in range(20):
         with suppress(BlockingIOError):
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,8 +121,8 @@ def lock_fd(fd: int) -> None:
 
 
 def is_locked(name: str, dir_fd: int) -> bool:
-    """Return whether a process holds the lock of the file that `open_file` opens. Raises OSError (ENOLCK: the file
-    system has no locks), StoreError."""
+    """Return whether a process holds the lock of the file `name`; False if there is no such file. Raises OSError
+    (ENOLCK: the file system has no locks), and StoreError as `open_file` does."""
     try:
         with open_file(name, dir_fd) as fd:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two calls do not see each other
@@ -133,8 +134,8 @@ def is_locked(name: str, dir_fd: int) -> bool:
 
 
 def unlock(lock: Descriptor) -> None:
-    """Release the lock, which also frees it if a forked child has inherited the descriptor, and close it.
-    Idempotent."""
+    """Release the lock and close its descriptor. The lock is free afterwards even if a forked child has the descriptor
+    too. Idempotent."""
     if not lock.closed:
         with suppress(OSError):  # the disk may be gone; the descriptor is closed all the same
             fcntl.flock(lock, fcntl.LOCK_UN)
@@ -146,7 +147,7 @@ def unlock(lock: Descriptor) -> None:
 
 
 def write_and_sync(fd: int, parts: Iterable[bytes | memoryview]) -> None:
-    """Write `parts` one after another to the open file, then fsync it. Raises OSError."""
+    """Write `parts` in order to an open file, then fsync it. Raises OSError."""
     for part in parts:
         left = memoryview(part)
         while left:
@@ -155,9 +156,8 @@ def write_and_sync(fd: int, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def write_new_file(path: str | Path, parts: Iterable[bytes | memoryview], dir_fd: int | None = None) -> None:
-    """Write a new file, mode 0600, and fsync it. Its name is durable only after `sync_directory`. Raises OSError,
-    including FileExistsError.
-    """
+    """Write a new file (mode 0600) and fsync it. Its name is durable only after `sync_directory`. Raises OSError, and
+    FileExistsError if the name is taken."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with opened(path, flags, 0o600, dir_fd=dir_fd) as fd:
         write_and_sync(fd, parts)
@@ -170,8 +170,8 @@ def sync_directory(directory: Path) -> None:
 
 
 def remove_files(dir_fd: int, keep: str = "") -> None:
-    """Remove all files except `keep`, and all empty directories, in the directory. Raises the first OSError at the
-    end."""
+    """Remove all files except `keep`, and all empty directories, from an open directory. After an error go on, and
+    raise the first one at the end (OSError)."""
     failure: OSError | None = None
     for name in names_in(dir_fd):
         if name != keep:
@@ -197,7 +197,7 @@ def _remove(name: str, dir_fd: int) -> None:
 # -- JSON files of strict models: manifests, owner files, indexes ------------------------------------------------------
 
 VERSION: Final = 4
-"""The version of every file. 0.1.0 was never published, so files of earlier versions are refused."""
+"""The format version of every file. Files of other versions are refused."""
 
 MOST_NBYTES: Final = 1 << 28
 """Limit of a file's size. A checksum takes about 45 bytes, so this is enough for several TiB of state."""
@@ -210,7 +210,8 @@ Digest = Annotated[int, Field(ge=0, le=2**64 - 1)]
 
 
 class StrictModel(BaseModel):
-    """A frozen record with exactly its declared fields, each of exactly its type (True is no int, 1 no text)."""
+    """A frozen record. Input must have exactly the declared fields, each of exactly its type (True is not taken for an
+    int)."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
@@ -219,13 +220,13 @@ Model = TypeVar("Model", bound="JsonFile")
 
 
 class JsonFile(StrictModel):
-    """A record that is the body of a file. `format_name`: the format in the file's header."""
+    """A record that is saved as a file of its own. `format_name`: the format's name in the file's header."""
 
     format_name: ClassVar[str]
 
     def encode(self) -> bytes:
-        """Return the file's bytes: header line and body. Raises StoreError if the record is not JSON or too large to
-        read back."""
+        """Return the file's bytes: header line and body. Raises StoreError if the record cannot be JSON, or is too
+        large to be read back."""
         try:
             data = self.model_dump_json().encode()
         except ValueError as error:  # PydanticSerializationError
@@ -241,7 +242,8 @@ class JsonFile(StrictModel):
 
     @classmethod
     def decode(cls: type[Model], data: bytes, path: Path) -> Model:
-        """Return the body of a file. Raises StoreError for another format or version, damage, or an invalid record."""
+        """Return the record from a file's bytes. `path`: names the file in errors. Raises StoreError for another format
+        or version, a damaged file, or an invalid record."""
         expected = f"{path}: expected {cls.format_name} version {VERSION}, found"
         line, _, rest = data.partition(b"\n")
         try:
@@ -264,7 +266,7 @@ class JsonFile(StrictModel):
 
 
 def first_problem(error: ValidationError) -> str:
-    """Describe the first problem and its place: "tensors.master/w.dtype: Input should be a valid string"."""
+    """Return the first problem with its place, such as "tensors.master/w.dtype: Input should be a valid string"."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"]))
     return f"{ascii(where)[1:-1][:200]}: {first['msg']}" if where else first["msg"]

@@ -1,8 +1,9 @@
-"""Define records, and ranges of them with checksums; write and read the durable table of a store, which lists both.
+"""Define the manifest of a store (a set of data files): the durable table of its records and their checksums. Write and
+read it.
 
-The run's first directory has two files: `manifest`, the committed state, and `manifest.next`, a prepared one. `prepare`
-makes the next manifest durable next to the current one; `confirm` renames it. If several processes prepare, meet at a
-barrier and then confirm, the manifests of all always have one step in common."""
+The store's first directory has two files: `manifest`, the committed state, and `manifest.next`, a prepared one.
+`prepare` makes the next manifest durable next to the current one; `confirm` renames it. If several processes prepare,
+then wait for each other, then confirm, all their directories hold at least one step in common at any time."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ NEXT_NAME: Final = "manifest.next"
 
 
 class Range(NamedTuple):
-    """Bytes `[start, end)` of a record, stored in `slot`. `digest`: their xxh3-64; None if they cannot be verified."""
+    """Bytes `[start, end)` of a record that were written, and lie in the record's slot number `slot`. `digest`: their
+    xxh3-64; None if they cannot be verified."""
 
     start: Count
     end: Count
@@ -52,8 +54,8 @@ class Range(NamedTuple):
 class Record(StrictModel):
     """A named region of a store (a set of data files).
 
-    `nbytes`: the size that was asked for. `offsets`: the start of each slot in the store: one slot for scratch records,
-    two for committed ones; the second may be missing until bytes are written again."""
+    `nbytes`: the size that was asked for. `offsets`: the address of each slot in the store. A scratch record has one
+    slot. A committed record has two, or only one until bytes of a commit change."""
 
     name: str
     nbytes: Annotated[Count, Field(gt=0)]
@@ -62,7 +64,7 @@ class Record(StrictModel):
 
     @property
     def extent_nbytes(self) -> int:
-        """The bytes of one slot: `nbytes` in whole pages, the limit of reads and writes."""
+        """The size of one slot: `nbytes`, rounded up to whole pages. Reads and writes may cover all of it."""
         return align_up(self.nbytes, PAGE_NBYTES)
 
     @model_validator(mode="after")
@@ -73,9 +75,9 @@ class Record(StrictModel):
 
 
 class Contents(StrictModel):
-    """The records of a store (a set of data files). `capacity_nbytes`: size of the data files together. `weights`: the
-    share of each data file in the stripes, in any unit. `ranges`: record name -> the record's ranges that were
-    written."""
+    """The table of a store's records. `capacity_nbytes`: size of the store's data files together. `weights`: one number
+    for each data file; a file's share of the store is in proportion. `ranges`: record name -> the record's written
+    ranges."""
 
     capacity_nbytes: Count
     weights: Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], Field(min_length=1)]
@@ -96,7 +98,8 @@ class Contents(StrictModel):
 
 
 def _is_in_order(ranges: Sequence[Range], record: Record) -> bool:
-    """Return whether the ranges (at least one) are disjoint, in order, in whole pages and inside the record's slots."""
+    """Return whether the ranges (at least one) are valid: disjoint, in order, in whole pages, inside the record's
+    slots."""
     starts, ends, slots = numpy.array([item[:3] for item in ranges], numpy.int64).T
     return bool(
         (starts < ends).all()
@@ -109,7 +112,7 @@ def _is_in_order(ranges: Sequence[Range], record: Record) -> bool:
 
 @final
 class Manifest(Contents, JsonFile):
-    """One committed state of a store. `metadata`: the caller's own values, JSON only."""
+    """One committed or prepared state of a store. `metadata`: the caller's own values, JSON only."""
 
     format_name = "tiered_zero.store"
 
@@ -118,7 +121,7 @@ class Manifest(Contents, JsonFile):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     def is_state(self, step: int | None, metadata: Mapping[str, Any] = MappingProxyType({})) -> bool:
-        """Return whether this is the state of `step` (None: any), with these items in its metadata."""
+        """Return whether this state has the step `step` (None: any step) and these items in its metadata."""
         return step in (None, self.step) and all(self.metadata.get(key) == item for key, item in metadata.items())
 
 
@@ -126,15 +129,15 @@ class Manifest(Contents, JsonFile):
 
 
 CHUNK_NBYTES: Final = MIB
-"""Checksums cover pieces of a write that end at multiples of this, counted from the record's start."""
+"""A write is cut at multiples of this, counted from the record's start; each piece gets its own checksum."""
 
 digest: Final[Callable[[bytes | bytearray | memoryview], int]] = xxhash.xxh3_64_intdigest
-"""The xxh3-64 of one range; releases the GIL."""
+"""Returns the xxh3-64 of some bytes. Releases the GIL."""
 
 
 class Span(NamedTuple):
-    """Bytes `[start, end)` of a record that lie together, at `address` of the store. `checks`: the ranges that lie
-    whole inside the span, to be verified."""
+    """Bytes `[start, end)` of a record that lie in one piece, from `address` of the store on. `checks`: the ranges that
+    are whole in the span; these can be verified."""
 
     address: int
     start: int
@@ -144,8 +147,8 @@ class Span(NamedTuple):
 
 def locate(record: Record, ranges: Iterable[Range], start: int, end: int, most_nbytes: int | None = None) -> list[Span]:
     """Return where the bytes `[start, end)` of a record lie, as spans in order. `ranges`: the record's ranges that hold
-    these bytes. Ranges that are neighbours on the disk are joined to spans of at most `most_nbytes`, unless a single
-    range is longer."""
+    these bytes. Ranges that follow each other in the store are joined to one span. `most_nbytes`: the most bytes of a
+    joined span."""
     spans: list[Span] = []
     for item in ranges:
         low, high = max(item.start, start), min(item.end, end)
@@ -165,28 +168,29 @@ def locate(record: Record, ranges: Iterable[Range], start: int, end: int, most_n
 
 
 def mismatches(checks: Iterable[Range], memory: memoryview, start: int) -> Iterator[tuple[Range, int]]:
-    """Yield the ranges that differ from what was written, each with its present checksum. `memory`: holds the record's
-    bytes from `start`."""
+    """Compare the checksums of the ranges `checks` with the bytes in `memory`. Yield each range that differs, with the
+    checksum of its bytes in `memory`. `memory`: the record's bytes from `start` on."""
     for item in checks:
         if (found := digest(memory[item.start - start : item.end - start])) != item.digest:
             yield item, found
 
 
 def hashed(pieces: Iterable[Range], memory: memoryview, start: int) -> list[Range]:
-    """Return the pieces of a write with their checksums. `memory`: holds the record's bytes from `start`."""
+    """Compute the checksums of the pieces of a write, and return the pieces with them. `memory`: the record's bytes
+    from `start` on."""
     return [piece._replace(digest=digest(memory[piece.start - start : piece.end - start])) for piece in pieces]
 
 
 def is_same(kept: Sequence[Range], memory: memoryview, start: int) -> bool:
-    """Return whether `memory`, to be written at `start`, equals the stored ranges `kept`, by checksums of the same
-    pieces."""
+    """Return whether a write of `memory` at byte `start` would leave the stored ranges `kept` as they are: same pieces,
+    same checksums."""
     pieces = cut(Range(start, start + len(memory), 0, None))
     return [item[:2] for item in kept] == [piece[:2] for piece in pieces] and not any(mismatches(kept, memory, start))
 
 
 @final
 class RangeMap:
-    """The ranges of one record, disjoint and in order. Has no lock of its own: that of the record table guards it."""
+    """The written ranges of one record, disjoint and in order. The lock of `RecordTable` guards them."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._ranges = list(ranges)
@@ -200,8 +204,8 @@ class RangeMap:
         return self._ranges[low:high]
 
     def replace(self, start: int, end: int, ranges: Sequence[Range]) -> None:
-        """Replace what `[start, end)` holds by `ranges`, which tile `[start, end)`. A range that is replaced in part
-        loses its checksum."""
+        """Replace the bytes `[start, end)` by `ranges`, which cover exactly these bytes. An old range that reaches
+        outside keeps its outer part, without a checksum."""
         low, high = self._span(start, end)
         kept = self._ranges[low:high]
         before = [kept[0]._replace(end=start, digest=None)] if kept and kept[0].start < start else []
@@ -214,8 +218,7 @@ class RangeMap:
 
 
 def first_gap(ranges: Iterable[Range | Span], start: int, end: int) -> int | None:
-    """Return the first byte of `[start, end)` that the ranges, which are in order, do not cover; None if they cover
-    all."""
+    """Return the first byte of `[start, end)` that no range covers; None if all are covered. `ranges`: in order."""
     for item in ranges:
         if item.start > start:
             break
@@ -224,9 +227,9 @@ def first_gap(ranges: Iterable[Range | Span], start: int, end: int) -> int | Non
 
 
 def other_slots(durable: Iterable[Range], start: int, end: int) -> Iterator[Range]:
-    """Yield `[start, end)` as ranges, each with the slot to write: the one of the record's two slots that the last
-    commit does not use for these bytes, or slot 0 if it uses neither. `durable`: the ranges of that commit that overlap
-    `[start, end)`, in order."""
+    """Choose the slots for a write of `[start, end)`. Yield these bytes as ranges, each with the slot that the last
+    commit does not use for it; slot 0 if it uses none. `durable`: the ranges of the last commit that overlap `[start,
+    end)`, in order."""
     for item in durable:
         if start < item.start:
             yield Range(start, item.start, 0, None)
@@ -238,7 +241,7 @@ def other_slots(durable: Iterable[Range], start: int, end: int) -> Iterator[Rang
 
 
 def join(ranges: Iterable[Range]) -> list[Range]:
-    """Join adjacent ranges of one slot."""
+    """Join ranges of one slot that follow each other."""
     joined: list[Range] = []
     for item in ranges:
         if joined and joined[-1].slot == item.slot and joined[-1].end == item.start:
@@ -249,7 +252,7 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 
 
 def cut(item: Range) -> Iterator[Range]:
-    """Yield the range in pieces that end at multiples of CHUNK_NBYTES; each piece gets its own checksum."""
+    """Cut a range at multiples of CHUNK_NBYTES and yield the pieces, without checksums."""
     start = item.start
     while start < item.end:
         end = min(item.end, (start // CHUNK_NBYTES + 1) * CHUNK_NBYTES)
@@ -261,7 +264,8 @@ def cut(item: Range) -> Iterator[Range]:
 
 
 def prepare(directory: Path, data: bytes) -> None:
-    """Write the next manifest (its file's bytes) durably, next to the current one. Raises OSError."""
+    """Write `data`, the bytes of the next manifest, durably to `manifest.next`. `manifest` stays as it is. Raises
+    OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with opened(directory / NEXT_NAME, flags, 0o600) as fd:
         write_and_sync(fd, [data])
@@ -269,21 +273,21 @@ def prepare(directory: Path, data: bytes) -> None:
 
 
 def confirm(directory: Path) -> None:
-    """Make the prepared manifest the committed one, durably. Raises OSError."""
+    """Rename `manifest.next` to `manifest`, durably: the prepared state is then committed. Raises OSError."""
     os.rename(directory / NEXT_NAME, directory / MANIFEST_NAME)
     sync_directory(directory)
 
 
 def discard(directory: Path) -> None:
-    """Remove a prepared manifest, if there is one, durably."""
+    """Remove `manifest.next`, if it exists, durably."""
     with suppress(FileNotFoundError):
         os.unlink(directory / NEXT_NAME)
         sync_directory(directory)
 
 
 def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """Return the committed and the prepared manifest, None for each that is absent. A torn prepared one counts as
-    absent. Raises StoreError if the committed one is damaged or the directory cannot be read."""
+    """Return the committed and the prepared manifest; None for a manifest that is absent. A torn `manifest.next` counts
+    as absent. Raises StoreError if `manifest` is damaged or the directory cannot be read."""
     try:
         with open_directory(directory) as fd:
             return load_at(fd, directory)
@@ -296,9 +300,9 @@ def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
 def choose(
     directory: Path, step: int | None, metadata: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[Manifest, bool]:
-    """Return the manifest of the committed state, or of the prepared one, and whether it is the committed one. `step`:
-    the step of the wanted state; None: any step, but only a committed state. `metadata`: items that the state's
-    metadata must have. Raises StoreError if neither state fits."""
+    """Choose the state to open: the committed one if it fits, else the prepared one. Return its manifest, and whether
+    it is the committed one. `step`: the step of the wanted state; None: any step, but only a committed state.
+    `metadata`: items that the state's metadata must have. Raises StoreError if neither state fits."""
     committed, prepared = load(directory)
     if committed is not None and committed.is_state(step, metadata):
         return committed, True
@@ -315,7 +319,8 @@ def choose(
 
 
 def load_at(dir_fd: int, directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """Do what `load` does, in the directory open at `dir_fd`. Raises OSError, StoreError."""
+    """Return what `load` returns, from the open directory `dir_fd`. `directory`: its path, for errors. Raises OSError,
+    StoreError."""
     current = None
     with suppress(FileNotFoundError):
         current = _read(dir_fd, directory / MANIFEST_NAME)

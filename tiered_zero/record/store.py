@@ -48,22 +48,23 @@ from tiered_zero.system import OwnProcess, map_memory
 from tiered_zero.telemetry.spans import Recorder
 
 _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
-"""Errors in writing a manifest after which the caller may try the same commit again."""
+"""Errors of a manifest's write after which the caller may try the commit again."""
 
 _STUCK_S = 5.0
-"""Seconds for which `close` waits for requests after a failure; they may be stuck for ever."""
+"""Seconds that `close` and `drain_all` wait for requests after a failure, because a request may be stuck for ever."""
 
 
 @final
 class SwapStore:
     """Stores named records on NVMe. One thread drives the store; any thread may wait for its transfers.
 
-    A request that overlaps another one in flight of the same record is refused unless both are reads: the caller must
-    wait in between. A failed transfer or sync latches the store: from then on its calls only raise.
+    Two requests in flight for overlapping bytes of a record must both be reads; otherwise the second one is refused,
+    and the caller must wait for the first. A failed transfer or sync latches the store: every later call raises.
 
-    The store has one durable state, the last commit, and possibly a prepared one. Data is durable before its manifest,
-    and the manifest before it gets its final name. `RecordTable` keeps writes away from extents (ranges of the files)
-    that the durable manifest names. A transient failure to commit changes nothing; any other latches the store."""
+    The last commit is on disk; a prepared state may lie next to it. Data is durable before its manifest (the table of
+    the records), and the manifest before it gets its final name. `RecordTable` keeps writes away from extents (ranges
+    of the files) that the last commit uses. If a manifest cannot be written because the disk or the table of
+    descriptors is full, nothing changes; any other failure of a commit latches the store."""
 
     def __init__(
         self,
@@ -76,11 +77,11 @@ class SwapStore:
         state: Manifest | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """Create and preallocate the data files, `capacity_nbytes` (in whole pages) in total.
+        """Create the data files and reserve their disk space, `capacity_nbytes` (in whole pages) in total.
 
         `weights`: the speed of each of the directory's paths, in any unit; equal by default. `state`: open existing
-        files as this manifest describes them (use `recover`). `recorder`: gets the begin and end of each request.
-        Raises StoreError if the disk is too small; the directory is removed then."""
+        files as this manifest describes them (call `recover` for that). `recorder`: gets the begin and end of each
+        request. Raises StoreError if the disk is too small; the directory is then removed."""
         self._is_hashed = checksums == "all"
         stripes = Stripes(weights or (state.weights if state is not None else [1.0] * len(directory.paths)))
         names = [path / DATA_NAME for path in directory.paths]
@@ -122,7 +123,7 @@ class SwapStore:
         checksums: Literal["all", "off"] = "all",
         recorder: Recorder | None = None,
     ) -> SwapStore:
-        """Open the last committed state of a run that ended (`SwapDir.open`).
+        """Open the last committed state of a run that has ended. `directory`: the run's, taken over by `SwapDir.open`.
 
         `step`: open the state of this step instead, possibly one that was prepared and never confirmed. `metadata`:
         items that the state must have. Raises StoreError if nothing is committed, the manifest is damaged, or a data
@@ -143,7 +144,7 @@ class SwapStore:
 
     @property
     def capacity_nbytes(self) -> int:
-        """The present size of the data files together."""
+        """The present size of all data files together."""
         return self._table.extents.capacity_nbytes
 
     @property
@@ -162,9 +163,9 @@ class SwapStore:
         return self._directory.run_id
 
     def reserve(self, name: str, nbytes: int, *, committed: bool = False, write_once: bool = False) -> Record:
-        """Reserve `nbytes`, page-aligned, for a new record. A committed record takes two slots. Bytes cannot be read
-        before they are written. `write_once`: a committed record takes one slot, and a second one only if bytes of a
-        commit change; the files may grow then. Raises StoreError if the name is taken or the capacity is used up."""
+        """Reserve disk space for a new record of `nbytes`, in whole pages. `committed`: the record takes part in
+        commits and gets two slots. `write_once`: a committed record gets one slot, and a second one only when bytes of
+        a commit change; the files may grow then. Raises StoreError if the name is taken or the capacity is used up."""
         num_slots = 2 if committed and not write_once else 1
         return self._table.reserve(name, nbytes, committed=committed, num_slots=num_slots)
 
@@ -173,19 +174,19 @@ class SwapStore:
         return self._table.num_slots(record)
 
     def records(self) -> dict[str, Record]:
-        """Return all records by name. After `recover` this is the way to find them."""
+        """Return all records by name, for example those that `recover` has found."""
         return self._table.records()
 
     def nbytes(self, kind: Literal["read", "write", "unverified"]) -> dict[str, int]:
-        """Return the number of bytes completed so far in each category, which is a record's name up to its first '/'.
-        `kind`: bytes read, written, or read without a checksum (the package's text says when that happens)."""
+        """Return the number of bytes that completed requests have moved, by category: a record's name up to its first
+        '/'. `kind`: bytes read, bytes written, or bytes read without verification (see the package's docstring)."""
         with self._count_lock:
             return dict(self._nbytes[kind])
 
     def read(self, record: Record, into: memoryview, offset: int = 0, *, urgent: bool = False) -> Transfer:
-        """Start to fill `into` from the record's byte `offset`; size and offset in whole pages, the memory
-        page-aligned. `urgent`: see IOEngine.read. `wait()` raises TransferError, or CorruptionError if the bytes differ
-        from what was written. `read` itself raises StoreError for bytes that were never written."""
+        """Start to read the record's bytes from `offset` on into `into`. Size and offset are in whole pages, the memory
+        is page-aligned. `urgent`: see IOEngine.read. Raises StoreError for bytes that were never written. The
+        transfer's `wait()` raises TransferError, and CorruptionError if the bytes differ from what was written."""
         self._check()
         into = memoryview(into).cast("B")
         request = InFlight(kind="read", start=offset, end=offset + len(into))
@@ -203,9 +204,9 @@ class SwapStore:
         return self._start(record, request, spans, into, partial(self.engine.read, urgent=urgent), parts, finish)
 
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Transfer:
-        """Start to write `data` at the record's byte `offset`; size and offset in whole pages, the memory page-aligned.
-        The caller must not change `data` until the transfer is done. `wait()` raises TransferError. `write` itself
-        raises StoreError if a `write_once` record needs a second slot and there is no space."""
+        """Start to write `data` to the record, from its byte `offset` on. Size and offset are in whole pages, the
+        memory is page-aligned. The caller must not change `data` until the transfer is done. Raises StoreError if a
+        `write_once` record needs a second slot and there is no space. The transfer's `wait()` raises TransferError."""
         self._check()
         data = memoryview(data).cast("B")
         if kept := self._table.kept(record, offset, offset + len(data)):
@@ -227,26 +228,26 @@ class SwapStore:
             self._count(record, write=len(data))
 
         hashing = SharedWork(compute)
-        self._hashing.submit(hashing.run)  # on its own thread: behind other requests' ends a step took 3% longer
+        self._hashing.submit(hashing.run)  # its own thread: a step took 3% longer with this on `_worker`
         return self._start(record, request, spans, data, self.engine.write, parts, finish)
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Make all committed records, as written so far, the durable state `step`. `metadata`: JSON only. Return when
-        the state survives power loss. Until then the last committed state counts."""
+        """Commit all records that take part in commits, as written so far, as the state of `step`. Return when the
+        state survives power loss; until then the last commit counts. `metadata`: JSON only."""
         try:
             self.prepare(step, metadata)
             self.confirm()
         except BaseException:
-            if self._latch.error is None:  # else `confirm` has begun
+            if self._latch.error is None:  # a latched store may have committed: `confirm` failed
                 self.cancel_prepared()
             raise
 
     def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Do the first half of `commit`: make the new state durable next to the last one; `recover` can open either.
+        """Do the first half of `commit`: make the new state durable next to the last commit; `recover` can open either.
 
-        Processes that must commit together all call `prepare`, wait for each other, and then call `confirm`. Until then
-        writes to records that take part in commits are refused. Raises StoreError if such a record is being written,
-        and, with nothing changed, if the manifest does not fit on the disk."""
+        Processes that must commit together all call `prepare`, wait for each other, and then call `confirm`. In
+        between, writes to records that take part in commits are refused. Raises StoreError if such a record is being
+        written. Raises StoreError, with nothing changed, if the manifest does not fit on the disk."""
         self._check()
         written = self._table.freeze(step)
         try:
@@ -276,8 +277,7 @@ class SwapStore:
         self._prepared = state
 
     def confirm(self) -> None:
-        """Do the second half of `commit`: make the prepared state the committed one. The extents of the last commit
-        become reusable."""
+        """Do the second half of `commit`: commit the prepared state. Later writes may overwrite the older commit."""
         self._check()
         state = self._prepared
         if state is None:
@@ -309,8 +309,7 @@ class SwapStore:
         self._prepared = None
 
     def revert(self) -> None:
-        """Return the committed records to the last commit, as `recover` would find them. Called on the thread that
-        drives the store."""
+        """Drop all writes since the last commit from the records that take part in commits."""
         self._check()
         self._table.revert()
 
@@ -323,8 +322,8 @@ class SwapStore:
         self._table.end_all()
 
     def close(self, remove: bool = True) -> None:
-        """Let requests finish, close the files, end the ownership of the directory. Idempotent. `remove`: False leaves
-        a directory with a committed state on disk for `recover`; one without such a state is removed anyway."""
+        """Let requests finish, close the files and release the directory. Idempotent. `remove`: remove the directory;
+        False leaves one with a committed state on disk for `recover`, and removes one without."""
         if not self._process.is_current():
             return  # a forked child owns nothing
         for worker in (self._worker, self._hashing):
@@ -345,9 +344,9 @@ class SwapStore:
         parts: list[IOTransfer],
         finish: Callable[[], None],
     ) -> Transfer:
-        """Submit one request, and return its transfer. The request is finished even if the caller does not wait for it.
-        `act`: starts a transfer of one piece. `parts`: a list that receives the transfers of all pieces. `finish`:
-        called to complete the request."""
+        """Start one request, and return its transfer. The store finishes the request even if no caller waits for the
+        transfer. `act`: IOEngine.read or IOEngine.write. `parts`: receives the transfers of all pieces. `finish`: waits
+        for `parts`, then verifies or records the bytes."""
         begun_s = time.perf_counter()
 
         def work() -> None:
@@ -372,9 +371,10 @@ class SwapStore:
 
     @contextmanager
     def _ended(self, record: Record, request: InFlight, parts: Sequence[IOTransfer]) -> Iterator[None]:
-        """End a request when the block ends, once none of its transfers moves bytes. Latch the store if the disk has
-        failed, or if a write has begun and the block raises, because its result is unknown. If an interrupt (Ctrl-C)
-        ends the block, the request does not end: the next thread that waits for it ends it."""
+        """Remove the request from the table at the end of the block. If the block raises, first wait for the request's
+        transfers. Latch the store if a transfer has failed, or if the block raises after a write has begun, because the
+        bytes on disk are then unknown. After an interrupt (Ctrl-C) the request stays, and the next thread that waits
+        for it ends it."""
         try:
             yield
         except Exception as error:
@@ -387,7 +387,7 @@ class SwapStore:
         self._table.end(record, request)
 
     def _add_slot(self, record: Record) -> None:
-        """Give a `write_once` record its second slot. Raises StoreError."""
+        """Give a `write_once` record its second slot, and enlarge the files if they lack room. Raises StoreError."""
         if not self._table.add_slot(record):
             capacity_nbytes = self.capacity_nbytes + record.extent_nbytes
             self._files.grow(capacity_nbytes)
@@ -399,13 +399,12 @@ class SwapStore:
         return "the last checkpoint" if self.step is None else f"step {self.step}, committed in {self.paths[0]}"
 
     def _restore(self) -> None:
-        """Allow writes again on top of the last commit, after the next manifest was removed."""
+        """Allow writes again, after the prepared manifest was removed. The last commit counts."""
         self._directory.keep(self.step is not None)
         self._table.thaw(None)
 
     def _hashed(self, record: Record, ranges: Sequence[Range]) -> Sequence[Range]:
-        """Return the ranges with a checksum each; those without one are read to compute it. Raises TransferError,
-        CorruptionError."""
+        """Return the ranges, each with a checksum; read those that have none. Raises TransferError, CorruptionError."""
         if all(item.digest is not None for item in ranges):
             return ranges
         with self._latching():
@@ -414,8 +413,8 @@ class SwapStore:
         return found
 
     def _with_digest(self, record: Record, item: Range) -> Range:
-        """Read `item` and return it with its digest. If a range of the last commit contains `item`, verify that range
-        first."""
+        """Read the range `item` and return it with its checksum. If `item` is part of a range of the last commit that
+        has a checksum, read and verify all of that range."""
         durable = self._table.durable(record, item.start, item.end)
         whole = next((one for one in durable if one.slot == item.slot and one.digest is not None), item)
         (span,) = locate(record, [whole], whole.start, whole.end)
@@ -431,7 +430,7 @@ class SwapStore:
 
     @contextmanager
     def _latching(self) -> Iterator[None]:
-        """Latch the store if the disk fails inside the block."""
+        """Latch the store if the block raises."""
         try:
             yield
         except Exception as error:
@@ -439,7 +438,8 @@ class SwapStore:
             raise
 
     def _not_prepared(self, step: int, error: OSError) -> StoreError:
-        """Return the error of a manifest that could not be written; latch the store unless the failure is transient."""
+        """Return the error to raise after a manifest could not be written. After a transient failure (`_TRANSIENT`)
+        remove its file and allow writes again; after any other latch the store."""
         text = (
             f"The manifest of step {step} cannot be written to {self._directory.paths[0]}: {error}. "
             "What was committed before is untouched"
@@ -479,7 +479,7 @@ class SwapStore:
         )
 
 
-# -- the account of its records ----------------------------------------------------------------------------------------
+# -- the table of a store's records ------------------------------------------------------------------------------------
 
 Written = tuple[Record, Sequence[Range]]
 
@@ -487,7 +487,7 @@ Written = tuple[Record, Sequence[Range]]
 @final
 @dataclass(eq=False, kw_only=True)
 class InFlight:
-    """One request for bytes `[start, end)` of a record, until `RecordTable.end`; compared by identity."""
+    """A request under way for bytes `[start, end)` of a record; `RecordTable.end` ends it. Compared by identity."""
 
     kind: Literal["read", "write"]
     start: int
@@ -501,7 +501,7 @@ class InFlight:
 @dataclass(kw_only=True)
 class _State:
     """The state of a record. `written`: the ranges that were written last. `durable`: the ranges in the durable
-    manifest; None if it does not name the record. `in_flight`: requests under way."""
+    manifest; None if it does not name the record. `in_flight`: the requests under way."""
 
     record: Record
     written: RangeMap = field(default_factory=RangeMap)
@@ -511,9 +511,9 @@ class _State:
 
 @final
 class RecordTable:
-    """Keeps account of a store's records; moves no bytes. A lock guards it: requests begin on the thread that drives
-    the store and end on any. It keeps the rule that makes commits safe: a write never goes to an extent (a range of the
-    files) that the durable manifest names."""
+    """Keeps the table of a store's records: slots, written ranges, requests under way. Moves no bytes. Has a lock: a
+    request begins on the thread that drives the store, and may end on another one. Ensures that a write never goes to
+    an extent (a range of the files) that the durable manifest names; this makes commits safe."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self._lock = threading.Lock()
@@ -549,7 +549,7 @@ class RecordTable:
         return record
 
     def adopt(self, written: Iterable[Written]) -> None:
-        """Add the records of a durable manifest, with their written ranges. Raises StoreError."""
+        """Add the records of a durable manifest, each with its written ranges. Raises StoreError."""
         for record, ranges in written:
             for offset in record.offsets:
                 self.extents.claim(offset, record.nbytes)
@@ -560,8 +560,8 @@ class RecordTable:
             return len(self._find(record).record.offsets)
 
     def kept(self, record: Record, start: int, end: int) -> list[Range]:
-        """Return the ranges of the last commit that a write of the bytes `[start, end)` would change, because the
-        record has no second slot."""
+        """Return the ranges of the last commit that a write of the bytes `[start, end)` would overwrite. Only a record
+        with a single slot has such ranges."""
         with self._lock:
             state = self._find(record)
             if not state.record.committed or len(state.record.offsets) > 1 or state.durable is None:
@@ -569,7 +569,8 @@ class RecordTable:
             return state.durable.overlapping(start, end)
 
     def add_slot(self, record: Record) -> bool:
-        """Give the record its second slot, if it has one only. Return False if no free extent is large enough."""
+        """Give the record a second slot if it has only one. Return whether it now has two: False if no free extent is
+        large enough."""
         with self._lock:
             state = self._find(record)
             if len(state.record.offsets) == 1 and (offset := self.extents.allocate(record.nbytes)) is not None:
@@ -582,7 +583,8 @@ class RecordTable:
             self.extents.grow(capacity_nbytes)
 
     def begin_read(self, record: Record, request: InFlight) -> list[Span]:
-        """Register a read, and return where its bytes lie. Raises StoreError if these bytes may not be read now."""
+        """Register a read, and return where its bytes lie. Raises StoreError if these bytes were never written or are
+        being written."""
         start, end = request.start, request.end
         with self._lock:
             state = self._admit(record, request)
@@ -595,8 +597,8 @@ class RecordTable:
             return locate(state.record, ranges, start, end)
 
     def begin_write(self, record: Record, request: InFlight) -> tuple[list[Span], list[Range]]:
-        """Register a write. Return where its bytes must go, and the pieces of them that get a checksum each. Raises
-        StoreError if these bytes may not be written now."""
+        """Register a write. Return where its bytes must go, and its pieces, each of which gets a checksum. Raises
+        StoreError if a request for these bytes is under way, or if the record is frozen."""
         start, end = request.start, request.end
         with self._lock:
             state = self._admit(record, request)
@@ -606,8 +608,8 @@ class RecordTable:
             return locate(state.record, runs, start, end), [piece for run in runs for piece in cut(run)]
 
     def end(self, record: Record, request: InFlight, written: Sequence[Range] = ()) -> None:
-        """Remove a request that has ended or did not begin. `written`: after a successful write, the ranges that tile
-        its bytes."""
+        """Remove a request that has ended or could not start. `written`: after a successful write, the ranges that
+        cover its bytes; they become the record's."""
         with self._lock:
             state = self._states.get(record.name)
             if state is None or request not in state.in_flight:
@@ -617,14 +619,14 @@ class RecordTable:
             state.in_flight.remove(request)
 
     def end_all(self) -> None:
-        """Remove all requests. The caller knows that none is under way."""
+        """Remove all requests, which the caller knows to have ended."""
         with self._lock:
             for state in self._states.values():
                 state.in_flight = []
 
     def freeze(self, step: int) -> list[Written]:
-        """Return the committed records, each with its written ranges, and refuse writes to them until `thaw`. Raises
-        StoreError while one of them is being written, or if they are frozen already."""
+        """Refuse writes to records that take part in commits, until `thaw`. Return these records, each with its written
+        ranges. Raises StoreError if one of them is being written, or if `freeze` was called already."""
         with self._lock:
             if self._frozen is not None:
                 raise StoreError(f"Step {self._frozen} is prepared; confirm it before the next one.")
@@ -638,19 +640,19 @@ class RecordTable:
             return [(state.record, list(state.written)) for state in states]
 
     def durable(self, record: Record, start: int, end: int) -> list[Range]:
-        """Return the ranges that the durable manifest names and that overlap these bytes, untrimmed."""
+        """Return the ranges in the durable manifest that overlap the bytes `[start, end)`, untrimmed."""
         with self._lock:
             durable = self._find(record).durable
             return [] if durable is None else durable.overlapping(start, end)
 
     def set_written(self, record: Record, ranges: Sequence[Range]) -> None:
-        """Set the ranges of a frozen record: the same bytes as before, now with checksums."""
+        """Replace a record's written ranges by the same ranges with checksums. Called between `freeze` and `thaw`."""
         with self._lock:
             self._find(record).written = RangeMap(ranges)
 
     def thaw(self, durable: Mapping[str, Sequence[Range]] | None) -> None:
-        """Allow writes again. `durable`: the ranges of each record in the new durable manifest; None: there is no new
-        one."""
+        """Allow writes again. `durable`: the ranges of each record in the new durable manifest; None: the durable
+        manifest is still the old one."""
         with self._lock:
             self._frozen = None
             if durable is None:
@@ -659,8 +661,8 @@ class RecordTable:
                 self._states[name].durable = RangeMap(ranges)
 
     def revert(self) -> None:
-        """Return the committed records to the last commit; records that the commit does not name become empty. Scratch
-        records do not change. Raises StoreError while a committed record is in use or prepared."""
+        """Set the records that take part in commits back to the last commit; records that the commit does not name
+        become empty. Raises StoreError if one of them is in use or frozen."""
         with self._lock:
             states = [state for state in self._states.values() if state.record.committed]
             for state in states:
