@@ -27,7 +27,7 @@ class GradientArrivals:
     that they leave there is passed to the store when the next gradient arrives, or when the backward ends.
 
     Gradients of a backward that the engine did not start (`loss.backward()`) are divided by `_num_micro_batches`, as in
-    DeepSpeed, unless `engine.scale` made the loss. With `_scales_loss` (fp16) such a backward raises ModelError.
+    DeepSpeed, unless the loss comes from `engine.scale`. With `_scales_loss` (fp16) such a backward raises ModelError.
 
     `_reducer`: averages gradients over ranks; None on one rank. `_on_unit_complete`: called when every gradient of a
     unit has arrived in a backward.
@@ -42,7 +42,7 @@ class GradientArrivals:
     """Parameters whose gradients are not passed to the store yet, because the user's hooks may still run."""
     _is_engines: bool = field(default=False, init=False)
     _frees_graph: bool = field(default=False, init=False)
-    """Whether the engine's own backward runs, and frees its graph."""
+    """Whether a backward that the engine started runs and frees its graph."""
     _is_scaled: bool = field(default=False, init=False)
     num_own_backwards: int = field(default=0, init=False)
     """The number of backwards since `reset` that the engine did not start and that produced gradients."""
@@ -50,8 +50,8 @@ class GradientArrivals:
 
     @contextmanager
     def engine_backward(self, *, is_last: bool, frees_graph: bool) -> Iterator[None]:
-        """Run the block, which makes the engine's own backward. `is_last`: whether it is the step's last backward.
-        `frees_graph`: whether it frees the graph. Raises errors of the gradients' transfers."""
+        """Return a context in which the engine runs its own backward. `is_last`: whether it is the step's last
+        backward. `frees_graph`: whether it frees the graph. Raises errors of the gradients' transfers."""
         self._is_engines, self._frees_graph = True, frees_graph
         try:
             self._begin_reduction(is_last)
@@ -64,8 +64,8 @@ class GradientArrivals:
             self._store.end_backward()
 
     def take(self, param: nn.Parameter) -> None:
-        """Pass `param.grad`, which is complete for this backward, to the store: at once, or after the user's hooks on
-        the parameter have run."""
+        """Pass `param.grad`, which is complete for this backward, to the store. If the user has hooks on the parameter,
+        do so after they have run."""
         if self._waiting:
             self._take_waiting()
         if not self._is_engines:
@@ -87,30 +87,30 @@ class GradientArrivals:
             GRAD_SLOT.__set__(param, None)
 
     def note_use(self, units: Sequence[Unit], inputs: Sequence[Any]) -> None:
-        """Record that the forward of a module that owns `units` begins, with the tensors `inputs`, and that autograd
-        records or will recompute it. Called on the driver thread."""
+        """Record that the forward of a module that owns `units` begins. `inputs`: the module's arguments. Called on the
+        driver thread, for a forward that autograd records or will recompute."""
         if self._reducer is not None:
             self._reducer.note_use(units, inputs, self._pass_mark)
 
     def note_backward(self, unit: Unit) -> None:
-        """Record that a backward begins to use a unit, whose shards are gathered for it."""
+        """Record that a backward begins to use a unit. Called before the unit's shards are gathered."""
         if self._reducer is not None and self._reducer.is_open:
             self._take_waiting()
             self._reducer.note_backward(unit.index)
 
     def _pass_mark(self, mark: UseMark) -> None:
-        """Record that a backward has reached a mark (a hook on a module's input). This may be a backward that reduces
-        nothing, such as `torch.autograd.grad`."""
+        """Record that a backward has reached a mark (a hook on a module's input). A backward that reduces nothing, such
+        as `torch.autograd.grad`, may reach one too."""
         if self._reducer is not None and self._reducer.is_open:
             self._take_waiting()
             self._reducer.pass_mark(mark)
         elif self._frees_graph:
-            mark.is_met = True  # a later backward, which reduces, finds no more gradients there
+            mark.is_met = True  # the graph is freed here: a later backward, which reduces, gets no gradient from it
 
     def begin_own_backward(self) -> None:
         """Begin a backward that the engine did not start. If it gathers parameters, begin its reduction now, before the
-        first gather. If the reduction began with the first gradient, one rank might begin it before a gather and
-        another rank after it, and the two would wait for each other."""
+        first gather. Otherwise its reduction begins with the first gradient. With gathers, that could come before a
+        gather on one rank and after it on another, and the two ranks would wait for each other."""
         self._is_counted = False
         if self._reducer is not None and self._reducer.shards_params and self._brings_gradients():
             self._begin_reduction(is_last=False)
@@ -125,11 +125,11 @@ class GradientArrivals:
             return False
 
     def expect(self, scaled: torch.Tensor) -> None:
-        """Do not divide the gradients of the backward of `scaled`, a loss that `engine.scale` has made."""
+        """Leave the gradients of `scaled` undivided: `engine.scale` has made this loss, and has divided it already."""
         scaled.register_hook(self._begin_scaled)  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
-        """Clear the counts of a step. Called when its gradients are dropped, or when its update has them."""
+        """Clear the counts of a step. Called when its gradients are dropped, or when its update has taken them."""
         self._waiting.clear()
         self._is_scaled = False
         self.num_own_backwards = 0

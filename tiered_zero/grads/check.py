@@ -28,17 +28,18 @@ SQUARES_CHUNK_NUMEL = 1 << 18
 
 NONE_BAD = -1
 Norm = float | torch.Tensor
-"""An fp32 norm: a number if the gradient was in host memory, else a 0-d tensor on the gradient's device."""
+"""An fp32 norm: a float for a gradient in host memory, a 0-d tensor on the device for one on a device."""
 
 _DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 _fused_tails: dict[str, bool | None] = {}
-"""Level of the kernel -> how ATen's vector_norm was compiled, or None if the kernel does not reproduce its bits."""
+"""Level of the kernel -> whether ATen's vector_norm was compiled with FMA, found by comparing bits; None if the kernel
+gives other bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradCopy:
-    """A copy that is still to be made: the gradient `source` [n] of the parameter `index` is copied to `target` [n] in
-    host memory, or added to it if `adds`, in the target's dtype."""
+    """A copy to make: the gradient `source` [n] of the parameter `index` is copied to `target` [n] in host memory, in
+    the target's dtype; if `adds`, it is added instead."""
 
     index: int
     target: torch.Tensor
@@ -48,8 +49,8 @@ class GradCopy:
 
 @final
 class GradNorm:
-    """Computes the fp32 norm of single gradients with the bits of `clip_grad_norm_`. A norm is not finite if an element
-    is not. Any thread.
+    """Computes the fp32 norm of single gradients with the bits of `clip_grad_norm_`. The norm is not finite if an
+    element is not finite. Any thread.
 
     torch converts 16-bit gradients in one pass and adds squares in another; the native kernel gives the same bits in
     one pass. Whether it does so on this machine is tested once; if not (ARM, another compiler), torch is used.
@@ -123,9 +124,9 @@ def _find_fused_tail(kernel: UpdateKernel) -> bool | None:
 
 
 def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, list[torch.Tensor]]:
-    """Return parameter index -> fp64 sums of squares of its gradient, each a 0-d tensor for one chunk. `values`: [n],
-    elements `span` of the unit's averaged gradients. The sums are computed on the device of `values`, without waiting
-    for them."""
+    """Return parameter index -> fp64 sums of squares of its gradient, one 0-d tensor per chunk. `values`: [n], elements
+    `span` of the unit's averaged gradients. The sums are computed on the device of `values`, without waiting for
+    them."""
     squares: dict[int, list[torch.Tensor]] = {entry.param.index: [] for entry in unit.entries}
     for entry in unit.entries:
         stop = min(entry.stop, span.stop)
@@ -157,9 +158,9 @@ def check_gradients(
     """Check the gradients of one rank: compute the global norm and the clip factor from the norms of single gradients,
     in fp32, as torch.nn.utils.clip_grad_norm_ does.
 
-    `norms`: each parameter and the norm of its gradient, multiplied by `loss_scale`, in the order of
-    `model.parameters()`. `max_norm`: the largest norm that is not clipped; 0 does not clip. `device`: the device that
-    adds up the norms: the one of compute, whatever tier the gradients rest on. The host waits for it once.
+    `norms`: each parameter and the norm of its gradient, in the order of `model.parameters()`. Gradients are multiplied
+    by `loss_scale`. `max_norm`: the largest norm that is not clipped; 0 does not clip. `device`: the device that adds
+    up the norms: always the one of compute, on whichever tier the gradients are. The host waits for it once.
     """
     on_host = torch.tensor([norm for _, norm in norms if isinstance(norm, float)], dtype=torch.float32, device="cpu")
     numbers = iter(on_host.to(device).unbind())
@@ -281,7 +282,7 @@ class OverflowCounts:
 @final
 class OverflowGuard:
     """Decides to skip steps whose gradients are not finite, and adapts the loss scale. Used on the driver thread.
-    `scaler`: None without fp16. `checks`: False applies such steps with a warning, as plain PyTorch does in fp32."""
+    `scaler`: None without fp16. `checks`: False takes these steps with a warning, as plain PyTorch does in fp32."""
 
     def __init__(self, scaler: LossScaler | None, checks: bool) -> None:
         self.scaler = scaler
@@ -301,14 +302,14 @@ class OverflowGuard:
         return self.counts, self.scaler.state_dict() if self.scaler is not None else None
 
     def restore(self, state: tuple[OverflowCounts, Mapping[str, Any] | None]) -> None:
-        """Set counts and loss scale back to `state`, the result of `state()` before the step that is dropped."""
+        """Set counts and loss scale back to `state`, which `state()` returned before the dropped step."""
         self.counts, scaler_state = state
         if self.scaler is not None and scaler_state is not None:
             self.scaler.load_state_dict(scaler_state)
 
     def allows(self, check: GradCheck, step: int) -> bool:
-        """Return whether to apply the step `step` with the gradient check `check`. Count the step, and adapt the loss
-        scale. Raises NonFiniteError if training cannot go on; the step is counted all the same."""
+        """Count the step `step`, adapt the loss scale, and return whether to apply the step. `check`: the step's
+        gradient check. Raises NonFiniteError if training cannot go on; the step is counted all the same."""
         counts = self.counts
         in_a_row = 0 if check.finite else counts.nonfinite_in_a_row + 1
         warns = in_a_row & (in_a_row - 1) == 0  # warn at 1, 2, 4, ... in a row

@@ -1,11 +1,13 @@
 """Bring gradients from the device to their home, hold them there, and give users tensors for `param.grad`.
 
 [Note: Waits for gradients]
-Copies start as gradients come, and the host waits for a whole unit at a time: the lane's stream is in order, so waiting
-for the last copy is enough. One of three waits first: autograd's thread, when there is no memory for a third unit's
-gradients; the update, when it needs the gradients; or the write of a window (a buffer in host memory for one unit's
-gradients on NVMe), before it starts. Later waits find the transfer complete. For sums in host memory the reduce lane
-waits, buffer by buffer.
+Copies start as gradients come. The host waits for a whole unit at a time: the lane's stream is in order, so waiting for
+the last copy is enough. The first wait is one of three:
+* autograd's thread waits if there is no memory for a third unit's gradients;
+* the update waits when it needs the gradients;
+* the write of a window (a buffer in host memory for one unit's gradients on NVMe) waits before it starts.
+
+Later waits find the transfer complete. For sums in host memory the reduce lane waits, buffer by buffer.
 """
 
 from __future__ import annotations
@@ -32,20 +34,19 @@ from tiered_zero.tiers.step_gradients import FlatWindows, PagedFlat, UnitShare
 from tiered_zero.tiers.tier import Home, Tier
 
 SUM_CHUNK_NUMEL = 1 << 15
-"""Elements that the reduce lane adds at once: so few that torch uses only the lane's own thread."""
+"""Elements that the reduce lane adds at once. With so few, torch uses only the lane's own thread."""
 
 BATCH_NBYTES = 1 << 20
-"""Gradients of a unit are sent together once they reach this size or the unit's last gradient has come, because a job
-of the lane costs more than the copy of a bias. Gradients that are added up in host memory are sent together once they
-fill a staging buffer, because each such job waits."""
+"""Gradients of a unit are sent in one job once they reach this size, or once the unit's last gradient has come: a job
+of the lane costs more than the copy of a bias. Gradients that are added up in host memory are sent once they fill a
+staging buffer, because each of these jobs waits."""
 
 STAGED_ALIGNMENT = 64
 """Alignment in bytes of gradients in one staging buffer: a cache line."""
 
 NUM_KEPT = 4
-"""The number of transferred batches that are kept before they are freed. Autograd's thread frees them, in order, so
-that every step finds the heap in the same state: when the reduce lane freed them, at varying times, they left holes of
-25 MiB.
+"""The number of transferred batches that are kept before autograd's thread frees them, in order. So every step finds
+the heap in the same state; freed by the reduce lane, at varying times, they would leave holes of 25 MiB.
 """
 
 
@@ -69,20 +70,24 @@ class UnitGradients:
     """The gradients of one unit. All sets and dicts have parameter indices as elements and keys. GradientStore changes
     the object, on the driver thread or autograd's.
 
-    `flat`: the gradients, [P] of the unit's dtype, or fp32 if micro-batches are summed; zeros between entries. For
-    gradients on NVMe `flat` is empty, and `paged` and `paged_spare` hold them; `opened` gives the flat in both cases.
-    `spare`: a second flat, if the update of one step runs under the next backward. `present`: parameters with a
-    gradient in this step. `arrived`: parameters with a gradient in this backward. `norms`: norms that were computed on
-    arrival. `squares`: sums of squares of averaged gradients in this rank's shard, computed on arrival. `last`: the
-    last transfer of gradients to their home. `frozen`: whether the update of these gradients has begun. `shown`: the
-    tensors that users got as `param.grad`: a view of the flat in the parameter's shape; a copy, with a loss scale or on
-    NVMe; or the user's own tensor for parameters in `assigned`, which is copied to the flat later. `zeroed`: parameters
-    whose gradient was set to 0, so the next gradient replaces it. `earlier`: parameters that had a gradient since
-    zero_grad() last set gradients to None. `shard`: the elements of the unit's flat that `flat` holds, if each of many
-    ranks keeps only the sums of its shard; None: all. `num_sums`: how many reductions of this step have been added up
-    in `flat` (if it holds the whole unit, in this rank's shard of it); while 0, the content of a shard is undefined.
-    `waiting`: gradients [numel] of this rank, of a shard or of a unit that was reduced before, that no bucket has
-    copied yet; fp32 if they are sums.
+    * `flat`: the gradients, [P] of the unit's dtype, or fp32 if micro-batches are summed; zeros between entries. Empty
+      if the gradients are on NVMe, where `paged` holds them. `opened` gives the flat in both cases.
+    * `spare`, `paged_spare`: a second flat, if the update of one step runs under the next backward.
+    * `present`: parameters with a gradient in this step. `arrived`: those with a gradient in this backward. `earlier`:
+      those that had a gradient since zero_grad() last set gradients to None.
+    * `norms`: norms that were computed on arrival. `squares`: sums of squares of averaged gradients in this rank's
+      shard, computed on arrival.
+    * `last`: the last transfer of gradients to their home. `frozen`: whether the update of these gradients has begun.
+    * `shown`: the tensors that users got as `param.grad`. Each is a view of the flat in the parameter's shape; or a
+      copy, with a loss scale or on NVMe; or, for parameters in `assigned`, the user's own tensor, which is copied to
+      the flat later.
+    * `zeroed`: parameters whose gradient was set to 0, so the next gradient replaces it.
+    * `shard`: the elements of the unit's flat that `flat` holds, if each of many ranks keeps only the sums of its
+      shard; None: all.
+    * `num_sums`: how many reductions of this step have been added up in `flat`; if `flat` holds the whole unit, only in
+      this rank's shard of it. While 0, the content of a shard is undefined.
+    * `waiting`: gradients [numel] of this rank that no bucket (memory for a reduction) has copied yet; fp32 if they are
+      sums. Used with `shard`, and for a whole unit after its first reduction.
     """
 
     unit: Unit
@@ -119,8 +124,8 @@ class UnitGradients:
         cuts: Iterable[int] = (),
     ) -> UnitGradients:
         """Reserve slots of `nbytes` each on `tier` for the unit's gradients. `has_spare`: whether to reserve a second
-        slot. `windows`: buffers in host memory for a tier that cannot be addressed (NVMe). `cuts`: the first elements,
-        in the unit's flat, of the parts that the update reads."""
+        slot. `windows`: buffers in host memory, for gradients on NVMe. `cuts`: the first element, in the unit's flat,
+        of each part that the update reads."""
         start = 0 if shard is None else shard.start
         numel = unit.numel if shard is None else len(shard)
         padding = tuple(_padding(unit)) if shard is None else ()
@@ -165,7 +170,7 @@ class UnitGradients:
 
     @property
     def holds_sums(self) -> bool:
-        """Whether this rank's gradients of the unit are fp32; sums over micro-batches are."""
+        """Whether this rank has unreduced gradients of the unit in fp32, as sums over micro-batches are."""
         own = [*([self.flat] if self.shard is None else []), *self.waiting.values()]
         return any(values.dtype == torch.float32 for values in own)
 
@@ -175,8 +180,8 @@ class UnitGradients:
         return bool(self.waiting if self.shard is not None or self.num_sums else self.present)
 
     def opened(self, lane: str = "compute") -> AbstractContextManager[torch.Tensor]:
-        """Return a context that gives the unit's gradients as one tensor in memory; gradients on NVMe are there only
-        inside the block. `lane`: the lane that uses it; "compute" for the driver thread."""
+        """Return a context that gives the unit's gradients as one tensor in memory. Gradients on NVMe are in memory
+        only inside the block. `lane`: the lane that uses the tensor; "compute" for the driver thread."""
         return nullcontext(self.flat) if self.paged is None else self.paged.windows.open(self.paged, lane)
 
     def submit(
@@ -205,7 +210,8 @@ class UnitGradients:
         )
 
     def swap(self) -> None:
-        """Exchange `flat` and `spare`, if there is a spare: an update reads the old `flat` under the next backward."""
+        """Exchange `flat` and `spare`, if there is a spare. The next backward then writes to the other flat while the
+        update reads this one."""
         if self.spare is not None:
             self.flat, self.spare = self.spare, self.flat
         if self.paged_spare is not None:
@@ -229,7 +235,8 @@ class UnitGradients:
             self.paged = self.paged.next()
 
     def wait_transfers(self) -> None:
-        """Block until every gradient that was sent to its home is there. Raises the errors of the transfers."""
+        """Block until every gradient that was sent to its home has arrived there. Raises the errors of the
+        transfers."""
         if self.last is not None:
             self.last.wait()
 
@@ -240,8 +247,8 @@ class UnitGradients:
             return entry.param.view(flat[entry.start : entry.stop]).to(dtype or flat.dtype, copy=True)
 
     def show(self, entry: FlatEntry, loss_scale: float) -> torch.Tensor:
-        """Return the tensor that users get as `param.grad` of a parameter with a gradient: the same object until the
-        step ends. With a loss scale, or on NVMe, it is an unscaled copy."""
+        """Return the tensor that users get as `param.grad`, for a parameter with a gradient. It is the same object
+        until the step ends. With a loss scale, or on NVMe, it is an unscaled copy."""
         index = entry.param.index
         if index not in self.assigned:
             self.wait_transfers()
@@ -256,8 +263,8 @@ class UnitGradients:
         return self.copy(entry) if loss_scale == 1.0 else self.copy(entry, torch.float32).mul_(1 / loss_scale)
 
     def take_changed(self, loss_scale: float) -> list[tuple[FlatEntry, torch.Tensor]]:
-        """Return the gradients that users assigned, and the copies that users changed, unscaled. Copies that users hold
-        as `param.grad` raise ModelError from then on."""
+        """Return, unscaled, the gradients that users assigned and the copies that users changed. Every copy that a user
+        still holds as `param.grad` raises ModelError from then on."""
         if not self.shown:
             return []
         self.wait_transfers()
@@ -274,7 +281,7 @@ class UnitGradients:
         return found
 
     def entries_present(self) -> dict[int, torch.Tensor]:
-        """Return parameter index -> a view [numel] of the gradient at its home."""
+        """Return parameter index -> a view [numel] of its gradient in the flat, for each parameter that has one."""
         present = (entry for entry in self.unit.entries if entry.param.index in self.present)
         return {entry.param.index: self.flat[entry.start : entry.stop] for entry in present}
 
@@ -285,7 +292,7 @@ class UnitGradients:
         return taken
 
     def check_new(self, entry: FlatEntry, grad: torch.Tensor) -> None:
-        """Raise ModelError if `grad` is sparse, or if the unit's update has begun, so it cannot be added."""
+        """Raise ModelError if a new gradient `grad` cannot be taken: it is sparse, or the unit's update has begun."""
         if grad.layout is not torch.strided:
             raise ModelError(
                 f"The gradient of {entry.param.name} is sparse; gradients are reduced as dense arrays. "
@@ -313,7 +320,8 @@ class UnitGradients:
             owner.discard(index)
 
     def adds_to(self, index: int) -> bool:
-        """Return whether the next gradient of the parameter is added to the present one, not copied over it."""
+        """Return whether the next gradient of the parameter is added to the present one; otherwise it replaces that
+        one."""
         return index in self.present and index not in self.zeroed
 
     def store_assigned(self) -> None:
@@ -327,8 +335,8 @@ class UnitGradients:
                 self.assigned.discard(index)
 
     def replace(self, entry: FlatEntry, value: torch.Tensor) -> None:
-        """Copy `value`, in the parameter's shape, to the gradient's home. torch sums a norm in the order of a tensor's
-        memory: if the copy has another order, compute the norm of `value` now."""
+        """Copy `value`, in the parameter's shape, to the gradient's home. If `value` has another order in memory than
+        the home, compute its norm now, because torch sums a norm in that order."""
         with self.opened() as flat:
             view = entry.param.view(flat[entry.start : entry.stop])
             view.copy_(value)
@@ -359,8 +367,8 @@ class UnitGradients:
         self.norms.clear()
 
     def expire_views(self, indices: Iterable[int] | None = None) -> None:
-        """Make every use of the views that users hold as `param.grad` raise ModelError, because their memory is used
-        again. `indices`: of these parameters; None: of all."""
+        """Expire the tensors that users hold as `param.grad`: every use of them raises ModelError, because their memory
+        is used again. `indices`: the parameters; None: all."""
         for index in tuple(self.shown) if indices is None else indices:
             view = self.shown.pop(index, None)
             if view is not None and index not in self.assigned:
@@ -368,14 +376,14 @@ class UnitGradients:
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors of one dtype have the same bits; a NaN equals itself."""
+    """Return whether two tensors of one dtype have the same bits, so that a NaN equals itself."""
     bits = torch.int32 if left.itemsize == 4 else torch.int16
     return torch.equal(left.view(bits), right.view(bits))
 
 
 def _padding(unit: Unit) -> Iterator[slice]:
-    """Yield the gaps in the unit's flat between entries and after the last entry, which must be set to zero. The rest
-    of the flat is written before it is read, and occupies no memory until then."""
+    """Yield the gaps in the unit's flat, between entries and after the last one, which must be set to zero. The entries
+    are written before they are read, and occupy no memory until then."""
     stops = [0, *(entry.stop for entry in unit.entries)]
     starts = [*(entry.start for entry in unit.entries), unit.numel]
     for stop, start in zip(stops, starts, strict=True):
@@ -383,12 +391,12 @@ def _padding(unit: Unit) -> Iterator[slice]:
             yield slice(stop, start)
 
 
-# -- the way to the home -----------------------------------------------------------------------------------------------
+# -- from the device to the home ---------------------------------------------------------------------------------------
 
 
 def copy_or_add(source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: float = 1.0) -> None:
-    """Divide `source` [n] in place by `divisor`, and copy it to the first elements of `target`, or add it to them if
-    `adds`. Runs on the reduce lane."""
+    """Divide `source` [n] in place by `divisor`, then copy it to the first elements of `target`; if `adds`, add it to
+    them instead. Runs on the reduce lane."""
     for low in range(0, source.numel(), SUM_CHUNK_NUMEL):
         chunk = source[low : low + SUM_CHUNK_NUMEL]
         into = target[low:][: chunk.numel()]
@@ -400,7 +408,7 @@ def copy_or_add(source: torch.Tensor, target: torch.Tensor, *, adds: bool, divis
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
     """One gradient on its way to its home: `source` [n] of the parameter `index`, for elements `place` of its unit's
-    flat. `adds`: add it to the gradient there, instead of replacing that."""
+    flat. `adds`: whether to add it to the gradient there; False replaces that gradient."""
 
     index: int
     place: slice
@@ -410,9 +418,9 @@ class Arrival:
 
 @final
 class GradientBatch(Transfer):
-    """The transfer of gradients of one unit that one job moves to their home. The job is submitted ("sent") when the
+    """The transfer of several gradients of one unit to their home, by one job. The job is submitted ("sent") when the
     batch is full, when the unit's last gradient has come, or when the driver or autograd's thread waits for it.
-    `measures`: whether to compute their norms too."""
+    `measures`: whether to compute the gradients' norms too."""
 
     def __init__(self, gradients: UnitGradients, measures: bool, send: Callable[[], None]) -> None:
         """`send`: sends this batch, while it is open."""
@@ -434,7 +442,8 @@ class GradientBatch(Transfer):
 
 @dataclass(eq=False, kw_only=True)
 class _Load:
-    """One staging buffer in use. `parts`: the copies and sums to make from the buffer once `arrival` is done."""
+    """One staging buffer in use. `parts`: the copies and sums to make from the buffer once `arrival`, the transfer that
+    fills it, is done."""
 
     lease: Lease
     parts: list[GradCopy] = field(default_factory=list)
@@ -443,11 +452,11 @@ class _Load:
 
 @final
 class InFlightGradients:
-    """Sends gradients from the device to their homes, and limits the bytes of those whose transfer has not ended. Used
-    on the driver thread or autograd's."""
+    """Sends gradients from the device to their homes, and limits the bytes that are in flight: of gradients whose
+    transfer has not ended. Used on the driver thread or autograd's."""
 
     def __init__(self, runtime: Runtime, limit_nbytes: int, staging: StagingPool | None, norms: GradNorm) -> None:
-        """`limit_nbytes`: the number of bytes beyond which autograd waits for the oldest gradients. `staging`: buffers
+        """`limit_nbytes`: the bytes in flight beyond which autograd waits for the oldest gradients. `staging`: buffers
         for gradients that are added up in host memory."""
         self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
         self._span = runtime.accelerator.timer(runtime.recorder)
@@ -458,14 +467,14 @@ class InFlightGradients:
         self._batches: deque[GradientBatch] = deque()
         """Batches that were sent and have not ended, oldest first."""
         self._in_flight_nbytes = 0
-        """Bytes of the open batch and of `_batches`."""
+        """The bytes of gradients in the open batch and in `_batches`."""
         self._transferred: deque[GradientBatch] = deque()
-        """Batches that have ended and whose gradients are not freed yet, oldest first."""
+        """Batches whose transfers have ended and whose gradients are not freed yet, oldest first."""
         self._transferred_nbytes = 0
 
     def send(self, gradients: UnitGradients, arrival: Arrival, *, measures: bool) -> None:
         """Add a gradient to the open batch of its unit, which is sent now or with later gradients. If too many bytes
-        are under way, wait for the oldest gradients first. `measures`: whether to compute its norm."""
+        are in flight, wait for the oldest gradients first. `measures`: whether to compute its norm."""
         nbytes, batch = arrival.source.nbytes, self._open
         sums = self._staging if arrival.adds and not arrival.source.is_cpu else None
         if batch is not None and (
@@ -498,19 +507,19 @@ class InFlightGradients:
         self._batches.append(batch)
 
     def _measure_on_device(self, batch: GradientBatch) -> None:
-        """Start to compute, on the device, the norms of the batch's gradients that are not added to others. (For
-        gradients on the CPU the copy computes the norms in the same pass.)"""
+        """Start to compute on the device the norms of the batch's gradients, except of those that are added to others.
+        (The copy of gradients on the CPU computes their norms in the same pass.)"""
         new = [arrival for arrival in batch.arrivals if not arrival.adds]
         norms = self._norms.on_device([arrival.source for arrival in new])
         batch.gradients.norms.update((arrival.index, norm) for arrival, norm in zip(new, norms, strict=True))
 
     def _bring(self, batch: GradientBatch) -> None:
-        """Launch the copies of a batch, on the reduce lane. Wait only for gradients that are added up in host
-        memory."""
+        """Launch the copies of a batch. Wait only for gradients that are added up in host memory. Runs on the reduce
+        lane."""
         gradients, norms = batch.gradients, batch.gradients.norms
         on_device = not batch.arrivals[0].source.is_cpu
         for arrival in batch.arrivals:
-            if arrival.adds or not on_device or not batch.measures:  # the others have been measured
+            if arrival.adds or not on_device or not batch.measures:  # else `_measure_on_device` has set the norm
                 norms.pop(arrival.index, None)
         with (
             gradients.opened("reduce") as flat,
@@ -537,8 +546,8 @@ class InFlightGradients:
                 norms.update(zip(left, self._norms.in_memory(list(left.values())), strict=True))
 
     def receive(self, source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: float) -> None:
-        """Divide `source` [n] in place by `divisor`, and copy it to `target`, or add it if `adds`. Runs on the reduce
-        lane, which waits for the device only to add in host memory."""
+        """Divide `source` [n] in place by `divisor`, then copy it to `target`; if `adds`, add it instead. Runs on the
+        reduce lane, which waits for the device only to add in host memory."""
         if source.is_cpu and target.is_cpu:
             copy_or_add(source, target, adds=adds, divisor=divisor)
             return
@@ -578,7 +587,8 @@ class InFlightGradients:
                 load.lease.release()
 
     def _loads(self, copies: Sequence[GradCopy]) -> Iterator[list[tuple[int, GradCopy]]]:
-        """Yield the parts of `copies` that fill one staging buffer, each with its first byte in the buffer."""
+        """Divide `copies` into parts that fit into staging buffers. Yield for each buffer its parts, each with its
+        first byte in the buffer."""
         room = 0 if self._staging is None else self._staging.buffer_nbytes
         parts: list[tuple[int, GradCopy]] = []
         used = 0
@@ -605,19 +615,18 @@ class InFlightGradients:
         coming.popleft().lease.release()
 
     def end_backward(self) -> None:
-        """Wait until at most `limit_nbytes` are under way, and free all gradients whose transfers have ended. Raises
+        """Wait until at most `limit_nbytes` are in flight, and free all gradients whose transfers have ended. Raises
         transfer errors."""
         self.flush()
         self._wait(self._limit_nbytes)
         self._free(0, 0)
 
     def wait_all(self) -> None:
-        """Block until every transfer has ended, including those of gradients without elements. Raises at most one
-        error per call."""
+        """Block until every transfer has ended, even those of 0 bytes. Raises at most one error per call."""
         self._wait(-1)
 
     def drain(self) -> None:
-        """Wait for every transfer even if some fail. Raises the first error."""
+        """Wait for every transfer, also after one has failed. Raises the first error."""
         failure: Exception | None = None
         while self._batches or self._open is not None:  # each failure ends one wait, and its batch is removed
             try:
@@ -661,9 +670,11 @@ class InFlightGradients:
         self._free(NUM_KEPT, allowed_nbytes - self._in_flight_nbytes)
 
     def _awaited(self, allowed_nbytes: int) -> Transfer:
-        """Return the batch to wait for when more than `allowed_nbytes` are in flight: the last batch of the oldest
-        unit; the oldest batch if all are of one unit, so that the others go on; the very last batch if `allowed_nbytes`
-        is negative and none may be left."""
+        """Return the batch to wait for when more than `allowed_nbytes` are in flight.
+
+        * `allowed_nbytes` is negative, so nothing may stay in flight: the newest batch.
+        * All batches are of one unit: the oldest batch, so that the others go on.
+        * Otherwise: the last batch of the oldest unit."""
         if allowed_nbytes < 0:
             return self._batches[-1]
         oldest = self._batches[0]

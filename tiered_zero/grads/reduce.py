@@ -1,11 +1,14 @@
-"""Average gradients over ranks: in backward if each rank keeps only its shard of gradients or `overlap_comm` is set,
-else in step(). Decide for this when a backward has passed a unit: brings no more gradients of it.
+"""Average gradients over ranks, in buckets (memory for the gradients of several units), in the order of
+`layout.buckets`.
 
-Gradients are reduced in buckets (memory for the gradients of several units), in the order of `layout.buckets`. Ranks
-first agree which buckets to reduce: in backward those of units that some rank has used in forward, in step() those of
-parameters with a gradient on some rank. Neither this choice nor the place of a reduction among gathers
-([Note: Places of reductions]) depends on when a gradient or a transfer is complete. The order in which gradients are
-added is in [Note: Order of sums over ranks].
+If each rank keeps only its shard of gradients, or with `overlap_comm`, buckets are reduced in backward; else in step().
+In backward a bucket waits until backward has passed its units. A unit is passed when backward brings no more gradients
+of it; this file decides when that is.
+
+Ranks first agree which buckets to reduce: in backward, those of units that some rank has used in forward; in step(),
+those of units that have gradients on some rank which no bucket has copied yet. Neither this choice nor the place of a
+reduction among gathers ([Note: Places of reductions]) depends on when a gradient or a transfer is complete. The order
+in which gradients are added is in [Note: Order of sums over ranks].
 """
 
 from __future__ import annotations
@@ -36,16 +39,18 @@ _SQUARES = struct.Struct("<dqI")
 _BACKWARD, _STEP = b"b", b"s"
 
 NO_MARK = 1 << 62
-"""A number later than any mark."""
+"""A number greater than that of any mark."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """How gradients are reduced. `buckets`: all buckets, in their order. `gathers`: whether every rank gets the whole
-    average, not only that of its shards. `before`, `after`: divisors of the gradients before they are added and of
-    their sums. `dtype`: dtype of the sums; None: the dtype of the gradients. `overlaps`: whether backward goes on while
-    a bucket is reduced. `shards_params`: whether backward gathers parameters between buckets. `in_backward`: whether
-    the last backward of a step reduces whole gradients."""
+    """How gradients are reduced.
+
+    `buckets`: all buckets, in their order. `gathers`: whether every rank gets the whole average; False: only that of
+    its shards. `before`: the divisor of gradients before they are added up. `after`: the divisor of their sums.
+    `dtype`: dtype of the sums; None: the dtype of the gradients. `overlaps`: whether backward goes on while a bucket is
+    reduced. `shards_params`: whether backward gathers parameters between buckets. `in_backward`: whether the last
+    backward of a step reduces whole gradients."""
 
     buckets: Sequence[Bucket]
     gathers: bool
@@ -63,15 +68,19 @@ class GradientReducer:
     driver waits.
 
     Afterwards each rank's shard of a unit's flat holds the average. `present` of every unit is then the union over
-    ranks: on a rank whose backward has not reached a parameter, its gradient counts as zeros.
+    ranks: if a rank's backward has not reached a parameter, its gradient on that rank counts as zeros.
 
-    [Note: Gradients of shards] If each rank keeps only its shards of gradients, every backward reduces. A bucket is
-    reduced after the one before it, once this rank's gradients of its units are complete, while backward goes on; if
-    backward gathers parameters, once backward has passed the bucket's units ([Note: Places of reductions]). A unit that
-    this rank's forward has not used is complete at once, with zeros. Buckets that are left when backward ends are
-    reduced then, as they are. A gradient that comes after its unit's bucket was reduced (of a unit not noticed in
-    forward, or of a parameter that had none before) waits for step() or for the next backward, which reduces it first.
-    If no memory for a bucket is free, the bucket waits for the oldest one, which every rank has started before.
+    [Note: Gradients of shards] If each rank keeps only its shards of gradients, every backward reduces. Buckets are
+    reduced in order, while backward goes on:
+    * If parameters are whole, a bucket is reduced once this rank's gradients of its units are complete. A unit that
+      this rank's forward has not used is complete at once, with zeros.
+    * If backward gathers parameters, a bucket is reduced once backward has passed its units ([Note: Places of
+      reductions]).
+    * When backward ends, the remaining buckets are reduced as they are.
+
+    A gradient may come after its unit's bucket was reduced: its unit was not noticed in forward, or its parameter had
+    no gradient before. It waits for step() or for the next backward, which reduces it first. If no memory for a bucket
+    is free, the bucket waits for the oldest one, which every rank has started before.
 
     [Note: Whole gradients in backward] With `overlap_comm` and gradients on the device, the last backward of a step
     reduces in this way too, but whole gradients, whose flats hold the sum over micro-batches. This rank's shard of a
@@ -97,7 +106,7 @@ class GradientReducer:
         self._accelerator = runtime.accelerator
         self._memory = BucketMemory(memory, runtime)
         self._own_spans: dict[int, list[range]] = {}
-        """Unit index -> the parts into which buckets cut this rank's shard; squares are summed part by part."""
+        """Unit index -> the parts into which buckets divide this rank's shard. Squares are summed part by part."""
         for bucket in reduction.buckets:
             for part in bucket.parts:
                 self._own_spans.setdefault(part.unit.index, []).append(part.spans[self._collectives.rank])
@@ -109,10 +118,10 @@ class GradientReducer:
         self._receiving: frozenset[int] = frozenset()
         """Indices of the units that this backward, or step(), reduces."""
         self._adding: frozenset[int] = frozenset()
-        """Those of `_receiving` that hold sums of earlier reductions of this step."""
+        """Indices in `_receiving` of units that hold sums of earlier reductions of this step."""
         self._sources: dict[int, Mapping[int, torch.Tensor]] = {}
-        """Unit index -> parameter index -> this rank's gradient [numel], from which the unit's buckets are filled. A
-        gradient that comes after the unit's first bucket was filled waits instead."""
+        """Unit index -> parameter index -> this rank's gradient [numel], from which the unit's buckets are filled. Made
+        with the unit's first bucket; a later gradient waits in `UnitGradients.waiting`."""
         self._uses = UnitUses()
         """Decides when a bucket is reduced if parameters are whole."""
         self._order = UseOrder()
@@ -124,9 +133,9 @@ class GradientReducer:
         self.is_open = False
         """Whether a backward that reduces has begun and not ended."""
         self._is_last = False
-        """Whether shards are complete after these reductions, in the last backward of a step and in step()."""
+        """Whether the running reductions are the step's last ones: in its last backward, or in step()."""
         self._num_backwards = self._num_steps = 0
-        """How many backwards have reduced since the last step(), and how many times step() has."""
+        """The number of backwards that have reduced since the last step(), and of steps that have reduced."""
 
     def close(self) -> None:
         """Drop the memory of gradients and buckets."""
@@ -136,8 +145,8 @@ class GradientReducer:
     # -- in backward ---------------------------------------------------------------------------------------------------
 
     def note_use(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[[UseMark], None]) -> None:
-        """Record that the forward of a module that owns `units` begins, with `inputs`, and that autograd records or
-        recomputes it. `on_met` must call `pass_mark`. See [Note: Marks of uses]."""
+        """Record that the forward of a module that owns `units` begins, with the arguments `inputs`. Called for a
+        forward that autograd records or recomputes. `on_met` must call `pass_mark`. See [Note: Marks of uses]."""
         self._uses.note(units, inputs, on_met)
 
     @property
@@ -146,11 +155,13 @@ class GradientReducer:
         return self.reduces_in_backward and not self.shards_params
 
     def note_forward(self, index: int) -> None:
-        """Record that a forward, which autograd records or recomputes, begins to use a gathered unit."""
+        """Record that a forward begins to use a gathered unit. Called for a forward that autograd records or
+        recomputes."""
         self._order.note_forward(index)
 
     def note_backward(self, index: int) -> None:
-        """Record that a backward begins to use a gathered unit, and reduce the buckets whose units it has passed."""
+        """Record that a backward begins to use a gathered unit. Reduce the next buckets, as long as backward has passed
+        all their units."""
         if not self.is_open:
             return
         self._order.note_backward(index)
@@ -159,13 +170,13 @@ class GradientReducer:
 
     @property
     def reduces_in_backward(self) -> bool:
-        """Whether a backward may reduce gradients; every rank must then run each backward."""
+        """Whether a backward may reduce gradients. If so, every rank must run each backward."""
         return self.is_sharded or self._reduction.in_backward
 
     def begin_backward(self, *, is_last: bool) -> None:
         """Agree with the other ranks on the units that this backward reduces. Do nothing inside another backward (where
-        autograd recomputes a forward), or if step() reduces. `is_last`: whether this is the step's last backward; it
-        must be equal on every rank. Raises RankError if another rank makes another call."""
+        autograd recomputes a forward), or if step() reduces. `is_last`: whether this is the step's last backward; equal
+        on every rank. Raises RankError if another rank makes another call."""
         if self.is_open or not (self.is_sharded or (is_last and self._reduction.in_backward)):
             return
         self.is_open = True
@@ -190,7 +201,8 @@ class GradientReducer:
         self._order.begin_backward(index for index in self._bucket_order if index in self._receiving)
 
     def pass_mark(self, mark: UseMark) -> None:
-        """Record that the backward has reached a mark that `note_use` has set, and reduce complete buckets."""
+        """Record that the backward has reached a mark that `note_use` has set, and reduce the next buckets that are
+        complete."""
         self._uses.meet(mark)
         self.reduce_complete()
 
@@ -218,10 +230,12 @@ class GradientReducer:
         self.is_open = False
 
     def _is_complete(self, index: int) -> bool:
-        return index in self._sources or self._uses.is_complete(self._units[index])  # an earlier bucket took it
+        # in `_sources`: an earlier bucket has taken the gradients
+        return index in self._sources or self._uses.is_complete(self._units[index])
 
     def _waits_apart(self, index: int) -> bool:
-        """Return whether buckets are filled from the unit's waiting gradients instead of its flat."""
+        """Return whether buckets take the unit's gradients from `UnitGradients.waiting`; otherwise they take them from
+        its flat."""
         return self._units[index].shard is not None or index in self._adding
 
     def _receive_next(self, units: Iterable[int]) -> None:
@@ -230,7 +244,7 @@ class GradientReducer:
         self._adding = frozenset(index for index in self._receiving if self._units[index].num_sums)
 
     def _widen(self, flags: Iterable[bool]) -> None:
-        """Set the units that are reduced in fp32: those whose flag is set, which is equal on all ranks."""
+        """Set the units that are reduced in fp32. `flags`: one for each unit, equal on all ranks."""
         self._wide = frozenset(index for index, is_wide in zip(self._units, flags, strict=True) if is_wide)
 
     # -- in step() -----------------------------------------------------------------------------------------------------
@@ -243,9 +257,9 @@ class GradientReducer:
         max_norm: float,
         group_values: Sequence[Mapping[str, str]] = (),
     ) -> GradCheck:
-        """Reduce the rest of this step's gradients, and check the averages. Every rank gets the same result.
-        `group_values`: the option values of each param group. Raises RankError if `micro_steps`, `global_steps` or
-        `group_values` differ between ranks."""
+        """Reduce the gradients of this step that are not reduced yet, and check the averages. Every rank gets the same
+        result. `group_values`: the option values of each param group. Raises RankError if `micro_steps`, `global_steps`
+        or `group_values` differ between ranks."""
         with self._runtime.recorder.span("compute", "reduce_ranks"):
             self._is_last = True
             self._reduce_all(self._agree_on_presence(micro_steps, global_steps))
@@ -263,8 +277,8 @@ class GradientReducer:
 
     def _sum_squares(self) -> tuple[float, int]:
         """Return the fp64 sum of squares of the averaged gradients in this rank's shards, and the index of the first
-        parameter whose gradient is not finite, or NONE_BAD. Squares that were not summed on arrival are computed now.
-        The host waits once for the device."""
+        parameter whose gradient is not finite (or NONE_BAD). Compute squares that were not summed on arrival. The host
+        waits once for the device."""
         found: list[tuple[int, list[torch.Tensor]]] = []
         for each in self._units.values():
             if not each.present:
@@ -288,8 +302,7 @@ class GradientReducer:
 
     def _agree_on_presence(self, micro_steps: int, global_steps: int) -> frozenset[int]:
         """Agree with the other ranks which parameters have a gradient and which units hold sums of several backwards.
-        Return the units that step() reduces: those with waiting gradients, and whole units that no backward has
-        reduced."""
+        Return the units that step() reduces: those that have gradients on some rank which no bucket has copied yet."""
         entries = [(each, entry) for each in self._units.values() for entry in each.unit.entries]
         flags = [entry.param.index in each.present for each, entry in entries]
         units = self._units.values()
@@ -310,7 +323,7 @@ class GradientReducer:
                 self._store.wait_update(each.unit)
                 for entry in absent:
                     each.flat[entry.start : entry.stop] = 0
-            elif index not in reduced:  # zero_grad() on the other ranks set their gradients to 0
+            elif index not in reduced:  # on other ranks zero_grad() has set these gradients to 0
                 self._store.wait_update(each.unit)
                 with each.opened() as flat:
                     flat.zero_()
@@ -319,9 +332,9 @@ class GradientReducer:
     # -- calls of all ranks --------------------------------------------------------------------------------------------
 
     def _agree(self, call: tuple[bytes, int, int], flags: Sequence[bool]) -> list[bool]:
-        """Return for each of `flags` whether it is set on any rank. `call`: the kind and the two numbers of the call
-        that this rank makes. Raises RankError on every rank if one makes another call, or has summed up another number
-        of reductions in this step."""
+        """Exchange `flags` with all ranks. Return for each flag whether any rank has set it. `call`: the kind and the
+        two numbers of the call that this rank makes. Raises RankError on every rank if two ranks make different calls,
+        or have added up different numbers of reductions in this step."""
         kind, number, part = call
         bits = sum(flag << place for place, flag in enumerate(flags))
         packed = bits.to_bytes((len(flags) + 7) // 8, "little")
@@ -330,7 +343,7 @@ class GradientReducer:
         found = self._collectives.exchange(own + packed, what, kind="step or backward")
         calls = [_CALL.unpack_from(message) for message in found]
         if len(set(calls)) > 1 or len({len(message) for message in found}) > 1:
-            counts = len({each[:3] for each in calls}) == 1  # else steps and backwards tell them apart
+            counts = len({each[:3] for each in calls}) == 1  # else their steps and backwards differ, which says enough
             texts = ", ".join(f"rank {rank} {_text(each, counts)}" for rank, each in enumerate(calls))
             raise RankError(
                 f"engine.backward() and engine.step() were expected in the same order on every rank; {texts}. Give "
@@ -342,9 +355,9 @@ class GradientReducer:
         return [bool(either >> place & 1) for place in range(len(flags))]
 
     def _add_squares(self, squares: float, bad: int, group_values: bytes) -> tuple[float, int]:
-        """Return the sum of `squares` over all ranks, added in rank order, and the lowest `bad`, the index of a
-        parameter whose gradient is not finite, of any rank; NONE_BAD if there is none. `group_values`: the values of
-        the param groups as JSON. Raises RankError if they differ between ranks."""
+        """Return the sum of `squares` over all ranks, added in rank order, and the lowest `bad` of any rank. `bad`: the
+        index of a rank's first parameter whose gradient is not finite, or NONE_BAD. `group_values`: the values of the
+        param groups as JSON. Raises RankError if they differ between ranks."""
         message = _SQUARES.pack(squares, bad, crc32(group_values))
         found = [_SQUARES.unpack(each) for each in self._collectives.exchange(message, "the gradient norm")]
         if len({values for _, _, values in found}) > 1:
@@ -355,7 +368,7 @@ class GradientReducer:
     # -- one bucket ----------------------------------------------------------------------------------------------------
 
     def _reduce_all(self, units: Iterable[int]) -> None:
-        """Reduce the buckets of `units`, which are the same on every rank."""
+        """Reduce all buckets of `units`. `units`: equal on every rank."""
         self._receive_next(units)
         for bucket in self._reduction.buckets:
             if bucket.units & self._receiving:
@@ -385,15 +398,16 @@ class GradientReducer:
             self._memory.finish_all()
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
-        """Return the dtype in which a bucket is reduced: the configured one; fp32 for sums over micro-batches; else the
-        gradients' own."""
+        """Return the dtype in which a bucket is reduced: the configured one; without it fp32 for sums over
+        micro-batches, or the gradients' own."""
         if self._reduction.dtype is not None:
             return self._reduction.dtype
         own: torch.dtype = bucket.parts[0].unit.dtype
         return torch.float32 if bucket.units & self._wide else own
 
     def _pack(self, bucket: Bucket, packed: torch.Tensor) -> None:
-        """Fill a bucket with this rank's gradients, divided by `Reduction.before`, and zeros where it has none."""
+        """Fill a bucket with this rank's gradients, divided by `Reduction.before`. Parameters without a gradient get
+        zeros."""
         for part in bucket.parts:
             index, is_apart = part.unit.index, self._waits_apart(part.unit.index)
             if part.is_first and index in self._receiving and not is_apart:
@@ -406,7 +420,7 @@ class GradientReducer:
 
     def _fill(self, out: torch.Tensor, unit: Unit, span: range, sources: Mapping[int, torch.Tensor]) -> None:
         """Fill `out` with elements `span` of the unit's gradients. `sources`: parameter index -> gradient [numel];
-        others count as zeros."""
+        parameters that are not in it get zeros."""
         position = span.start
         for entry in unit.entries:
             first, stop = max(entry.start, span.start), min(entry.stop, span.stop)
@@ -419,7 +433,7 @@ class GradientReducer:
         out[position - span.start :].zero_()
 
     def _divide(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Write `values`, divided by `Reduction.before`, to `out`; the division is in the wider of the two dtypes."""
+        """Write `values`, divided by `Reduction.before`, to `out`. Divide in the wider of the two dtypes."""
         if values.device != out.device:
             values = values.to(out.device)
         if out.itemsize > values.itemsize:
@@ -427,7 +441,7 @@ class GradientReducer:
         torch.div(values, self._reduction.before, out=out)
 
     def _receive(self, bucket: Bucket, packed: torch.Tensor, done: Transfer) -> Transfer:
-        """Start to move the sums of a bucket from `packed` to their homes once `done`, its reduction, has ended. Return
+        """Start to move the sums of a bucket from `packed` to their homes, after its reduction `done` has ended. Return
         the last of these transfers, which complete in order."""
         rank = self._collectives.rank
         for part in bucket.parts:
@@ -435,7 +449,7 @@ class GradientReducer:
                 continue
             each = self._units[part.unit.index]
             if part.is_first:
-                each.squares = {}  # drop those of an earlier sum
+                each.squares = {}  # drop the squares of an earlier sum
             adds, divisor = part.unit.index in self._adding, self._reduction.after
             spans = list(zip(part.spans, part.starts, strict=True))
             for owner, (span, start) in enumerate(spans) if self._reduction.gathers else [(rank, spans[rank])]:
@@ -453,7 +467,7 @@ class GradientReducer:
 
 
 def _on_host(numbers: Sequence[torch.Tensor]) -> list[float]:
-    """Return the values of 0-d tensors, in their order. The values on the device are copied to the host together."""
+    """Return the values of 0-d tensors, in their order. Copy the values on the device to the host together."""
     on_device = [number for number in numbers if not number.is_cpu]
     came = iter(torch.stack(on_device).tolist() if on_device else ())
     return [float(number) if number.is_cpu else next(came) for number in numbers]
@@ -461,8 +475,9 @@ def _on_host(numbers: Sequence[torch.Tensor]) -> list[float]:
 
 @final
 class BucketMemory:
-    """The memory of buckets: arrays [n] uint8, each free or holding a bucket while it is reduced. If none is free, a
-    bucket waits for the oldest one, which limits the gradients on the device. Used on the thread of the reducer."""
+    """The memory of buckets: arrays [n] uint8. Each is free, or holds a bucket while the bucket is reduced. If none is
+    free, the next bucket waits for the oldest one; this limits the memory that gradients take on the device. Used on
+    the thread of the reducer."""
 
     def __init__(self, memory: Sequence[torch.Tensor], runtime: Runtime) -> None:
         self._runtime = runtime
@@ -478,7 +493,7 @@ class BucketMemory:
         return self._free.popleft()
 
     def hold(self, memory: torch.Tensor, received: Transfer) -> None:
-        """Keep the array `memory` in use until `received` ends, when the sums of its bucket are at their homes."""
+        """Keep the array `memory` in use until `received` ends. Then the sums of its bucket are at their homes."""
         self._under_way.append((memory, received))
 
     def finish_all(self) -> None:
@@ -488,7 +503,7 @@ class BucketMemory:
 
     def _finish_oldest(self) -> None:
         """Wait until the sums of the oldest bucket are at their homes, and free its array. On a device only the stream
-        of compute waits, because it fills the array next."""
+        of compute waits, because compute fills the array next."""
         memory, received = self._under_way.popleft()
         with self._runtime.recorder.span("compute", "wait_grad"):
             if self.on_device:
@@ -507,8 +522,8 @@ def _text(call: tuple[bytes, int, int, int], counts: bool) -> str:
 
 
 def _other_values(messages: Sequence[bytes]) -> RankError:
-    """Return the error that names the value that differs between ranks. `messages`: for each rank, the values of its
-    param groups as JSON."""
+    """Return the error for a value of param groups that differs between ranks. `messages`: for each rank, the values of
+    its param groups as JSON."""
     ranks = [json.loads(message) for message in messages]
     for index, groups in enumerate(zip(*ranks, strict=True)):
         for name in groups[0]:
@@ -530,7 +545,7 @@ class UseMark:
     """A hook on an input of one call of a module. It exists as long as the graph that autograd recorded of the call.
 
     `number`: its place in the order of calls. `is_met`: whether a backward has reached the hook. `on_met`: called when
-    it does."""
+    a backward reaches the hook."""
 
     __torch_unserializable__ = True  # users may save a tensor that has the hook
 
@@ -545,16 +560,17 @@ class UseMark:
 
 @final
 class UnitUses:
-    """Tells when a unit gets no more gradients in a backward, even if some of its parameters get none. Used on the
-    driver thread or autograd's.
+    """Decides when backward has passed a unit, that is, brings no more gradients of it, even if some of the unit's
+    parameters get none. For parameters that are whole on each rank. Used on the driver thread or autograd's.
 
     [Note: Marks of uses] Autograd runs nodes in the reverse order of forward if it can. So the gradient of a module's
-    input is complete after all gradients of the module's parameters, and a hook on the input sees them all. `note` puts
-    such a hook, a mark, on an input of each call of a module that owns units. When backward meets a mark, it has passed
-    that call and all later ones, including those that the loss does not depend on. So a unit is passed when backward
-    has met or passed the marks of all its calls. A call without such an input (token ids), or a parameter used outside
-    of its module, has no mark; the unit is then passed once all of its parameters that ever had a gradient have one. If
-    a gradient comes later all the same, it waits in the gradient store, which only costs memory and time.
+    input is complete after all gradients of the module's parameters, and a hook on the input runs after all of them.
+    `note` puts such a hook, a mark, on an input of each call of a module that owns units. When backward meets a mark,
+    it has passed that call and all later ones, including those that the loss does not depend on. So a unit is passed
+    when backward has met or passed the marks of all its calls. There is no mark if a call has no input that autograd
+    has computed (token ids), or if a parameter is used outside of its module. The unit is then passed once all of its
+    parameters that ever had a gradient have one. A gradient that comes later all the same waits in the gradient store,
+    which only costs memory and time.
     """
 
     def __init__(self) -> None:
@@ -569,8 +585,8 @@ class UnitUses:
         """Unit index -> indices of its parameters that ever had a gradient."""
 
     def note(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[[UseMark], None]) -> None:
-        """Record that the forward of a module that owns `units` begins, and put a mark on one of `inputs`. `on_met` is
-        called with the mark when a backward reaches it."""
+        """Record that the forward of a module that owns `units` begins, and put a mark on one of its arguments
+        `inputs`. When a backward reaches the mark, `on_met` is called with it."""
         indices = [unit.index for unit in units]
         # an input that autograd has computed: hooks of leaves do not run in the order of forward
         marked = next((each for each in inputs if isinstance(each, torch.Tensor) and each.grad_fn is not None), None)
@@ -621,17 +637,18 @@ class UnitUses:
 
 @final
 class UseOrder:
-    """Tells which units a backward has passed, only from the order in which units are used. Used on the driver thread,
-    or on autograd's while the driver waits.
+    """Decides when backward has passed a unit, only from the order in which units are used. For parameters that are
+    gathered in backward. Used on the driver thread, or on autograd's while the driver waits.
 
     [Note: Places of reductions] At stage 3 gathers and reductions are collectives of one group, so every rank must make
-    them in one order. All ranks gather the same units in the same order ([Note: Order of gathers]), but which gradients
+    them in one order. All ranks gather the same units in the same order ([Note: Order of gathers]). But which gradients
     come, and when, depends on the rank, for example on its experts. So a unit's buckets are reduced when backward
-    begins to use another unit, before that unit's gather: its gradients have come by then, or wait for the next
-    backward. A unit is passed once backward has used it as often as forward did and uses another one. A unit that
-    backward does not use, since the loss does not depend on its module, is passed with the next one after it in the
-    order of buckets. The rest is reduced when backward ends: the units that forward used first, and those that backward
-    uses in another order.
+    begins to use another unit, before that unit's gather. Gradients that have not come by then wait for the next
+    backward.
+    A unit is passed once backward has used it as often as forward did and uses another one. If backward does not use a
+    unit, because the loss does not depend on its module, the unit is passed together with the next one in the order of
+    buckets. Some units are not passed before backward ends: those that forward used first, and those that backward uses
+    in another order. Their buckets are reduced at the end of backward.
     """
 
     def __init__(self) -> None:
@@ -644,7 +661,7 @@ class UseOrder:
         """Indices of units that this backward has used."""
 
     def note_forward(self, index: int) -> None:
-        """Record that a forward, which autograd records or recomputes, begins to use the unit."""
+        """Record that a forward begins to use the unit. Called for a forward that autograd records or recomputes."""
         self._left[index] += 1
 
     def is_expected(self, index: int) -> bool:
@@ -672,7 +689,7 @@ class UseOrder:
             self._awaited.popleft()
 
     def is_awaited(self, index: int) -> bool:
-        """Return whether the backward has not passed the unit yet."""
+        """Return whether this backward reduces the unit and has not passed it yet."""
         return index in self._awaited
 
     def end_step(self) -> None:

@@ -28,7 +28,7 @@ from tiered_zero.unit.guard import set_gradient_home
 logger = logging.getLogger("tiered_zero")
 
 GRAD_SLOT: Any = torch.Tensor.grad
-"""The descriptor of autograd's own attribute; it bypasses the `grad` property of guarded parameters."""
+"""The descriptor of autograd's own `grad` attribute. It bypasses the `grad` property of guarded parameters."""
 
 _HIDDEN_BY_UPDATE = (
     'its update begins in backward, as it does where nothing is clipped or checked. Set "tiered_zero": '
@@ -54,7 +54,7 @@ _CHANGED_GRADIENT = (
 class GradientStore:
     """Takes each gradient from autograd, and copies or adds it to its home, on the device, in host memory or on NVMe.
 
-    Sums on the device run on the stream of compute; copies and sums to host memory run on the reduce lane. A gradient
+    The stream of compute adds gradients on the device; the reduce lane copies and adds those in host memory. A gradient
     first waits for the unit's last update, which may still read the unit's earlier gradients. Used on the driver thread
     or autograd's.
     """
@@ -70,12 +70,12 @@ class GradientStore:
         overflow: OverflowGuard,
     ) -> None:
         """`params`: trainable parameter -> its unit and its place there. `units`: the gradients of each unit.
-        `in_flight`: moves gradients from the device to host memory. `overflow`: has the loss scale, by which gradients
-        at their homes are multiplied."""
+        `in_flight`: moves gradients from the device to host memory. `overflow`: has the loss scale; gradients at their
+        homes are multiplied by it."""
         self._units = {gradients.unit.index: gradients for gradients in units}
         self._places = {param: (self._units[unit.index], entry) for param, (unit, entry) in params.items()}
-        """Parameter -> its unit's gradients and its place in the unit. Parameters without elements are missing: no unit
-        holds them."""
+        """Parameter -> its unit's gradients and its place in the unit. Parameters without elements are not in it: no
+        unit holds them."""
         self._storages = {storage for each in self._units.values() for storage in each.storages()}
         """The identities of the memory of all homes, to recognize views of them."""
         self._windows = {each.paged.windows for each in self._units.values() if each.paged is not None}
@@ -91,20 +91,20 @@ class GradientStore:
         engine runs."""
         self._hidden_by_ranks = _HIDDEN_BY_RANKS if runtime.collectives.world_size > 1 else None
         self._hidden: str | None = self._hidden_by_ranks
-        """The reason for which `param.grad` cannot be read or assigned."""
+        """Why `param.grad` cannot be read or assigned now, for the error; None if it can."""
         self._extra_nbytes: Counter[str] = Counter()
-        """Tier -> number of bytes allocated beyond the plan, by `promote`."""
+        """Tier -> bytes that `promote` has allocated beyond the plan."""
 
     # -- filling -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Begin a backward. If it is the step's last, norms are computed as gradients are transferred; before that a
-        later backward would change them."""
+        """Begin a backward. `is_last`: whether it is the step's last one. Only then are norms computed as gradients are
+        transferred, because a later backward would change them."""
         self._measures_norms = is_last
 
     def accumulate(self, param: nn.Parameter) -> Unit | None:
-        """Move the gradient that autograd has left on `param` to its home, added to earlier ones of this step. Return
-        the parameter's unit if this was the last of its gradients in this backward; else None."""
+        """Move the gradient that autograd has left on `param` to its home, and add it to earlier ones of this step.
+        Return the parameter's unit if it now has all gradients of this backward; else None."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
             GRAD_SLOT.__set__(param, None)
@@ -131,9 +131,10 @@ class GradientStore:
         return unit
 
     def _store(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
-        """Copy or add `source`, a parameter's gradient [numel], to its home, which holds the unit's whole gradients."""
+        """Copy or add `source`, a parameter's gradient [numel], to its home. For homes that hold all of the unit's
+        gradients, not a shard."""
         index = entry.param.index
-        if not gradients.arrived:  # else an earlier gradient of this unit has waited
+        if not gradients.arrived:  # else the unit's first gradient of this backward has waited already
             self.wait_update(gradients.unit)
         if gradients.shown:
             self.store_shown(gradients)
@@ -143,8 +144,8 @@ class GradientStore:
         gradients.zeroed.discard(index)
         place = slice(entry.start, entry.stop)
         if not gradients.on_device:
-            if index in gradients.arrived:  # a part of the graph ran twice
-                self._in_flight.flush()  # a batch has one gradient per parameter
+            if index in gradients.arrived:  # part of the graph ran twice, and a batch has one gradient per parameter
+                self._in_flight.flush()
             arrival = Arrival(index=index, place=place, source=source, adds=adds)
             self._in_flight.send(gradients, arrival, measures=self._measures_norms)
         elif adds:
@@ -153,8 +154,8 @@ class GradientStore:
             gradients.flat[place].copy_(source)
 
     def _keep_waiting(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
-        """Keep `source`, this rank's gradient [numel] of a parameter, on the device until a bucket (gradients that are
-        reduced together) copies it. If one is kept already, keep their fp32 sum."""
+        """Keep `source`, this rank's gradient [numel] of a parameter, on the device until a bucket (memory for a
+        reduction) copies it. If one is kept already, replace it by their fp32 sum."""
         waiting, index = gradients.waiting, entry.param.index
         if index in waiting:
             total = waiting[index].to(torch.float32) + source
@@ -165,7 +166,8 @@ class GradientStore:
         waiting[index] = source
 
     def free_taken(self, taken: Mapping[int, torch.Tensor]) -> None:
-        """Count the memory of `taken` as free: gradients from `UnitGradients.waiting` that buckets have copied."""
+        """Count the memory of `taken` as free. `taken`: gradients from `UnitGradients.waiting` that buckets have
+        copied."""
         self._ledger.discharge("device", "gradient_in_flight", sum(source.nbytes for source in taken.values()))
 
     def receive(
@@ -182,10 +184,11 @@ class GradientStore:
         """Start to move reduced gradients to elements `span` of their unit's flat, and return the transfer. All
         gradients of shards arrive by this call, on the driver thread or autograd's.
 
-        `source`: [n], complete once `after` is done; it is read until the returned transfer is done. `adds`: add it in
-        fp32 to the sums of earlier reductions of this step; False replaces them. `divisor`: `source` is divided by it,
-        in place. `measures`: also sum the squares of the result, for the norm: they are read from the home if `source`
-        is in host memory; else from `source`, and with `adds` from nowhere, for then it is one term of several.
+        `source`: [n], complete once `after` is done; it is read until the returned transfer is done. `adds`: whether to
+        add it in fp32 to the sums of earlier reductions of this step; False replaces these sums. `divisor`: `source` is
+        divided by it, in place. `measures`: whether to sum the squares of the result on arrival, for the norm. They are
+        computed from the home if `source` is in host memory, else from `source`. If `source` is on the device and is
+        added to other sums, they are not computed here.
         """
         unit, squares = gradients.unit, gradients.squares
         self.wait_update(unit)
@@ -203,14 +206,16 @@ class GradientStore:
                     for index, more in span_squares(target if source.is_cpu else source, span, unit).items():
                         squares.setdefault(index, []).extend(more)
 
-        marks = [after, self._accelerator.record_compute()]  # compute has made the flat fp32, or set it to 0
+        marks = [after, self._accelerator.record_compute()]  # compute may have made the flat fp32, or set it to 0
         gradients.last = gradients.submit(self._accelerator.lane("reduce"), bring, marks, [source])
         return gradients.last
 
     def show_sum(self, param: nn.Parameter) -> None:
-        """Add the gradient at its home to `param.grad`: the user's hooks then see the sum, as in plain PyTorch, and
-        what they leave there replaces the gradient at its home. If ranks keep only shards of the unit's gradients, or
-        if these have been reduced, hooks see this rank's gradient of this backward instead."""
+        """Add the gradient at its home to `param.grad`. The user's hooks then see the sum, as in plain PyTorch, and
+        what they leave in `param.grad` replaces the gradient at its home.
+
+        If ranks keep only shards of the unit's gradients, or if these were reduced already, `param.grad` stays as it
+        is: this rank's gradient of this backward."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
         if grad is None or (place := self._places.get(param)) is None:
@@ -231,7 +236,8 @@ class GradientStore:
             GRAD_SLOT.__set__(param, total)
 
     def finish_transfers(self) -> None:
-        """End a backward: free all gradients on the device whose transfers have ended. Raises transfer errors."""
+        """Free all gradients on the device whose transfers have ended. Called at the end of a backward. Raises transfer
+        errors."""
         self._in_flight.end_backward()
         for gradients in self._units.values():
             if gradients.shown:  # users may hold views of the flat
@@ -287,8 +293,8 @@ class GradientStore:
         self._storages |= gradients.storages()
 
     def freeze(self, unit: Unit, into: StepGradients) -> None:
-        """Pass a unit's gradients to `into`, for an update that begins in backward. From now on a gradient of the unit
-        in this step raises ModelError."""
+        """Pass a unit's gradients to `into`, for an update that begins in backward. From then on, a further gradient of
+        the unit in this step raises ModelError."""
         gradients = self._units[unit.index]
         self.store_shown(gradients)
         gradients.expire_views()
@@ -296,14 +302,15 @@ class GradientStore:
         gradients.frozen = True
 
     def keep(self, unit: Unit) -> None:
-        """Keep a unit's gradients, if their home is NVMe, in host memory until the running update has read them,
-        instead of writing them to disk."""
+        """Keep a unit's gradients in host memory until the running update has read them, if their home is NVMe. They
+        are then not written to disk."""
         if (flat := self._units[unit.index].paged) is not None:
             self._accelerator.lane("reduce").submit(partial(flat.windows.keep, flat), waits=False)
 
     def detach_step(self) -> StepGradients:
-        """Return this step's gradients for its update, and begin the next step without gradients. The update reads them
-        in place, so the next gradient of a unit waits for the unit's update, or goes to the unit's spare flat."""
+        """Return this step's gradients for its update, and begin the next step without gradients. The update reads the
+        returned gradients in place. So the next gradient of a unit goes to the unit's spare flat; without one it waits
+        for the unit's update."""
         step = StepGradients()
         for gradients in self._units.values():
             step.shares[gradients.unit.index] = gradients.share()
@@ -313,8 +320,8 @@ class GradientStore:
         return step
 
     def discard(self) -> None:
-        """Discard this step's gradients, including those that a failed backward left on parameters, after all transfers
-        have ended. Raises the first transfer error."""
+        """Wait until all transfers have ended, then drop this step's gradients, also those that a failed backward left
+        on parameters. Raises the first transfer error."""
         try:
             self._in_flight.drain()
             for gradients in self._units.values():
@@ -334,7 +341,7 @@ class GradientStore:
         self._in_flight.clear()
 
     def zero(self) -> None:
-        """Set to 0, not None, all gradients of this step, and those of earlier steps since they were last set to
+        """Set gradients to 0, not None: all of this step, and those of earlier steps since gradients were last set to
         None."""
         for gradients in self._units.values():
             if gradients.present or gradients.earlier or gradients.num_sums:
@@ -343,12 +350,12 @@ class GradientStore:
                 gradients.set_zero()
 
     def reset_zero(self) -> None:
-        """Forget which gradients of earlier steps `zero` would set to 0. Called when gradients are set to None."""
+        """Exclude the gradients of earlier steps from the next `zero`. Called when gradients are set to None."""
         for gradients in self._units.values():
             gradients.earlier.clear()
 
     def accumulators(self) -> list[Any]:
-        """Return autograd's node that accumulates the gradient of each trainable parameter."""
+        """Return autograd's nodes that accumulate the gradients of trainable parameters."""
         with torch._C.DisableTorchFunctionSubclass():
             return [get_gradient_edge(param).node for param in self._places if param.requires_grad]
 
@@ -360,22 +367,24 @@ class GradientStore:
         return any(map(_PRESENT, self._units.values()))
 
     def serve(self) -> None:
-        """Let users read and assign `param.grad` at its home from now on, between backward and step().
+        """Make `param.grad` read and assign gradients at their homes, between backward and step().
 
-        A parameter in use does so while `is_shown`, a guarded parameter at any time. Without gradients at their home,
-        what users assign goes to autograd's attribute."""
+        For a parameter in use this holds while `is_shown`, for a guarded parameter at any time. If there are no
+        gradients at their homes, what users assign goes to autograd's attribute."""
         set_gradient_home(self._places, self)
 
     def show(self) -> None:
-        """Show gradients, if there are any: a forward or a backward has ended."""
+        """Show gradients to users, if there are any. Called when a forward or a backward has ended."""
         self.is_shown = self.has_gradients
 
     def hide(self) -> None:
-        """Hide gradients: a forward, a backward or a step begins, or the gradients are dropped."""
+        """Hide gradients from users. Called when a forward, a backward or a step begins, and when gradients are
+        dropped."""
         self.is_shown = False
 
     def set_hidden(self, updates_in_backward: bool = False) -> None:
-        """Refuse to read or assign gradients until step(), with ModelError, if an update or other ranks change them.
+        """Make reading or assigning `param.grad` raise ModelError until step(), if there are several ranks or
+        `updates_in_backward`.
 
         `updates_in_backward`: whether updates begin in backward. The caller passes one value in every step, although
         the first step's update never begins in backward."""
@@ -383,9 +392,10 @@ class GradientStore:
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return `param.grad` between backward and step(): a live view of the gradient's home, which users may change
-        in place. With a loss scale, or a home on NVMe, it is a copy (fp32 and unscaled, with a loss scale); changes of
-        the copy are written to the home. Waits until the gradient is at its home. Returns None without a gradient.
-        Raises ModelError while gradients are hidden. Called on the driver thread."""
+        in place; None without a gradient. Waits until the gradient is at its home.
+
+        With a loss scale the result is an unscaled fp32 copy, and for a home on NVMe a copy. Changes of a copy are
+        written to the home later. Raises ModelError while gradients are hidden. Called on the driver thread."""
         if (place := self._places.get(param)) is None or place[1].param.index not in place[0].present:
             return None
         self._refuse_if_hidden(place[1])
@@ -395,8 +405,8 @@ class GradientStore:
         """Make `value` the gradient of `param`, as the user's `param.grad = value`; None drops the gradient. `value`
         itself is the gradient until the next backward or step() copies it to the gradient's home.
 
-        `value` must have the parameter's shape, and the dtype and device of the parameter or of the gradient's home;
-        with a loss scale it is unscaled, and may be fp32. Raises ModelError for other tensors, and while gradients are
+        `value` must have the parameter's shape, and the dtype and device of the parameter or of the gradient's home.
+        With a loss scale it is unscaled, and may be fp32. Raises ModelError for other tensors, and while gradients are
         hidden. Called on the driver thread."""
         if (place := self._places.get(param)) is None:
             return
@@ -429,8 +439,8 @@ class GradientStore:
         gradients.assign(entry, value)
 
     def collect_assigned(self) -> None:
-        """Copy all gradients that users assigned, also during forward or backward, to their homes. Called before a
-        step."""
+        """Copy all gradients that users assigned to their homes, also those assigned during forward or backward. Called
+        before a step."""
         for param, grad in self.take_unstored():
             self.assign(param, grad)
         for gradients in self._units.values():
@@ -447,8 +457,7 @@ class GradientStore:
         return {param: grad for param, grad in found.items() if grad is not None}
 
     def store_shown(self, gradients: UnitGradients) -> None:
-        """Copy to their homes the gradients of a unit that users assigned, and the copies from `read` that users
-        changed."""
+        """Copy to their homes a unit's gradients that users assigned, and the copies from `read` that users changed."""
         for entry in gradients.unit.entries if self._hidden is not None else ():
             if entry.param.index in gradients.assigned:
                 self._refuse_if_hidden(entry)
@@ -462,8 +471,8 @@ class GradientStore:
                 gradients.replace(entry, value if scale == 1.0 else value.to(torch.float32) * scale)
 
     def take_unstored(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Return the gradients in autograd's own attributes, which no hook has moved to their homes, and set these
-        attributes to None."""
+        """Return the gradients that are in autograd's own attributes, because no hook has moved them to their homes.
+        Set these attributes to None."""
         found = []
         with torch._C.DisableTorchFunctionSubclass():
             for param in self._places:
@@ -508,7 +517,8 @@ class GradientStore:
             return self._norms.of(flat[entry.start : entry.stop])
 
     def _found(self) -> list[tuple[UnitGradients, FlatEntry]]:
-        """Return the place of each gradient of the step, in the order of `model.parameters()`."""
+        """Return (the unit's gradients, the parameter's entry) for each parameter with a gradient in this step, in the
+        order of `model.parameters()`."""
         found = {}
         for gradients in self._units.values():
             for entry in gradients.unit.entries:
@@ -517,7 +527,7 @@ class GradientStore:
         return list(map(found.__getitem__, sorted(found)))
 
     def close(self) -> None:
-        """Drop all gradients, and leave `param.grad` to autograd. Called after the lanes have ended."""
+        """Drop all gradients, and make `param.grad` autograd's own again. Called after the lanes have ended."""
         self.hide()
         set_gradient_home(self._places, None)
         self._in_flight.clear()
@@ -529,8 +539,8 @@ class GradientStore:
 
 
 def _sum_nbytes(gradients: UnitGradients) -> int:
-    """Return the number of bytes of the unit's gradients as fp32 sums; 0 for an fp32 unit, whose gradients are fp32
-    anyway."""
+    """Return the number of bytes of the unit's gradients as fp32 sums; 0 for an fp32 unit, whose gradients need no
+    conversion."""
     if gradients.unit.dtype == torch.float32:
         return 0
     return 4 * gradients.flat.numel() * (1 if gradients.spare is None else 2)

@@ -1,5 +1,5 @@
-"""Keep units on the device: fetch, prefetch and evict them within the room that the plan leaves, in the order of use
-that earlier steps have shown."""
+"""Fetch, prefetch and evict units within the device memory that the plan gives to paged parameters. Prefetch in the
+order of use that earlier steps have shown."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ Use = tuple[str, PagedUnit]
 """One use of a unit: ("forward" or "backward", the unit)."""
 
 Pair = tuple[Use | None, Use | None]
-"""Two successive uses; None in place of a use before the first one."""
+"""Two successive uses; None stands for a use before the first one."""
 
 
 @final
 class Schedule:
     """Remembers, for each pair of successive uses, the use that followed last time. A hint, never a requirement.
 
-    A pair of uses distinguishes the visits of a tied unit (embedding, then head). The schedule keeps what it knows
-    through an evaluation or a branch, and follows a changed order after one pass. Memory: one entry per distinct pair.
+    Pairs, and not single uses, tell the two visits of a tied unit apart (embedding, then head). The schedule keeps what
+    it knows through an evaluation or a branch, and follows a changed order after one pass. Memory: one entry per
+    distinct pair.
 
-    [Note: Expected uses] A use is expected once its unit was fetched ahead, or was found on the device. The expected
-    uses are the next ones, in order; a use that differs from the first of them ends them all. So each use of a step is
-    looked at twice, once ahead of time and once as it comes, however many units fit on the device."""
+    [Note: Expected uses] A use becomes expected when its unit is fetched ahead of the use, or is found on the device.
+    The expected uses are the next ones, in order. If another use than the first of them comes, none is expected any
+    more. So each use of a step is looked at twice, once ahead of time and once as it comes, however many units fit on
+    the device."""
 
     def __init__(self) -> None:
         self._next: dict[Pair, Use] = {}
@@ -51,22 +53,22 @@ class Schedule:
         """Unit -> the pair that ends with its last use, and `_position` after that use."""
         self._numel_of: dict[PagedUnit, int] = {}
         self._distances: dict[Pair, int] = {}
-        """Pair -> the number of elements used between its last use and the next use of the same unit, as counted last
-        time."""
+        """Pair that ends with a use of a unit -> the number of elements that were used, last time, from that use to the
+        unit's next one."""
         self._ahead: deque[Use] = deque()
         """The expected uses."""
         self._tip: Pair = (None, None)
-        """The pair that ends with the last expected use; with the last use if none is expected."""
+        """The pair that ends with the last expected use. If no use is expected: `_last`."""
         self.expected: dict[PagedUnit, int] = {}
         """Unit -> the number of expected uses of that unit; units without any are not in it."""
         self._counted: set[PagedUnit] = set()
-        """Expected units that `expected_numel` counts: all but one that was in use as it became expected."""
+        """Expected units that `expected_numel` counts: all except a unit that was in use when it became expected."""
         self.expected_numel = 0
         """The number of elements of the units in `_counted`."""
 
     def observe(self, phase: str, unit: PagedUnit, numel: int) -> bool:
-        """Record a use of a unit of `numel` elements in the pass `phase`. Nested or repeated uses of one unit are one
-        use. Return False if another use was expected: the caller then calls `end_expected`."""
+        """Record a use of `unit`, which has `numel` elements, in the pass `phase`. Nested or repeated uses of one unit
+        are one use. Return False if another use was expected: the caller then calls `end_expected`."""
         use = (phase, unit)
         if use == self._last[1]:
             return True
@@ -92,8 +94,7 @@ class Schedule:
         return True
 
     def distance(self, unit: PagedUnit) -> int | None:
-        """Return the number of elements that are used before the unit is used again, as it was last time; None if that
-        is not known."""
+        """Return the number of elements that, as last time, are used before the unit is used again; None if unknown."""
         if unit not in self._uses:
             return None
         use, position = self._uses[unit]
@@ -107,12 +108,12 @@ class Schedule:
     # -- ahead -----------------------------------------------------------------------------------------------------
 
     def expect_next(self, current: PagedUnit, until: str = "") -> Iterator[PagedUnit]:
-        """Expect the uses that follow the expected ones, one by one. Yield each unit that the caller must first bring
-        to the device.
+        """Add the uses that follow the last expected one to the expected uses, one by one. Yield each unit that the
+        caller must first bring to the device.
 
-        The use of a yielded unit becomes expected when the caller asks for the next unit; if the caller stops, it does
-        not. `current`, the unit in use, and units that are expected already are not yielded. Ends if the next use is
-        not known, if the chain of uses closes on itself, and before a use in the pass `until`."""
+        A yielded unit's use becomes expected when the caller asks for the next unit; if the caller stops, it does not.
+        `current` (the unit in use) and units that are expected already are not yielded. Ends if the next use is not
+        known, if the chain of uses closes on itself, and before a use in the pass `until`."""
         seen = set()
         while (pair := self._tip) not in seen and len(self._ahead) < len(self._next):
             if (use := self._next.get(pair)) is None or use[0] == until:
@@ -129,12 +130,12 @@ class Schedule:
 
     @property
     def next_phase(self) -> str:
-        """The pass, "forward" or "backward", of the use whose unit `expect_next` has yielded last."""
+        """The pass, "forward" or "backward", in which the unit that `expect_next` has just yielded will be used."""
         return self._next[self._tip][0]
 
     def end_expected(self) -> list[PagedUnit]:
-        """Expect no use any more: another use came, or an expected unit has left the device. Return the units that were
-        expected, the one used farthest ahead first."""
+        """Drop all expected uses: another use came, or an expected unit has left the device. Return their units, the
+        one used farthest ahead first."""
         units = self.expected_units()
         self._ahead.clear()
         self.expected.clear()
@@ -144,17 +145,17 @@ class Schedule:
         return units
 
     def expected_units(self) -> list[PagedUnit]:
-        """List the units of expected uses, each once, the one used farthest ahead first."""
+        """List the units that have expected uses, each once, the one used farthest ahead first."""
         return list(dict.fromkeys(map(itemgetter(1), self._ahead)))[::-1]
 
 
 @final
 class UnitCache:
-    """Moves whole units between their homes and the device. Only the pager calls it, on the driver thread.
+    """Moves whole units between their homes and the device. The pager calls it, on the driver thread or on autograd's.
 
     [Note: Order of gathers] If homes hold shards, a fetch reads this rank's shard and then gathers the shards of all
-    ranks. So every rank must fetch and evict the same units in the same order. What is decided here depends on the
-    schedule, the plan, and the units' states, which only acquire and release change. It never depends on whether a
+    ranks. So every rank must fetch and evict the same units in the same order. Decisions here depend only on the
+    schedule, the plan, and the units' states, which only acquire and release change. They never depend on whether a
     transfer is done, or on which views of a unit other code holds. Memory that such a view keeps is freed later; it
     counts against the limit, but in no decision."""
 
@@ -179,7 +180,7 @@ class UnitCache:
         """The error for a change that was found and for which `refuse` has not raised yet."""
 
     def note_use(self, paged: PagedUnit, pass_name: str) -> None:
-        """Record that `paged`, which is not resident, is about to be used in the pass `pass_name`."""
+        """Record that `paged`, which does not live on the device, is about to be used in the pass `pass_name`."""
         if self._shares_order and self.schedule.last_use != (pass_name, paged):
             paged.events.before_use(paged.unit, pass_name)
         if not self.schedule.observe(pass_name, paged, paged.unit.numel):
@@ -193,7 +194,7 @@ class UnitCache:
                 self._order.move_to_end(paged)
 
     def refuse_closed(self, paged: PagedUnit) -> None:
-        """Raise ParameterOffloadedError for a use of `paged`: the engine is closed."""
+        """Raise ParameterOffloadedError for `paged`, because the engine is closed."""
         ClosedEngine(paged.unit.name).fault_in((), "This call")
 
     # -- fetch -----------------------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ class UnitCache:
             self._fetch(paged)
 
     def _fetch(self, paged: PagedUnit) -> None:
-        """Fetch a unit for which there is room."""
+        """Allocate the unit's memory and start its fetch. The device must have room."""
         unit, storage = paged.unit, paged.storage
         if storage.is_full:  # it is offloaded, and a view keeps its memory
             self._kept_nbytes -= unit.nbytes
@@ -241,17 +242,19 @@ class UnitCache:
             raise
 
     def _gather(self, paged: PagedUnit, fetch: Transfer) -> Transfer:
-        """Start to gather the other ranks' shards once `fetch` has brought this rank's. Return the transfer."""
+        """Start to gather the shards of all ranks, once `fetch` has brought this rank's shard. Return the gather's
+        transfer."""
         name, flat = paged.unit.name, self._accelerator.alias(paged.storage.flat)
         order = f"{name}, change {paged.version}"
         return self._collectives.all_gather(flat, flat[paged.own], f"unit {name}", after=[fetch], order=order)
 
     def prefetch(self, current: PagedUnit, phase: CallPhase) -> None:
-        """Fetch the units that are expected after `current`, as far as the prefetch bucket and the free room allow.
+        """Fetch the units that are expected after `current`, within the prefetch bucket and the free memory.
 
-        At least one unit is fetched if there is a bucket, since a unit may be larger than the bucket. Only units that
-        are used later are evicted. A unit that the next step will change is neither gathered nor fetched ahead across
-        that step. `phase`: the phase of the engine's call. See [Note: Expected uses]."""
+        If there is a bucket, at least one unit is fetched, because a unit may be larger than the bucket. Only units
+        that are not expected are evicted. In the last backward of a step, prefetching stops before the next forward's
+        first use of a unit that step() will change; with several ranks, before the next forward. `phase`: the phase of
+        the engine's call. See [Note: Expected uses]."""
         bucket_numel, schedule = self._limits.prefetch_numel, self.schedule
         if not bucket_numel:
             return
@@ -269,8 +272,8 @@ class UnitCache:
                 return
 
     def _prefetch(self, paged: PagedUnit, current: PagedUnit) -> bool:
-        """Fetch a unit ahead of its use, in the place of units that are neither expected nor `current`. Return False if
-        there is no room."""
+        """Fetch a unit ahead of its use. If room is missing, evict idle units, but neither expected ones nor `current`.
+        Return False if there is still no room."""
         missing_nbytes, victims = self._missing_nbytes(paged), []
         if missing_nbytes > 0:
             for idle in self._idle():
@@ -296,8 +299,10 @@ class UnitCache:
         return True
 
     def _may_prefetch(self, paged: PagedUnit) -> bool:
-        """Return whether the unit may be fetched ahead. Not while its update waits for gradients: backward may need a
-        later fetch on the same lane to compute them."""
+        """Return whether the unit may be fetched ahead of its use.
+
+        A unit whose update began in backward must first be written; with several ranks, it waits for step(). Its fetch
+        would wait for gradients, while backward may need a later fetch on the same lane to compute them."""
         if paged.weights is not WeightState.UPDATING:
             return True
         if self._shares_order:
@@ -308,7 +313,8 @@ class UnitCache:
     # -- evict -----------------------------------------------------------------------------------------------------
 
     def retire(self, paged: PagedUnit) -> None:
-        """Guard a unit without users; evict it unless the schedule shows that it is used again soon."""
+        """Guard a unit that has no users. Also evict it, unless there is room and the schedule shows that the unit is
+        used again soon."""
         if paged.num_users or paged.state is not UnitState.IN_USE or paged.is_resident:
             return
         self.guard(paged)
@@ -319,7 +325,8 @@ class UnitCache:
         self.evict(paged)
 
     def guard(self, paged: PagedUnit) -> None:
-        """Guard a unit in use; evict it if its bytes differ from those of its home."""
+        """Guard a unit in use; evict it if user code has changed it, so that its bytes differ from those of its
+        home."""
         self.look(paged)
         if paged.weights is WeightState.STALE:
             self.evict(paged)
@@ -327,8 +334,8 @@ class UnitCache:
             paged.guard()
 
     def evict(self, paged: PagedUnit) -> None:
-        """Drop a unit from the device, unless it is resident. The unit's memory stays while other code holds a view of
-        it."""
+        """Drop a unit from the device; do nothing if it lives there. The unit keeps its memory while other code holds a
+        view of it."""
         storage = paged.storage
         if not storage.is_full or paged.is_resident:
             return
@@ -341,7 +348,7 @@ class UnitCache:
             try:
                 self._accelerator.wait_on_compute(paged.fetch)
             except Exception:
-                if not paged.fetch.done():  # of the wait itself, such as a MemoryError
+                if not paged.fetch.done():  # the wait itself has failed, such as by a MemoryError
                     raise
                 has_arrived = False  # a read that is stuck may write later
         paged.end_residence()
@@ -352,31 +359,31 @@ class UnitCache:
         self._accelerator.poison(storage.flat)
         key = storage.key
         storage.empty(keep=has_arrived)
-        if storage.key != key:  # another replaced one that NumPy has viewed
+        if storage.key != key:  # NumPy had viewed the old storage, and a new one has replaced it
             self._units.renew_storages()
         self._order.pop(paged, None)
         self._live_nbytes -= paged.unit.nbytes
         self._ledger.discharge("device", "param_window", paged.unit.nbytes)
 
     def _idle(self) -> Iterator[PagedUnit]:
-        """Yield the units that can be evicted and are not expected, the least recently used first."""
+        """Yield the units that can be evicted and are not expected to be used, the least recently used first."""
         expected = self.schedule.expected
         return (paged for paged in tuple(self._order) if paged not in expected and self._can_evict(paged))
 
     def _idle_ahead(self) -> Iterator[PagedUnit]:
-        """Yield the units that can be evicted although they are expected, the one used farthest ahead first."""
+        """Yield the units that can be evicted but are expected to be used, the one used farthest ahead first."""
         return (paged for paged in self.schedule.expected_units() if self._can_evict(paged))
 
     def _can_evict(self, paged: PagedUnit) -> bool:
         return paged.is_idle if self._shares_order else paged.is_evictable
 
     def _kept(self) -> list[PagedUnit]:
-        """List the offloaded units whose memory a view has kept until now, and does not keep any more."""
+        """List the offloaded units that still have memory although the view that kept it is gone."""
         return [paged for paged in self._order if paged.is_kept and not paged.storage.is_viewed]
 
     def _missing_nbytes(self, paged: PagedUnit) -> int:
-        """Return by how many bytes the device would exceed its limit if it held `paged` too; at most 0 if there is
-        room. Counts memory as decisions do: [Note: Order of gathers]."""
+        """Return how many bytes the device lacks to hold `paged` within its limit; at most 0 if there is room. Counts
+        memory as decisions do: [Note: Order of gathers]."""
         if self._shares_order:
             counted_nbytes, is_counted = self._live_nbytes - self._kept_nbytes, paged.state is not UnitState.OFFLOADED
         else:
@@ -424,7 +431,7 @@ class UnitCache:
             )  # fmt: skip
 
     def recount(self) -> None:
-        """Count the units and bytes on the device anew, after a call that has failed."""
+        """Count the units and bytes on the device anew, after a failed call."""
         paged_units = [paged for paged in self._units if not paged.is_resident]
         self._live_nbytes = sum(paged.unit.nbytes for paged in paged_units if paged.storage.is_full)
         self._kept_nbytes = sum(paged.unit.nbytes for paged in paged_units if paged.is_kept)
@@ -452,7 +459,7 @@ class UnitCache:
 
 
 def _changed_past_home(param: str, replaced_in: str) -> ModelError:
-    """Return the error for a parameter that was changed past its home.
+    """Return the error for a parameter that was changed on the device but not at its home.
 
     `replaced_in`: the class of the module whose parameter was given other memory; empty if the parameter was written
     to."""

@@ -19,12 +19,13 @@ from tiered_zero.system import OwnProcess
 class Phase(Enum):
     """What the engine's call does now.
 
-    IDLE: no call runs; weights may be read through `gathered` and `state_dict`. FORWARD, BACKWARD: the engine's forward
-    or backward runs. DROP: gradients of the step are being dropped. STEP: `step()` runs, and its update has not begun.
-    UPDATE: from the start of the update until the step is complete.
+    * IDLE: no call runs; weights may be read through `gathered` and `state_dict`.
+    * FORWARD, BACKWARD: the engine's forward or backward runs.
+    * DROP: gradients of the step are being dropped.
+    * STEP: `step()` runs, and its update has not begun.
+    * UPDATE: from the start of the update until the step is complete.
 
-    A call enters its phase as its first act, and leaves it as its last; if it raises, it leaves the phase on its way
-    out (`Entrance.call`)."""
+    A call enters its phase first and leaves it last, also if it raises (`Entrance.call`)."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -36,13 +37,13 @@ class Phase(Enum):
 
 @final
 class CallPhase:
-    """The phase of the engine's call, and whether autograd runs a backward that the user started past the engine.
+    """The phase of the engine's call, and whether autograd runs a backward that the user started without the engine.
 
-    `now`: the phase. `step_follows`: whether the backward that runs is that of the last micro-batch of its step.
+    `now`: the phase. `step_follows`: whether the running backward is that of the last micro-batch of its step.
     `records`: whether autograd records the outermost forward; reentrant checkpoints inside it turn that off for a
-    while. `has_own_backward`: whether the user's own backward runs. `task`: autograd's number of the backward that was
-    admitted last. `TrainStep` sets the first three, `Entrance` the other two. Driver thread, or autograd's threads
-    while the driver waits in backward."""
+    while. `has_own_backward`: whether a backward that the user started without the engine runs. `task`: autograd's
+    number of the backward that was admitted last. `TrainStep` sets the first three, `Entrance` the other two. Driver
+    thread, or autograd's threads while the driver waits in backward."""
 
     def __init__(self) -> None:
         self.now = Phase.IDLE
@@ -61,8 +62,8 @@ class CallPhase:
 
 @final
 class DriverThread:
-    """Admits one thread at a time, the driver thread, to an engine and its model. While it is inside, another one is
-    refused.
+    """Admits one thread at a time, the driver thread, to an engine and its model. Until this thread leaves, other
+    threads are refused.
 
     Threads may use the engine one after another. Autograd's own threads work for the thread that waits in backward, and
     are admitted with it."""
@@ -73,7 +74,7 @@ class DriverThread:
         self._inside: threading.Thread | None = None
         self._depth = 0
         self._in_backward: threading.Thread | None = None
-        """The thread that runs a backward past the engine, or that ran one until an exception ended it."""
+        """The thread that runs a backward without the engine, or that ran one until an exception ended it."""
         self.was_broken_off = False
         """Whether a KeyboardInterrupt or SystemExit has ended a call since the last abort, perhaps between any two
         lines. [Note: Interrupted calls]"""
@@ -95,7 +96,7 @@ class DriverThread:
             self.leave()
 
     def enter(self, call: str) -> None:
-        """Admit this thread until `leave`. `call`: what the user called, for the error. Raises ModelError while another
+        """Admit this thread until `leave`. `call`: what the user called, for the error. Raises ModelError if another
         thread is inside, and in a forked child."""
         self.process.check()
         thread = threading.current_thread()
@@ -105,18 +106,19 @@ class DriverThread:
                 raise _refusal(call, other)
             if self._inside is None:
                 self._inside = thread
-            if self._inside is thread:  # else this thread works for it
+            if self._inside is thread:  # else this is autograd's thread, which works for the thread inside
                 self._depth += 1
 
     def leave(self) -> None:
-        if self._inside is threading.current_thread():  # which alone counts
+        if self._inside is threading.current_thread():  # `_depth` counts only the calls of that thread
             self._depth -= 1
             if not self._depth:
                 self._inside = None
 
     def begin_backward(self) -> None:
-        """Hold the engine for a backward that runs past it, until `end_backward` or the end of that backward. Raises
-        ModelError while another thread is inside, unless the backward runs for that thread."""
+        """Reserve the engine for the thread of a backward that the user started without the engine, until
+        `end_backward` or until that backward ends. Raises ModelError if another thread is inside, unless the backward
+        runs for that thread."""
         with self._lock:
             self.check(BACKWARD)
             self._in_backward = _thread_in_backward()
@@ -130,8 +132,8 @@ class DriverThread:
             raise _refusal(call, other)
 
     def other(self) -> threading.Thread | None:
-        """Return the other thread that is inside and for which this one does not work; None if there is none. A thread
-        that ended inside, by an exception that nothing could see, does not count any more."""
+        """Return the thread that is inside, if it is not this one and this one does not work for it; else None. A
+        thread that died inside, by an exception that nothing could see, does not count."""
         thread = threading.current_thread()
         with self._lock:
             inside = self._inside
@@ -155,8 +157,8 @@ def find_call(code: CodeType) -> FrameType | None:
 
 
 def is_running(call: FrameType | None) -> bool:
-    """Return whether the Python frame `call` is on the caller's stack. Hooks do not show this: torch calls none if an
-    interrupt ends a call."""
+    """Return whether the Python frame `call` is on the caller's stack. Hooks do not show this: torch calls none after
+    an interrupt."""
     frame = sys._getframe(1) if call is not None else None
     while frame is not None and frame is not call:
         frame = frame.f_back
@@ -175,19 +177,19 @@ def _refusal(call: str, inside: threading.Thread) -> ModelError:
 
 
 def _works_for(inside: threading.Thread) -> bool:
-    """Return whether this thread is one of autograd's in a backward, and the thread `inside` waits for a backward."""
+    """Return whether this is one of autograd's threads in a backward, and the thread `inside` waits for a backward."""
     return torch._C._current_graph_task_id() != -1 and _is_autograds() and _waits_in_backward(inside)
 
 
 def _is_autograds() -> bool:
-    """Return whether this thread was made in C++, as autograd's threads are: those of devices, and those for
-    checkpoints inside of each other."""
+    """Return whether C++ code made this thread, as it makes autograd's threads: one per device, and more for nested
+    checkpoints."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _thread_in_backward() -> threading.Thread | None:
-    """Return the thread that called the backward that runs. None if this is autograd's thread, and not exactly one
-    thread waits for a backward."""
+    """Return the thread that called the running backward. On one of autograd's threads, return the only thread that
+    waits for a backward; None if there are none or several."""
     if not _is_autograds():
         return threading.current_thread()
     waiting = [thread for thread in threading.enumerate() if _waits_in_backward(thread)]

@@ -1,4 +1,4 @@
-"""Gather parameters for user code, outside of forward and backward."""
+"""Make the full values of parameters readable and writable for user code, outside of forward and backward."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def gathered(
 ) -> Iterator[None]:
     """Make parameters plain, with full values on the device, for the length of the block.
 
-    `target`: a module (all its parameters), one parameter, or several. They must fit the room that
+    `target`: a module (all its parameters), one parameter, or several. They must fit into the memory that
     stage3_max_live_parameters and the device leave; gather a large model part by part. `modify`: keep the changes that
     are made inside the block. At its end they are written to the parameters' homes, and the fp32 master of every
     element that changed is set to the new value (an unchanged element keeps its master's full precision). If the block
     raises, its changes are not written: they are lost with the next update at the latest. Without `modify` a change
-    raises ModelError at the end of the block. `modifier_rank`: with several ranks and `modify` every rank enters the
-    block, and at its end gets the values that the rank `modifier_rank` has.
+    raises ModelError at the end of the block. `modifier_rank`: with several ranks and `modify`, every rank must enter
+    the block, and at its end all ranks get the values of the rank `modifier_rank`.
 
     Results computed inside may be differentiated after the block, until the parameters change. Parameters that no
     engine pages are left alone."""
@@ -54,13 +54,14 @@ def gathered(
 
 
 def paged_by(param: nn.Parameter) -> Pager | None:
-    """Return the pager of the open engine that trains the parameter; None if there is no such engine."""
+    """Return the pager of the open engine that pages the parameter; None if there is no such engine."""
     handler = handler_of(param)
     return handler if isinstance(handler, Pager) else None
 
 
 def _saving_views(params: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
-    """Inside the block, autograd saves views of the units of `params` by name, also if several engines page them."""
+    """Return a context in which autograd saves views of the units of `params` by name, not by address. The units may
+    belong to several engines."""
     found = {id(pager): pager.saved_views for param in params if (pager := paged_by(param)) is not None}
     return saved_tensors_hooks(partial(_pack, list(found.values())), _unpack) if found else nullcontext()
 
@@ -79,8 +80,8 @@ def _unpack(found: tuple[SavedViews, Saved]) -> torch.Tensor:
 
 @contextmanager
 def gather(params: Iterable[nn.Parameter], modify: bool, modifier_rank: int = 0) -> Iterator[None]:
-    """Hold the units of `params` until the block ends. `modify`: then write the changed values of `modifier_rank` to
-    their homes."""
+    """Hold the units of `params` until the block ends. `modify`: whether to write the values of rank `modifier_rank` to
+    the units' homes then."""
     with ExitStack() as stack:
         for paged, pager in _paged(params).items():
             stack.enter_context(_gather_unit(pager, paged, modify, modifier_rank))
@@ -125,7 +126,8 @@ def _gather_unit(pager: Pager, paged: PagedUnit, modify: bool, modifier_rank: in
 
 @contextmanager
 def _writing(paged: PagedUnit) -> Iterator[None]:
-    """Inside the block, do not raise for changes of the unit: the block writes them to the unit's home, or fails."""
+    """Return a context in which user code may change the unit without an error. The caller writes the changes to the
+    unit's home, or raises."""
     paged.num_writers += 1
     try:
         yield
@@ -144,9 +146,11 @@ def _write_back(pager: Pager, paged: PagedUnit, old: torch.Tensor | None, modifi
 
 @runs_outside_modes
 def _drop_change(paged: PagedUnit) -> str | None:
-    """Return the name of a parameter that was changed and not written back; None if there is none. Mark its unit as
-    stale. Called when a `gathered` block ends. Returns None inside another block of the unit, which calls this at its
-    own end."""
+    """Return the name of a parameter that was changed and not written back, and mark its unit as stale; return None if
+    there is none.
+
+    Called at the end of each `gathered` block. While the unit has other users, such as an outer block, this does
+    nothing: the outer block calls it at its own end."""
     if paged.num_users > 1 + paged.is_resident:
         return None
     if (changed := paged.storage.end_change()) is not None:

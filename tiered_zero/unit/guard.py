@@ -1,22 +1,23 @@
-"""Give parameters of an engine their classes: `OffloadedParameter` while their unit is not in use, else a class in use.
+"""Guard parameters: each has the class `OffloadedParameter` while its unit is not in use, and a "class in use"
+otherwise.
 
 PyTorch itself does not notice a read of an empty storage (it crashes or returns garbage). So while a unit is not in use
-its parameters have the class `OffloadedParameter`, whose `__torch_function__` stands between them and every operator:
-it answers what needs no bytes, and for all else it fetches the unit or raises.
+its parameters have the class `OffloadedParameter`, whose `__torch_function__` is called before every operator. It
+answers what needs no bytes; for everything else it fetches the unit or raises.
 
 [Note: The key of offloaded parameters]
 `torch.tensor(param)`, `Tensor.set_`, TorchScript and others take a tensor without calling `__torch_function__`. Each of
-them then calls an operator, and torch's dispatcher looks at the tensor's dispatch keys first. An offloaded parameter
-carries a key for which torch has no kernels (torch has it for its own tests), and the kernel registered here fetches
-the bytes, or raises. DLPack calls no operator but takes the address: so the storage of an offloaded parameter is
-marked, and torch raises if its address is asked for.
-`param.data = keyed` gives a parameter the key and that storage, `param.data = plain` takes both away, in 0.3 us each:
-hooks and version counter stay, and operators on a parameter in use cost what they cost in plain PyTorch.
+them then calls an operator, and torch's dispatcher first looks at the tensor's dispatch keys. An offloaded parameter
+carries a key for which torch has no kernels (torch has this key for its own tests). The kernel registered here for the
+key fetches the bytes, or raises. DLPack calls no operator but takes the address: so the storage of an offloaded
+parameter is marked, and torch raises if its address is asked for.
+`param.data = keyed` gives a parameter the key and that storage, `param.data = plain` takes both away, in 0.3 us each.
+Hooks and version counter stay, and operators on a parameter in use cost what they cost in plain PyTorch.
 
 While a unit is in use, operators treat its parameters as plain ones, and copies of them are plain. `grad` reads the
 gradient's home between backward and step(). `data` is `detach()`, which shares the version counter. A NumPy array or an
-address lets user code write past the counter: from the call that gives one, the engine watches the parameter's values.
-[Note: Writes through .data]"""
+address lets user code write without moving the counter: once user code gets one, the engine watches the parameter's
+values. [Note: Writes through .data]"""
 
 from __future__ import annotations
 
@@ -43,18 +44,18 @@ class FaultHandler(Protocol):
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
         """Fetch the units of `params` together for the running forward or backward, or raise ParameterOffloadedError.
 
-        `params`: parameters with which one function is called; the first is offloaded. `function`: its name, for the
-        error."""
+        `params`: parameters with which a function is called; the first is offloaded. `function`: the function's name,
+        for the error."""
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return a copy of the parameter on the CPU while a state_dict is taken; else return None."""
 
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return a copy of an offloaded parameter on the CPU, for a copy of its module; return None while modules
-        run."""
+        """Return a copy of an offloaded parameter on the CPU, for a copy or a pickle of its module; return None while
+        modules run."""
 
     def watch(self, param: nn.Parameter) -> None:
-        """Watch the values of a parameter in use: user code is about to get its memory. See
+        """Copy the values of a parameter in use, to find changes later: user code is about to get its memory. See
         [Note: Writes through .data]."""
 
 
@@ -62,7 +63,7 @@ _handlers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def handler_of(param: nn.Parameter) -> FaultHandler | None:
-    """Return the handler of this parameter; None for a plain parameter. After its engine's end the handler is a
+    """Return the handler of this parameter; None for a plain parameter. Once the engine is closed, the handler is a
     ClosedEngine."""
     return _handlers.get(param)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -91,7 +92,7 @@ class ClosedEngine:
         self._own_class = own_class
 
     def revive(self, param: nn.Parameter, func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        """Make the parameter plain again if `func`, called with `args`, gives it a value, as load_state_dict() does.
+        """Make the parameter plain with a new value, if the call `func(*args)` assigns one, as load_state_dict() does.
         Return whether it does."""
         if func not in (torch.Tensor.copy_, set_data) or args[0] is not param:
             return False
@@ -118,15 +119,15 @@ class ClosedEngine:
         return None
 
     def watch(self, param: nn.Parameter) -> None:
-        """Do nothing: changes of a parameter without an engine are not looked for."""
+        """Do nothing: a parameter without an engine may be changed."""
 
 
 # -- param.grad between backward and step() ----------------------------------------------------------------------------
 
 
 class GradientHome(Protocol):
-    """Interface to the gradients of parameters at their home, between backward and step(). `is_shown`: whether
-    parameters in use read and assign `param.grad` there; guarded ones do at any time."""
+    """Interface of the object that holds gradients between backward and step() (the GradientStore). `is_shown`: whether
+    parameters in use read and assign `param.grad` there; guarded parameters always do."""
 
     is_shown: bool
 
@@ -142,7 +143,7 @@ _grad: Any = torch.Tensor.grad  # the descriptor
 
 
 def set_gradient_home(params: Iterable[nn.Parameter], home: GradientHome | None) -> None:
-    """Let `param.grad` of `params` be read and assigned at `home`; None: at autograd's own attribute again."""
+    """Make `param.grad` of `params` read from and assign to `home`; None: autograd's own attribute again."""
     for param in params:
         if home is not None:
             _gradients[param] = home
@@ -151,8 +152,8 @@ def set_gradient_home(params: Iterable[nn.Parameter], home: GradientHome | None)
 
 
 def read_grad(param: nn.Parameter, is_guarded: bool) -> torch.Tensor | None:
-    """Return `param.grad`: autograd's attribute if it is set, else the gradient at its home. `is_guarded`: the
-    parameter is guarded; its gradient is then read from the home at any time, not only between calls."""
+    """Return `param.grad`: autograd's attribute if it is set, else the gradient at its home. `is_guarded`: whether the
+    parameter is guarded; if not, its home is read only while `GradientHome.is_shown`."""
     with torch._C.DisableTorchFunctionSubclass():
         grad: torch.Tensor | None = _grad.__get__(param)
     if grad is not None:
@@ -177,17 +178,18 @@ WATCHED = ("numpy", "__array__", "data_ptr", "__dlpack__")
 
 
 def _watch(tensor: torch.Tensor) -> None:
-    """Watch the values of a parameter, if `tensor` is one or a part of one: its engine compares them later."""
+    """If `tensor` is a parameter or a view of one, make the parameter's engine copy its values, to find changes
+    later."""
     param = tensor if isinstance(tensor, nn.Parameter) else tensor._base
     if isinstance(param, nn.Parameter) and (handler := handler_of(param)) is not None:
         handler.watch(param)
 
 
 def as_part(found: torch.Tensor) -> torch.Tensor:
-    """Return `found`, the result of indexing a parameter in use; if it is a view, set its class to that of parts in
-    use."""
+    """Return `found`, the result of indexing a parameter in use. If it is a view, give it the class `_PartInUse`, which
+    lets the engine find writes through it."""
     if type(found) is torch.Tensor:
-        with torch._C.DisableTorchFunction():  # a mode of the user sees what it sees in plain PyTorch
+        with torch._C.DisableTorchFunction():  # so that the user's modes see the same calls as in plain PyTorch
             is_view = found._is_view()
         if is_view:
             found.__class__ = _PartInUse
@@ -200,8 +202,9 @@ def _index(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def _detach(param: nn.Parameter) -> torch.Tensor:
-    """Detach as torch does, sharing the version counter. On the CPU the values are then watched, since NumPy accepts a
-    detached tensor and moves no counter."""
+    """Detach a parameter in use as torch does: the result shares the version counter. On the CPU the engine then
+    watches the parameter's values, since NumPy accepts a detached tensor and moves no counter. While a state_dict is
+    taken, return a copy instead."""
     if not torch.compiler.is_compiling() and (handler := handler_of(param)) is not None:
         if (copy := handler.copy_of(param)) is not None:
             return copy
@@ -222,8 +225,8 @@ def _watched(name: str) -> Callable[..., Any]:
 
 
 def _as_own(own: type[torch.Tensor], name: str) -> Callable[..., Any]:
-    """Return the method `name` (it copies, pickles or prints), which runs while the tensor has its `own` class: such
-    methods look at the class of their object."""
+    """Return a method that calls torch's method `name` while the tensor has its `own` class. For methods that copy,
+    pickle or print: they look at the class of their object."""
 
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         in_use = type(tensor)
@@ -237,7 +240,8 @@ def _as_own(own: type[torch.Tensor], name: str) -> Callable[..., Any]:
 
 
 def _members(own: type[torch.Tensor]) -> dict[str, Any]:
-    """Return the members in which the class of a parameter in use, or of its parts, differs from class `own`."""
+    """Return the members that a class in use has in place of those of class `own`. A class in use is that of a
+    parameter in use, or of a view of one."""
     members: dict[str, Any] = {name: _watched(name) for name in WATCHED}
     members |= {name: _as_own(own, name) for name in ("__deepcopy__", "__reduce_ex__", "__format__", "__repr__")}
     members |= {"__getitem__": _index, "__module__": own.__module__}
@@ -289,7 +293,8 @@ _libraries: list[torch.library.Library] = []
 
 
 class _Keyed(torch.Tensor):
-    """A tensor class with `__torch_dispatch__`: torch makes tensors with additional keys only of such a class."""
+    """A tensor class with `__torch_dispatch__`: torch accepts additional dispatch keys only for tensors of such a
+    class."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -300,7 +305,7 @@ class _Keyed(torch.Tensor):
 
 def keyed(plain: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the geometry and storage of `plain` and the key of offloaded parameters, to be assigned to
-    `param.data`.
+    `param.data`. See [Note: The key of offloaded parameters].
 
     From then on torch raises RuntimeError if the address of that storage is asked for."""
     size, stride, offset = plain.size(), plain.stride(), plain.storage_offset()
@@ -311,14 +316,14 @@ def keyed(plain: torch.Tensor) -> torch.Tensor:
         with torch._C._ExcludeDispatchKeyGuard(_WRAPPER_KEYS):
             wrapper.set_(plain.untyped_storage(), offset, size, stride)
         found = torch.empty(0, dtype=plain.dtype, device=plain.device)
-        found.data = wrapper  # all but the keys of Python, which inference mode would look at
+        found.data = wrapper  # takes over all keys except those of Python, at which inference mode would look
     torch._C._set_throw_on_mutable_data_ptr(found)
     return found
 
 
 @final
 class without_key(torch._C._ExcludeDispatchKeyGuard):
-    """Inside the block, torch's own kernels serve offloaded parameters: for calls that need no bytes."""
+    """A context in which torch's own kernels serve offloaded parameters, for calls that need no bytes."""
 
     def __init__(self) -> None:
         super().__init__(_KEYS)
@@ -327,8 +332,8 @@ class without_key(torch._C._ExcludeDispatchKeyGuard):
 # -- offloaded parameters ----------------------------------------------------------------------------------------------
 
 _CONVERSIONS = frozenset("to cpu cuda type float double half bfloat16".split())
-"""Functions that return the tensor itself if it already is as wanted, on which `module.to()` relies."""
-# What may be asked of an offloaded parameter: everything but its bytes.
+"""Functions that return the tensor itself if it has the wanted dtype and device. `module.to()` relies on this."""
+# An offloaded parameter answers everything that does not need its bytes.
 _BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 _OF_CLASS_IN_USE = frozenset({"detach", "__getitem__", *WATCHED})
 """Members in which a parameter in use differs from a plain one, besides `data`."""
@@ -345,7 +350,8 @@ def offloaded_error(
     function: str, param: str, tier: str, dtype: torch.dtype, device: torch.device
 ) -> ParameterOffloadedError:
     """Return the error for `function`, which would read or convert an offloaded parameter. `param`: the parameter's
-    name. `tier`: the name of the tier of its home. `dtype`, `device`: those that it has wherever it is used."""
+    name. `tier`: the name of the tier of its home. `dtype`, `device`: the parameter's dtype and device while it is in
+    use."""
     if function in _CONVERSIONS:
         return ParameterOffloadedError(
             f"{function} cannot move or convert parameter {param!r}: it is {dtype} on {device} wherever it is used, "
@@ -415,7 +421,7 @@ class OffloadedParameter(nn.Parameter):
         if (copy := self._plain_copy("deepcopy")) is not None:
             memo[id(self)] = copy  # a second name of a tied parameter finds it
             return copy
-        return self.__deepcopy__(memo)  # of its own class, which it has again
+        return self.__deepcopy__(memo)  # now that of its class in use
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if (copy := self._plain_copy("pickle")) is not None:
@@ -428,8 +434,8 @@ class OffloadedParameter(nn.Parameter):
         return self.as_subclass(cls)
 
     def _plain_copy(self, function: str) -> nn.Parameter | None:
-        """Return a copy of the parameter on the CPU, as state_dict() does. If modules run, fetch the parameter, which
-        then has its own class, and return None."""
+        """Return a copy of the parameter on the CPU, as state_dict() does. While modules run, return None and fetch the
+        parameter, which then has a class in use."""
         handler = require_handler(self)
         if (value := handler.idle_copy(self)) is not None:
             return nn.Parameter(value, self.requires_grad)
@@ -438,8 +444,9 @@ class OffloadedParameter(nn.Parameter):
 
 
 def _keeps(func: Callable[..., Any], param: nn.Parameter, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Return whether `func` leaves the parameter as it is: a conversion to the dtype and device that it has, or
-    `param.data = param`. `module.to(device)` does only this to a parameter that is on the device already."""
+    """Return whether `func` leaves the parameter as it is: `param.data = param`, or a conversion to the dtype and
+    device that the parameter already has. `module.to(device)` makes only such calls if the parameter is on that
+    device."""
     if func == set_data:
         return args[0] is param
     if getattr(func, "__name__", "") not in _CONVERSIONS or not (args or keywords or func.__name__ != "type"):
@@ -465,15 +472,15 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
 
 
 def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) -> None:
-    """Fetch the unit of `param`, together with those of `used`: the other parameters with which `function` is
+    """Fetch the unit of `param` together with the units of `used`, the other parameters with which `function` is
     called."""
     handler = require_handler(param)
     handler.fault_in([param, *(other for other in used if handler_of(other) is handler)], function)
 
 
 def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
-    """Yield each parameter among the arguments that is still offloaded when its turn comes, and the other parameters.
-    An earlier parameter's fetch may have brought a later one too."""
+    """Yield (parameter, the other parameters) for each offloaded parameter among the arguments. Skip a parameter that
+    the fetch of an earlier one has brought."""
     used = list(_parameters_in(values))
     for index, param in enumerate(used):
         if isinstance(param, OffloadedParameter):
@@ -481,7 +488,8 @@ def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter
 
 
 def _fetch_for_operator(operator: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Fetch the bytes that an operator needs, for operators that C++ code calls. Return False if it needs no bytes."""
+    """Fetch the bytes that `operator`, called by C++ code, needs. Return False if it needs no bytes. Raises
+    ParameterOffloadedError for a tensor that C++ code has made of a parameter's memory."""
     name = operator.overloadpacket.__name__
     if name in _METADATA_METHODS:
         return False
@@ -489,7 +497,7 @@ def _fetch_for_operator(operator: Any, args: Sequence[Any], keywords: Mapping[st
     for param, used in _offloaded_in((args, keywords)):
         found = True
         _fault_in(param, used, name)
-    if not found:  # but a tensor that C++ code has made of a parameter's memory
+    if not found:  # C++ code has made a tensor of a parameter's memory
         raise ParameterOffloadedError(
             f"{name} needs the bytes of a parameter that is offloaded. Read it inside "
             "`with tiered_zero.gathered(param):`, or from engine.module.state_dict(). If this is a backward: hooks for "
@@ -510,7 +518,8 @@ def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
 
 
 def _register_kernel() -> None:
-    """Register the kernel of the key, once per process: it fetches the bytes before the operator runs, or raises."""
+    """Register the kernel of the key of offloaded parameters, once per process. It fetches the bytes before an operator
+    runs, or raises."""
 
     def kernel(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _fetch_for_operator(operator, args, kwargs):

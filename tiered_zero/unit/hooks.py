@@ -26,13 +26,14 @@ from tiered_zero.unit.saved_views import SAVED_TENSOR_HOOKS
 
 
 class ForwardEvents(Protocol):
-    """Interface of the object that the hooks call. Driver thread; `grad_ready` on autograd's thread."""
+    """Interface of the object that the hooks call (the engine's TrainStep). Driver thread; `grad_ready` on autograd's
+    thread."""
 
     pager: Pager
 
     def pre_state_dict(self, module: nn.Module, *, checks: bool) -> None:
-        """Prepare for the state_dict of `module`, which begins. `checks`: whether to refuse a model whose parameters
-        were replaced."""
+        """Prepare for the state_dict of `module`, which is about to be taken. `checks`: whether to raise for a model
+        whose parameters were replaced."""
 
     def pre_forward(
         self, units: Sequence[Unit], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -40,16 +41,16 @@ class ForwardEvents(Protocol):
         """Make `units` usable until `post_forward`: the forward of `module` begins, with these arguments."""
 
     def post_forward(self, *_: Any) -> None:
-        """End the use of units by the module that began last: its forward has ended, perhaps by an exception."""
+        """End the use of units by the innermost running module: its forward has ended, perhaps by an exception."""
 
     def grad_ready(self, param: nn.Parameter) -> None:
-        """Take the gradient of `param`: `param.grad` is complete for one pass. The first post-accumulate hook of the
-        parameter."""
+        """Take `param.grad`, which is complete for one backward. The first post-accumulate hook of each parameter calls
+        this."""
 
 
 class _Hook(partial[None]):
-    """A hook of this package on a module. A copy or a pickle of the module has another callable in its place, which
-    does nothing and needs nothing of this package."""
+    """A hook of this package on a module. A copy or a pickle of the module has a function in its place that does
+    nothing and does not need this package."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return nullcontext().__exit__  # takes any arguments, returns None, and pickles
@@ -61,7 +62,7 @@ class _Hook(partial[None]):
 class _ForwardHook(_Hook):
     @property
     def __name__(self) -> str:
-        """Raise ModelError, to refuse torch.jit.script, which asks for this name before anything else."""
+        """Raise ModelError, to refuse torch.jit.script, which asks for this name first."""
         raise ModelError(
             "torch.jit.script cannot compile a module of a tiered_zero engine: its parameters are paged by Python. "
             "Use a model that is built anew, with engine.module.state_dict() loaded."
@@ -69,8 +70,8 @@ class _ForwardHook(_Hook):
 
 
 def _hide_from_compiler(*functions: Any) -> None:
-    """Make torch.compile compile neither `functions` nor what they call. They run between the graphs of a module, or
-    while autograd saves for backward. Unlike torch.compiler.disable this costs nothing per call."""
+    """Exclude `functions` and what they call from torch.compile. They run between the graphs of a module, or while
+    autograd saves for backward. Unlike torch.compiler.disable this costs nothing per call."""
     from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
     from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
@@ -82,24 +83,24 @@ def _hide_from_compiler(*functions: Any) -> None:
 
 
 class ModuleHooks:
-    """Puts hooks on a model (`install`, once), and takes all of them off again (`remove`).
+    """Registers hooks on a model (`install`, once), and removes all of them (`remove`).
 
     [Note: Frames of modules]
-    Modules that own units (and the root) hold their units for the length of their forward. Every other module with
-    parameters can be called directly, past the root, as `generate()` calls an encoder. Such a module then opens a frame
-    without units (`Frame` in pager.py), which holds the units that are faulted in. Inside another module's frame its
-    hooks do nothing."""
+    Modules that own units (and the root) hold their units for the length of their forward. The user may also call any
+    other module with parameters directly, not through the root, as `generate()` calls an encoder. Such a module then
+    opens a frame without units (`Frame` in pager.py); units are added to it when functions need them. Inside another
+    module's frame the hooks of such a module do nothing."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], events: ForwardEvents) -> None:
         self._events = events
         self._handles: list[RemovableHandle] = []
         self._layers_4bit: list[nn.Module] = []
-        """Layers whose instance has a `forward` of this package."""
+        """Layers quantized to 4 bits that have a `Forward4bit` as their `forward`."""
         self._key: int | None = None
         """The key of the forward hooks in every module's table of hooks."""
         self._model = model
         self._units = units
-        # a compiled module's graph ends before paging and goes on after it
+        # torch.compile ends a module's graph before these calls, and begins a new one after them
         self._before: Callable[..., None] = torch.compiler.disable(events.pre_forward)  # type: ignore[no-untyped-call]
         self._after: Callable[..., None] = torch.compiler.disable(events.post_forward)  # type: ignore[no-untyped-call]
         _hide_from_compiler(
@@ -112,7 +113,7 @@ class ModuleHooks:
         by_module: dict[str, list[Unit]] = defaultdict(list)
         for unit in self._units:
             by_module[unit.module].append(unit)
-        by_module[""] += []  # also a root without parameters of its own: functions that its forward calls fault them in
+        by_module[""] += []  # a root without parameters needs a frame too: its forward may call functions with some
         for name, module in modules.items():
             if name in by_module:
                 self._register(module, _ForwardHook(self._before, tuple(by_module[name])), _ForwardHook(self._after))
@@ -126,7 +127,7 @@ class ModuleHooks:
         for param in self._model.parameters():
             if param.requires_grad:
                 handle = param.register_post_accumulate_grad_hook(self._events.grad_ready)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)  # at once: Ctrl-C behind it leaves no hook on the parameter
+                self._handles.append(handle)  # at once, so that `remove` finds the hook after Ctrl-C
                 hooks = param._post_accumulate_grad_hooks
                 assert hooks is not None, "one was just registered"
                 hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
@@ -140,7 +141,7 @@ class ModuleHooks:
         self._layers_4bit.clear()
 
     def _before_direct(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Open a frame if the module is called directly. See [Note: Frames of modules]."""
+        """Open a frame if the user calls the module directly. See [Note: Frames of modules]."""
         pager = self._events.pager
         if not torch.compiler.is_compiling() and not pager.is_running() and pager.is_called_directly():
             self._events.pre_forward((), module, args, kwargs)
@@ -150,11 +151,10 @@ class ModuleHooks:
             self._events.post_forward()
 
     def _register(self, module: nn.Module, before: _ForwardHook, after: _ForwardHook) -> None:
-        """Register `before` as the module's first pre-hook, and `after` as a hook that is always called.
+        """Register `before` as the module's first pre-hook, and `after` as a forward hook that is always called.
 
-        Other pre-hooks then find the parameters on the device. If one of these raises, the frame that `before` has
-        opened is left behind, and `after` ends it. A frame also ends if the module raises (or if a recomputation stops
-        early, which raises too)."""
+        The user's pre-hooks then find the parameters on the device. If one of them or the module raises, `after` still
+        closes the frame that `before` has opened. A recomputation that stops early raises too."""
         handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         self._handles.append(handle)
         self._share_key(handle, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
@@ -164,9 +164,9 @@ class ModuleHooks:
         self._share_key(handle, module._forward_hooks, module._forward_hooks_always_called)
 
     def _share_key(self, handle: RemovableHandle, *tables: dict[int, Any]) -> None:
-        """Give the hook one key in every module's `tables` of hooks. torch.compile compares the keys when it looks for
-        code that it has made. With a key of their own in each module, blocks of one class would not share their code,
-        and those after the eighth (torch._dynamo.config.recompile_limit) would not be compiled."""
+        """Give the hook the same key in the hook tables (`tables`) of every module. torch.compile compares these keys
+        before it reuses compiled code. With other keys, blocks of one class would not share their code, and blocks
+        after the eighth (torch._dynamo.config.recompile_limit) would not be compiled."""
         if self._key is None:
             self._key = handle.id
         for table in tables:
@@ -174,8 +174,8 @@ class ModuleHooks:
         handle.id = self._key
 
     def _watch_state_dict(self, module: nn.Module) -> None:
-        """Hook state_dict(), which then gives CPU copies of real shape, and load_state_dict(), which then finds its
-        parameters gathered and writes them back."""
+        """Hook state_dict(), so that it returns CPU copies in the parameters' shapes. Hook load_state_dict(), so that
+        it finds the module's parameters gathered, and its changes are written to their homes."""
         params = {name: param for name, param in module._parameters.items() if param is not None}
         before_save, after_save = _Hook(self._before_save, params), _Hook(self._after_save, params)
         self._handles.append(module.register_state_dict_pre_hook(before_save))  # type: ignore[no-untyped-call]

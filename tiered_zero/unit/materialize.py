@@ -1,15 +1,14 @@
-"""Give parameters their first values: those with which the model was built, those of safetensors files, or those of
-initialisers.
+"""Give parameters their first values: from the model as it was built, from safetensors files, or from initialisers.
 
 A model built on the meta device has shapes and no bytes. It gets its values one module group at a time: they are made
-on the CPU in the dtype that the model declares, go to their tiers, and are dropped before the next group is made. So a
+on the CPU in the dtype that the model declares, written to their tiers, and freed before the next group is made. So a
 model larger than host memory can start.
 
 [Note: Initialisers run as they do in a constructor]
-First each module's `reset_parameters()` runs, then the model's `_init_weights(module)`, for children before parents,
-and for the group's ancestors last: a parent's initialiser overrides its child's. They run on a stand-in: a copy of the
-module tree in which all tensors are on meta except those that are to be set. So the other tensors may be offloaded
-already, or not made yet, and those that have values keep them."""
+First each module's `reset_parameters()` runs, then the model's `_init_weights(module)`. Children come before parents,
+and the group's ancestors last: a parent's initialiser overrides its child's. They run on a stand-in: a copy of the
+module tree in which all tensors are on meta except those that need values. So the other tensors may be offloaded
+already, or not made yet, and tensors with values keep them."""
 
 from __future__ import annotations
 
@@ -46,10 +45,10 @@ _TRIM_NBYTES = 4 * MIB
 
 @dataclass(frozen=True, kw_only=True)
 class _Blank:
-    """A parameter or buffer that has just been given memory. `names`: all its names; by the first one it is found in
-    the model. `version`: its version counter at that time.
+    """A parameter or buffer that has memory but no values yet. `names`: all its names; the first is its place in the
+    model. `version`: its version counter when it got memory.
 
-    It counts as set once it was written to, or replaced by another tensor."""
+    It counts as set once it was written to, or another tensor has replaced it."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor
@@ -69,9 +68,9 @@ class _Blank:
 class Materializer:
     """Gives a model's meta parameters and buffers values on the CPU, in place. Driver thread.
 
-    A parameter keeps its identity, so tied names stay tied. Tensors that have values keep them. `weights`: the files
-    whose tensors are used as values, if they have them; None: all values come from initialisers. `specs`: the
-    parameters."""
+    A parameter keeps its identity, so tied names stay tied. Tensors that have values keep them. `weights`: the files to
+    read values from; tensors that are in no file get values from initialisers. None: there are no files. `specs`: the
+    model's parameters."""
 
     def __init__(self, model: nn.Module, weights: WeightFiles | None, specs: Mapping[nn.Parameter, ParamSpec]) -> None:
         self._model = model
@@ -106,8 +105,7 @@ class Materializer:
 
     @torch.no_grad()
     def _fill(self, prefix: str, params: Mapping[nn.Parameter, ParamSpec], owners: Mapping[str, nn.Module]) -> None:
-        """Give memory to `params` and to the meta buffers of the modules `owners` (path -> module), then give them
-        values."""
+        """Give memory to `params` and to the meta buffers of the modules `owners` (path -> module), and then values."""
         blanks: list[_Blank] = []
         for param, spec in params.items():
             _give_memory(param, spec.name)
@@ -138,14 +136,14 @@ class Materializer:
         return _copy_on_meta(self._model)
 
     def _run_initialisers(self, prefix: str) -> None:
-        """Run the initialisers of the modules under `prefix`, then of its ancestors. [Note: Initialisers run ...]"""
+        """Run the initialisers of the modules under `prefix`, then of their ancestors. [Note: Initialisers run ...]"""
         general: Callable[[nn.Module], None] | None = getattr(self._stand_in, "_init_weights", None)
 
         def initialise(module: nn.Module) -> None:
             own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if own is not None:
                 own()
-            if general is not None:  # the model's word on its modules is the last, as when it is built with values
+            if general is not None:  # last, as when a model is built with values: it overrides the module's own
                 general(module)
 
         self._stand_in.get_submodule(prefix).apply(initialise)
@@ -157,12 +155,12 @@ class Materializer:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitPlacer:
-    """Makes parameters views of their unit's flat, and writes fp32 values to the masters and rounded ones to the unit's
-    home.
+    """Makes parameters views of their unit's flat, and writes their values: in fp32 to the masters, rounded to the
+    unit's home.
 
-    `store_masters(unit, masters)`: writes the masters [P], fp32. `resumed(unit)`: in a resumed run, whose masters are
-    written already, returns the parameters [P] that replace the model's values; at least this rank's part of them is
-    valid."""
+    `store_masters(unit, masters)`: writes the masters [P], fp32. `resumed(unit)`: returns the saved parameters [P] of a
+    unit; at least this rank's part of them is valid. None in a new run; in a resumed run the masters are stored
+    already."""
 
     pager: Pager
     events: StepEvents
@@ -171,7 +169,7 @@ class UnitPlacer:
     resumed: Callable[[Unit], torch.Tensor] | None = None
 
     def place(self, unit: Unit, params: Sequence[nn.Parameter]) -> None:
-        """Place a unit with the values that `params` have on rank 0, or with those of the resumed run."""
+        """Place a unit with the values that `params` have on rank 0; in a resumed run, with the saved values."""
         if self.resumed is not None:
             flat = self.resumed(unit)
         else:
@@ -194,8 +192,8 @@ def materialize_model(
 ) -> None:
     """Place every unit, one module group at a time. `params_of(unit)`: returns the unit's parameters.
 
-    The memory that parameters had is freed unit by unit. So what can be foreseen is refused before this call. After a
-    failure in the middle some parameters of the model are gone, and reading them raises. Freed blocks go back to the
+    The memory that parameters had is freed unit by unit. After a failure in the middle some parameters of the model are
+    gone, and reading them raises. So check everything that can be checked before this call. Freed blocks go back to the
     system once per `_TRIM_NBYTES`, since a walk over the heap takes longer than placing a small unit."""
     materializer.fill_buffers()
     freed_nbytes = num_placed = 0
@@ -227,8 +225,8 @@ def _flatten(unit: Unit, params: Sequence[nn.Parameter], dtype: torch.dtype) -> 
 
 
 def _buffer_dtype(module: nn.Module, buffer: torch.Tensor, device: torch.device) -> torch.dtype:
-    """Return the dtype that the buffer gets on the device: its own. Only on the CPU, torch's batch norm needs
-    statistics in the dtype of its weight."""
+    """Return the buffer's dtype on the device: its own. One exception: on the CPU, torch needs the statistics of a
+    batch norm in the dtype of its weight."""
     if device.type == "cpu" and isinstance(module, _NormBase) and module.weight is not None:
         return module.weight.dtype if buffer.is_floating_point() else buffer.dtype
     return buffer.dtype
@@ -254,9 +252,10 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside the block, the stand-in has `tensors` at the places where the modules `owners` (path -> module) have them.
+    """Inside the block, the stand-in has `tensors` in the places that they have in the modules `owners` (path ->
+    module).
 
-    Initialisers may replace a buffer: its module gets the buffer that is there in the end."""
+    If an initialiser replaces a buffer of the stand-in, the real module gets the new buffer."""
     held = {id(tensor) for tensor in tensors}
     slots: list[tuple[Any, Any, str, Any]] = []
     for path, owner in owners.items():
@@ -276,8 +275,8 @@ def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequ
 
 def _give_memory(param: nn.Parameter, name: str) -> None:
     """Give a meta parameter memory, in place. `name`: its name, for the error. Raises ModelError if something else
-    holds the parameter. Does what `torch.utils.swap_tensors` does; but that function refuses parameters with weak
-    references, which stay valid here."""
+    holds the parameter. `torch.utils.swap_tensors` does the same, but refuses parameters with weak references; here
+    these stay valid."""
     value = nn.Parameter(temporary_zeros(param.shape, param.dtype), param.requires_grad)
     try:
         if _is_held(param):
@@ -292,7 +291,7 @@ def _give_memory(param: nn.Parameter, name: str) -> None:
 
 
 def _is_held(param: nn.Parameter) -> bool:
-    """Return whether anything refers to the parameter besides its Python object and the node that takes its
+    """Return whether anything refers to the parameter except its Python object and the autograd node that takes its
     gradients."""
     count = param._use_count()  # type: ignore[attr-defined]
     if count == 2 and param.requires_grad:

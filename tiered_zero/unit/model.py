@@ -1,6 +1,6 @@
 """Describe a model to the layout: its parameters and its module tree.
 
-Refuse, before anything is allocated, a model whose parameters cannot be paged."""
+Refuse a model whose parameters cannot be paged, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def list_params(
 ) -> dict[nn.Parameter, ParamSpec]:
     """List every parameter of the model once, by identity, with its ParamSpec.
 
-    The order is that of `model.parameters()`; the scales of layers quantized to 4 bits come last. `cast`: returns the
-    dtype on the device for a parameter's dtype. `trains`: False marks every parameter as frozen. Raises ModelError if
-    the model has no parameters, or one that has no shape yet or no plain memory."""
+    The order is that of `model.parameters()`; the scales of layers quantized to 4 bits come last. `cast`: maps a
+    parameter's dtype to its dtype on the device. `trains`: False marks every parameter as frozen. Raises ModelError if
+    the model has no parameters, a lazy parameter (without a shape yet), or one that is no plain tensor."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if is_lazy(param):
@@ -51,7 +51,7 @@ def list_params(
         for name, param in statistics(module).items()
     }
     names |= {param: [name] for param, name in scales.items()}
-    modules = reversed(list(model.modules()))  # the first of those that share a parameter counts
+    modules = reversed(list(model.modules()))  # of modules that share a parameter the first one is its owner
     owners = {param: type(module).__name__ for module in modules for param in _own_params(module)}
     embeddings = {module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
     return {
@@ -83,7 +83,7 @@ def module_tree(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec], name:
         is_stack=_is_stack(model),
         is_list=_is_stack(model) and not isinstance(model, nn.ModuleDict),
         runs=not isinstance(model, (nn.ModuleList, nn.ModuleDict)),
-        # by its method `compile`, or inside of what torch.compile returns
+        # by its method `compile`, or wrapped by torch.compile
         is_compiled=model._compiled_call_impl is not None or "_orig_mod" in model._modules,
     )
 
@@ -93,8 +93,8 @@ def _own_params(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Return whether the module holds blocks, or experts, that run one by one. A Sequential of plain layers does not
-    count: it is the inside of one block."""
+    """Return whether the module holds blocks, or experts, that run one by one. A Sequential of plain layers does not:
+    it is the inside of one block."""
     if isinstance(module, nn.Sequential):
         return sum(any(True for grandchild in child.children()) for child in module) > 1
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
@@ -102,7 +102,7 @@ def _is_stack(module: nn.Module) -> bool:
 
 def kept_stride(param: nn.Parameter) -> tuple[int, ...] | None:
     """Return a parameter's strides if they are dense but not row-major, as with channels_last; else None. The flat
-    keeps such strides, since kernels and sums follow the order in memory."""
+    keeps these strides, since kernels and sums follow the order in memory."""
     with torch._C.DisableTorchFunctionSubclass():
         if param.layout is not torch.strided or not param.numel():
             return None
@@ -113,7 +113,7 @@ def kept_stride(param: nn.Parameter) -> tuple[int, ...] | None:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """List the buffers that `state_dict()` has, each once, under its first name."""
+    """Return name -> buffer for the buffers that `state_dict()` has, each once, under its first name."""
     found: dict[torch.Tensor, str] = {}
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -123,15 +123,18 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def packed_nbytes(buffers: Iterable[torch.Tensor]) -> int:
-    """Return the bytes, in whole pages, of buffers that lie one after another, each at a multiple of 128 bytes. An
-    element counts as at least 4 bytes, since a device may hold small floats as fp32."""
+    """Return the bytes, rounded up to whole pages, that buffers take one after another, each at a multiple of 128
+    bytes. An element counts as at least 4 bytes, since a device may hold small floats as fp32."""
     sizes = (buffer.numel() * max(buffer.dtype.itemsize, 4) for buffer in buffers)
     return align_up(sum(align_up(nbytes, PACKED_ALIGNMENT_NBYTES) for nbytes in sizes), PAGE_NBYTES)
 
 
 def check_memory(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> None:
-    """Raise ModelError if the model contains compiled TorchScript, if a parameter shares memory with another parameter
-    or a buffer, or if a parameter's own elements overlap. `specs`: the model's parameters."""
+    """Raise ModelError for a model whose memory cannot be paged. `specs`: the model's parameters.
+
+    * It contains compiled TorchScript.
+    * A parameter shares memory with another parameter or a buffer, or its own elements overlap.
+    * A parameter is a transposed part of a larger tensor, whose strides cannot be kept."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
@@ -163,7 +166,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _is_paged(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is a parameter that an engine, now closed, has paged: its values are lost."""
+    """Return whether the tensor is a parameter that an engine has paged. That engine is closed now, and the values are
+    lost."""
     return isinstance(tensor, nn.Parameter) and handler_of(tensor) is not None
 
 
@@ -189,7 +193,7 @@ def _check_dense(param: nn.Parameter, name: str) -> None:
 
 
 def _check_apart(sharing: list[_Owned]) -> None:
-    """Raise ModelError if two of `sharing` overlap and one of the two is a parameter.
+    """Raise ModelError if two tensors of `sharing` overlap and at least one of the two is a parameter.
 
     `sharing`: distinct tensors on one storage. Parts that do not overlap are allowed, such as weights cut out of one
     tensor."""
@@ -208,7 +212,7 @@ def _check_apart(sharing: list[_Owned]) -> None:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the tensor's first byte in its storage, and the byte behind its last one."""
+    """Return the tensor's first byte in its storage, and the byte after its last one."""
     start = int(tensor.storage_offset())
     last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return start * tensor.element_size(), (start + last + 1) * tensor.element_size()

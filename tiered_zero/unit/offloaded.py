@@ -29,8 +29,8 @@ from tiered_zero.unit.unit import PagedUnit, UnitState, UnitTable
 
 @final
 class OffloadedParams:
-    """Reads and writes a unit's parameters at their home. Driver thread; blocks. If a home holds a shard, every rank
-    makes the same calls."""
+    """Reads and writes a unit's parameters at their home. Driver thread; calls block. If homes hold shards, every rank
+    must make the same calls."""
 
     def __init__(
         self,
@@ -40,13 +40,12 @@ class OffloadedParams:
         on_change: Callable[[Unit, torch.Tensor, torch.Tensor | None], None],
         cuts: Callable[[Unit], Sequence[int]] | None = None,
     ) -> None:
-        """`on_change(unit, flat, old)`: is called after parameters have changed; the fp32 masters, which are derived
-        from them, must follow. `flat`: the new values, [P] on the CPU. `old`: the values before the change; None
-        without `cuts`.
+        """`on_change(unit, flat, old)`: called after user code has changed parameters; makes the fp32 masters follow.
+        `flat`: the new values, [P] on the CPU. `old`: the values before the change; None without `cuts`.
 
-        `cuts(unit)`: given if masters are made from parameters; returns the first element of each part that the update
-        reads. Parameters are then written in the same parts, because a read is verified by the checksum of what was
-        written."""
+        `cuts(unit)`: returns the first element of each part that the update reads. Given if masters are made from
+        parameters. `store` then writes parameters in the same parts, because a read is verified by the checksum of one
+        write."""
         self._inventory, self._staging = inventory, staging
         self._accelerator, self._ranks = runtime.accelerator, runtime.collectives
         self._on_change, self._cuts = on_change, cuts
@@ -57,7 +56,8 @@ class OffloadedParams:
         return home is not None and home.slot.nbytes < unit.nbytes
 
     def read(self, unit: Unit) -> torch.Tensor:
-        """Return the values of a unit that has a home: [P] of its dtype, a CPU tensor of the caller's own."""
+        """Return a copy of the values of a unit that has a home: [P] of its dtype, on the CPU. If the home holds a
+        shard, gather all shards."""
         own = self._read_home(unit)
         flat = own if own.numel() == unit.numel else torch.empty(unit.numel, dtype=unit.dtype)
         if flat is not own:
@@ -65,8 +65,8 @@ class OffloadedParams:
         return flat
 
     def read_own(self, unit: Unit) -> torch.Tensor:
-        """Return this rank's values of a unit that has a home: [P] of its dtype, with the elements of other ranks
-        undefined."""
+        """Return this rank's values of a unit that has a home: [P] of its dtype on the CPU, in which the elements of
+        other ranks are undefined."""
         own, elements = self._read_home(unit), self._inventory.home(unit, "param").elements(unit)
         if own.numel() == unit.numel:
             return own
@@ -79,7 +79,8 @@ class OffloadedParams:
         return read_slot(home, 0, home.slot.nbytes, self._staging).view(unit.dtype)
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Write `flat`, [P] of the unit's dtype on the CPU, to the unit's home: all of it, or this rank's shard."""
+        """Write `flat`, [P] of the unit's dtype on the CPU, to the unit's home. If the home holds a shard, write only
+        this rank's shard."""
         home = self._inventory.home(unit, "param")
         own = home.elements(unit)
         starts = sorted({own.start, *(self._cuts(unit) if self._cuts is not None else ())})
@@ -90,21 +91,21 @@ class OffloadedParams:
 
     @runs_outside_modes
     def remember(self, paged: PagedUnit) -> torch.Tensor | None:
-        """Return a copy on the CPU of a unit that is about to be changed, if `write_back` needs one as `old`; else
+        """Return a copy of a unit on the CPU before user code changes it, if `write_back` needs one as `old`; else
         None."""
         return paged.storage.flat.to("cpu", copy=True) if self._cuts is not None and paged.unit.trainable else None
 
     @contextmanager
     def changing(self, paged: PagedUnit) -> Iterator[None]:
-        """Inside the block, user code changes the unit. If the code raises on some ranks only, the run ends: the other
-        ranks would wait in `write_back`, and changes made before would differ between ranks."""
+        """Return a context in which user code changes the unit. If the code raises on some ranks only, the run ends:
+        the other ranks would wait in `write_back`, and earlier changes would differ between ranks."""
         try:
             yield
         except Exception as error:
-            with suppress(RankError):  # of a run that has ended: the block's own error says more
+            with suppress(RankError):  # the run has ended, and the block's own error says more
                 self._end_change(paged, f"{type(error).__name__}: {error}")
             raise
-        except GeneratorExit:  # the block was dropped, as torch drops those of a load_state_dict() that an error ends
+        except GeneratorExit:  # the block was dropped without an end, as torch does when load_state_dict() raises
             self._ranks.fail("an error ended gathered() or load_state_dict(); its own output says which")
             raise
         except BaseException as interrupt:
@@ -123,16 +124,16 @@ class OffloadedParams:
 
     @runs_outside_modes
     def write_back(self, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int = 0) -> None:
-        """Write a unit that user code has changed to its home, and let the masters follow. `old`: what `remember` has
-        returned. Every rank calls this, and gets the values of `modifier_rank`.
+        """Write a unit that user code has changed to its home, and update its masters. `old`: what `remember` has
+        returned. Every rank calls this, and gets the values of rank `modifier_rank`.
 
-        Call `TrainStep.before_weights_write` before: no update may run, and no state may be prefetched."""
+        Call `TrainStep.before_weights_write` first: no update may run, and no state may be prefetched."""
         unit, storage = paged.unit, paged.storage
         paged.renew()
         storage.reattach(keep=True)
         try:
             if self._ranks.world_size > 1:
-                flat = self._accelerator.alias(storage.flat)  # gloo's threads let go of it later
+                flat = self._accelerator.alias(storage.flat)  # gloo's threads hold it a little longer than the call
                 self._ranks.broadcast(flat, modifier_rank, f"changed values of {unit.name}")
                 storage.begin_watch()
             value = storage.flat.to("cpu")
@@ -146,8 +147,8 @@ class OffloadedParams:
 
 @final
 class ParamCopies:
-    """Copies parameters for user code; reads each unit once for several copies in a row. Driver thread. If a home holds
-    a shard, every rank makes the same calls."""
+    """Copies parameters for user code, and reads each unit once for several copies in a row. Driver thread. If homes
+    hold shards, every rank must make the same calls."""
 
     def __init__(
         self,
@@ -161,8 +162,9 @@ class ParamCopies:
         self._units, self._cache = units, cache
         self._by_param: dict[nn.Parameter, torch.Tensor] = {}
         self._last: list[tuple[Unit, int, torch.Tensor]] = []
-        """Units that were read since a module last began to run, as (unit, its version, its flat): the unit read last,
-        and before it those of the modules around its module, whose parameters come between others."""
+        """Flats that are kept for later copies, as (unit, its version, its flat): that of the unit read last, after
+        those of the modules around its module, whose parameters may come before and after it. Cleared when a module
+        begins to run."""
         self._depth = 0
         self.call: FrameType | None = None
         """The Python frame of torch's call that takes a state_dict."""
@@ -173,9 +175,9 @@ class ParamCopies:
         return self._depth > 0
 
     def start(self, before_weights_read: Callable[[], None], params: Iterable[nn.Parameter]) -> None:
-        """Note that a module's state_dict begins; those of its children begin and end within it. The outermost one
-        first runs `before_weights_read`. Raises BudgetError if homes hold shards and host memory has no room for a
-        whole copy of `params`, the module's parameters."""
+        """Begin a module's state_dict; those of its children begin and end inside it. The outermost one first calls
+        `before_weights_read`. `params`: the module's parameters. Raises BudgetError if homes hold shards and host
+        memory has no room for a whole copy of `params`."""
         if self.was_broken_off():
             self._driver.was_broken_off = True
             self.end()
@@ -194,8 +196,8 @@ class ParamCopies:
         return self.call is not None and not is_running(self.call)
 
     def _check_room(self, params: Iterable[nn.Parameter]) -> None:
-        """Raise BudgetError if homes hold shards and a host has no room for a whole copy of `params` on each of its
-        ranks. The ranks of a host share its free memory; either all ranks raise, or none does."""
+        """Raise BudgetError if homes hold shards and a host has no room for one whole copy of `params` for each of its
+        ranks. Either all ranks raise, or none does."""
         places = [
             (paged, paged.unit.entries[paged.params[p]]) for p in params if (paged := self._units.by_param.get(p))
         ]
@@ -218,7 +220,8 @@ class ParamCopies:
             self._depth -= 1
 
     def end(self) -> None:
-        """End the state_dict, also one that was broken off: the next one waits for updates again, and copies anew."""
+        """End the state_dict, even one that an interrupt has ended. The next one waits for updates again and makes new
+        copies."""
         if self._depth:
             self._driver.leave()
         self._depth = 0
@@ -228,8 +231,8 @@ class ParamCopies:
 
     @runs_outside_modes
     def take(self, param: nn.Parameter) -> torch.Tensor:
-        """Return a copy of the parameter on the CPU, in its shape, from wherever its bytes are. While a state_dict is
-        taken, tied names get the same tensor."""
+        """Return a copy of the parameter on the CPU, in its shape, whether its unit is on the device or offloaded.
+        While a state_dict is taken, tied names get the same tensor."""
         if param in self._by_param:
             return self._by_param[param]
         if (paged := self._units.by_param.get(param)) is None:  # it has no elements
@@ -242,7 +245,8 @@ class ParamCopies:
         return value
 
     def _read(self, paged: PagedUnit) -> torch.Tensor:
-        """Return the flat of an offloaded unit, from the last reads if its values have not changed since."""
+        """Return the flat of an offloaded unit. Use the flat of an earlier read if the unit's values have not changed
+        since."""
         if self._cache.is_closed:
             self._cache.refuse_closed(paged)
         for unit, version, flat in self._last:

@@ -31,12 +31,13 @@ from tiered_zero.unit.unit import FlatStorage, PagedUnit, StepEvents, UnitState,
 
 @dataclass(kw_only=True)
 class Frame:
-    """A module that runs, or the engine's forward: one entry of the pager's stack.
+    """A running module, or the engine's forward: one entry of the pager's stack.
 
-    `thread`: the thread that runs it. `held`: units that stay in use for its whole length, in the pass `pass_name`.
-    `faulted`: units of functions that were called in it. If room is short and no view of such a unit is held, the unit
-    is evicted, and fetched again when the next function is called with it. `is_inside_hooks`: hooks for saved tensors
-    were set when it began. `disables_cast_cache`: autocast's cache is off while it runs. [Note: Casts of weights]"""
+    `thread`: the thread that runs the module. `held`: units that stay in use until the module ends, in the pass
+    `pass_name`. `faulted`: units that functions called in the module needed. Such a unit may be evicted if room is
+    short and no view of it is held; the next function that needs it fetches it again. `is_inside_hooks`: whether hooks
+    for saved tensors were set when the module began. `disables_cast_cache`: whether autocast's cache is off while the
+    module runs. [Note: Casts of weights]"""
 
     thread: int
     pass_name: str = ""
@@ -48,7 +49,7 @@ class Frame:
 
 @dataclass(kw_only=True)
 class DirectCall:
-    """A call of `module` by the user on `thread`, past the engine. `frame`: the Python frame of torch's call of the
+    """A call of `module` by the user on `thread`, without the engine. `frame`: the Python frame of torch's call of the
     module; None if the module is compiled. `saving`: the hooks for saved tensors that were set for the call."""
 
     module: nn.Module
@@ -85,9 +86,9 @@ class Pager:
         self.frames: list[Frame] = []
         """The stack of modules that run, the innermost last."""
         self.direct: DirectCall | None = None
-        """The direct call that runs, or that an interrupt has ended without its hook."""
+        """The direct call that runs, or one that an interrupt has ended without calling its hook."""
         self.loading: list[AbstractContextManager[None]] = []
-        """The open blocks of gathered parameters of a load_state_dict() that runs."""
+        """The open `gathered` blocks of a running load_state_dict()."""
         self.units = UnitTable()
         self.cache = UnitCache(runtime, inventory, limits, self.units)
         self.saved_views = SavedViews(self.units, self._fault_in_saved, mover)
@@ -96,15 +97,15 @@ class Pager:
         """The number of frames, gathers and copies so far: callers compare it to see whether weights were used in
         between."""
         self._watched: set[PagedUnit] = set()
-        """Units whose memory user code was given."""
+        """Units with parameters whose memory user code has got."""
         self._swapped: dict[tuple[Owner, str], Home] = {}
         """The homes of units after the next `swap_param_buffers`, by unit and kind."""
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def adopt(self, unit: Unit, params: Sequence[nn.Parameter], events: StepEvents) -> None:
-        """Turn `params` into views of one flat of this unit, without memory, and drop their former bytes. `events`: the
-        object that is called before uses of the unit."""
+        """Make `params` views of a new flat of the unit, without memory, and drop their former bytes. `events`: is
+        called before uses of the unit."""
         place = None
         memory: AbstractContextManager[None] = nullcontext()
         if (home := self._inventory.find(unit, "param")) is None:
@@ -125,8 +126,8 @@ class Pager:
         self.units.add(paged)
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Write `flat`, [P] on the CPU, as the first values of a unit: to its home, or to the device if the unit lives
-        there."""
+        """Write `flat`, [P] on the CPU, as the first values of a unit: to the device if the unit lives there, else to
+        its home."""
         paged = self.units.by_index[unit.index]
         if not paged.is_resident:
             self.offloaded_params.store(unit, flat)
@@ -139,7 +140,7 @@ class Pager:
     # -- use -------------------------------------------------------------------------------------------------------
 
     def _acquire(self, paged: PagedUnit, pass_name: str) -> None:
-        """Make the unit's parameters usable by all that compute launches from now on, and add a user. Pairs with
+        """Add a user, and make the unit's parameters usable for all compute that is launched from now on. Pairs with
         `_release`."""
         if not paged.unit.trainable:
             paged.storage.count_references(is_recomputed=pass_name == "backward")
@@ -147,8 +148,8 @@ class Pager:
         paged.add_user()
 
     def _release(self, paged: PagedUnit, pass_name: str) -> None:
-        """End one use of the unit. After the last use, forward guards or evicts the unit; backward holds it until its
-        memory is needed."""
+        """Remove a user. After the last use, a forward guards or evicts the unit; a backward holds it until its memory
+        is needed."""
         paged.remove_user()
         if pass_name != "backward":
             self.cache.retire(paged)
@@ -167,25 +168,26 @@ class Pager:
             return
         if state is UnitState.OFFLOADED:
             self.cache.fetch(paged)
-        # before the wait: an update under way then has where to put what it computes
+        # before the wait: a running update then copies new parameters to these fetches from its staging memory
         self.cache.prefetch(paged, self.phase)
         try:
             if (unit_update := self._inventory.last_update(paged.unit)) is not None:
                 self._wait_update(paged, unit_update)
-            if paged.fetch is not None:  # else it was fetched since its last update: what that still writes is its home
+            if paged.fetch is not None:  # else its bytes are here already; the update may still write its home
                 self._wait_fetched(paged.unit, paged.fetch)
         except Exception:
             if paged.fetch is not None:
-                self.cache.evict(paged)  # these are not its bytes
+                self.cache.evict(paged)  # it holds no valid bytes
             raise
         paged.begin_use()
 
     def _wait_update(self, paged: PagedUnit, unit_update: UnitUpdate) -> None:
-        """Block until the unit's last update is far enough for a use.
+        """Block until the unit's last update lets the unit be used. Raises the error of an update that has failed by
+        then.
 
-        If the unit lives on the device: until the update is written. Else until the new parameters are computed: the
-        update does not need the gradients any more, and a fetch knows from where the parameters come to the device.
-        Raises the error of an update that has failed by then."""
+        A unit that lives on the device must be written. For any other unit it is enough that the new parameters are
+        computed: the update then no longer needs the gradients, and the fetch can take new parameters from staging
+        memory."""
         if not unit_update.written.done():
             with self._recorder.span("compute", "wait_update", paged.unit.name):
                 (unit_update.written if paged.is_resident else unit_update.computed).wait()
@@ -193,7 +195,7 @@ class Pager:
             unit_update.written.wait()  # done: returns at once, or raises
 
     def _wait_fetched(self, unit: Unit, fetch: Transfer) -> None:
-        """Order compute after the fetch of the unit. Raises the fetch's error."""
+        """Make compute wait for the fetch of the unit. Raises the fetch's error."""
         if fetch.done():
             self._accelerator.wait_on_compute(fetch)
             return
@@ -216,7 +218,8 @@ class Pager:
 
     @contextmanager
     def frame(self, units: Sequence[Unit] = ()) -> Iterator[None]:
-        """Hold `units`, and all units that are faulted in inside, until the block ends (also by an exception)."""
+        """Open a frame that holds `units` in use for the length of the block, and close it at the end, also after an
+        exception."""
         self.enter_frame(units)
         try:
             yield
@@ -225,12 +228,12 @@ class Pager:
 
     def enter_frame(self, units: Sequence[Unit]) -> None:
         is_outermost, thread = not self.frames, threading.get_ident()
-        if is_outermost or self.frames[-1].thread != thread:  # else this thread is inside
+        if is_outermost or self.frames[-1].thread != thread:  # else this thread was admitted already
             self.driver.check("A module's forward")
         self.num_uses += 1
         self.frames.append(frame := Frame(thread=thread))
         if is_outermost:
-            self.copies.end()  # of a state_dict that its own hooks broke off
+            self.copies.end()  # ends a state_dict whose own hooks have raised
             self.cache.refuse()
         if units:
             frame.pass_name = self.phase.pass_name
@@ -244,7 +247,7 @@ class Pager:
         frame.is_inside_hooks = self.saved_views.begin_module()
 
     def exit_frame(self) -> bool:
-        """Close the frame that this thread has opened last; return False if it has none."""
+        """Close the frame that this thread has opened last. Return False if there is none."""
         if not self.frames or self.frames[-1].thread != threading.get_ident():
             return False
         frame = self.frames.pop()
@@ -272,10 +275,11 @@ class Pager:
         return bool(self.frames)
 
     def is_called_directly(self) -> bool:
-        """Return whether the user calls the module whose forward begins past the engine (a direct call)."""
+        """Return whether a forward that begins now is a direct call: the user calls the module, and neither the engine
+        nor another module nor a backward runs."""
         return not self.frames and self.phase.now is Phase.IDLE and torch._C._current_graph_task_id() == -1
 
-    # -- modules that are called directly, past the engine -------------------------------------------------------------
+    # -- modules that the user calls directly --------------------------------------------------------------------------
 
     def begin_direct(self, module: nn.Module) -> None:
         refuse_tracing()
@@ -283,18 +287,18 @@ class Pager:
         self.direct = DirectCall(module=module, thread=threading.get_ident(), frame=_find_module_call())
 
     def save_direct(self) -> None:
-        """Save views by name until `end_direct`. Called once the frame of the direct call is open."""
+        """Save views by name until `end_direct`. Called after the frame of the direct call was opened."""
         if self.direct is not None:
             self.direct.saving = self.saved_views.begin()
 
     def end_direct(self) -> None:
         direct, self.direct = self.direct, None
-        if direct is not None and direct.thread == threading.get_ident():  # else that thread has ended, and its hooks
+        if direct is not None and direct.thread == threading.get_ident():  # else that thread and its hooks have ended
             self.saved_views.end(direct.saving)
             self.driver.leave()
 
     def runs_directly(self) -> bool:
-        """Return whether the caller runs inside of a module that was called directly."""
+        """Return whether the caller runs inside a direct call of a module."""
         return self.direct is not None and is_running(self.direct.frame)
 
     def ends_direct(self, module: nn.Module) -> bool:
@@ -317,7 +321,7 @@ class Pager:
         if self.driver.other() is not None or not (self.frames or self._is_in_backward()):
             for param, paged in zip(params, paged_units, strict=True):
                 self._refuse_if_offloaded(param, paged, function)
-        for paged in paged_units:  # none makes room for another
+        for paged in paged_units:  # as users, so that no fetch evicts one of the others
             paged.add_user()
         try:
             for paged in paged_units:
@@ -330,8 +334,8 @@ class Pager:
         self.saved_views.save_recomputed()
 
     def _refuse_if_offloaded(self, param: nn.Parameter, paged: PagedUnit, function: str) -> None:
-        """Raise ParameterOffloadedError for `param` unless its unit is in use or resident. A resident unit that is not
-        in use only waits for its update."""
+        """Raise ParameterOffloadedError for `param`. Do nothing if its unit is in use, or lives on the device, where a
+        unit that is not in use only waits for its update."""
         if paged.state is UnitState.IN_USE or paged.is_resident:
             return
         if self.cache.is_closed:
@@ -341,8 +345,8 @@ class Pager:
         raise offloaded_error(function, name, tier, paged.unit.dtype, self._accelerator.device)
 
     def _fault_in_saved(self, unit_index: int, version: int | None) -> FlatStorage:
-        """Fetch a unit of which autograd unpacks a view, and return its storage. `version`: the unit's version when the
-        view was saved. Raises ModelError if the unit's weights have changed since."""
+        """Fetch a unit for a saved view that autograd unpacks, and return the unit's storage. `version`: the unit's
+        version when the view was saved. Raises ModelError if the unit's weights have changed since."""
         paged = self.units.by_index[unit_index]
         if torch._C._current_graph_task_id() != self.phase.task:
             paged.events.notice_backward()
@@ -359,13 +363,13 @@ class Pager:
 
     @runs_outside_modes
     def finish_gradients(self, unit: Unit) -> None:
-        """Guard or evict a unit that backward holds: all its gradients have arrived, so no later node is expected to
+        """Guard or evict a unit that backward holds. All its gradients have arrived, so no later node is expected to
         need it."""
         self.cache.retire(self.units.by_index[unit.index])
 
     @runs_outside_modes
     def end_pass(self) -> None:
-        """Guard or evict every unit without users: forward or backward is over, or has failed."""
+        """Guard or evict every unit without users, after a forward or backward has ended or failed."""
         for paged in self.units.by_index.values():
             if paged.state is UnitState.IN_USE and not paged.num_users:
                 self.cache.retire(paged)
@@ -373,9 +377,9 @@ class Pager:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def invalidate(self) -> None:
-        """Drop what the device holds of trainable units, whose homes are about to change.
+        """Drop the device's bytes of trainable units, because their homes are about to change.
 
-        If other code holds a view of a unit's flat, the flat keeps its memory, without values, until the unit's next
+        If other code holds a view of a unit's flat, the flat keeps its memory, filled with NaN, until the unit's next
         use fetches new values into it."""
         for paged in self.units.by_index.values():
             if paged.unit.trainable:
@@ -383,7 +387,7 @@ class Pager:
         self.cache.refuse()
 
     def invalidate_all(self) -> None:
-        """Drop what the device holds of every unit, frozen ones too: all units are about to be loaded.
+        """Drop the device's bytes of every unit, frozen ones too, because all units are about to be loaded.
 
         A frozen unit that lives on the device keeps its bytes: the program may change them at any time."""
         for paged in self.units:
@@ -408,14 +412,14 @@ class Pager:
             paged.storage.blank()
 
     def end_update(self) -> None:
-        """Watch resident units in use for changes by user code from here on: the update has given them their new
-        values."""
+        """Record the values that an update has given to resident units in use. Later changes of these are changes by
+        user code."""
         for paged in self.units.by_index.values():
             if paged.is_resident and paged.state is UnitState.IN_USE:
                 paged.storage.begin_watch()
 
     def begin_back_update(self) -> None:
-        """Record the swap of homes that ends a delayed update. The update writes the "param_back" homes while compute
+        """Prepare the swap of homes that ends a delayed update. The update writes the "param_back" homes while compute
         reads the "param" homes."""
         find, units = self._inventory.find, [paged.unit for paged in self.units if not paged.is_resident]
         homes = [(unit, back, find(unit, "param")) for unit in units if (back := find(unit, "param_back")) is not None]
@@ -423,8 +427,8 @@ class Pager:
         self._swapped |= {(unit, "param_back"): home for unit, _, home in homes if home is not None}
 
     def swap_param_buffers(self) -> None:
-        """Swap the "param" and "param_back" homes of each unit; copy the latter to the device for a unit that lives
-        there. The caller calls this again after a failure."""
+        """Swap the "param" and "param_back" homes of each unit. If the unit lives on the device, copy its "param_back"
+        home there instead. After a failure the caller calls this again."""
         self.invalidate()
         for paged in self.units:
             if paged.is_resident and (back := self._inventory.find(paged.unit, "param_back")) is not None:
@@ -433,20 +437,21 @@ class Pager:
         self.end_update()
 
     def block_for_update(self) -> None:
-        """Block use of every trainable unit until the unit's own update completes. Called when the step is taken."""
+        """Make the next use of every trainable unit wait for the unit's own update: guard the unit, or evict it. Called
+        when the step is taken. Units whose update began in backward may be used again after their update."""
         begun = {paged for paged in self.units if paged.weights is WeightState.UPDATING}
         self.unblock()
         for paged in self.units:
             if not paged.unit.trainable or paged in begun:
-                continue  # what was fetched of those since waits for their updates, which may wait for this step
+                continue  # its fetch, if one has begun, waits for its update, which may wait for this step
             self._invalidate(paged)
             if paged.is_resident:
                 self.cache.guard(paged)
         self.cache.refuse()
 
     def block_unit_for_update(self, unit: Unit) -> bool:
-        """Refuse any use of a unit until the step is taken, because its update begins in backward; return True. Return
-        False, with nothing changed, if the unit is in use."""
+        """Make every use of a unit raise until the step is taken, because its update begins in backward; return True.
+        If the unit is in use, change nothing and return False."""
         paged = self.units.by_index[unit.index]
         if paged.storage.is_viewed or (paged.num_users and not paged.is_resident):
             return False
@@ -459,8 +464,8 @@ class Pager:
         return True
 
     def unblock(self) -> None:
-        """Allow use of units that `block_unit_for_update` has blocked: their updates were dropped before they began, or
-        the step is taken."""
+        """Allow uses of units that `block_unit_for_update` has blocked. Called when the step is taken, or when their
+        updates were dropped before they began."""
         for paged in self.units:
             paged.unblock()
 
@@ -468,8 +473,8 @@ class Pager:
 
     @runs_outside_modes
     def abort(self) -> None:
-        """End every frame, evict units without users, and count all users and bytes anew. Called after a failure, when
-        no module runs any more. A unit that a transfer still fetches stays, as if it were prefetched."""
+        """Close every frame, evict units without users, and count all users and bytes anew. Called after a failure,
+        when no module runs. A unit that a transfer still fetches stays, as if it were prefetched."""
         if any(frame.disables_cast_cache and frame.thread == threading.get_ident() for frame in self.frames):
             torch.set_autocast_cache_enabled(True)
         self.frames.clear()
@@ -477,7 +482,7 @@ class Pager:
         self.copies.end()
         for paged in self.units:
             paged.reset_users(paged.num_gathers + paged.is_resident)
-        for paged in self.units:  # `gathered` may be open around the forward that failed
+        for paged in self.units:  # those of an open `gathered` block keep their users
             if paged.num_users == 0 and (paged.fetch is None or paged.fetch.done()):
                 self.cache.evict(paged)
         self.cache.recount()
@@ -485,8 +490,8 @@ class Pager:
         self.saved_views.abort()
 
     def close(self) -> None:
-        """End the pager. Parameters that live on the device keep their values; the values of all others end with their
-        tiers."""
+        """End the pager. Parameters that live on the device keep their values; the values of all others are lost with
+        their tiers."""
         self.cache.is_closed = True
         for paged in self.units:
             had_users = paged.num_users
@@ -499,7 +504,7 @@ class Pager:
                 paged.storage.orphan_params()
         self.saved_views.close()
 
-    # -- user code, past the engine ------------------------------------------------------------------------------------
+    # -- user code -----------------------------------------------------------------------------------------------------
 
     def storage(self, unit: Unit) -> FlatStorage:
         return self.units.by_index[unit.index].storage
@@ -509,8 +514,8 @@ class Pager:
 
     @runs_outside_modes
     def watch(self, param: nn.Parameter) -> None:
-        """Copy the values of a parameter in use, whose memory user code is about to get. Compare the parameters watched
-        before, if no view of their unit is left. [Note: Writes through .data]"""
+        """Copy the values of a parameter in use, because user code is about to get its memory. First compare earlier
+        copies whose unit no other code holds a view of. [Note: Writes through .data]"""
         for paged in [other for other in self._watched if not (other.num_writers or other.storage.is_viewed)]:
             self.cache.look(paged)
             self._watched.discard(paged)
@@ -525,8 +530,8 @@ class Pager:
 
     @runs_outside_modes
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return a copy of the parameter on the CPU, for a copy of its module; return None if modules run, or if the
-        engine is closed."""
+        """Return a copy of the parameter on the CPU, for a copy or a pickle of its module; return None while modules
+        run, and after the engine is closed."""
         if self.cache.is_closed or self.frames or self._is_in_backward():
             return None
         with self.driver.entered("A copy of a parameter"):
@@ -540,11 +545,11 @@ def _find_module_call() -> FrameType | None:
 
 @final
 class WholeWeights:
-    """Gathers units of which each rank updates its shard, in place. So weights are whole between steps, and one rank
-    alone may evaluate or save them. Driver thread.
+    """Gathers units after an update, in which each rank has changed only its shard. So weights are whole between steps,
+    and one rank alone may evaluate or save them. Driver thread.
 
-    A unit is gathered in its own flat, without other memory, however large it is. `units`: those that the optimizer
-    steps, in static order; empty if a shard is the whole unit, or if units are gathered for each use."""
+    A unit is gathered in its own flat and needs no other memory. `units`: the units that the optimizer steps, in static
+    order; empty if a shard is the whole unit, or if units are gathered for each use."""
 
     def __init__(self, runtime: Runtime, pager: Pager, units: Sequence[Unit]) -> None:
         self._accelerator = runtime.accelerator
@@ -553,21 +558,22 @@ class WholeWeights:
         self.units = units
 
     def invalidate_all(self) -> None:
-        """Drop what the device holds of every unit."""
+        """Drop the device's bytes of every unit."""
         self._pager.invalidate_all()
 
     def end_update(self) -> None:
-        """Gather every unit after its shards were changed otherwise than by a step, and record the values of resident
-        units as new. Blocks; raises RankError."""
+        """Gather every unit after its shards were loaded, and record the values of resident units as new. Blocks;
+        raises RankError."""
         if self.units:
             with self._recorder.span("compute", "wait_param"):
                 wait_all([self.start(unit) for unit in self.units])
         self._pager.end_update()
 
     def start(self, unit: Unit) -> Transfer:
-        """Start to fill the unit with the shards of all ranks; this rank's shard has its new values already."""
-        flat = self._pager.storage(unit).flat.data  # its version counter is its own: saved views stay valid
+        """Start to gather the shards of all ranks into the unit's flat, where this rank's shard has its new values
+        already."""
+        flat = self._pager.storage(unit).flat.data  # has another version counter, so saved views stay valid
         shard = unit.shard(self._collectives.rank)
         own, name = flat[shard.start : shard.stop], f"the parameters of {unit.name}"
-        after = [self._accelerator.record_compute()]  # what may still read the shards of before
+        after = [self._accelerator.record_compute()]  # compute may still read the earlier shards
         return self._collectives.all_gather(flat, own, name, after=after, bounds=unit.bounds)

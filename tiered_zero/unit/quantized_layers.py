@@ -3,12 +3,12 @@
 [Note: Layers of 4 bits]
 bitsandbytes multiplies in an autograd function that keeps the packed weight as an attribute of its context, where hooks
 for saved tensors do not see it. So the memory of every such layer would stay on the device from forward to backward.
-Here the same operators run in a function that saves the weight as autograd's own functions do: the layer's unit is
-evicted after forward, in a checkpoint of either kind too, and is fetched again in backward.
+Here the same operators run in a function that saves the weight as autograd's own functions do. The layer's unit is
+evicted after forward, also in a checkpoint of either kind, and is fetched again in backward.
 A `forward` in the instance of the module calls this function. A forward hook cannot do that: hooks run before and after
 the layer's forward, which calls bitsandbytes' function by a global name.
 The scales of the blocks (`absmax`, an eighth of the packed bytes) are plain tensors in the weight's `quant_state`.
-`statistics` makes parameters of them, which belong to the layer's unit, in their own dtype, and to no module. So the
+`statistics` makes parameters of them. These belong to the layer's unit but to no module, and keep their dtype. So the
 plan counts them, they are paged, and `state_dict()` has them under bitsandbytes' own keys. The tables of 16 and 256
 values stay on the device, as buffers do."""
 
@@ -44,8 +44,8 @@ def statistics(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _owners(state: Any) -> list[tuple[str, Any]]:
-    """Return the objects whose `absmax` are a layer's scales, with the names of these scales: the quant_state, and a
-    second state if the scales are quantized too."""
+    """Return (name of a scale, the object that has it as `absmax`): for the quant_state, and for its second state if
+    the scales are quantized too."""
     return [("absmax", state), *([("nested_absmax", state.state2)] if state.nested else [])]
 
 
@@ -67,8 +67,8 @@ def _with_scales(state: Any, scales: Sequence[torch.Tensor | None]) -> Any:
 
 
 class Forward4bit:
-    """The `forward` of a layer quantized to 4 bits whose unit is paged. A copy or a pickle of the layer has the
-    `forward` of the layer's class."""
+    """The `forward` of a paged layer that is quantized to 4 bits. In a copy or a pickle of the layer, the `forward` of
+    the layer's class takes its place."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
@@ -90,7 +90,7 @@ class Forward4bit:
         if (
             not (torch.is_grad_enabled() and x.requires_grad)  # nothing is kept
             or (bias is not None and (bias.requires_grad or bias.dtype != (module.compute_dtype or x.dtype)))
-            or x.shape[-1] != state.shape[-1]  # of a weight packed as [in, out], which is deprecated
+            or x.shape[-1] != state.shape[-1]  # the weight is packed as [in, out], which is deprecated
         ):
             return self._class_forward(x, plain)
         # what Linear4bit.forward does
@@ -104,7 +104,7 @@ class Forward4bit:
 
     def _class_forward(self, x: torch.Tensor, plain: Any) -> torch.Tensor:
         """Run the `forward` of the layer's class. `plain`: the quant_state with plain tensors as scales. bitsandbytes
-        asks for their address; if they were parameters, their values would be watched from then on."""
+        asks for the address of the scales, and the values of parameters would be watched from then on."""
         weight, state = self._module.weight, self._module.weight.quant_state
         weight.quant_state = plain
         try:
@@ -118,16 +118,15 @@ class Forward4bit:
 
 
 def _fault_in(params: Sequence[nn.Parameter], function: str) -> None:
-    """Fetch those of `params` that no running module holds: no function of torch that would fetch them is called with
-    them."""
+    """Fetch the offloaded parameters among `params`. They are passed to no function of torch that would fetch them."""
     if guarded := [param for param in params if isinstance(param, OffloadedParameter)]:
         others = [param for param in params if not isinstance(param, OffloadedParameter)]
         require_handler(guarded[0]).fault_in([*guarded, *others], function)
 
 
 class _Matmul4bit(torch.autograd.Function):
-    """bitsandbytes' MatMul4Bit: the same operators in the same order. `quant_state`: the layer's, with plain tensors as
-    scales."""
+    """Multiplies as bitsandbytes' MatMul4Bit does: the same operators in the same order. `quant_state`: the layer's,
+    with plain tensors as scales."""
 
     @staticmethod
     def forward(
@@ -140,7 +139,7 @@ class _Matmul4bit(torch.autograd.Function):
     ) -> torch.Tensor:
         library: Any = sys.modules["bitsandbytes"]
         ctx.save_for_backward(weight, *scales)
-        ctx.quant_state = _with_scales(quant_state, [None for _ in scales])  # views of them would keep their unit
+        ctx.quant_state = _with_scales(quant_state, [None for _ in scales])  # views of scales would keep the unit
         found: torch.Tensor = library.matmul_4bit(x, weight, bias=bias, quant_state=quant_state)  # grad mode is off
         return found
 

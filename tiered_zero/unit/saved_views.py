@@ -2,7 +2,7 @@
 
 [Note: Versions of saved tensors]
 Under saved-tensor hooks autograd compares no version counters, and keeps what `pack` returns as it is. So `pack`
-records the version counter of every tensor that it saves, and `unpack` compares it, and raises torch's error if it has
+records the version counter of every tensor that it saves. `unpack` compares it, and raises torch's error if it has
 moved. A tensor that has a graph is saved detached: a node that holds its own output would keep itself, and the graph
 behind it, alive for ever."""
 
@@ -33,7 +33,7 @@ class SavedView:
     """What autograd keeps in place of a view of a flat: the unit, and the view's geometry in elements of `dtype`.
 
     `version`: the unit's version. `counter`: the version counter of the parameter, which changes in place move. Both
-    are None inside of a checkpoint, whose recomputation uses the weights of its own time."""
+    are None inside of a checkpoint: its recomputation uses the weights that are current when it runs."""
 
     unit_index: int
     version: int | None
@@ -46,9 +46,10 @@ class SavedView:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedWrapper:
-    """What autograd keeps in place of a view of a flat inside a torch.func transform. The transform's wrapper cannot be
-    made anew, so the bytes stay on the device. `view`: a view of the flat that keeps them there
-    (`FlatStorage.is_viewed`), since the wrapper does not. `inner`: the name of the view."""
+    """What autograd keeps in place of a view of a flat inside a torch.func transform.
+
+    `wrapper`: the transform's wrapper of the view, which cannot be made anew. `view`: a view of the flat, which keeps
+    the unit's memory on the device, since the wrapper does not (`FlatStorage.is_viewed`). `inner`: the view by name."""
 
     wrapper: torch.Tensor
     view: torch.Tensor
@@ -60,18 +61,18 @@ SavedTensor = tuple[torch.Tensor, int]
 
 
 class MovedTensor(Protocol):
-    """A tensor that is no view of a flat, and whose bytes have left the device. `counter`: shares the tensor's version
-    counter. `version`: the counter's value when the tensor was saved."""
+    """A saved tensor that is no view of a flat, and whose bytes have left the device. `counter`: shares the tensor's
+    version counter. `version`: the counter's value when the tensor was saved."""
 
     counter: torch.Tensor
     version: int
 
     def unpack(self) -> torch.Tensor:
-        """Return the saved tensor on the device, to which its bytes are moved back if they have left."""
+        """Return the saved tensor on the device; move its bytes back if they have left."""
 
 
 class TensorMover(Protocol):
-    """Interface of the object that moves the tensors that autograd saves and that are no views of a unit."""
+    """Interface of the object that moves saved tensors off the device, except views of a unit."""
 
     def pack(self, tensor: torch.Tensor, version: int) -> MovedTensor | None:
         """Begin to move a detached tensor; return None if the tensor stays on the device. `version`: its version
@@ -80,8 +81,8 @@ class TensorMover(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByProgram:
-    """What the program's own hooks keep of a tensor that is no view of a flat. `packed`: what their pack hook has
-    returned. `unpack`: their unpack hook."""
+    """What autograd keeps of a tensor that the program's own hooks have saved. The tensor is no view of a flat.
+    `packed`: what their pack hook has returned. `unpack`: their unpack hook."""
 
     packed: Any
     unpack: Callable[[Any], Any]
@@ -94,7 +95,7 @@ Unpack = Callable[[Any], Any]
 
 @final
 class SavedViews:
-    """The pair of saved-tensor hooks of one engine. Autograd calls them: `pack` on the thread of forward, `unpack` on
+    """The pair of saved-tensor hooks of one engine. Autograd calls `pack` on the thread of forward, and `unpack` on
     that of backward."""
 
     def __init__(
@@ -103,19 +104,20 @@ class SavedViews:
         fault_in_saved: Callable[[int, int | None], FlatStorage],
         mover: TensorMover | None = None,
     ) -> None:
-        """`fault_in_saved(unit_index, version)`: returns the unit's storage, fetched for the backward that runs.
-        `mover`: gets all other tensors that are saved, unless hooks of the program or of a checkpoint get them."""
+        """`fault_in_saved(unit_index, version)`: fetches a unit for the running backward and returns its storage.
+        `mover`: gets all saved tensors that are no views of a unit, unless hooks of the program or of a checkpoint get
+        them."""
         self._units = units
         self._fault_in_saved = fault_in_saved
         self._mover = mover
 
     def close(self) -> None:
-        """Drop every reference to the engine. Units that live on the device stay: a graph that outlives the engine may
-        need them.
+        """Drop every reference to the engine. Keep the units that live on the device, because a graph that outlives the
+        engine may need them.
 
-        Autograd's nodes hold this object where Python's collector does not look. The error of a failed engine has a
-        traceback, which leads to the program's frames, and so to the loss and the graph. If this object led to that
-        error, none of them would ever be freed."""
+        Autograd's nodes refer to this object where Python's collector does not look. The error of a failed engine has a
+        traceback, which refers to the program's frames, and so to the loss and the graph. If this object referred to
+        that error, none of them would ever be freed."""
         self._fault_in_saved = _ClosedUnits(self._units)
         self._units, self._mover = UnitTable(), None
 
@@ -137,8 +139,8 @@ class SavedViews:
                 saving.__exit__()
 
     def begin(self) -> saved_tensors_hooks | None:
-        """Check the model when the outermost forward or a backward begins, then set the hooks that save views by name.
-        Return these for `end`; None if none were set. Raises ModelError."""
+        """Check the model, then set the hooks that save views by name. Called when the outermost forward or a backward
+        begins. Return the hooks, for `end`; None if none were set. Raises ModelError."""
         self._check_converted()
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             raise ModelError(_NO_TRANSFORM)
@@ -155,17 +157,17 @@ class SavedViews:
                 paged.storage.check_converted()
 
     def end(self, saving: saved_tensors_hooks | None) -> None:
-        """Take off `saving`, the hooks that `begin` has returned, unless an interrupt has taken them off already."""
+        """Remove `saving`, the hooks that `begin` has returned, unless an interrupt has removed them already."""
         if saving is not None and self._is_saving():
             saving.__exit__()
 
     def abort(self) -> None:
-        """Take off the hooks that an interrupted forward has left on autograd's stack: no forward runs."""
+        """Remove the hooks that an interrupted forward has left on autograd's stack. Called when no forward runs."""
         while self._is_saving():
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def _is_saving(self) -> bool:
-        """Return whether the innermost hooks for saved tensors on this thread are those of this object."""
+        """Return whether the innermost hooks for saved tensors on this thread belong to this object."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return top is not None and self.is_own(top[0])
 
@@ -208,11 +210,12 @@ class SavedViews:
             return self._mover.pack(*saved) or saved
 
     def hooks_inside(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack] | None:
-        """Return the hooks to set inside of `outer`, those that autograd calls now; None if none are to be set.
+        """Return the hooks to set inside of `outer`, the hooks that are set now (None: there are none). Return None if
+        none are to be set: inside of our own hooks, or of those of a checkpoint.
 
-        Tensors that are no views of a unit still go to `outer`, such as save_on_cpu(). None are set if ours are set
-        already, or inside the hooks of a checkpoint. A checkpoint must get all tensors: it counts the saved ones,
-        weights too, and its recomputation runs without the engine's call around it."""
+        Tensors that are no views of a unit still go to `outer`, such as save_on_cpu(). A checkpoint must get all
+        tensors: it counts the saved ones, weights too, and its recomputation runs without the engine's call around
+        it."""
         if outer is None:
             return (self.pack if self._mover is None else self.pack_and_move), self.unpack
         if self.is_own(outer[0]) or _is_of_checkpoint(outer[0]):
@@ -223,11 +226,11 @@ class SavedViews:
         return pack in (self.pack, self.pack_and_move) or (isinstance(pack, _PackInside) and pack.views is self)
 
     def begin_module(self) -> bool:
-        """Save by name what a module computes in a recomputation (see `save_recomputed`), or in a forward inside of
-        hooks that the program or a checkpoint has set. Return whether it is inside of such hooks: the caller then calls
-        `end_inside`.
+        """Set the hooks that save views by name when a module begins, in two cases: in a recomputation (see
+        `save_recomputed`), and inside of hooks of the program or of a checkpoint. Return True in the second case: the
+        caller then calls `end_inside`.
 
-        Such hooks would get the unit's memory itself, and keep it if they copy nothing (`save_on_cpu` if the CPU
+        The outer hooks would get the unit's memory itself, and keep it if they copy nothing (`save_on_cpu` if the CPU
         computes). A checkpoint would hold recomputed weights until the backward of its region ends, and their units
         could not be evicted. Modules save alike in forward and in the recomputation, because the checkpoint counts the
         saved tensors."""
@@ -244,11 +247,11 @@ class SavedViews:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def save_recomputed(self) -> None:
-        """Save by name what is recomputed in a backward, unless other hooks save it.
+        """Set the hooks that save views by name for what a backward recomputes, unless other hooks are set.
 
-        In a backward that the user has started past the engine there are no other hooks. Autograd would save the
-        parameters themselves, whose bytes go when their unit is evicted. The hooks stay until the running node of the
-        backward has ended: autograd then restores the hooks of its thread."""
+        No hooks are set in a backward that the user has started without the engine. Autograd would save the parameters
+        themselves, whose bytes go when their unit is evicted. The hooks stay until the running node of the backward has
+        ended: autograd then restores the hooks of its thread."""
         if torch._C._current_graph_task_id() == -1 or not self._may_save():
             return
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
@@ -259,10 +262,10 @@ class SavedViews:
         return enabled and torch.is_grad_enabled()
 
     def unpack(self, saved: Saved) -> torch.Tensor:
-        """Return the tensor that forward saved, fetched if it is offloaded: an entry point of [Note: Entry points].
+        """Return the tensor that forward saved. Fetch it if it is offloaded: an entry point of [Note: Entry points].
 
         Raises RuntimeError, as torch does, if the tensor was changed in place since. Raises ModelError if a step or
-        `gathered` has changed the weights, for no counter of torch moves then."""
+        `gathered` has changed the weights, which moves no counter of torch."""
         if isinstance(saved, tuple):
             tensor, expected = saved
             with torch._C.DisableTorchFunctionSubclass():
@@ -299,15 +302,15 @@ class SavedViews:
 
 @final
 class _ClosedUnits:
-    """Serves graphs that outlive their engine: it holds the units of the closed engine that lived on the device."""
+    """Serves graphs that outlive their engine. Holds the units that lived on the device of the closed engine."""
 
     def __init__(self, units: UnitTable) -> None:
         self._names = {paged.unit.index: paged.unit.name for paged in units}
         self._resident = {paged.unit.index: (paged.storage, paged.version) for paged in units if paged.is_resident}
 
     def __call__(self, unit_index: int, version: int | None) -> FlatStorage:
-        """Return the storage of a unit that lived on the device. Raises ParameterOffloadedError for any other unit, and
-        ModelError if the unit's weights have changed since `version`, at which the view was saved."""
+        """Return the storage of a unit that lived on the device. `version`: the unit's version when the view was saved.
+        Raises ParameterOffloadedError for any other unit, and ModelError if the unit's weights have changed since."""
         if unit_index not in self._resident:
             ClosedEngine(self._names[unit_index]).fault_in((), "This call")
         storage, current = self._resident[unit_index]
@@ -318,7 +321,8 @@ class _ClosedUnits:
 
 @final
 class _PackInside:
-    """A pack hook that saves views of units by name, and passes all other tensors to the hooks of the program."""
+    """A pack hook that saves views of units by name, and passes all other tensors to the hooks that were set before
+    it."""
 
     def __init__(self, views: SavedViews, outer: tuple[Pack, Unpack]) -> None:
         self.views = views
@@ -360,7 +364,7 @@ def _is_of_checkpoint(pack: Pack) -> bool:
 
 def _changed_in_place(tensor: torch.Tensor, found: int, expected: int) -> RuntimeError:
     """Return torch's own error for a tensor that was changed in place. torch also names the node that computed the
-    tensor; the node named here is the one that needs it."""
+    tensor; this error names the node that needs it."""
     with torch._C.DisableTorchFunctionSubclass():
         kind, shape = tensor.type(), list(tensor.shape)
     node = torch._C._current_autograd_node()

@@ -1,29 +1,30 @@
-"""Hold a unit on the device: its flat, its state, and the one table of the legal changes of that state.
+"""Hold a unit on the device: its flat, its state, and the table of legal state changes.
 
 The parameters of a unit are views of its flat. `storage.resize_(0)` frees the flat's memory while every view keeps its
 shape, dtype and place in autograd's graphs; a later `resize_` and copy bring the bytes back under the same views.
-While parameters are guarded they are views of a second storage, whose address torch refuses to give.
+Guarded parameters are views of a second storage, whose address torch refuses to give.
 On the CPU device the storage is a range of huge pages, which keeps its address while its memory is unmapped: see
 hardware/memory/huge_pages.py.
 
 [Note: State of a unit]
-Two enums hold the state of a unit: `UnitState` and `WeightState`. They change together, and only in `PagedUnit`. All
-else is a plain field (`num_users`, `version`, `fetch`) or a fact of the storage: `is_full`, and `is_viewed`, which is
-true while other code holds a view of the flat. Such a view is held by a node that runs, by a tensor that a checkpointed
-region has recomputed, or by an output that is a slice of a weight. A flat that is viewed keeps its memory, also when
-its unit is OFFLOADED. So neither eviction nor a wrong prefetch can free memory that a computation reads; at worst the
-budget is exceeded, which raises.
+Two enums hold the state of a unit: `UnitState` and `WeightState`. They change together, and only in `PagedUnit`.
+Everything else is a plain field (`num_users`, `version`, `fetch`) or a fact about the storage: `is_full` (the flat has
+memory) and `is_viewed` (other code holds a view of the flat). Such a view may belong to a node that runs, to a tensor
+that a checkpointed region has recomputed, or to an output that is a slice of a weight. A viewed flat keeps its memory,
+even when its unit is OFFLOADED. So neither eviction nor a wrong prefetch can free memory that a computation reads; at
+worst the budget is exceeded, which raises.
 A unit that lives on the device has its storage as its home: it is IN_USE, or CACHED while it waits for its update.
-From every pair of states `Pager.abort` leads a unit back to OFFLOADED, unless the unit lives on the device, a
-`gathered` block uses it, or its fetch is still under way.
+`Pager.abort` returns a unit from every state to OFFLOADED, except a unit that lives on the device, that a `gathered`
+block uses, or that a transfer still fetches.
 
 [Note: Writes through .data]
 A change in place moves the version counter of the parameter, or of the flat if a node of backward changes what forward
 saved. `param.data.mul_()` moves the counter too, since `data` of a parameter in use is `detach()` (unit/guard.py). A
-write through a NumPy array moves no counter. So when user code may get the memory of a parameter in use, the engine
-first copies the parameter's values. It compares the values with this copy, bit for bit, when the use ends, or at the
-next such request if nothing holds a view of the unit by then. Code that never asks for the memory pays nothing; code
-that asks pays a copy and a comparison. If a view is kept after the use, the values are watched as long as the view.
+write through a NumPy array moves no counter. So before user code gets the memory of a parameter in use, the engine
+copies the parameter's values. It compares the values with this copy, bit for bit, when the use ends. The comparison
+comes earlier, when user code next gets the memory of a parameter, if no view of the unit is left then. Code that never
+asks for the memory pays nothing; code that asks pays a copy and a comparison. If a view is kept after the use, the
+values are watched as long as the view.
 Three kinds of writes are not seen: through `.data` of a view that indexing did not make (`param.t().data`), through an
 address kept from earlier, and through a view while its unit is offloaded."""
 
@@ -64,7 +65,7 @@ itself. Elements of 8 bytes or more are compared as int64."""
 class FlatStorage:
     """The device memory of one unit, and the views of it that are the unit's parameters.
 
-    `flat`: [P] of the unit's dtype; it has either no memory or all of it (`is_full`). Driver thread."""
+    `flat`: all P elements of the unit, in its dtype. It has memory only while `is_full`. Driver thread."""
 
     def __init__(
         self,
@@ -74,8 +75,8 @@ class FlatStorage:
         handler: FaultHandler,
         place: PageRange | None = None,
     ) -> None:
-        """`handler`: the object that brings the bytes of a guarded parameter. `place`: the huge pages in which the flat
-        lies; None: the device's allocator gives the flat memory at each `fill`."""
+        """`handler`: fetches the bytes of a guarded parameter when code reads it. `place`: the huge pages in which the
+        flat lies; None: the device's allocator gives the flat memory at each `fill`."""
         self.unit = unit
         self._place = place
         self._device = device
@@ -87,8 +88,8 @@ class FlatStorage:
         self._versions = [0] * len(self._params)
         self._flat_version = 0
         self._watched: dict[int, torch.Tensor] = {}
-        """Index of a parameter -> a copy of its values, made when user code was given its memory, and kept until no
-        view of the unit is left."""
+        """Index of a parameter -> a copy of its values, made before user code got its memory, and kept until no view of
+        the unit is left."""
         for param in params:
             set_handler(param, handler)
         self._num_references = self._count_references()
@@ -96,7 +97,8 @@ class FlatStorage:
         self.guard()
 
     def _take_storage(self) -> None:
-        """Make new storages without memory, and make all parameters views of the new flat."""
+        """Create the flat and the storage of guarded parameters, both without memory. Make all parameters views of the
+        flat."""
         guarded = self._new_flat(None if self._place is None else self._place.alias)
         self._keyed_views = [keyed(view) for view in self._views_of(guarded)]
         self._guarded_bytes = guarded.untyped_storage()
@@ -126,22 +128,23 @@ class FlatStorage:
 
     @property
     def _num_uses(self) -> int:
-        """The number of references to the flat's storage and to the guarded one; parameters move between the two."""
+        """The references to the flat's storage plus those to the storage of guarded parameters. Guarding moves
+        references from the first to the second and leaves the sum unchanged."""
         count = torch._C._storage_Use_Count
         return int(count(self.key)) + int(count(self._guarded_bytes._cdata))
 
     @property
     def is_viewed(self) -> bool:
-        """Whether other code holds a view of the flat: a running node, an output, a custom function. The memory then
-        stays.
+        """Whether other code holds a view of the flat: a running node, an output, a custom function. The flat then
+        keeps its memory.
 
         [Note: Frozen parameters that autograd holds]
         Hooks for saved tensors get a frozen parameter itself, not a view of it. They may return the parameter to a node
-        in backward, which then reads its memory past the guard; torch.utils.checkpoint does this for what it has
+        in backward, which then reads its memory without the guard; torch.utils.checkpoint does this with what it has
         recomputed. Only the number of Python references to the parameter shows this. So references are counted before
-        the parameter's module runs, and a higher count later means that autograd holds the parameter. A parameter that
-        requires a gradient although its unit is not trainable, as in a run that only evaluates, does not count: the
-        hooks get a view of it, and the graph's own node for its gradient refers to it."""
+        the parameter's module runs, and a higher count later means that autograd holds the parameter.
+        A parameter may require a gradient although its unit is not trainable, as in a run that only evaluates. Such a
+        parameter does not count: the hooks get a view of it, and the graph's own node for its gradient refers to it."""
         if self._num_uses > self._num_own_uses:
             return True
         if self.unit.trainable:
@@ -151,9 +154,9 @@ class FlatStorage:
             return any(more and not param.requires_grad for param, more in zip(self._params, held, strict=True))
 
     def count_references(self, is_recomputed: bool) -> None:
-        """Count the references to each parameter of a frozen unit now, for `is_viewed` to compare with.
-        `is_recomputed`: the module runs again in backward; of the old and the new count the smaller one is then kept.
-        See [Note: Frozen parameters that autograd holds]."""
+        """Store the number of references to each parameter of a frozen unit; `is_viewed` compares later numbers with
+        it. `is_recomputed`: True if the module runs again in backward; the smaller of the old and the new number is
+        then stored. See [Note: Frozen parameters that autograd holds]."""
         if not self.unit.trainable:
             found = self._count_references()
             self._num_references = list(map(min, found, self._num_references)) if is_recomputed else found
@@ -162,7 +165,7 @@ class FlatStorage:
         return list(map(sys.getrefcount, self._params))
 
     def fill(self) -> None:
-        """Allocate the flat's memory; its content is undefined until a transfer has written it."""
+        """Allocate the flat's memory. Its content is undefined until a transfer has written it."""
         if self._place is not None:
             self._place.fill()
         else:
@@ -172,8 +175,8 @@ class FlatStorage:
     def empty(self, keep: bool = True) -> None:
         """Free the flat's memory. Every view keeps its shape, and autograd's version counters do not move.
 
-        `keep`: False if a transfer may still write to the memory, which no other unit gets then. A storage that NumPy
-        has viewed can never be resized again: it is replaced by a new one, with another `key`."""
+        `keep`: False if a transfer may still write to the memory; no other unit then gets it. A storage that NumPy has
+        viewed cannot be resized again: a new storage with another `key` replaces it."""
         if self._place is not None:
             self._place.empty(keep)
         elif self._bytes.resizable():
@@ -184,12 +187,12 @@ class FlatStorage:
         self.is_full = False
 
     def blank(self) -> None:
-        """Overwrite the unit's values: NaN in every float type. Until the next fetch, views that other code has kept
-        then show NaN and not the values of an earlier step."""
+        """Fill the flat with 0xFF bytes, which are NaN in every float dtype. Views that other code has kept then show
+        NaN until the next fetch, not the values of an earlier step."""
         self.flat.data.view(torch.uint8).fill_(0xFF)
 
     def unguard(self) -> None:
-        """Remove the guard from the parameters. The caller has made sure that the flat's bytes are valid."""
+        """Remove the guard from the parameters. The flat's bytes must be valid."""
         with torch._C.DisableTorchFunctionSubclass():
             for param, view, in_use in zip(self._params, self._views, self._classes_in_use, strict=True):
                 set_data(param, view)
@@ -199,15 +202,16 @@ class FlatStorage:
     # -- [Note: Writes through .data] ----------------------------------------------------------------------------------
 
     def begin_watch(self) -> None:
-        """Record the parameters as they are now; `end_change` compares with this record."""
+        """Record the version counters of the flat and of the parameters, and copy the watched values again;
+        `end_change` compares with them."""
         self._versions = list(map(_version_of, self._params))
         self._flat_version = self.flat._version
         if self._watched:
             self._watched = {index: self._words(index).clone() for index in self._watched}
 
     def watch_values(self, index: int) -> None:
-        """Copy the values of the unit's parameter number `index`, for `end_change` to compare: user code is about to
-        get the parameter's memory."""
+        """Copy the values of the unit's parameter number `index`, for `end_change` to compare. Called before user code
+        gets the parameter's memory."""
         if index not in self._watched:
             self._watched[index] = self._words(index).clone()
 
@@ -217,11 +221,12 @@ class FlatStorage:
         return values.view(_WORDS.get(values.itemsize, torch.int64))
 
     def end_change(self) -> tuple[str, str] | None:
-        """Return (name, class) of a parameter that has changed since `begin_watch`; None if none has.
+        """Return (parameter name, class name) for one parameter that has changed since `begin_watch`; None if none has.
+        After a change, make all parameters views of the flat again.
 
-        The name is the unit's if only that is known. The class is empty if the parameter was written to. If the
-        parameter was given other memory (`param.data = ...`), which is dropped, the class is that of the parameter's
-        module."""
+        If the parameter was written to, the class name is empty. If it was given other memory (`param.data = ...`), the
+        class name is that of its module, and the other memory is dropped. If only the unit of the change is known, the
+        parameter name is the unit's."""
         changed = self._find_change()
         if self._watched and not self.is_viewed:
             self._watched.clear()
@@ -241,9 +246,11 @@ class FlatStorage:
         return None if self.flat._version == self._flat_version else (f"(one of unit {self.unit.name})", "")
 
     def check_converted(self) -> None:
-        """Raise ModelError if the unit's first parameter, in use, has another dtype or device than the flat.
-        `module.half()` does this to all parameters of a unit that lives on the device; `end_change` finds such a change
-        of another parameter."""
+        """Raise ModelError if the unit's first parameter has another dtype or device than the unit. Called for units in
+        use.
+
+        `module.half()` converts all parameters of a unit that lives on the device, so the first parameter shows it.
+        `end_change` finds a conversion of another parameter alone."""
         param, name = self._params[0], self.unit.entries[0].param.name
         if param.dtype is not self.unit.dtype or param.device != self._device:
             raise ModelError(
@@ -253,8 +260,9 @@ class FlatStorage:
             )
 
     def reattach(self, keep: bool) -> None:
-        """Make the parameters views of the flat again, and watch them anew. `keep`: for parameters that were given
-        other memory, copy the values from there into the flat. Raises ModelError if one was given another shape."""
+        """Make parameters that were given other memory views of the flat again, and record all version counters anew.
+        `keep`: True copies the values of the other memory into the flat, and raises ModelError if a shape differs;
+        False drops these values."""
         key = self.key
         for entry, param in self._entries:
             if param.untyped_storage()._cdata == key:
@@ -278,18 +286,18 @@ class FlatStorage:
                 set_data(param, view)
 
     def view(self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the saved view with this geometry, on the present bytes. `size`, `stride`, `offset`: counted in
-        elements of `dtype`."""
+        """Return a view of the flat with this geometry. `size`, `stride`, `offset`: counted in elements of `dtype`."""
         flat = self.flat if dtype == self.unit.dtype else self.flat.view(dtype)
         return flat.as_strided(size, stride, offset)
 
     def param_at(self, offset_nbytes: int) -> nn.Parameter:
-        """Return the parameter that has the byte at this offset into the flat."""
+        """Return the parameter that contains the byte at this offset in the flat."""
         return self._params[bisect_right(self._starts, offset_nbytes) - 1]
 
     def detach_params(self) -> None:
-        """Release the parameters when the engine closes. If the unit is on the device they keep a copy of their values,
-        or the view if the device has no room for a copy; else they stay guarded."""
+        """Release the parameters when the engine closes. If the flat has memory, each parameter becomes a plain one
+        with a copy of its values; if the device has no memory for a copy, it keeps its view of the flat. If the flat
+        has no memory, the parameters stay guarded."""
         if not self.is_full:
             self.orphan_params()
             return
@@ -303,8 +311,8 @@ class FlatStorage:
                 release_param(param, own)
 
     def orphan_params(self) -> None:
-        """Cut the parameters off when the engine closes: they stay guarded, and refer to nothing of the engine any
-        more."""
+        """Guard the parameters for good when the engine closes, and set a ClosedEngine as their handler. They then
+        refer to nothing of the engine."""
         self.guard()
         for param, own in zip(self._params, self._classes, strict=True):
             set_handler(param, ClosedEngine(self.unit.name, own))
@@ -313,9 +321,10 @@ class FlatStorage:
 class UnitState(Enum):
     """Which bytes of a unit are on the device.
 
-    OFFLOADED: none; all are in the unit's home. FETCHING: device memory is allocated and a transfer is in flight, for
-    which compute has not waited yet. CACHED: all, and the parameters are guarded. IN_USE: all, and the parameters are
-    plain; users hold the unit, or backward holds it until its memory is needed."""
+    * OFFLOADED: none; all are in the unit's home.
+    * FETCHING: device memory is allocated and a transfer fills it. Compute has not waited for the transfer yet.
+    * CACHED: all; the parameters are guarded.
+    * IN_USE: all; the parameters are plain. Users hold the unit, or backward holds it until its memory is needed."""
 
     __hash__ = object.__hash__  # Enum's own runs in Python, twice for each change
     OFFLOADED = "offloaded"
@@ -327,10 +336,10 @@ class UnitState(Enum):
 class WeightState(Enum):
     """Which weights a fetch from the unit's home brings.
 
-    CURRENT: those of the last step; the fetch waits for the parts of that step's update that are still under way.
-    UPDATING: those of a step that is not taken yet, because its update began in backward; any use of the unit is
-    refused. STALE: older ones than user code has written to the device; the written ones are dropped at the end of
-    their use."""
+    * CURRENT: those of the last step. The fetch waits for the parts of that step's update that still run.
+    * UPDATING: those of a step that is not taken yet, because its update began in backward. Any use of the unit raises.
+    * STALE: older weights than those on the device, to which user code has written. The written weights are dropped at
+      the end of the use."""
 
     __hash__ = object.__hash__
     CURRENT = "current"
@@ -373,39 +382,39 @@ LEGAL_CHANGES: dict[tuple[State, State], str] = {
 
 
 class StepEvents(Protocol):
-    """Interface of the object that orders a step (the engine's TrainStep): the events that do not come from the
-    engine's own calls."""
+    """Interface of the object that orders a step (the engine's TrainStep). It receives the events that the pager
+    notices and that no call of the engine announces."""
 
     def notice_backward(self) -> None:
-        """Note that a backward is about to need a parameter. For a backward that the user has started past the engine
-        this is how the engine learns that it begins."""
+        """Record that a backward is about to use a parameter. If the user started the backward without the engine
+        (`loss.backward()`), the engine learns here that it has begun."""
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
-        """Note that a pass, "forward" or "backward", is about to use another unit than before. Called where ranks must
-        fetch units in the same order, before the unit is gathered."""
+        """Record that the pass "forward" or "backward" is about to use `unit`, and that the last use was another one.
+        Called only with several ranks, which must fetch units in the same order, and before the unit is gathered."""
 
     def before_weights_read(self) -> None:
-        """Make every update visible: weights are about to be read between steps."""
+        """Make every update visible, before weights are read between steps."""
 
     def before_weights_write(self) -> None:
-        """End every update, and drop what was prefetched for the next one: weights are about to be written between
-        steps."""
+        """End every update, and drop what was prefetched for the next one, before weights are written between steps."""
 
     def latch(self, why: str) -> None:
-        """Refuse every later call: a change of weights has failed half way. `why`: the failure, for the error."""
+        """Refuse every later call, because a change of weights has failed half way. `why`: the failure, for the
+        error."""
 
 
 @dataclass(eq=False, kw_only=True)
 class PagedUnit:
     """The pager's record of one unit.
 
-    `is_resident`: the unit lives on the device. `own`: the elements of the flat that rest in the unit's home, all or
-    this rank's shard. `params`: parameter -> its index in the unit. `fetch`: the transfer that fills the storage, until
-    compute has waited for it. `num_users`: the number of running modules and `gathered` blocks that use the unit, plus
-    one if it lives on the device; a unit without users may still be IN_USE, held for the rest of its backward.
-    `num_gathers`: the number of `gathered` blocks among the users. `num_writers`: the number of blocks that may change
-    the unit. `version`: how often the unit's values have changed; backward through a graph that saved an earlier
-    version is refused."""
+    `is_resident`: whether the unit lives on the device. `own`: the elements of the flat that the unit's home holds, all
+    or this rank's shard. `params`: parameter -> its index in the unit. `fetch`: the transfer that fills the storage;
+    None once compute has waited for it. `num_users`: the number of running modules and `gathered` blocks that use the
+    unit, plus one if it lives on the device. A unit without users may still be IN_USE, held for the rest of its
+    backward. `num_gathers`: the number of `gathered` blocks among the users. `num_writers`: the number of blocks that
+    may change the unit. `version`: how often the unit's values have changed; backward raises for a graph that saved an
+    earlier version."""
 
     unit: Unit
     storage: FlatStorage
@@ -425,13 +434,13 @@ class PagedUnit:
         if self.is_resident:
             self.state = UnitState.CACHED
 
-    # One method an act of LEGAL_CHANGES, and of users and versions: nothing else writes them.
+    # One method for each act of LEGAL_CHANGES, and for users and the version. No other code writes these fields.
 
     def begin_fetch(self) -> None:
         self._change(UnitState.FETCHING)
 
     def begin_use(self) -> None:
-        """Let compute use the unit: its bytes have come."""
+        """Enter IN_USE: the unit's bytes have come, and compute may use them."""
         self._change(UnitState.IN_USE)
         self.fetch = None
 
@@ -439,19 +448,20 @@ class PagedUnit:
         self._change(UnitState.CACHED)
 
     def end_residence(self) -> None:
-        """Record that the device holds no valid bytes of the unit any more; the home's bytes are current."""
+        """Enter OFFLOADED: the device holds no valid bytes of the unit any more. STALE weights become CURRENT, because
+        the home's weights count again."""
         self._change(UnitState.OFFLOADED, WeightState.CURRENT if self.weights is WeightState.STALE else None)
         self.fetch = None
 
     def mark_stale(self) -> None:
-        """Record that user code has written to a unit in use, so that its home holds older weights. Does nothing if the
-        unit lives on the device: its storage is its home."""
+        """Mark the weights of a unit in use as STALE, because user code has written to them and the home has older
+        ones. Do nothing if the unit lives on the device: its storage is its home."""
         if (self.state, self.weights) == _IN_USE and not self.is_resident:
             self._change(UnitState.IN_USE, WeightState.STALE)
 
     def block(self) -> None:
-        """Refuse any use of the unit: the update of a step that is not taken yet has begun."""
-        if self.weights is not WeightState.UPDATING:  # it was blocked already where backward runs twice
+        """Enter UPDATING, in which any use of the unit raises: its update has begun before the step is taken."""
+        if self.weights is not WeightState.UPDATING:  # a second backward finds it blocked
             self._change(self.state, WeightState.UPDATING)
 
     def unblock(self) -> None:
@@ -469,12 +479,12 @@ class PagedUnit:
         self.num_users = num_users
 
     def renew(self) -> None:
-        """Record that the unit's values are about to change: backward through a graph that saved the old ones then
+        """Increment `version`, before the unit's values change. Backward through a graph that saved the old values then
         raises."""
         self.version += 1
 
     def _change(self, state: UnitState, weights: WeightState | None = None) -> None:
-        """Enter `state` (and `weights`, unless None), and guard or unguard the parameters to match.
+        """Enter `state`, and `weights` if given. Guard or unguard the parameters to match.
 
         Raises InternalError, with nothing changed, if LEGAL_CHANGES does not contain the change."""
         before = self.state, self.weights
@@ -492,12 +502,12 @@ class PagedUnit:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing uses the unit and its state allows eviction, whatever views of it other code holds."""
+        """Whether the unit has no users and is not OFFLOADED. Views that other code holds do not matter here."""
         return not self.num_users and self.state is not UnitState.OFFLOADED
 
     @property
     def waits_for_step(self) -> bool:
-        """Whether step() will change the unit: it is trainable, and no update of it has begun in backward."""
+        """Whether step() will change the unit: it is trainable, and its update has not begun in backward."""
         return self.unit.trainable and self.weights is not WeightState.UPDATING
 
     @property
@@ -507,8 +517,8 @@ class PagedUnit:
 
     @property
     def is_evictable(self) -> bool:
-        """Whether nothing uses the unit and its eviction would free memory. A fetch under way holds a view too, which
-        does not count."""
+        """Whether the unit has no users and its eviction would free memory. The view that a running fetch holds does
+        not matter."""
         if self.num_users or not self.storage.is_full:
             return False
         return self.state is UnitState.FETCHING or not self.storage.is_viewed

@@ -1,8 +1,9 @@
-"""Read tensors of the safetensors files that `tiered_zero.weights` names, also under names of transformers 5.
+"""Read tensors from the safetensors files that the option `tiered_zero.weights` names, also if transformers 5 has given
+the model's tensors other names than the files.
 
-`tiered_zero.weights` names files, an index of files, or the directory of a model. For a mixture of experts the files
-have one tensor for each expert, and the model has one for all experts in memory. transformers' own table of conversions
-says how to make one from the other. This file reads the table only for models of transformers, which have imported it.
+The option names files, an index of files, or the directory of a model. For a mixture of experts the files have one
+tensor for each expert, and the model has one for all experts in memory. transformers' own table of conversions says how
+to make one from the other. This file reads the table only for models of transformers, which have imported it.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from tiered_zero.sizes import MIB, format_nbytes
 
 WHOLE = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-"""The end of an index file's name, as transformers and huggingface_hub write it. The file holds {"weight_map": {name of
-a tensor: file beside the index}}."""
+"""The end of an index file's name, as transformers and huggingface_hub write it. The file holds {"weight_map": {tensor
+name: name of a file in the same directory}}."""
 
 _NUM_NAMED = 5
-"""An error about many names spells out this many of them."""
+"""The number of names that an error about many names lists."""
 _MOST_INDEX_NBYTES = 64 * MIB
-"""The most bytes of an index file; that of a large model takes some megabytes."""
+"""The most bytes that an index file may have; the index of a large model has some megabytes."""
 
 
 def open_safetensors(path: str | Path) -> Any:
     """Open a safetensors file for torch. Raises OSError if the path is no regular file (opening a FIFO would block),
-    else what safetensors raises."""
+    and any error of safetensors."""
     _nbytes(path)
     return safe_open(path, framework="pt")
 
@@ -56,8 +57,8 @@ def _nbytes(path: str | Path) -> int:
 
 
 def weight_paths(given: Sequence[str]) -> list[str]:
-    """List the safetensors files that the paths `given` name, each once. Raises ModelError for a directory or an index
-    that does not say which files these are."""
+    """List the safetensors files that `given` names, each once. `given`: paths of files, indexes and directories.
+    Raises ModelError if a directory or an index does not determine its files."""
     return list(dict.fromkeys(str(path) for text in given for path in _files_of(Path(text).expanduser())))
 
 
@@ -71,7 +72,7 @@ def _files_of(path: Path) -> Iterator[Path]:
 
 
 def _of_directory(directory: Path) -> Path:
-    """Return the directory's index, its model.safetensors, or the only safetensors file that it has."""
+    """Return the directory's index, its model.safetensors, or its only safetensors file."""
     names = sorted(path.name for path in directory.iterdir())
     files = [name for name in names if name.endswith(".safetensors")]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -111,11 +112,10 @@ def _of_index(path: Path) -> Iterator[Path]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Makes tensors of a model from those of files, or the reverse, as one entry of transformers' table says.
+    """Makes tensors of a model from tensors of files, or the reverse, as one entry of transformers' table says.
 
-    `sources`: the tensors to read, as (pattern in the table, name), in order. `converter`: the table's entry; if it is
-    None the only source is renamed to `target`. `rename`: the function that is applied to names that the converter
-    returns."""
+    `sources`: the tensors to read, as (pattern in the table, name), in order. `converter`: the table's entry; None:
+    rename the only source to `target`. `rename`: applied to the names that the converter returns."""
 
     model: Any
     target: str
@@ -124,8 +124,8 @@ class Conversion:
     sources: list[tuple[str, str]] = field(default_factory=list)
 
     def convert(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors that are made, by name. `read`: returns a source by its name. Raises what the table's
-        operations raise."""
+        """Return the converted tensors by name. `read`: returns a source by its name. Raises any error of the table's
+        operations."""
         if self.converter is None:
             return {self.target: read(self.sources[0][1])}
         converter = deepcopy(self.converter)
@@ -136,7 +136,7 @@ class Conversion:
 
 
 def from_files(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
-    """List the conversions that make tensors of `model` from those of files. `names`: the names of the tensors in the
+    """List the conversions from tensors of files to tensors of `model`. `names`: the names of the tensors in the
     files."""
     library = _library(model)
     if library is None:
@@ -152,8 +152,8 @@ def from_files(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
 
 
 def to_files(model: nn.Module, names: Sequence[str]) -> list[Conversion]:
-    """List the conversions that make the tensors that `save_pretrained` writes from those of `model`. `names`: the
-    names of the model's tensors."""
+    """List the conversions from tensors of `model` to those that `save_pretrained` writes. `names`: the names of the
+    model's tensors."""
     library = _library(model)
     if library is None:
         return []
@@ -196,7 +196,7 @@ def _sorted(library: Any, table: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _library(model: nn.Module) -> Any:
-    """Return the module of transformers 5 that converts tensors, if `model` is one of transformers' own; else None."""
+    """Return transformers 5's module for converting tensors if `model` is one of transformers' own; else None."""
     models: Any = sys.modules.get("transformers.modeling_utils")
     is_own = models is not None and isinstance(model, models.PreTrainedModel)
     return sys.modules.get("transformers.core_model_loading") if is_own else None
@@ -235,8 +235,8 @@ class WeightFiles:
     def check(self, model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> list[str]:
         """Return warnings about tensors in the files that the model does not use. `specs`: the model's parameters.
 
-        Raises ModelError if the model has no parameter on meta, or if one of these is in no file, or is there in
-        another shape or in a dtype that is not converted."""
+        Raises ModelError if the model has no parameter on meta, if the files lack one of these parameters, or if they
+        have a tensor in another shape or in a dtype that is not converted."""
         missing_values = [spec for param, spec in specs.items() if param.is_meta]
         if not missing_values:
             raise ModelError(
@@ -294,8 +294,8 @@ class WeightFiles:
                 target.copy_(read(name) if conversion is None else conversion.convert(read)[name])
 
     def _convert_names(self, model: nn.Module) -> set[str]:
-        """Find the model's tensors that the files have under other names, and record their conversions. Return the
-        names that these read in the files. Raises ModelError."""
+        """Record a conversion for each tensor of the model that the files have under another name. Return the names in
+        the files that these conversions read. Raises ModelError."""
         used: set[str] = set()
         for conversion in from_files(model, self._paths):
             try:
