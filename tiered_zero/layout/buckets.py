@@ -1,4 +1,4 @@
-"""Cut the gradients of units into buckets, each of which the ranks reduce in one collective.
+"""Cut the gradients of units into buckets. Ranks reduce each bucket in one collective.
 
 [Note: Order of sums over ranks] A bucket has one row for each rank. The row holds elements of that rank's shards, and
 the rank gets their sums. Every rank adds the rows that it receives in rank order, element by element. So sums do not
@@ -16,15 +16,15 @@ from itertools import accumulate, pairwise
 from tiered_zero.layout.flat import Unit
 
 SHARED_NUMEL = 1 << 18
-"""Units share a bucket until the bucket has this many elements, 1 MiB of fp32. In a smaller bucket the latency of its
-messages decides how long the collective takes; a larger one would keep the gradients of many units waiting."""
+"""Units share a bucket until the bucket has this many elements, 1 MiB of fp32. The time of a smaller bucket's
+collective is mostly the latency of messages; a larger bucket would keep the gradients of many units waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPart:
-    """The part of one unit in a bucket. `spans`: by rank, the elements of the unit's flat that the rank owns. `starts`:
-    by rank, the offset in the bucket at which these elements begin. `is_first`, `is_last`: no earlier or no later
-    bucket holds a part of the unit."""
+    """The elements of one unit in a bucket. `spans`: for each rank, the range of the unit's flat that is in the bucket
+    and belongs to the rank. `starts`: for each rank, the offset of this range in the bucket. `is_first`, `is_last`:
+    this is the unit's first or last part in all buckets."""
 
     unit: Unit
     spans: tuple[range, ...]
@@ -35,8 +35,8 @@ class BucketPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Parts of units of one dtype. `bounds`: W+1 offsets for W ranks; rank r's row lies from `bounds[r]` to `bounds[r +
-    1]`."""
+    """The gradients of parts of units, in one dtype, as one 1-D array. `bounds`: W+1 offsets for W ranks; rank r's row
+    lies from `bounds[r]` to `bounds[r + 1]`."""
 
     parts: tuple[BucketPart, ...]
     bounds: tuple[int, ...]
@@ -54,8 +54,8 @@ class Bucket:
         return frozenset(part.unit.index for part in self.parts)
 
     def nbytes(self, itemsize: int) -> int:
-        """Return the bytes of the bucket and of the room in which a rank receives rows of other ranks: all of them at
-        once if they are small, else one. `itemsize`: the bytes of an element."""
+        """Return the bytes of the bucket and of the buffer that receives rows of other ranks: all rows if they are
+        small, else one. `itemsize`: the bytes of an element."""
         row_numel = max(stop - start for start, stop in pairwise(self.bounds))
         num_others = len(self.bounds) - 2
         room_numel = max(num_others, row_numel, min(num_others * row_numel, SHARED_NUMEL))
@@ -63,8 +63,8 @@ class Bucket:
 
 
 def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> list[Bucket]:
-    """Cut trainable units, given in static order, into buckets of at most about `bucket_numel` elements. The last unit
-    comes first, since backward completes it first."""
+    """Cut trainable units into buckets of at most about `bucket_numel` elements. `units`: in the order of a forward.
+    The first bucket starts with the last unit, because backward completes that unit first."""
     row_numel = max(1, bucket_numel // world_size)
     shared_numel = min(row_numel, max(1, SHARED_NUMEL // world_size))
     buckets: list[Bucket] = []

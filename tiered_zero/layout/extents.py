@@ -1,4 +1,4 @@
-"""Divide the bytes of a swap store: a free list of page-aligned extents, and their layout over files. Pure
+"""Allocate extents (ranges of bytes) of a swap store, and divide a store's bytes over several files. Pure
 arithmetic."""
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ STRIPE_NBYTES = 4 << 20
 """Bytes of a stripe: large enough for a disk's full rate, small enough that one record uses every disk."""
 
 STRIPES_PER_CYCLE = 64
-"""Stripes in one cycle over all files of a store; each file's share of them is within 1/128 of its weight."""
+"""Stripes in one cycle over all files of a store. Each file's share of the stripes is within 1/128 of its weight."""
 
 
 @final
 class ExtentMap:
-    """Allocates disjoint page-aligned extents of `[0, capacity_nbytes)`; freed neighbours are joined. Not locked.
-    Allocation takes the lowest extent that fits, so consecutive allocations are adjacent and in order."""
+    """Allocates disjoint page-aligned extents (ranges of bytes) of `[0, capacity_nbytes)`, and joins freed neighbours.
+    Not locked. It takes the lowest free range that fits, so consecutive allocations are adjacent and in order."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self.capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)
@@ -40,8 +40,7 @@ class ExtentMap:
         return None
 
     def grow(self, capacity_nbytes: int) -> None:
-        """Add the bytes from the present capacity to `capacity_nbytes`, which is larger and whole pages, to the free
-        extents."""
+        """Enlarge the store to `capacity_nbytes`, whole pages, and add the new bytes to the free extents."""
         start, self.capacity_nbytes = self.capacity_nbytes, capacity_nbytes
         if self._free and self._free[-1][1] == start:
             start = self._free.pop()[0]
@@ -56,7 +55,7 @@ class ExtentMap:
         )
 
     def claim(self, offset: int, nbytes: int) -> None:
-        """Allocate exactly this extent. Raises StoreError if a part of it is not free."""
+        """Allocate the extent at `offset`. Raises StoreError if a part of it is not free."""
         end = offset + align_up(nbytes, PAGE_NBYTES)
         for index, (free_start, free_end) in enumerate(self._free):
             if free_start <= offset and end <= free_end:
@@ -81,8 +80,8 @@ class ExtentMap:
 
 
 def stripe_cycle(weights: Sequence[float]) -> list[int]:
-    """Return the index of the file that holds each stripe of a cycle: file i occurs in proportion to weights[i], evenly
-    spread."""
+    """Assign each stripe of a cycle to a file, and return the file indices. File i gets stripes in proportion to
+    weights[i], evenly spread."""
     credit = [0.0] * len(weights)
     cycle = []
     for _ in range(STRIPES_PER_CYCLE):

@@ -1,5 +1,5 @@
-"""Find the units of a module tree, by default one per transformer block, and lay out each one's flat: the place of each
-parameter, and the range that each rank owns."""
+"""Find the units of a module tree, by default one per transformer block, and lay out each unit's flat (its parameters
+as one 1-D tensor): the place of each parameter, and the range that each rank owns."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PARAM_ALIGNMENT_NBYTES = 512
 GEMM libraries choose kernels by the alignment of operands, and another kernel may add in another order."""
 
 PACKED_ALIGNMENT_NBYTES = 128
-"""Alignment of each buffer among those packed for a checkpoint, where nothing computes."""
+"""Alignment of each of the model's buffers when they are packed for a checkpoint; nothing computes on them there."""
 
 CUT_NUMEL = PAGE_NBYTES // 2
-"""Shards and sub-groups end at multiples of this many elements: whole pages even in 16 bits, since tiers write whole
-pages."""
+"""Shards and sub-groups end at multiples of this many elements. This makes whole pages in any dtype, and tiers write
+whole pages."""
 
 Memory = TypeVar("Memory")
 """A 1-D, contiguous tensor; this package does not import torch."""
@@ -29,12 +29,12 @@ Memory = TypeVar("Memory")
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """One parameter, however many names it has.
+    """One parameter; tied weights, which have several names, are one parameter.
 
-    `name`: its first fully qualified name. `aliases`: its other names (tied weights). `dtype`: its dtype on the device.
-    `index`: its place in `model.parameters()`. `embedding`: whether it is the table of an nn.Embedding, possibly tied
-    to an output head. `stride`: the strides of its elements in memory, which are dense; None: row-major. `owner`: the
-    class of the module that holds it."""
+    `name`: its first fully qualified name. `aliases`: its other names. `dtype`: its dtype on the device. `index`: its
+    place in `model.parameters()`. `embedding`: whether it is the table of an nn.Embedding, possibly tied to an output
+    head. `stride`: the strides of its elements in memory, which are dense; None: row-major. `owner`: the class of the
+    module that holds it."""
 
     name: str
     shape: tuple[int, ...]
@@ -91,11 +91,12 @@ class FlatEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Parameters that move together. All have one dtype; all are trainable or none is; all are persistent or none is.
+    """Parameters that move together, laid out as one 1-D tensor, the flat. All have one dtype; all are trainable or all
+    are frozen; all are persistent (never leave the device) or none is.
 
     `module`: the qualified name of the module whose forward uses the unit ("" is the root). `bounds`: W+1 offsets for W
-    ranks; rank r owns the elements from `bounds[r]` to `bounds[r + 1]` of the flat. Zeros lie between entries and after
-    the last one; they are never read as values."""
+    ranks; rank r owns the elements from `bounds[r]` to `bounds[r + 1]` of the flat. Padding between entries and after
+    the last one is zero."""
 
     index: int
     name: str
@@ -144,8 +145,8 @@ def place_params(params: Sequence[ParamSpec]) -> tuple[FlatEntry, ...]:
 
 
 def equal_bounds(stop: int, itemsize: int, world_size: int = 1) -> tuple[int, ...]:
-    """Return the bounds of a flat whose last parameter ends at element `stop`: equal shards, of whole pages in any
-    dtype."""
+    """Cut a flat into equal shards of whole pages in any dtype, and return their bounds (see `Unit`). `stop`: the
+    element at which the last parameter ends."""
     shard = align_up(-(-stop // world_size), max(CUT_NUMEL, PAGE_NBYTES // itemsize))
     return tuple(rank * shard for rank in range(world_size + 1))
 
@@ -154,8 +155,8 @@ def place_by_rank(
     params: Sequence[ParamSpec], itemsize: int, world_size: int
 ) -> tuple[tuple[FlatEntry, ...], tuple[int, ...]]:
     """Place parameters one after another, and cut shards between parameters, for rules that step whole parameters. Each
-    rank owns about as many elements; with more ranks than parameters some own none. Returns the entries, and the bounds
-    in whole pages of any dtype."""
+    rank gets about as many elements as the others. If there are more ranks than parameters, some ranks get none.
+    Returns the entries and the bounds, in whole pages of any dtype."""
     page = max(CUT_NUMEL, PAGE_NBYTES // itemsize)
     total = max(1, sum(param.numel for param in params))
     entries: list[FlatEntry] = []
@@ -178,8 +179,8 @@ MAX_UNIT_NUMEL = 1 << 28
 """The most elements of a unit: half a GiB in 16 bits, far more than any link needs to reach its full rate."""
 
 SMALL_NUMEL = 1 << 20
-"""Small parts of a block are joined up to this many elements, and up to a 64th of the model. To copy 2 MiB, as many
-elements in 16 bits, over PCIe takes as long as the calls that a separate unit costs."""
+"""Small parts of a block are joined up to this many elements, and up to a 64th of the model. A separate unit costs
+calls that take as long as a copy of 2 MiB (this many elements in 16 bits) over PCIe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +190,9 @@ class UnitRules:
     `size_cap_numel`: the most elements of a unit; None: `find_units` chooses (at least four units if possible, at most
     2^28 elements, a compiled block whole). `persistence_numel`: parameters, trainable or frozen, with at most this many
     elements never leave the device, up to `max_persistent_numel` elements in total. `world_size`: with several ranks a
-    block is never split into the stacks inside it, because ranks may choose different experts, and must gather the same
-    units in the same order. `whole_params`: each rank owns whole parameters, which the update rule steps."""
+    block that contains stacks, such as lists of experts, is not split: ranks may choose different experts, and must
+    gather the same units in the same order. `whole_params`: each rank owns whole parameters, because the update rule
+    steps whole parameters."""
 
     size_cap_numel: int | None = None
     persistence_numel: int = 0
@@ -204,7 +206,7 @@ class ModuleSpec:
     """One module of a tree. `params`: the indices, in the list of ParamSpecs, of the module's own parameters.
 
     `is_stack`: it holds blocks, or experts, that run one by one. `is_list`: it is a stack that numbers them. `runs`: it
-    has a forward, unlike ModuleList and ModuleDict, of which the model may run only some children. `is_compiled`:
+    has a forward. ModuleList and ModuleDict have none: the model may run only some of their children. `is_compiled`:
     torch.compile compiles it, and makes one graph of it unless it is cut."""
 
     name: str = ""
@@ -237,9 +239,9 @@ class _Kind:
 
 @dataclass(kw_only=True)
 class _Part:
-    """Parameters that become a unit, alone or with other parts. `module`: the name of the module whose forward uses
-    them. `block`: the name of the block that they belong to, whose small parts of one kind become one unit; None: this
-    part is a unit of its own."""
+    """Parameters that become a unit, alone or joined with other parts. `module`: the name of the module whose forward
+    uses them. `block`: the name of their block; its small parts of one kind are joined. None: this part stays a unit of
+    its own."""
 
     module: str
     block: str | None
@@ -312,8 +314,8 @@ def _cut_parts(root: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: Un
 
 
 def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
-    """Join parts of one block and one kind, in the place of the first part, up to `most_numel` elements together. The
-    limit bounds fetches without need: of parameters that a batch does not use, such as some experts."""
+    """Join small parts with the same block and kind, up to `most_numel` elements together, at the place of the first
+    part. The limit keeps small the bytes that are fetched without use, such as experts that a batch does not choose."""
     joined: list[_Part] = []
     open_parts: dict[tuple[str, _Kind], _Part] = {}
     for part in parts:
@@ -333,9 +335,9 @@ def _walk(
 ) -> Iterator[tuple[str, tuple[int, ...], str | None]]:
     """Yield (module name, its parameters, the block to which they belong) for each part that is not cut further.
 
-    With several ranks a block that holds experts or other stacks is not cut, because ranks may run different ones of
-    them, unless it runs all of its children in order. `cap`: the most elements of a unit. `above`: the modules around
-    `module`, root first."""
+    With several ranks a block that holds experts or other stacks is not cut, because ranks may run different experts. A
+    stack that has a forward is cut all the same: it runs all of its children in order. `cap`: the most elements of a
+    unit. `above`: the modules around `module`, root first."""
     numel = sum(specs[index].numel for index in module.all_params)
     in_list = any(outer.is_list for outer in above)
     is_whole = rules.world_size > 1 and in_list and module.holds_stack and not (module.is_stack and module.runs)
@@ -351,8 +353,8 @@ def _walk(
 
 
 def _block(above: Sequence[ModuleSpec]) -> str | None:
-    """Return the name of the innermost module in `above` that is a block of a list, runs, and holds a stack for which
-    it is cut; None if there is none."""
+    """Return the name of the innermost block in `above` that is cut because it holds a stack; None if there is none. A
+    block is a module in a numbered list, with a forward. `above`: modules, root first."""
     blocks = [
         module.name
         for outer, module in pairwise(above)

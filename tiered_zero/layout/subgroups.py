@@ -20,8 +20,8 @@ MAX_SUB_GROUP_NUMEL = 1 << 22
 one sub-group of a small model, with nothing to transfer during its update."""
 
 QUANTIZED_BLOCK_NUMEL = 32
-"""The number of elements in a block, whose 8-bit moments share a scale. Every parameter starts with a block, in any
-dtype; cuts fall between blocks."""
+"""The number of elements in a block; the 8-bit moments of a block share one scale. In a sub-group every parameter
+starts at a block, in any dtype, and cuts fall between blocks."""
 
 
 SHARED_CORES_SUB_GROUP_NUMEL = 1 << 22
@@ -37,16 +37,17 @@ billion parameters at AUTO_SUB_GROUP_NUMEL. With clipping the next forward waits
 of 202 million elements waits for parts of the next one."""
 
 LEAST_SUB_GROUPS = 64
-"""The least number of sub-groups of a model for which the automatic size is chosen: with few sub-groups a unit waits
-for the updates of others."""
+"""The automatic size cuts a model in memory into at least about this many sub-groups. With fewer, a unit waits for the
+updates of others."""
 
 MAX_SUB_GROUPS = 1024
-"""The most sub-groups of a model below a billion elements, since each is a job in every step. DeepSpeed never cuts a
-parameter, so configs contain small sizes: a sub_group_size of 100 made 84,000 sub-groups of 172 million elements."""
+"""The most sub-groups of a model below a billion elements: a smaller sub_group_size is raised, because each sub-group
+is a job in every step. DeepSpeed never cuts a parameter, so configs contain small sizes: a sub_group_size of 100 made
+84,000 sub-groups of 172 million elements."""
 
 
 def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = False, shares_cores: bool = False) -> int:
-    """Return the number of elements at which sub-groups of `units` are cut. `given`: zero_optimization.sub_group_size.
+    """Choose the number of elements at which sub-groups of `units` are cut. `given`: zero_optimization.sub_group_size.
     `in_memory`: state rests in memory, not on nvme. `shares_cores`: the CPU computes the model and updates it too."""
     total = sum(unit.numel for unit in units if unit.trainable)
     if given <= MAX_SUB_GROUP_NUMEL:
@@ -108,7 +109,7 @@ class Segment:
     def part_of(self, flat: Memory) -> Memory:
         """Return the segment's elements, [numel], of `flat`: the unit's flat, of any dtype."""
         if not self.unit_start and self.numel == self.unit.numel:
-            return flat  # a slice takes a microsecond, and a model has thousands of parameters
+            return flat  # saves a slice: a microsecond each, for thousands of parameters
         return cast("Memory", cast("Any", flat)[self.unit_start : self.unit_start + self.numel])
 
 
@@ -144,14 +145,14 @@ def cut_subgroups(
     apart: bool = False,
     rank: int | None = 0,
 ) -> list[SubGroup]:
-    """Cut `rank`'s shards of trainable units into sub-groups of at most `size_numel` elements, rounded up to a page's
-    worth.
+    """Cut `rank`'s shards of trainable units into sub-groups of at most `size_numel` elements, rounded up to whole
+    pages.
 
-    `rank`: None cuts whole units, whose state every rank has. `group_of`: parameter name -> param group; units and
-    parameters without a group are not stepped. `elementwise`: the rule steps each element by itself, and cuts may fall
-    inside a parameter; for other rules cuts fall between units, and a unit larger than the size is one sub-group.
-    `apart`: embeddings share sub-groups only with each other and with elements in the same page, or, if cuts fall
-    between units, with the rest of their unit."""
+    `rank`: None: cut whole units, because every rank has the whole state. `group_of`: parameter name -> param group;
+    units and parameters without a group are not stepped. `elementwise`: the rule steps each element by itself, so cuts
+    may fall inside a parameter. For other rules cuts fall between units, and a unit larger than the size is one
+    sub-group. `apart`: embeddings get sub-groups of their own. These also hold the other elements of the same page, or,
+    if cuts fall between units, of the same unit."""
     runs = (
         (unit, *run)
         for unit in units
@@ -167,9 +168,9 @@ def pack_params(
     params: Sequence[tuple[ParamSpec, int]], size_numel: int, *, elementwise: bool, first_index: int = 0
 ) -> list[SubGroup]:
     """Cut separately stored parameters, each a unit without padding, into sub-groups of at most `size_numel` elements,
-    rounded up to a page's worth. A parameter that the rule steps as a whole (not `elementwise`) may be larger.
-    `params`: the parameters with their param groups. Every part begins at a multiple of a block in the sub-group.
-    `first_index`: the index of the first sub-group."""
+    rounded up to whole pages. If the rule steps whole parameters (not `elementwise`), a larger parameter is one
+    sub-group. `params`: the parameters with their param groups. Every part begins at a multiple of a block in the
+    sub-group. `first_index`: the index of the first sub-group."""
     runs = []
     for param, _ in params:
         unit = Unit(
@@ -229,8 +230,8 @@ def _cut(
 
 
 def _runs(unit: Unit, shard: range, group_of: Mapping[str, int], elementwise: bool) -> list[tuple[int, int, bool]]:
-    """Return the parts of a shard as (start, stop, holds embeddings of `group_of`), cut at page boundaries, where any
-    tier can write."""
+    """Cut a shard at page boundaries into parts with and without embeddings: (start, stop, holds embeddings).
+    `group_of`: only embeddings named here count."""
     embeddings = [
         (max(entry.start, shard.start), min(entry.stop, shard.stop))
         for entry in unit.entries

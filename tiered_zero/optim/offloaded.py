@@ -76,8 +76,8 @@ class OffloadedOptimizer(TierStateOptimizer):
         offload: Mapping[str, Any],
         **defaults: Any,
     ) -> None:
-        """Raises what `optimizer_class` raises, ConfigError, ModelError, PlanError or StoreError, and then leaves no
-        threads, memory or files behind."""
+        """Build the optimizer and allocate its tiers. Raises the errors of `optimizer_class`, ConfigError, ModelError,
+        PlanError or StoreError; no threads, memory or files are left then."""
         if not callable(optimizer_class) or (
             isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)
         ):
@@ -113,8 +113,8 @@ class OffloadedOptimizer(TierStateOptimizer):
     ) -> float | None:
         """Update every parameter that has a gradient, wait until all are written, and return the closure's result.
 
-        `on_written`: called on this thread with each parameter of the groups, in order, once the parameter has its new
-        value, or if it has no gradient and keeps its value. Later parameters are still being updated then.
+        `on_written`: called on this thread with each parameter, in the order of the groups, when its value is final. A
+        parameter without a gradient keeps its value. Later parameters may still be updated during the call.
         """
         loss = None
         if closure is not None:
@@ -160,7 +160,7 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     @hold_interrupts()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as torch does. New tiers with memory for its state are allocated, and the existing state
+        """Add a param group, as torch does. The tiers are built anew, with memory for its state, and the existing state
         is copied to them, one parameter at a time."""
         before = len(self.param_groups)
         super().add_param_group(param_group)
@@ -200,7 +200,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         self._awaited_key = None
 
     def save_state_dict(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Call `save_state(directory)`, and return a state dict without tensors, which only names the files.
+        """Call `save_state(directory)`, and return a state dict without tensors that names the saved files.
 
         It is for trainers that pickle a state dict. After `load_state_dict()` with this state dict, `step()` raises
         until `load_state()` has read the same files. A plain torch optimizer refuses to load it.
@@ -221,8 +221,8 @@ class OffloadedOptimizer(TierStateOptimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load state as the base class does. A state dict of `save_state_dict()` holds no state: then `load_state` has
-        to be called before the next step."""
+        """Load state as the base class does. A state dict from `save_state_dict()` holds no state: after it, call
+        `load_state` before the next step."""
         if (key := state_dict.get(STAND_IN)) is None:
             super().load_state_dict(state_dict)
         self._awaited_key = key
@@ -309,7 +309,7 @@ def _apply_in_order(run: _Run, on_written: Callable[[Tensor], None]) -> None:
 
 
 class _MovedState(Mapping[nn.Parameter, ParamState]):
-    """The state of a run that is being replaced, read one parameter at a time."""
+    """Reads the state of a run, one parameter at a time, as a mapping from parameters to their state."""
 
     def __init__(self, view: StateView) -> None:
         self._view = view
@@ -330,7 +330,7 @@ class _MovedState(Mapping[nn.Parameter, ParamState]):
 
 
 def _plain(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> Optimizer:
-    """Build a plain optimizer of class `kind` over these groups, for its checks and defaults; it is never stepped. Its
+    """Build a plain optimizer of class `kind` over these groups, for its checks and defaults. It is never stepped. Its
     parameters are on the meta device if the class accepts that, because Adagrad allocates state when it is built."""
 
     def build(make: Callable[[Tensor], Tensor]) -> Optimizer:
@@ -442,8 +442,8 @@ def _open_run(source: Optimizer, owner: Optimizer, config: Config) -> _Run:
 
 
 def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config) -> tuple[Plan, list[SubGroupSize]]:
-    """Plan the tiers of state within this process's share of host memory. Return the plan, and for each sub-group the
-    sizes of state and parameters that pass through staging buffers. Raises PlanError."""
+    """Plan the tiers of state within this process's share of host memory. Return the plan, and the size of each
+    sub-group: its state, and the parameters that pass through staging buffers. Raises PlanError."""
     staged = [params.staged(layout.subgroup.segments) for layout in layouts]
     in_buffers = [
         SubGroupSize(state_nbytes=layout.nbytes, parts={segment.unit.index: segment.numel for segment in segments})
@@ -462,8 +462,8 @@ def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config
 def _lay_out(
     params: UserParameters, rule: UpdateRule, groups: Sequence[Mapping[str, Any]], config: Config
 ) -> list[StateLayout]:
-    """Return the layout of the state of each sub-group. fp32 parameters, which are their own masters, and 16-bit
-    parameters, whose masters rest on the tier, are cut into separate sub-groups."""
+    """Return the layout of each sub-group's state. fp32 parameters are their own masters. 16-bit parameters, which have
+    masters on the tier, are cut into separate sub-groups."""
     streams = config.zero_optimization.offload_optimizer.device == "nvme" or not params.are_in_place
     size = AUTO_SUB_GROUP_NUMEL if streams else _IN_PLACE_NUMEL
     layouts: list[StateLayout] = []

@@ -31,9 +31,9 @@ STAND_IN = "state_files"
 
 
 class _Index(JsonFile):
-    """The contents of the index. `groups`: the described values of each param group. `sizes`: the number of parameters
-    in each group. `state`: the described state of each parameter. `digests`: the name of a tensor -> its checksum, 16
-    hexadecimal digits."""
+    """The contents of the index, as JSON. `groups`: the values of each param group, from `describe`. `sizes`: the
+    number of parameters in each group. `state`: the state of each parameter, from `describe`. `digests`: the name of a
+    tensor -> its checksum, 16 hexadecimal digits."""
 
     format_name = "tiered_zero.optimizer_state"
 
@@ -65,14 +65,14 @@ def write_state(
         index = _Index(groups=described_groups, sizes=sizes, state=described_states, digests=digests)
         return [torch.frombuffer(bytearray(index.encode()), dtype=torch.uint8)]
 
-    shape = tuple(read_index()[0].shape)  # as it will be: every checksum has 16 digits
+    shape = tuple(read_index()[0].shape)  # the final shape: every checksum has 16 digits
     found.append(WeightTensor(name=_INDEX, dtype=torch.uint8, shape=shape, read=read_index))  # written last
     return write_weights(directory, found, file_name=f"{_STEM}.safetensors")
 
 
 def _hashed(name: str, tensor: Tensor, read: Callable[[], Tensor], digests: dict[str, str]) -> WeightTensor:
-    """Return the WeightTensor that writes a tensor and adds its checksum to `digests`. `tensor`: gives dtype and shape.
-    `read`: returns the values when they are written."""
+    """Return a WeightTensor, which writes one tensor to the files and adds its checksum to `digests`. `tensor`: gives
+    dtype and shape. `read`: returns the values when they are written."""
 
     def read_and_hash() -> list[Tensor]:
         value = read()
@@ -117,7 +117,8 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
             ) from error
 
     def _load_index(self, directory: Path, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Read the index. Raises StoreError, or any other exception for files that `write_state` has not written."""
+        """Read the index of the files. Raises StoreError, or any other exception for files that `write_state` has not
+        written."""
         for path in sorted(weight_files(directory, _STEM)):
             file = self._open.enter_context(open_safetensors(path))
             for name in file.keys():  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""Give the update pipeline access to parameters and gradients that lie in the memory of a user's loop."""
+"""Give the update pipeline access to the parameters and gradients of a user's training loop."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ def is_in_place(param: Tensor) -> bool:
 
 
 class UserParameters(GradientSource):
-    """The parameters of a user's param groups. The update pipeline reads gradients from their `grad`, and writes the
-    new parameters to them.
+    """Holds the parameters of a user's param groups. The update pipeline reads their `.grad`, and writes new values to
+    them.
 
     `params`: the tensors, in the order of the groups. `specs`: their descriptions, in the same order. fp32 parameters
-    in host memory are stepped in place. Used by the thread that calls `step()`, on the stream of the backward, which
-    orders reads after the gradients; copies to a device run on the lane "write_back".
+    in host memory are stepped in place. Used by the thread that calls `step()`, on the stream of the backward: reads
+    come after the gradients. Copies to a device run on the lane "write_back".
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """`groups`: the user's param groups. Raises ModelError for a parameter that cannot be stepped."""
+        """Describe the parameters of `groups`, the user's param groups. Raises ModelError for a parameter that cannot
+        be stepped."""
         self.params: list[Tensor] = []
         self.specs: list[tuple[ParamSpec, int]] = []
         """The description of each parameter, and the index of its group."""
@@ -79,7 +80,7 @@ class UserParameters(GradientSource):
         self.specs.append((spec, group))
 
     def connect(self, accelerator: Accelerator) -> None:
-        """Set the accelerator, whose lanes copy new values to the parameters on its device."""
+        """Set the accelerator. Its lanes copy new values to parameters on its device."""
         self._accelerator = accelerator
 
     @property
@@ -94,7 +95,8 @@ class UserParameters(GradientSource):
         return all(self._in_place)
 
     def staged(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Return those of `segments` whose parameters pass through a staging buffer, not stepped in place."""
+        """Return the `segments` that pass through a staging buffer, because their parameters cannot be stepped in
+        place."""
         return [segment for segment in segments if not self._in_place[segment.unit.index]]
 
     def has_moved(self) -> bool:
@@ -102,8 +104,8 @@ class UserParameters(GradientSource):
         return any(_place(param) != place for param, place in zip(self.params, self._places, strict=True))
 
     def check_shapes(self, stepped: Iterable[Tensor]) -> None:
-        """Raise ModelError if the shape of a parameter in `stepped`, which have state, has changed since
-        construction."""
+        """Check that the parameters `stepped`, which have state, still have the shapes that they had at construction.
+        Raises ModelError."""
         with_state = set(map(id, stepped))
         for param, (spec, _) in zip(self.params, self.specs, strict=True):
             if id(param) in with_state and tuple(param.shape) != spec.shape:
@@ -140,7 +142,7 @@ class UserParameters(GradientSource):
         return segment.part_of(self._flat_grad[1]).to("cpu")
 
     def release_gradients(self) -> None:
-        """Drop the reference to the gradient that `part` has read last. Called at the end of a step."""
+        """Drop the reference to the gradient that `part` read last. Called at the end of a step."""
         self._flat_grad = None
 
     # -- the sink of parameters ----------------------------------------------------------------------------------------

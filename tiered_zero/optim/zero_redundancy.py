@@ -42,7 +42,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         offload: Mapping[str, Any] | None = None,
         **defaults: Any,
     ) -> None:
-        """Raises TypeError and ValueError as torch's class does, and the errors of the local optimizer."""
+        """Split the parameters over the ranks, and build this rank's local optimizer. Raises TypeError and ValueError
+        as torch's class does, and the errors of the local optimizer."""
         if overlap_with_ddp:
             raise ConfigError(
                 "overlap_with_ddp: expected False; found True, which in torch's class leaves out the first two or "
@@ -98,8 +99,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         optimizer's `step`, whose result is returned."""
         grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
         if closure is None and not kwargs and creates_state(self.param_groups, grads):
-            # alone: torch.distributed.checkpoint calls it on ranks without state, and a rank without parameters never
-            # has any; groups and gradients are those of every rank, and at an lr of 0 weights stay
+            # torch.distributed.checkpoint steps with an lr of 0 to create state, and only on ranks without state: so
+            # this rank steps alone, without broadcasts. A rank without parameters has no state at any time.
             _sync_groups(self.param_groups, self.optim.param_groups)
             self.optim.step()
             return None
@@ -118,8 +119,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def join_hook(self, **_: Any) -> StepHook:
-        """Return the hook that torch's Join context calls on ranks that have no more data. Gradients must be set
-        before."""
+        """Return the hook that torch's Join context calls on ranks that have no more data. Gradients must be set before
+        the call."""
         return StepHook(self.step)
 
     @property
@@ -134,7 +135,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Return, for every rank, the param groups with their present values and only the parameters that this rank
+        """Return the param groups of each rank: all groups with their present values, and the parameters that this rank
         steps."""
         return _partition_groups(self.param_groups, self.world_size)
 
@@ -233,9 +234,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 
 def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) -> OffloadedOptimizer:
-    """Make the local optimizer with `make` on every rank, or on none if it fails on one: a disk that ranks share may
-    have room for only some of them, and these would wait in `step()` for the others. On the rank that failed its own
-    error is raised, on the other ranks RankError."""
+    """Make the local optimizer with `make` on every rank, or on none if one rank fails. The rank that failed raises its
+    own error, the other ranks RankError. (A disk that ranks share may have room for only some of them, and these would
+    wait in `step()` for the others.)"""
     made: OffloadedOptimizer | Exception
     try:
         made = make()
@@ -252,7 +253,7 @@ def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) ->
 
 
 class _Broadcasts:
-    """Starts the broadcasts of one step in the same order on all ranks: in rounds, each with one parameter of every
+    """Starts the broadcasts of one step, in the same order on all ranks. A round broadcasts one parameter of every
     rank. `messages`: for each rank the tensors that it broadcasts, from `_messages_of`."""
 
     def __init__(self, ranks: ShardGroup, messages: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
@@ -287,7 +288,8 @@ class _Broadcasts:
 
 
 def _partition_groups(groups: Sequence[Mapping[str, Any]], world_size: int) -> list[list[dict[str, Any]]]:
-    """Split param groups over ranks: each parameter, largest first, goes to the rank with the fewest elements so far.
+    """Split param groups over ranks. Parameters are assigned largest first, each to the rank with the fewest elements
+    so far.
 
     Returns each rank's groups, with the option values of the given groups. Adding a group later does not change how
     earlier groups are split.
@@ -316,8 +318,9 @@ def _sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str,
 
 
 def _messages_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tensor]]:
-    """Return the tensors that a rank broadcasts, given its param groups: each with the number of parameters that must
-    be written before it is sent. A parameter's elements are sent in memory order, which is the same on every rank."""
+    """Return the tensors that a rank broadcasts, as (number, tensor): the rank sends the tensor when this number of its
+    parameters is written. `groups`: the rank's param groups. Elements are sent in memory order, which is the same on
+    every rank."""
     messages = []
     for number, param in enumerate(params_of(groups), 1):
         if param.numel():
@@ -334,8 +337,8 @@ def _consolidate(
     read: Callable[[Tensor], Mapping[str, Any]],
     to: int,
 ) -> dict[int, dict[str, Any]] | None:
-    """Return on rank `to` the state of every parameter that has any, copied to the CPU, by the parameter's index; on
-    the other ranks return None. Every rank of `group` calls this.
+    """Copy the state of all parameters to the CPU of rank `to`, and return it there, by the parameter's index.
+    Parameters without state are left out. Other ranks return None. Every rank of `group` calls this.
 
     `parts`: the parameters of each rank. `indices`: id() of a parameter -> its index. `read`: returns the state of one
     of this rank's parameters.

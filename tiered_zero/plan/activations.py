@@ -1,4 +1,5 @@
-"""Size offloaded activations: their budget on a tier, the bytes on their way, and staging buffers."""
+"""Size the memory of offloaded activations (their budget on a tier, bytes in transfer, staging buffers), and estimate
+the activations of a transformer."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 
 DEFAULT_NVME_NBYTES = 16 * GIB
 DEFAULT_HOST_SHARE = 4
-"""The budget if the config sets no limit: bytes on nvme; in host memory a quarter of what everything else leaves."""
+"""The budget if the config sets no limit: on nvme these bytes; in host memory a quarter of the room that the rest of
+the plan leaves."""
 
 IN_FLIGHT_SHARE = 16
 MIN_IN_FLIGHT_NBYTES, MAX_IN_FLIGHT_NBYTES = 16 * MIB, GIB
-"""The most bytes of activations on their way at once: a sixteenth of the budget, within these bounds. A larger tensor
-stays on the device."""
+"""The most bytes of activations in transfer at once: a sixteenth of the budget, within these bounds. A tensor larger
+than this stays on the device."""
 
 NUM_STAGING = 4
 NO_STAGING = StagingSize()
@@ -23,8 +25,8 @@ NO_STAGING = StagingSize()
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPlan:
-    """The sizes for activations that leave the device. `nbytes`: their budget on `tier`. `in_flight_nbytes`: the bytes
-    on the device that are on their way to that tier or back. `min_nbytes`: smaller tensors stay on the device.
+    """Sizes for activations that leave the device. `nbytes`: their budget on `tier`. `in_flight_nbytes`: the most bytes
+    on the device that are being copied to the tier or back. `min_nbytes`: smaller tensors stay on the device.
     `staging`: buffers between the device and nvme."""
 
     tier: str
@@ -35,8 +37,8 @@ class ActivationPlan:
 
 
 def plan_activations(request: PlanRequest, host_room_nbytes: int) -> ActivationPlan | None:
-    """Size the activations of one rank. Return None if activations stay on the device. `host_room_nbytes`: the bytes of
-    host memory that everything else in the plan leaves."""
+    """Size the activations of one rank; return None if they stay on the device. `host_room_nbytes`: the bytes of host
+    memory that the rest of the plan leaves."""
     tier, section = request.activation_tier, request.config.tiered_zero.activations
     if tier == "device":
         return None
@@ -65,19 +67,21 @@ LOSS_NBYTES = 12
 """Bytes for each logit at the peak of the loss: log-softmax, its gradient, and the gradient of its input, in fp32."""
 
 GELU_OF_OPERATIONS = "gelu_new"
-"""An activation that is made of torch's operations, each of which saves its own input."""
+"""The name of an activation function that consists of several torch operations. Each of them saves its own input."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """The shape of a transformer block, from which the bytes that autograd saves for a token are computed.
+    """The shape of a transformer block. `token_nbytes` computes the bytes that autograd saves for a token.
 
-    `hidden`, `ffn`, `query`, `key`: elements of a token. `ffn`: the width of the feed-forward, or of one expert.
-    `experts`: the number of experts that a token passes through; 0: no router. `query`, `key`: over all heads. `norms`:
-    the number of normalizations of the hidden state. `norms_heads`: queries and keys are normalized too. `fp32_norms`:
-    normalizations are made of operations in fp32, as in models with RMSNorm; else they are torch's own. `masks`:
-    dropout saves its masks. `eager`: attention keeps its scores. `fp32_scores`: the softmax of eager attention runs in
-    fp32."""
+    Elements of one token: `hidden`: its hidden state. `ffn`: the feed-forward's width, or the width of one expert.
+    `query`, `key`: its queries and its keys, over all heads.
+
+    `experts`: the number of experts that a token passes through; 0: there is no router. `norms`: the number of
+    normalizations of the hidden state. `norms_heads`: queries and keys are normalized too. `fp32_norms`: a
+    normalization consists of several fp32 operations, as in models with RMSNorm; False: it is one torch operation.
+    `gated`: the feed-forward has a gate. `masks`: dropout saves its masks. `eager`: attention keeps its scores.
+    `fp32_scores`: the softmax of eager attention runs in fp32."""
 
     hidden: int
     ffn: int
@@ -95,19 +99,19 @@ class BlockShape:
     fp32_scores: bool = True
 
     def token_nbytes(self, length: int, itemsize: int) -> int:
-        """Return the bytes that autograd saves for one token. `length`: the tokens of its sample. `itemsize`: bytes of
-        an activation's element."""
-        # A normalization saves its input (in fp32, if made of operations in fp32, and then its result before the
-        # weight, too) and a statistic.
+        """Return the bytes that autograd saves for one token. `length`: the number of tokens in its sample. `itemsize`:
+        the bytes of one element of an activation."""
+        # A normalization saves its input and a statistic. One of several fp32 operations saves the input in
+        # fp32, and also its result before the weight.
         norm_itemsize = 4 + itemsize if self.fp32_norms else itemsize
         norms = self.norms * (norm_itemsize * self.hidden + STATISTICS_NBYTES)
         if self.norms_heads:
             norms += norm_itemsize * (self.query + self.key)
         # The projections save their inputs: one for queries, keys and values, one for the output.
         projections = itemsize * (self.hidden + self.query)
-        # Attention saves queries, keys and values. Fused kernels also save the sum of each row; their output is the
-        # next projection's input. Eager attention repeats keys and values for each query's head, and saves the row
-        # after softmax, and its copies in the parameters' dtype and after dropout (with the mask).
+        # Attention saves queries, keys and values. A fused kernel also saves the sum of each row; its output is counted
+        # above, as the next projection's input. Eager attention repeats keys and values for each query head. It saves
+        # each row of scores after softmax, in the parameters' dtype, and after dropout, with the mask.
         attention = itemsize * (self.query + 2 * (self.query if self.eager else self.key))
         if self.eager:
             upcast = self.fp32_scores and itemsize < 4
@@ -115,9 +119,9 @@ class BlockShape:
             attention += self.heads * length * score_nbytes
         else:
             attention += self.heads * STATISTICS_NBYTES
-        # The feed-forward saves its input, the activation's input and output (GPT-2's also tanh and two products), and
-        # with a gate the other factor and the product. With experts the router saves the input, and each expert a copy
-        # of it and its output.
+        # The feed-forward saves its input, and the activation's input and output (GPT-2's also tanh and two products).
+        # With a gate it also saves the other factor and the product. With experts the router saves the input, and each
+        # expert saves a copy of the input and its output.
         arrays = 2 + 2 * self.gated + 3 * (self.activation == GELU_OF_OPERATIONS)
         ffn = itemsize * self.hidden + max(1, self.experts) * itemsize * arrays * self.ffn
         ffn += self.experts * 2 * itemsize * self.hidden
@@ -128,7 +132,7 @@ class BlockShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationEstimate:
-    """The estimated bytes of one micro-batch of `tokens` tokens, with a checkpoint around each block.
+    """Estimated bytes of one micro-batch of `tokens` tokens; each block is checkpointed (computed again in backward).
     `boundary_nbytes`: the saved input of one block. `num_boundaries`: the number of blocks. `block_nbytes`: the
     activations of one block while it is computed again. `logits_nbytes`: logits and their loss."""
 
@@ -144,16 +148,16 @@ class ActivationEstimate:
 
     @property
     def budget_nbytes(self) -> int:
-        """Return the bytes of a budget that has room for the inputs of all blocks."""
+        """Return the budget, in bytes, that has room for the saved inputs of all blocks."""
         return self.num_boundaries * align_up(self.boundary_nbytes, PAGE_NBYTES)
 
     def needed_nbytes(self, plan: ActivationPlan | None) -> int:
-        """Return the bytes that activations need in the memory of the device that computes. `plan`: the budget to which
-        blocks' inputs are offloaded; None: none are."""
+        """Return the bytes that activations need on the computing device. `plan`: the budget for offloaded inputs of
+        blocks; None: none are offloaded."""
         return self.boundaries_nbytes - self.offloaded_nbytes(plan) + self.block_nbytes + self.logits_nbytes
 
     def offloaded_nbytes(self, plan: ActivationPlan | None) -> int:
-        """Return the bytes of the blocks' inputs that have room in the budget of `plan`; 0 if `plan` is None."""
+        """Return the bytes of blocks' inputs that are offloaded within the budget of `plan`; 0 if `plan` is None."""
         if plan is None or not plan.min_nbytes <= self.boundary_nbytes <= plan.in_flight_nbytes:
             return 0
         return (
@@ -164,8 +168,8 @@ class ActivationEstimate:
 def estimate_activations(
     block: BlockShape, *, samples: int, length: int, layers: int, vocab: int, itemsize: int
 ) -> ActivationEstimate:
-    """Estimate the activations of a micro-batch of `samples` samples, each of `length` tokens. `itemsize`: bytes of an
-    activation's element. The logits stay until the step ends, as the model's output."""
+    """Estimate the activations of a micro-batch of `samples` samples, each of `length` tokens. `itemsize`: the bytes of
+    one element of an activation. Logits are counted for the whole step, because they are the model's output."""
     tokens = samples * length
     return ActivationEstimate(
         tokens=tokens,

@@ -1,4 +1,4 @@
-"""Read the sizes of the built-in GPT from text, without torch, for the options of commands."""
+"""Read the shape of the built-in GPT from the text of a command's option. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HEAD_SIZE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of the built-in GPT, in counts, not bytes. `heads`: if it is 0, each 64 channels make a head. `tied`:
-    the output head's weight is the embedding's."""
+    """The shape of the built-in GPT, in counts, not bytes. `heads`: 0: one head for each 64 channels. `tied`: embedding
+    and output head share one weight."""
 
     layers: int = 8
     hidden: int = 384
@@ -25,7 +25,7 @@ class GPTConfig:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        """Fill in `heads` and check the shape. Raises ConfigError for a shape that no GPT can have."""
+        """Compute `heads` if it is 0, and check the shape. Raises ConfigError for a shape that no GPT can have."""
         if not self.heads:
             object.__setattr__(self, "heads", max(1, self.hidden // HEAD_SIZE))
         for name in ("layers", "hidden", "heads", "vocab", "context"):
@@ -55,17 +55,18 @@ _FAMILIES = (
     (5e7, GPTConfig(vocab=50257, context=1024)),  # GPT-2
     (3e9, GPTConfig(vocab=128256, context=8192, tied=False)),  # Llama 3
 )
-"""The least number of parameters -> vocabulary, context and head, which decide how much is paged."""
+"""(least number of parameters, shape): the vocabulary, context and output head of real models from this size on. They
+decide how much is paged."""
 
 
 def gpt_of_size(num_wanted: float) -> GPTConfig:
-    """Return a GPT of about `num_wanted` parameters, with the usual proportion, hidden = 128 * layers, and the
-    vocabulary and context of real models of that size. Raises ConfigError."""
+    """Return the shape of a GPT with about `num_wanted` parameters and about hidden = 128 * layers. Vocabulary and
+    context are those of real models of this size. Raises ConfigError for fewer than 1e6 parameters."""
     if not 1e6 <= num_wanted < math.inf:
         raise ConfigError(f"A model planned by its size has at least 1e6 parameters, not {num_wanted:g}.")
     family = [config for least, config in _FAMILIES if num_wanted >= least][-1]
     best = None
-    for hidden in itertools.count(HEAD_SIZE, HEAD_SIZE):  # the wider, the fewer layers
+    for hidden in itertools.count(HEAD_SIZE, HEAD_SIZE):  # a wider model has fewer layers
         one = replace(family, layers=1, hidden=hidden, heads=0)
         per_block = num_parameters(replace(one, layers=2)) - num_parameters(one)
         layers = round((num_wanted - num_parameters(one)) / per_block) + 1

@@ -20,7 +20,7 @@ from tiered_zero.system import opened
 
 
 def _read_rate(text: str) -> int:
-    """Read "7GB/s". Raises ValueError."""
+    """Read a rate such as "7GB/s", in bytes per second. Raises ValueError."""
     return parse_hardware_nbytes(text.strip().removesuffix("/s"))
 
 
@@ -33,7 +33,7 @@ def _read_tera(text: str, unit: str) -> int:
 
 
 def _or_text(read: Callable[[str], int]) -> BeforeValidator:
-    """Accept text that `read` reads, as well as a number."""
+    """Make a validator that accepts a number, or a text that `read` converts to one."""
     return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
 
 
@@ -46,12 +46,12 @@ _Flops = Annotated[float, _or_text(partial(_read_tera, unit="flops")), Field(gt=
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The disk of a directory, or a disk that a text describes. A field that is None is not known.
+    """The disk of a directory, or a disk that a text describes. None: the value is not known.
 
     `path`: the directory, or the text that describes the disk. `nbytes`: free bytes for this user. `mixed_bytes_per_s`:
-    bytes a second of reads and writes together, half of the bytes read and half written at the same time; if it is left
-    out, the rate of a disk that does one after the other. `rated_nbytes`: the bytes that may be written in the disk's
-    life, by its maker's rating.
+    the rate of reads and writes together, if as many bytes are read as written at the same time; None: computed for a
+    disk that reads and writes in turn. `rated_nbytes`: the bytes that may be written in the disk's life, by its maker's
+    rating.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
@@ -73,15 +73,14 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Sizes and rates of a machine. A field that is None, or a dtype that a mapping lacks, is not known.
+    """Sizes and rates of a machine. None, or a dtype missing in a mapping: the value is not known.
 
     `source`: where the numbers come from. `date`: the date of the measurement, ISO 8601. `device`: "cpu", "cuda", ...
     `device_nbytes`, `host_nbytes`: free bytes for this user. `flops_per_s`: "bf16", "fp16", "fp32" -> rate of matrix
-    products. `block_elements_per_s`, `logits_per_s`: the rates of what a model computes besides products, in elements
-    of the hidden states of all its blocks, and in logits. `copy_bytes_per_s`: bytes read plus bytes written by a copy
-    within host memory. `update_bytes_per_s`: bytes read plus bytes written by AdamW on all cores.
-    `to_device_bytes_per_s`, `from_device_bytes_per_s`: rates of copies from and to pinned memory; None if the device is
-    the CPU.
+    products. `block_elements_per_s`, `logits_per_s`: rates of a model's other work: elements of hidden states, counted
+    in every block, and logits. `copy_bytes_per_s`: bytes read plus bytes written by a copy within host memory.
+    `update_bytes_per_s`: bytes read plus bytes written by AdamW on all cores. `to_device_bytes_per_s`,
+    `from_device_bytes_per_s`: rates of copies from and to pinned memory; None if the device is the CPU.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
@@ -103,7 +102,7 @@ class Machine:
     disks: tuple[Disk, ...] = ()
 
     def save(self, path: Path) -> None:
-        """Write the machine to the file `path`, mode 0600, in place of an earlier one. Raises OSError."""
+        """Write the machine to the file `path` as JSON, with mode 0600. An earlier file is replaced. Raises OSError."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) as fd:
@@ -115,8 +114,8 @@ _READER: Final = TypeAdapter(Machine)
 
 
 def load_machine(path: Path) -> Machine:
-    """Read a file that `Machine.save` wrote, or a description, in which sizes and rates may be text: "24GiB", "7GB/s",
-    "150TFLOPS", "1200TBW". Raises ConfigError."""
+    """Read a machine from a JSON file: one that `Machine.save` wrote, or one written by hand. Sizes and rates may be
+    text: "24GiB", "7GB/s", "150TFLOPS", "1200TBW". Raises ConfigError."""
     try:
         return _READER.validate_json(json.dumps(read_json(path)))
     except ValidationError as error:
@@ -138,8 +137,8 @@ def from_description(
     host_nbytes: int | None = None,
     disks: Sequence[Disk] = (),
 ) -> Machine:
-    """Return `base` (None: a machine without rates) with the given sizes and disks in place of its own. If `base` has
-    no device but the CPU, `device_nbytes` adds an accelerator whose rates are not known."""
+    """Return `base` with the given sizes and disks instead of its own. `base`: None: a machine without rates. If the
+    device of `base` is the CPU, `device_nbytes` adds an accelerator without known rates."""
     machine = base or Machine(name="described by options")
     if device_nbytes is not None and machine.device == "cpu":
         machine = replace(machine, device="cuda", flops_per_s={}, block_elements_per_s={}, logits_per_s={})

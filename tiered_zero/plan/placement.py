@@ -1,6 +1,7 @@
-"""Place every unit, sub-group and gradient: its tier, its slot, and what a step writes of it on nvme.
+"""Choose the tier of every unit, sub-group and gradient, list their slots (regions of a tier), and count the bytes that
+a step writes to nvme.
 
-One list of slots serves to reserve them, to plan in-place commits, and to hash the layout.
+One list of slots is used to reserve them, to plan in-place commits, and to hash the layout.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from tiered_zero.plan.request import PlanRequest, SubGroupSize
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The tiers of all units, sub-groups and gradients.
+    """The tiers of all parameters, optimizer state and gradients.
 
-    `params`: unit index -> tier of its parameters. `sharded`: indices of the units of which only this rank's shard
-    rests on that tier; other units rest whole, and whole units on "device" never leave it. `state`: the tier of each
-    sub-group's state. `gradients`: index of a trainable unit -> "device" if all its state rests on the device, where
-    its gradients and update then stay too; else "host", or "nvme" if `gradients_to_nvme` has moved them.
+    `params`: unit index -> tier of its parameters. `sharded`: indices of the units of which a rank keeps only its shard
+    on that tier. Other units are kept whole; whole units on "device" never leave it. `state`: the tier of each
+    sub-group's state. `gradients`: index of a trainable unit -> tier of its gradients. It is "device" if all the unit's
+    state rests on the device: gradients and update then stay there too. Otherwise it is "host", or "nvme" after
+    `gradients_to_nvme`.
     """
 
     params: Mapping[int, str]
@@ -29,21 +31,21 @@ class Placement:
     sharded: frozenset[int] = frozenset()
 
     def is_resident(self, unit: Unit) -> bool:
-        """Return whether the unit is whole on the device, and stays there."""
+        """Return whether the whole unit stays on the device at all times."""
         return self.params[unit.index] == "device" and unit.index not in self.sharded
 
     def home_nbytes(self, unit: Unit) -> int:
-        """Return the bytes of the unit's parameters at their home."""
+        """Return the bytes of the unit's parameters in their home, the slot on a tier where they rest."""
         return unit.shard_nbytes if unit.index in self.sharded else unit.nbytes
 
     def back_tier(self, unit: Unit) -> str:
-        """Return the tier to which the delayed update writes the unit's parameters: their own, or host memory for
-        resident ones."""
+        """Return the tier to which the delayed update writes the unit's new parameters: host memory for a unit that
+        stays on the device, else the tier of its parameters."""
         return "host" if self.is_resident(unit) else self.params[unit.index]
 
 
 def place(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Placement:
-    """Choose the tiers of all parameters, state and gradients. Limits are checked when the plan is complete."""
+    """Choose the tiers of all parameters, state and gradients. Limits are checked later, when the plan is complete."""
     state = place_state(subgroups, request)
     return Placement(
         params=place_params(units, request),
@@ -54,8 +56,8 @@ def place(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: Pla
 
 
 def place_params(units: Sequence[Unit], request: PlanRequest) -> dict[int, str]:
-    """Return unit index -> tier of its parameters. With nvme the first units stay in host memory, up to `max_in_cpu`
-    elements."""
+    """Choose the tier of each unit's parameters; return unit index -> tier. If parameters are offloaded to nvme, the
+    first units stay in host memory, up to `max_in_cpu` elements."""
     tiers: dict[int, str] = {}
     slowest, room = request.param_tier, request.config.zero_optimization.offload_param.max_in_cpu
     for unit in units:
@@ -68,12 +70,12 @@ def place_params(units: Sequence[Unit], request: PlanRequest) -> dict[int, str]:
 
 
 def place_state(subgroups: Sequence[SubGroupSize], request: PlanRequest) -> list[str]:
-    """Return the tier of each sub-group: each tier faster than `state_tier` holds as much as it may, and the rest goes
-    to `state_tier`.
+    """Choose the tier of each sub-group's state. Tiers faster than `state_tier` are filled up to their limits; the
+    other sub-groups go to `state_tier`.
 
-    Embeddings come first: their gradients are the last of a backward, and a forward needs them first. Then come the
-    units in the order of the next forward. A sub-group whose state has no bytes goes to the host: on the device, its
-    parameters would be updated there, and need not lie there.
+    Sub-groups of embeddings are placed first: backward completes their gradients last, and a forward needs them first.
+    The others follow in the order of a forward. A sub-group without bytes of state goes to the host. On the device its
+    update would run there, but its parameters may rest elsewhere.
     """
     total = sum(subgroup.state_nbytes for subgroup in subgroups)
     ratio = request.config.zero_optimization.offload_optimizer.ratio
@@ -96,8 +98,9 @@ def place_state(subgroups: Sequence[SubGroupSize], request: PlanRequest) -> list
 def _place_gradients(
     units: Sequence[Unit], subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], last: str
 ) -> dict[int, str]:
-    """Return unit index -> tier of its gradients, for each trainable unit. `last`: the slowest tier of state, which
-    decides for a unit that no sub-group holds."""
+    """Choose the tier of each trainable unit's gradients; return unit index -> tier. It is "device" if all the unit's
+    state is on the device, else "host". `last`: the slowest tier of state; decides for a unit that no sub-group
+    holds."""
     tiers_of: dict[int, set[str]] = {}
     for subgroup, tier in zip(subgroups, state_tiers, strict=True):
         for index in subgroup.parts:
@@ -116,11 +119,11 @@ def gradients_to_nvme(
     nbytes_of: Callable[[Unit], int],
     host_nbytes: int,
 ) -> Placement:
-    """Return `tiers` with gradients moved from host memory to nvme, except for the first `host_nbytes` of them.
+    """Move gradients from host memory to nvme, except for the first `host_nbytes` of them. Return the new placement.
 
-    Gradients of the first units stay, because their updates come first. Gradients of a unit with some state on the
-    device stay in any case: that state is updated from host memory. `nbytes_of`: returns the bytes of a unit's
-    gradients at their home."""
+    Gradients of the first units stay in host memory, because their updates come first. Gradients of a unit with some
+    state on the device stay too: that state is updated from gradients in host memory. `nbytes_of`: returns the bytes of
+    a unit's gradients."""
     split = {
         index
         for subgroup, tier in zip(subgroups, tiers.state, strict=True)
@@ -140,22 +143,23 @@ def gradients_to_nvme(
 
 
 COMMIT_KINDS = {"param": "commit_param", "param_back": "commit_param", "state": "commit"}
-"""Kind of a slot -> the kind under which its further places on disk, for commits, are counted."""
+"""Kind of a slot -> the kind under which the ledger counts the slot's second place on disk, which commits need."""
 
 NUM_GRADIENT_WINDOWS = 3
-"""The number of windows, buffers in host memory through which gradients pass to and from nvme, one unit's in each: one
-is filled, one keeps the gradients of the unit before until they are needed, and one is written."""
+"""The number of windows: buffers in host memory through which gradients pass to and from nvme, one unit in each. One is
+filled, one keeps the gradients of the unit before until they are needed, and one is written."""
 
 BUFFERS = -1
-"""The index of the slot with the copy of all the model's buffers, in place of a unit's index."""
+"""The index of the slot that holds a copy of all the model's buffers; used in place of a unit's index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSlot:
-    """A slot to be reserved. `index`: that of the unit, or of the sub-group if `kind` is "state", or BUFFERS.
+    """A slot that the run reserves: a region of a tier. `index`: of the sub-group if `kind` is "state", else of the
+    unit, or BUFFERS.
 
-    `num_durable`: the number of the slot's places on disk for in-place commits, each of which writes the place that the
-    last commit does not name. 1: the slot is written once. 0: no commit holds it.
+    `num_durable`: the number of the slot's places on disk for in-place commits. 2: each commit writes the place that
+    the last commit does not name. 1: the slot is written once. 0: no commit includes the slot.
     """
 
     kind: str
@@ -170,7 +174,8 @@ class PlannedSlot:
 
     @property
     def charges(self) -> list[tuple[str, int]]:
-        """Return (kind, bytes) of each of the slot's places: the kind under which the ledger counts the bytes."""
+        """Return (kind, bytes) of each of the slot's places. The ledger, which counts every allocation, counts the
+        bytes under this kind."""
         more = max(0, self.num_durable - 1)
         return [(self.kind, self.nbytes), *[(COMMIT_KINDS.get(self.kind, self.kind), self.nbytes)] * more]
 
@@ -185,9 +190,9 @@ def list_slots(
 ) -> list[PlannedSlot]:
     """List the slots of a run in the order in which they are reserved: units, sub-groups, buffers.
 
-    A commit makes state durable, and everything that cannot be computed from state: parameters that no sub-group holds,
-    buffers, and all parameters if they are half of their masters. What of this rests in memory has a copy on nvme, next
-    to the state. `delayed`: the update is delayed, and units that it updates have a second slot for parameters.
+    A commit makes state durable, and everything that cannot be computed from state: parameters that no sub-group holds;
+    the model's buffers; all parameters, if they are half of their masters. If these rest in memory, a copy on nvme gets
+    a slot. `delayed`: the update is delayed, so each unit that it updates has a second slot for parameters.
     """
     commits, is_half = request.config.tiered_zero.checkpoint.in_place, request.state_format == "bf16_remainder"
     held = {index for subgroup in subgroups for index in subgroup.parts}
@@ -215,10 +220,11 @@ def list_slots(
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTraffic:
-    """What a step moves and computes of one unit. `numel`: elements of parameters, without padding. `lookups`: elements
-    of embeddings that no matrix product reads. `is_tied`: the unit holds an embedding that is also the weight of a
-    product. `params`, `gradients`: (tier, bytes) at their home; the tier is "" without gradients. `is_paged`: the unit
-    leaves the device. `state`: tier -> bytes."""
+    """The bytes that a step moves for one unit, and the elements that it computes with.
+
+    `numel`: elements of parameters, without padding. `lookups`: elements of embeddings that no matrix product reads.
+    `is_tied`: the unit holds an embedding that is also the weight of a product. `params`, `gradients`: (tier, bytes) in
+    their home; ("", 0) for a unit without gradients. `is_paged`: the unit leaves the device. `state`: tier -> bytes."""
 
     numel: int
     lookups: int
@@ -262,9 +268,10 @@ def list_traffic(
 
 
 def written_on_nvme(units: Sequence[UnitTraffic], accumulation: int, *, in_backward: bool) -> dict[str, int]:
-    """Return kind -> bytes that a step of `accumulation` micro-batches writes to nvme: trained parameters, masters and
-    state, and the gradients that cannot stay in a window, a buffer in host memory. See [Note: Gradients on NVMe].
-    `in_backward`: updates start in backward, and keep the windows that they need."""
+    """Return kind -> bytes that a step of `accumulation` micro-batches writes to nvme. Kinds: "param" (trained
+    parameters), "state" (masters and state), and "gradient" (gradients that cannot stay in a window, a buffer in host
+    memory). See [Note: Gradients on NVMe]. `in_backward`: updates start in backward, so the last backward writes no
+    gradients."""
     params = sum(unit.params[1] for unit in units if unit.state and unit.params[0] == "nvme")
     return {
         "param": params,
@@ -274,9 +281,9 @@ def written_on_nvme(units: Sequence[UnitTraffic], accumulation: int, *, in_backw
 
 
 def _gradient_writes(units: Sequence[UnitTraffic], accumulation: int, *, in_backward: bool) -> list[int]:
-    """Return the bytes of each write of gradients in the order of backward, the last unit's first. Each backward brings
-    the gradients of all units into windows again. When the last one ends, the gradients of the first units are still in
-    windows, and are not written."""
+    """Return the bytes of each write of gradients to nvme, in the order of backward: the last unit comes first. Each
+    backward writes the gradients of all units. When the last backward ends, gradients of the first units are still in
+    windows (buffers in host memory) and are not written. `in_backward`: the last backward writes no gradients."""
     sizes = [unit.gradients[1] for unit in reversed(units) if unit.gradients[0] == "nvme"]
     if in_backward:
         return sizes * (accumulation - 1)

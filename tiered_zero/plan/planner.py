@@ -1,6 +1,4 @@
-"""Plan the bytes of a run on each tier from laid-out units and a request, and name the changes of settings with which a
-plan that is too large would fit.
-"""
+"""Plan the bytes of a run on each tier. If a plan is too large, name the settings that make it fit."""
 
 from __future__ import annotations
 
@@ -47,16 +45,18 @@ SHARED_SEGMENT_NBYTES. A block of at least LEAST_SEGMENT_NBYTES has a segment of
 SEGMENT_NBYTES."""
 
 UPDATE_CHUNK_NUMEL, COPIES_CHUNK_NUMEL = 1 << 26, 1 << 22
-"""The most elements that an update on the device steps at once: with fp32 state; with other formats, by fp32 copies."""
+"""The most elements that an update on the device steps at once: UPDATE_CHUNK_NUMEL with fp32 state, COPIES_CHUNK_NUMEL
+with other formats, which are stepped through fp32 copies."""
 
 NUM_UPDATE_COPIES = 12
-"""The number of fp32 copies of a chunk with other formats, including the temporaries of rounding them back."""
+"""The number of temporary fp32 arrays of a chunk with other formats: the copies, and temporaries of rounding them
+back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """The planned bytes of one kind on a tier. `kind`: the name under which the ledger, which counts every allocation
-    of the run, counts these bytes. `what`: the kind in words, for tables and messages."""
+    """The planned bytes of one kind on a tier. `kind`: the name under which the ledger, which counts every allocation,
+    counts these bytes. `what`: the kind in words, for tables and messages."""
 
     tier: str
     kind: str
@@ -70,15 +70,15 @@ _Row = tuple[str, str, int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class PagerLimits:
-    """Limits of the paged units on the device.
+    """Limits for the paged units (those that leave the device) while they are on the device.
 
-    `live_nbytes`: the bytes of these units on the device at once, as planned. `reserved_nbytes`: the memory that the
+    `live_nbytes`: the planned bytes of these units on the device at once. `reserved_nbytes`: the memory that the
     device's allocator takes for these bytes. `most_live_nbytes`: the most that the config allows, for code that uses
     more units together than a forward of nested modules does (a checkpointed region of many blocks, `gathered`).
-    `one_module`: the largest unit holds the parameters of one module, which no size cap cuts. `limited_by`: the
-    settings that keep fewer units on the device, or fetch fewer ahead, than could be in use. `tier`: the tier whose
-    limit counts, host if the device's memory is the host's. `prefetch_numel`: the most elements fetched ahead of their
-    use. `reuse_numel`: a unit that is expected again within this many elements is kept if there is room.
+    `one_module`: all parameters of the largest unit belong to one module, which no size cap cuts. `limited_by`: the
+    names of the limits that keep fewer units on the device, or fetch fewer ahead, than could be used. `tier`: the tier
+    of the limit that applies; "host" if the device's memory is the host's. `prefetch_numel`: the most elements fetched
+    ahead of their use. `reuse_numel`: a unit that is used again within this many elements is kept if there is room.
     """
 
     live_nbytes: int
@@ -152,9 +152,9 @@ class Plan:
         return f"{self.text}\n  {self.update_policy.text}"
 
     def written_nbytes(self, accumulation: int, activation_nbytes: int) -> dict[str, int]:
-        """Return kind -> bytes that a step of `accumulation` micro-batches writes to nvme. Of two homes, or of two
-        slots for commits, a step writes one. `activation_nbytes`: the bytes of activations that one micro-batch saves
-        on their tier."""
+        """Return kind -> bytes that a step of `accumulation` micro-batches writes to nvme. If something has two slots,
+        for the delayed update or for commits, a step writes only one of them. `activation_nbytes`: the bytes of
+        activations that one micro-batch saves on their tier."""
         in_backward = self.update_policy.optimizer_in_backward
         on_nvme = self.activations is not None and self.activations.tier == "nvme"
         written = written_on_nvme(self.units, accumulation, in_backward=in_backward)
@@ -165,7 +165,8 @@ class Plan:
         return self.needed_nbytes(tier) - self.request.limit_nbytes(tier)
 
     def check(self) -> None:
-        """Raise PlanError, with the table, for the first tier that is too small."""
+        """Check the plan against all limits. Raises PlanError, with the table of bytes, for the first limit that is
+        exceeded."""
         for tier, (limit, source) in self.limits.items():
             if self.missing_nbytes(tier) <= 0:
                 continue
@@ -188,11 +189,13 @@ class Plan:
 
 
 def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
-    """Place every byte. Raises ConfigError where a size that the config fixes cannot work; does not check limits.
+    """Make the plan of a run. Does not check limits: `Plan.check` does. Raises ConfigError for a size in the config
+    that cannot work.
 
-    Before the plan exceeds a limit, it shrinks: first the window, the paged parameters on the device at once, then
-    gradients leave memory, then no more sub-groups are in flight than the pipeline needs. The caller may then cut
-    sub-groups smaller. A plan that still exceeds a limit is therefore the smallest of these units and sub-groups.
+    If the plan would exceed a limit, it shrinks in this order: the window (the paged parameters on the device at once);
+    the gradients in memory, which go to nvme; the sub-groups in flight, down to the fewest that the pipeline needs. A
+    plan that still exceeds a limit is the smallest of these units and sub-groups; the caller may then cut smaller
+    sub-groups.
     """
     plan = _plan_gradients(units, subgroups, request)
     if plan.missing_nbytes("host") <= 0 or request.num_state_buffers is not None:
@@ -202,10 +205,11 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
 
 
 def _plan_gradients(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
-    """Plan, with gradients placed last: with "auto", host memory holds as many as have room next to everything else.
-    Parameters that `max_in_cpu` keeps in host memory come first: in a step of n micro-batches a byte of memory spares
-    the disk 2n + 1 bytes of a parameter, which forward and backward read and the update writes, and at most 2n bytes of
-    a gradient."""
+    """Make a plan, and place gradients last. With "auto", gradients go to host memory while it has room, then to nvme.
+
+    Parameters that `max_in_cpu` keeps in host memory are placed before gradients, because they save more transfers. In
+    a step of n micro-batches, a byte of memory saves the disk 2n + 1 bytes of a parameter (read by forward and
+    backward, written by the update), but at most 2n bytes of a gradient."""
     if request.gradient_tier == "nvme":
         return _plan(units, subgroups, request, 0)
     plan = _plan(units, subgroups, request, NO_LIMIT)
@@ -220,7 +224,7 @@ def _plan_gradients(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], re
 def _plan(
     units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest, host_gradients_nbytes: int
 ) -> Plan:
-    """Plan with at most `host_gradients_nbytes` of gradients in host memory; the others rest on nvme."""
+    """Make a plan with at most `host_gradients_nbytes` of gradients in host memory; the others go to nvme."""
     tiers = place(units, subgroups, request)
     update_policy = choose_update_policy(request, tiers.state)
     delayed = update_policy.policy == "delayed"
@@ -290,7 +294,8 @@ def _rows(
     *,
     delayed: bool,
 ) -> list[_Row]:
-    """Return the rows of the bytes that rest on each tier, and of staging. `gradients`: tier -> bytes of gradients."""
+    """List the plan's rows for all bytes that rest on a tier, and for staging buffers. `gradients`: tier -> bytes of
+    gradients."""
     on_device = sum(tiers.home_nbytes(unit) for unit in units if tiers.params[unit.index] == "device")
     part = "parameters, this rank's part"
     shards = f" of rank {request.rank}'s shards" if request.shards_gradients else ""
@@ -321,9 +326,9 @@ def _rows(
 
 
 def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room_nbytes: int) -> int:
-    """Return the bytes of the gradients of a second unit in flight, or 0 if the device has no room for them. On an
-    accelerator gradients count from the launch of their computation: with room for one unit only, backward would not be
-    launched ahead of the device."""
+    """Return the bytes of a second unit's gradients in flight; 0 if the CPU computes or the device has no room for
+    them. On an accelerator gradients count from the launch of their computation. With room for one unit only, backward
+    could not be launched ahead of the device."""
     second = sorted((unit.nbytes for unit in to_host), reverse=True)[1:2]
     return 0 if request.shares_cores or sum(second) > room_nbytes else sum(second)
 
@@ -331,8 +336,9 @@ def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room
 def _update_nbytes(
     subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], request: PlanRequest, grad_itemsize: int
 ) -> int:
-    """Return the bytes of the temporaries of the largest update on an accelerator: the rule's own, gradients in fp32,
-    and the state that torch creates in the first step, before it is copied to its place."""
+    """Return the temporary bytes of the largest update on an accelerator; 0 without one. They are the rule's own
+    temporaries, gradients in fp32, and the state that torch creates in the first step, before it is copied to its
+    slot."""
     count = request.temporaries
     on_device = [group for group, tier in zip(subgroups, state_tiers, strict=True) if tier == "device"]
     if count is None or not on_device:
@@ -347,8 +353,8 @@ def _update_nbytes(
 
 
 def _waiting_nbytes(trainable: Sequence[Unit], request: PlanRequest) -> int:
-    """Return the most bytes of gradients that wait on the device until all units of their bucket are complete; 0 if
-    ranks keep whole gradients."""
+    """Return the most bytes of gradients that wait on the device for the other units of their bucket, the gradients
+    that ranks reduce together; 0 if ranks keep whole gradients."""
     if not request.shards_gradients:
         return 0
     buckets = cut_buckets(trainable, request.world_size, request.bucket_numel)
@@ -358,9 +364,9 @@ def _waiting_nbytes(trainable: Sequence[Unit], request: PlanRequest) -> int:
 def _returned_nbytes(
     to_host: Sequence[Unit], subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], sums: bool
 ) -> int:
-    """Return the most bytes of gradients that come back to the device for one update: of a unit whose state is split
-    over tiers, a part is updated on the device. `to_host`: the units whose gradients leave the device. `sums`:
-    gradients are fp32 sums."""
+    """Return the most bytes of gradients that are copied back to the device for one update. This happens if a unit's
+    state is split over tiers: the part with state on the device is updated there. `to_host`: the units whose gradients
+    leave the device. `sums`: gradients are fp32 sums."""
     itemsizes = {unit.index: 4 if sums else unit.itemsize for unit in to_host}
     return max(
         (
@@ -373,8 +379,9 @@ def _returned_nbytes(
 
 
 def _pager_limits(paged: Sequence[Unit], request: PlanRequest, room_nbytes: int, tier: str) -> PagerLimits:
-    """Size the window, the paged units on the device at once: the largest chain of units in use together (those of a
-    module inside a module), and the next largest units, which are fetched ahead.
+    """Size the window, the paged units on the device at once. It holds the largest chain and the two next largest
+    units, which are fetched ahead. A chain is the units of a module and of the modules around it, which are in use
+    together.
 
     `room_nbytes`: the room that the limit of `tier` leaves. The window shrinks to this room, but not below the chain.
     """
@@ -409,7 +416,7 @@ def _pager_limits(paged: Sequence[Unit], request: PlanRequest, room_nbytes: int,
 
 
 def _reserved_nbytes(sizes: Iterable[int]) -> int:
-    """Return the bytes of the allocator's segments in which blocks of these sizes lie."""
+    """Return the bytes that the device's allocator takes, in segments, for blocks of these sizes."""
     shared = own = 0
     for nbytes in sizes:
         if MIB < nbytes < LEAST_SEGMENT_NBYTES:
@@ -430,14 +437,15 @@ def _total(units: Iterable[Unit]) -> int:
 
 
 NUM_NAMED = 3
-"""Rows that a refusal names ahead of its table."""
+"""The number of rows that a refusal names before its table."""
 
 _STATE_TO_NVME = "set zero_optimization.offload_optimizer.device to nvme"
 
 
 def how_to_fit(plan: Plan, tier: str) -> str:
-    """Name the largest rows of a tier that is too small, the settings that free the missing bytes, and the smallest
-    limit that would do. The plan has already shrunk everything that shrinks without a change of settings."""
+    """Describe how to make a plan fit on a tier that is too small: the largest rows, the settings that free the missing
+    bytes, and the smallest limit that is enough. The plan has already shrunk as far as it can without a change of
+    settings."""
     source, missing_nbytes = plan.limits[tier][1], plan.missing_nbytes(tier)
     rows = sorted(plan.rows_of(tier), key=lambda row: -row.nbytes)
     changes: dict[str, None] = {}
@@ -473,7 +481,8 @@ def _sentence(text: str) -> str:
 
 
 def _changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]:
-    """Yield the changes that free bytes of a row on `tier`, each with the share of the row's bytes that it frees."""
+    """Yield the changes of settings that free bytes of a row on `tier`. Each comes with the share of the row that it
+    frees."""
     request = plan.request
     kind, on_host = row.kind, tier == "host"
     if kind == "param" and row.tier == "device" and request.param_tier == "device" and not on_host:
@@ -513,8 +522,9 @@ def _changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]
 
 
 def _gradient_changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]:
-    """Yield the changes for gradients in host memory. Gradients follow state to nvme, except for the windows, the
-    buffers through which they pass: for a small model the windows take as much as the gradients."""
+    """Yield the changes of settings that free gradients in host memory. If state goes to nvme, gradients go there too,
+    but the windows, the buffers through which they pass, stay. For a small model the windows are as large as the
+    gradients."""
     request = plan.request
     if tier == "host" and request.gradient_tier == "host" and request.state_tier == "nvme":
         yield "set tiered_zero.gradients to auto", 1.0

@@ -1,22 +1,23 @@
-"""Request a plan: a config and the facts of a machine, what they say of bytes, elements and tiers, and what of the
-config runs: the update policy, and tiers in host memory if the CPU computes.
+"""Define the request for a plan: a config, and facts about the machine, the ranks and the model. Decide which update
+policy runs, and which offloading runs if the CPU computes.
 
-[Note: The CPU as the device]
-A copy from host memory to the CPU's own memory brings nothing nearer: paging parameters in this way took a third of a
-step's CPU time. So offload_param and offload_optimizer with device cpu are resolved to none, which gives the same bits,
-and the plan, its notice and every record name what runs. Paging stays
+[Note: The CPU as the device] If the CPU computes, paging parameters to and from host memory only copies them within
+this memory: it took a third of a step's CPU time. So offload_param and offload_optimizer with device cpu are resolved
+to none. This gives the same bits, and the plan, its notice and every record name what runs. Paging stays
 
 * with `tiered_zero.device_memory_limit`, which asks for a small device;
 * with seeded delays, which simulate another machine;
 * with several ranks: their gradients are reduced as the tiers say, and a shard is fetched by the same copy from either
   tier.
 
-State stays in host memory if the update policy that was asked for needs it off the device, if it is split over tiers,
-and if parameters rest on nvme: from the device its update would read them by one copy more.
+State stays in host memory
 
-What the device holds counts against the limit of host memory, unless the device has a limit of its own or is simulated.
-The window, the parameters fetched from nvme that are in memory at once, is process memory like any buffer, and shrinks
-to that limit as it does to a device's.
+* if the requested update policy needs state off the device;
+* if state is split over tiers;
+* if parameters rest on nvme: with state on the device, the update would copy them once more.
+
+Bytes on the device count against the limit of host memory, unless the device has a limit of its own or is simulated.
+The window (the parameters fetched from nvme that are in memory at once) then shrinks to the limit of host memory.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ Limits = Mapping[str, tuple[int, str]]
 
 
 RESERVED_SHARE = 8
-"""This part of free device and host memory is left to what no plan counts (activations, the model's code, the system)
-if the config sets no limit: a plan of all free memory would fail in its first forward."""
+"""An eighth of free device and host memory stays free if the config sets no limit. It is for what no plan counts:
+activations, the model's code, the system. A plan of all free memory would fail in its first forward."""
 
 RESERVED = ", less an eighth for "
-"""Text in the name of a limit that is free memory less this part."""
+"""The text in a limit's name that says that RESERVED_SHARE was subtracted from free memory."""
 
 
 def limit_of(
     tier: str, free_nbytes: int | None, source: str, given_nbytes: int | None, prefix: str = "tiered_zero."
 ) -> dict[str, tuple[int, str]]:
-    """Return tier -> limit for one tier: the config's (`given_nbytes`), up to all free memory, or else free memory less
-    RESERVED_SHARE; empty if neither is known. `source`: names the free memory in messages. `prefix`: the beginning of
-    the config's key, for messages."""
+    """Return {tier: limit} for one tier. The limit is the config's, `given_nbytes`, if this is at most the free memory.
+    Otherwise it is free memory less RESERVED_SHARE. Returns {} if neither is known. `source`: names the free memory in
+    messages. `prefix`: the beginning of the config's key in messages."""
     if given_nbytes is not None and (free_nbytes is None or given_nbytes <= free_nbytes):
         return {tier: (given_nbytes, f"{prefix}{tier}_memory_limit")}
     if free_nbytes is None:
@@ -59,23 +60,24 @@ def limit_of(
 
 
 NUM_STATE_STAGING = 3
-"""The fewest buffers of state: one sub-group is read, one updated, one written."""
+"""The fewest staging buffers of state: one sub-group is read, one updated, one written."""
 
 MAX_BUCKET_NUMEL = 1 << 22
-"""The most elements of gradients in one collective, however large reduce_bucket_size is: two collectives of 16 MiB of
-fp32 under way reach the full rate, and a constant keeps the borders of buckets independent of memory."""
+"""The most elements of gradients in one collective, even if reduce_bucket_size is larger. Two collectives of 16 MiB of
+fp32 under way reach the full rate. A constant keeps the borders of buckets independent of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The config of a run, with devices as they run, and the facts of its machine, its ranks and its model.
+    """The config of a run, with devices as they run, and facts about its machine, ranks and model.
 
-    `shares_cores`: compute runs on the CPU, like the update. `device_is_host`: what the device holds counts against
-    host memory. See [Note: The CPU as the device]. `segments`: the device's allocator takes memory in segments, as
-    CUDA's does. `buffers_nbytes`: bytes of the model's buffers, which commits copy. `temporaries`: the number of fp32
-    arrays that an update on an accelerator makes in addition to copies of state and gradients; None: no accelerator.
-    `keeps_group_state`: the update rule has state of whole param groups. `fewest_buffers`: plan no more state in flight
-    than the pipeline needs. Raises ConfigError for gradients or an update that cannot be as the config asks.
+    `shares_cores`: the CPU computes the model and the update. `device_is_host`: bytes on the device count against the
+    limit of host memory. See [Note: The CPU as the device]. `segments`: the device's allocator takes memory in
+    segments, as CUDA's does. `buffers_nbytes`: bytes of the model's buffers, which commits copy. `temporaries`: the
+    number of fp32 arrays that an update on an accelerator makes in addition to copies of state and gradients; None: no
+    accelerator. `keeps_group_state`: the update rule has state of whole param groups. `fewest_buffers`: plan the fewest
+    staging buffers of state. Raises ConfigError if the config asks for a place of gradients, or an update, that is not
+    possible.
     """
 
     config: Config
@@ -148,8 +150,8 @@ class PlanRequest:
 
     @property
     def gradient_tier(self) -> str:
-        """The tier of gradients that leave the device: "host", "nvme", or "auto": host memory as far as there is
-        room."""
+        """The tier of gradients that leave the device: "host", "nvme", or "auto" (host memory while it has room, then
+        nvme)."""
         asked, on_nvme = self.config.tiered_zero.gradients, self.state_tier == "nvme"
         return asked if on_nvme and not self._keeps_whole_gradients and asked != "cpu" else "host"
 
@@ -160,7 +162,7 @@ class PlanRequest:
 
     @property
     def activation_tier(self) -> str:
-        """The tier of saved activations. Where the CPU computes, host memory is the device's own: "device"."""
+        """The tier of saved activations. If the CPU computes, host memory counts as "device"."""
         tier = _TIER_OF_DEVICE[self.config.activations_device]
         return "device" if tier == "host" and self.shares_cores else tier
 
@@ -197,7 +199,7 @@ class PlanRequest:
         return "host" if self.device_is_host else "device"
 
     def limit_nbytes(self, tier: str) -> int:
-        """Return the bytes of the tier that may be used."""
+        """Return the bytes of the tier that may be used; NO_LIMIT if there is no limit."""
         return self.limits.get(tier, (NO_LIMIT, ""))[0]
 
     def counted_tiers(self, tier: str) -> tuple[str, ...]:
@@ -214,7 +216,7 @@ def given(section: OffloadOptimizerSection | OffloadParamSection, name: str) -> 
 @dataclass(frozen=True, kw_only=True)
 class SubGroupSize:
     """The sizes of a sub-group. `state_nbytes`: bytes of its slot. `parts`: unit index -> the unit's elements in the
-    sub-group. `embedding`: the sub-group goes to faster tiers before others."""
+    sub-group. `embedding`: True: this sub-group is placed before others, so it gets the faster tiers."""
 
     state_nbytes: int
     parts: Mapping[int, int]
@@ -222,8 +224,8 @@ class SubGroupSize:
 
 
 def splits_masters_off_device(config: Config) -> bool:
-    """Return whether half of each master is the parameter and the update runs off the device: no parameter may stay on
-    the device then."""
+    """Return whether parameters are half of their masters (bf16_remainder) and the update runs off the device. If so,
+    no parameter may stay on the device."""
     return (
         config.tiered_zero.state_format == "bf16_remainder"
         and config.zero_optimization.offload_optimizer.device != "none"
@@ -231,9 +233,9 @@ def splits_masters_off_device(config: Config) -> bool:
 
 
 def unit_rules(config: Config, world_size: int = 1, *, whole_params: bool = False) -> UnitRules:
-    """Read from `config` how units are cut. With several ranks a small parameter moves with its block, in one gather;
-    it also does if it is half of a master that is updated off the device. `whole_params`: ranks own whole parameters,
-    which the update rule steps."""
+    """Read from `config` the rules by which units are cut. Small parameters stay on the device if parameters are
+    offloaded, there is one rank, and `splits_masters_off_device` is false; otherwise they move with their block.
+    `whole_params`: ranks own whole parameters, because the update rule steps whole parameters."""
     zero = config.zero_optimization
     persists = zero.offload_param.device != "none" and world_size == 1 and not splits_masters_off_device(config)
     return UnitRules(
@@ -262,7 +264,8 @@ def _check_delayed(config: Config) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateChoice:
-    """The update policy of a run. `policy`: "barrier", "overlapped" or "delayed". `reason`: why this one, in words.
+    """The update policy of a run. `policy`: "barrier", "overlapped" or "delayed". `reason`: why this policy runs, in
+    words.
 
     `optimizer_in_backward`: updates start before `step()`, as soon as a unit's gradients are complete.
     """
@@ -279,12 +282,15 @@ class UpdateChoice:
 
 
 def choose_update_policy(request: PlanRequest, state_tiers: Collection[str]) -> UpdateChoice:
-    """Choose the update policy that runs for `tiered_zero.update`. `state_tiers`: the tiers that hold optimizer state.
+    """Choose the update policy that runs. `state_tiers`: the tiers that hold optimizer state. The first case that
+    applies decides:
 
-    If ranks have shards of the state and whole parameters, `barrier` runs: step() ends with the gather of the new
-    parameters. If all state is on the device, its update takes compute's own time: `barrier` runs, even if `overlapped`
-    is requested. `barrier` also runs if the CPU is the device and no state comes from NVMe, unless `overlapped` is
-    requested.
+    * Ranks have shards of the state and whole parameters: `barrier`, because step() ends with the gather of new
+      parameters.
+    * `tiered_zero.update` is `barrier` or `delayed`: the policy that it names.
+    * All state is on the device: `barrier`, because the update takes the device's own time.
+    * `tiered_zero.update` is `auto`, the CPU computes, and no state is on nvme: `barrier`.
+    * Everything else: `overlapped`.
     """
     policy = request.config.tiered_zero.update
     automatic, asked = policy == "auto", f"tiered_zero.update is {policy}"
@@ -315,9 +321,8 @@ def choose_update_policy(request: PlanRequest, state_tiers: Collection[str]) -> 
 
 
 def resolve_host_tiers(config: Config, limits: Limits, *, shares_cores: bool, world_size: int) -> Config:
-    """Return `config` with the effective devices of parameters and optimizer state; `config` itself if none differs.
-
-    See [Note: The CPU as the device]. `shares_cores`: the CPU is the device.
+    """Return `config` with the devices to which parameters and optimizer state are really offloaded. If the CPU
+    computes, "cpu" may become "none": see [Note: The CPU as the device]. `shares_cores`: the CPU computes.
     """
     zero, settings = config.zero_optimization, config.tiered_zero
     param, state = zero.offload_param, zero.offload_optimizer
@@ -337,7 +342,8 @@ def resolve_host_tiers(config: Config, limits: Limits, *, shares_cores: bool, wo
 
 
 def describe_resolved_tiers(asked: Config, effective: Config) -> str | None:
-    """Return the notice that names each device which was resolved; None if none was."""
+    """Describe, in one notice, each offload device that `resolve_host_tiers` has changed; None if it has changed
+    none."""
     moved = [
         f"{name}.device {getattr(asked.zero_optimization, name).device} runs as none"
         for name in ("offload_param", "offload_optimizer")

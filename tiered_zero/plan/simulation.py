@@ -15,9 +15,9 @@ from itertools import count
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Work for the lane of `resource`. `opposed_s`: its seconds while jobs of another resource wait for the same lane,
-    as a disk reads at another rate while it writes; None: `seconds`. Of the jobs that wait for a lane, the one with the
-    lowest `order` goes first."""
+    """A piece of work for the lane of `resource`. `opposed_s`: its seconds while jobs of another resource wait for the
+    same lane, because a disk that also writes reads at another rate; None: `seconds`. `order`: among waiting jobs the
+    one with the lowest number goes first."""
 
     resource: str
     seconds: float
@@ -26,7 +26,7 @@ class Job:
 
 
 class Event:
-    """An event for which processes wait. It comes once, after `num_awaited` calls of `come`."""
+    """An event that processes wait for. It happens once, at the last of `num_awaited` calls of `come`."""
 
     def __init__(self, num_awaited: int = 1) -> None:
         self._num_awaited = num_awaited
@@ -45,8 +45,8 @@ class Event:
 
 
 class Room:
-    """A number of places, such as buffers, in the simulation. A simulated process (a generator) waits for a place, and
-    takes it, by `yield room`; `leave` gives a place back."""
+    """A limited number of places, such as buffers. A process takes a place by `yield room`, and waits until one is
+    free. `leave` frees a place."""
 
     def __init__(self, num_places: int) -> None:
         self.num_free = num_places
@@ -82,7 +82,7 @@ class Clock:
         self._numbers = count()
 
     def run(self, process: Process, has_ended: Callable[[], bool]) -> None:
-        """Run `process`, and all that wait, until `has_ended` returns true or no job is left."""
+        """Start `process`, and continue all waiting processes until `has_ended` returns true or no job is left."""
         self.resume(process)
         while self._ends and not has_ended():
             self.now_s, _, lane, process = heapq.heappop(self._ends)

@@ -19,20 +19,20 @@ in chunks of this size."""
 
 NUM_PARAM_STAGING = 4
 AUTO_STATE_STAGING_NBYTES = 168 * MIB
-"""Bytes of state in flight if the config gives no number of buffers: they keep the disk busy while an update or a wait
-takes long."""
+"""The least bytes for staging of state if the config gives no number of buffers. They keep the disk busy during a long
+update or wait."""
 
 NUM_GRADIENT_STAGING = 2
 """Gradient staging buffers: one is filled while the other is added up."""
 
 NUM_BUCKETS = 2
-"""Buckets: one is reduced while the other is filled."""
+"""The number of buckets, buffers for gradients that ranks reduce: one is reduced while the other is filled."""
 
 MAX_AUTO_STATE_STAGING_NBYTES = 640 * MIB
 MAX_AUTO_STATE_STAGING_SHARE = 16
-"""The most bytes, and the largest part of the host's limit, for staging a whole unit at once. A tied embedding's
-gradient is backward's last, and the next forward waits for its update first: with this staging, all of its state is
-read ahead."""
+"""Bounds for the staging of a whole unit: at most these bytes, and at most a sixteenth of the host's limit. With it all
+state of a tied embedding is read ahead. Backward completes this embedding's gradient last, and the next forward waits
+for its update first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,8 @@ class StagingSize:
 @dataclass(frozen=True, kw_only=True)
 class Staging:
     """The pools of staging buffers, one for each kind of bytes. `gradient_windows`: buffers in host memory, each for
-    one unit's gradients, which rest on nvme. `buckets`: for gradients that ranks reduce, on `bucket_tier`."""
+    one unit's gradients on their way to or from nvme. `buckets`: buffers on `bucket_tier`, for gradients that ranks
+    reduce."""
 
     params: StagingSize
     state: StagingSize
@@ -66,12 +67,13 @@ def size_staging(
     tiers: Placement,
     request: PlanRequest,
 ) -> Staging:
-    """Size every pool. Raises ConfigError for a buffer that is smaller than a parameter."""
+    """Size every pool of staging buffers. Raises ConfigError if the config's buffer_size is smaller than a
+    parameter."""
     to_host = [unit for unit in units if unit.trainable and tiers.gradients[unit.index] != "device"]
     on_nvme = [unit for unit in to_host if tiers.gradients[unit.index] == "nvme"]
     window = max(map(request.gradient_nbytes, on_nvme), default=0)
     if request.shards_gradients and request.shares_cores:
-        to_host = []  # their sums come from buckets, in memory that the CPU adds from
+        to_host = []  # the CPU adds their sums directly from the buckets
     return Staging(
         params=_param_staging([unit for unit in units if tiers.params[unit.index] == "nvme"], tiers, request),
         state=_state_staging(units, subgroups, tiers, request),
@@ -83,9 +85,9 @@ def size_staging(
 
 
 def _gradient_staging(to_host: Sequence[Unit], request: PlanRequest) -> StagingSize:
-    """Size the buffers of gradients. On an accelerator one buffer is filled while the other is added up; each holds as
-    much of a unit's gradients as fits, because every buffer costs a wait. If the CPU computes, it adds gradients where
-    they are, and one buffer for the largest parameter is enough."""
+    """Size the buffers for gradients that leave the device. On an accelerator one buffer is filled while the other is
+    added up. Each holds a whole unit if possible, because every buffer costs a wait. If the CPU computes, it adds
+    gradients in their own memory, and one buffer for the largest parameter is enough."""
     if not to_host:
         return StagingSize()
     if request.shares_cores:
@@ -96,7 +98,8 @@ def _gradient_staging(to_host: Sequence[Unit], request: PlanRequest) -> StagingS
 
 
 def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:
-    """Size the buckets, always in fp32: gradients of several backwards before one step() are summed in them."""
+    """Size the buckets, the buffers for gradients that ranks reduce. They have room for fp32, because gradients of
+    several backwards before one step() are summed in them."""
     if request.world_size == 1 or not trainable:
         return StagingSize()
     buckets = cut_buckets(trainable, request.world_size, request.bucket_numel)
@@ -104,8 +107,9 @@ def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:
 
 
 def _bucket_tier(units: Sequence[Unit], tiers: Placement, request: PlanRequest) -> str:
-    """Return the tier on which ranks reduce gradients: the device if ranks keep shards, whose gradients wait there for
-    their bucket, or if all whole gradients rest there; else, and wherever the CPU computes, host memory."""
+    """Return the tier on which ranks reduce gradients. On an accelerator it is "device" if ranks keep shards of
+    gradients, which wait there for their bucket, or if all whole gradients rest on the device. Otherwise it is
+    "host"."""
     homes = {tiers.gradients[unit.index] for unit in units if unit.trainable}
     on_device = request.shards_gradients or homes == {"device"}
     return "device" if on_device and not request.shares_cores else "host"
@@ -134,8 +138,8 @@ def _param_staging(on_nvme: Sequence[Unit], tiers: Placement, request: PlanReque
 def _state_staging(
     units: Sequence[Unit], subgroups: Sequence[SubGroupSize], tiers: Placement, request: PlanRequest
 ) -> StagingSize:
-    """Size the buffers for state that is not updated in place, parameters that the update cannot write in place, and
-    gradients on nvme."""
+    """Size the buffers in which sub-groups are updated. A buffer holds the parts of one sub-group that pass through it:
+    state on nvme, parameters that the update cannot write in place, and gradients on nvme."""
     itemsizes = {unit.index: unit.itemsize for unit in units}
     gradients = {
         unit.index: 4 if request.sums_gradients else unit.itemsize

@@ -1,13 +1,12 @@
 """Predict the seconds of a step from the plan and the rates of a machine, before anything runs.
 
-[Note: Predicted seconds]
-Compute, the links, the update and the disk are lanes, each of which does one job at a time. A job waits for its lane,
-and for the event that the run would wait for: a forward for its unit's parameters and last update; an update for its
-state, and for its gradient or, where one is taken, for the norm of all gradients; a read of state for a staging buffer.
-Units and pieces of state go through the lanes for a few steps, until each step takes as long as the one before. Of many
-micro-batches three go through the lanes; each further one is taken to last as long as the third. So the number of
-events depends on neither the parameters nor the micro-batches. Where the CPU computes, compute, update, checksums and
-copies share one lane of cores.
+[Note: Predicted seconds] A simulation has lanes for compute, the links, the update and the disk; each lane does one job
+at a time. A job waits for its lane, and for the event that the run would wait for. A forward waits for its unit's
+parameters and last update. An update waits for its state, and for the norm of all gradients, or for its own gradient if
+no norm is taken. A read of state waits for a staging buffer. A few steps are simulated, until each step takes as long
+as the one before. Of many micro-batches three are simulated; each further one is taken to last as long as the third. So
+the number of events depends on neither the parameters nor the micro-batches. If the CPU computes, compute, update,
+checksums and copies share one lane of cores.
 """
 
 from __future__ import annotations
@@ -29,45 +28,48 @@ from tiered_zero.sizes import TIERS
 
 MODEL_SHARE: Final = {"cpu": 0.45}
 OTHER_SHARE: Final = 0.75
-"""The part of the rate of matrix products that a model is assumed to reach, with everything that it computes between
-them, if that was not measured: kind of device -> part, and the part for other kinds."""
+"""The speed of a whole model as a part of the rate of matrix products, if the model's other work was not measured:
+MODEL_SHARE by kind of device, OTHER_SHARE for any other kind."""
 
 PYTHON_S_PER_TENSOR: Final = 1.5e-4
 """Seconds of hooks and autograd for each trained tensor and micro-batch where the CPU computes."""
 
 OVERLAP_S_PER_TENSOR: Final = 3.7e-4
-"""Further seconds for each trained tensor and micro-batch if updates run on another thread than the training loop."""
+"""Additional seconds for each trained tensor and micro-batch if updates run on another thread than the training
+loop."""
 
 PYTHON_S_PER_SUB_GROUP: Final = 7e-4
 """Seconds between two calls of the update's kernel, for each sub-group."""
 
 WEIGHT_PASSES: Final = 8
-"""Passes over the weights' bytes in forward and backward, at the rate of copies: products of few rows wait for them."""
+"""How often forward and backward together read the weights, at the rate of copies. Products of few rows wait for
+this."""
 
 DISK_PASSES: Final = 2
-"""Passes of the cores over each byte of the disk: its checksum, and its copy."""
+"""How often the cores pass over each byte of the disk: for its checksum, and for its copy."""
 
 MAX_UNITS: Final = 64
-"""Units that go through the lanes; more are joined with their neighbours."""
+"""The most units in the simulation; if there are more, neighbours are joined."""
 
 MAX_PIECES: Final = 192
-"""Pieces of state that go through the lanes."""
+"""The most pieces of state in the simulation, about."""
 
 WARM_STEPS: Final = 3
 NUM_STEPS: Final = 2
-"""Steps until each takes as long as the one before, and those of which the mean is taken."""
+"""The first simulated steps, until each takes as long as the one before; and the steps after them, whose mean is
+taken."""
 
 NUM_MICRO_BATCHES: Final = 3
-"""Micro-batches that go through the lanes: the first waits for updates, the last starts some."""
+"""The most micro-batches in the simulation: the first waits for updates, the last starts some."""
 
 HIDDEN_SHARE: Final = 1.05
 """A tier is hidden if a step takes no longer than its compute times this."""
 
 HIDDEN_STEP: Final = 1.1
-"""The search for the tokens that hide a tier ends within this factor."""
+"""The search for the number of tokens that hides a tier ends when its bounds are within this factor."""
 
 URGENT: Final = -1
-"""The order of reads that compute waits for."""
+"""`Job.order` of reads that compute waits for."""
 
 RESOURCES: Final = ("compute", "fetch", "reduce", "update", "disk read", "disk write")
 
@@ -79,10 +81,10 @@ DISK: Final = {"disk read": "disk", "disk write": "disk"}
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """The work of a step of `accumulation` micro-batches. `tokens`, `forward_flops`: of one micro-batch. `dtype`:
-    "bf16", "fp16" or "fp32". `num_block_elements`, `num_logits`: elements of one micro-batch's hidden states before all
-    blocks, and of its logits; 0: not known. `num_tensors`: the number of trained parameters. `recomputes`: backward
-    computes each forward again. `activation_nbytes`: the bytes that one micro-batch saves on the plan's tier of
-    activations."""
+    "bf16", "fp16" or "fp32". `num_block_elements`: elements of one micro-batch's hidden states, counted in every block;
+    0: not known. `num_logits`: logits of one micro-batch; 0: not known. `num_tensors`: the number of trained
+    parameters. `recomputes`: backward computes each forward again. `activation_nbytes`: the bytes that one micro-batch
+    saves on the plan's tier of activations."""
 
     tokens: int
     forward_flops: float
@@ -110,8 +112,8 @@ class Work:
 class StepSeconds:
     """A predicted step. `by_resource`: busy seconds of compute, fetch, reduce, update, disk read and disk write.
     `tokens`: all tokens of the step. `written_nbytes`: kind -> bytes written to nvme. `hidden_from_tokens`: tier -> the
-    tokens of a step from which the tier adds no time to compute; None: the tier still adds time at `searched_tokens`.
-    `num_events`: the number of simulated events."""
+    number of tokens in a step from which the tier adds no time to compute; None: none was found. `searched_tokens`:
+    tier -> the last number of tokens that was tried. `num_events`: the number of simulated events."""
 
     seconds: float
     by_resource: Mapping[str, float]
@@ -153,8 +155,8 @@ def missing_rates(plan: Plan, work: Work, machine: Machine) -> list[str]:
 
 
 def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool = True) -> StepSeconds:
-    """Predict a step of `work` with `plan` on `machine`, which must have all rates of `missing_rates`. `finds_hidden`:
-    also search the number of tokens from which each tier is hidden, which takes some ten predictions."""
+    """Predict a step of `work` with `plan` on `machine`, for which `missing_rates` must be empty. `finds_hidden`: also
+    search the number of tokens from which each tier is hidden, which takes some ten predictions."""
     rates = _Rates(plan, machine)
     seconds, by_resource, num_events = _simulate(plan, work, rates)
     step = StepSeconds(
@@ -172,17 +174,17 @@ def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool
 
 
 def _is_used(plan: Plan, tier: str) -> bool:
-    """Return whether parameters, state or gradients cross from the tier. From host memory nothing does if the CPU
-    computes."""
+    """Return whether parameters, state or gradients have to be moved from or to the tier. In host memory none have to
+    be if the CPU computes."""
     if tier == "host" and plan.request.shares_cores:
         return False
     return any(tier in (unit.params[0], unit.gradients[0], *unit.state) for unit in plan.units)
 
 
 def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[int, bool]:
-    """Search the number of tokens of a step that hides a tier. Return the last number tried, and whether it hides the
-    tier. The smallest number tried makes compute as long as the tier's busiest lane, and is the answer if updates start
-    in backward; the largest is eight times as many."""
+    """Search the number of tokens in a step that hides a tier. Return the last number tried, and whether it hides the
+    tier. The first number makes compute as long as the tier's busiest lane, and is the answer if it hides the tier. The
+    largest number is eight times the first."""
     rates = _Rates(plan, machine, only=tier)
 
     def is_hidden(factor: float) -> bool:
@@ -212,8 +214,8 @@ def _lanes(by_resource: Mapping[str, float], rates: _Rates) -> dict[str, float]:
 
 
 def _simulate(plan: Plan, work: Work, rates: _Rates) -> tuple[float, dict[str, float], int]:
-    """Return the seconds of a step, its seconds by resource, and the number of events. Each further one of many
-    micro-batches takes as long as the last of a few."""
+    """Simulate a step. Return its seconds, its seconds by resource, and the number of events. Only a few micro-batches
+    are simulated; each further one takes as long as the last of these."""
     few = replace(work, accumulation=min(work.accumulation, NUM_MICRO_BATCHES))
     seconds, by_resource, num_events = _Run(plan, few, rates).predict()
     if more := work.accumulation - few.accumulation:
@@ -230,7 +232,7 @@ Jobs = tuple[Job, ...]
 
 
 class _Rates:
-    """Turns bytes into jobs. `only`: the one tier whose bytes take time; "": all tiers."""
+    """Turns bytes into jobs, with a machine's rates. `only`: the one tier whose bytes take time; "": all tiers."""
 
     def __init__(self, plan: Plan, machine: Machine, only: str = "") -> None:
         self.shares_cores = plan.request.shares_cores
@@ -294,10 +296,10 @@ class _Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """The work of neighbouring units, joined, in one micro-batch. `head_s`: seconds of forward's product with a tied
-    embedding, after all units. `fetch`: the jobs that bring parameters from their home. `forwarded`: those that bring
-    them from the buffers of an update that has just ended. `save`, `restore`: those that move activations. `gradient`:
-    those that bring the gradient to its home."""
+    """The work of one simulated unit (neighbouring units, joined) in one micro-batch. `head_s`: seconds of forward's
+    product with a tied embedding, after all units. `fetch`: jobs that bring parameters from their home to the device.
+    `forwarded`: jobs that bring them from the buffers of an update that has just ended. `save`, `restore`: jobs that
+    move activations to their tier and back. `gradient`: jobs that bring the gradient to its home."""
 
     forward_s: float
     backward_s: float
@@ -312,8 +314,9 @@ class _Unit:
 
 @dataclass(kw_only=True)
 class _Use:
-    """A unit's use in a step. `is_hit`: the device still has the unit. `is_kept`: the next use will be a hit.
-    `completes`: the unit's gradient of this micro-batch is complete after the use."""
+    """One use of a unit in a step: its forward or its backward in micro-batch `micro`. `is_hit`: the device still has
+    the unit. `is_kept`: the next use will be a hit. `completes`: the unit's gradient of this micro-batch is complete
+    after the use."""
 
     unit: int
     micro: int
@@ -348,7 +351,7 @@ def _cost(units: Sequence[UnitTraffic], plan: Plan, work: Work, rates: _Rates) -
     backward_s = of_forward * forward_s
     head_s, is_tied = 0.0, units[0].is_tied
     if is_tied:
-        forward_s, backward_s, head_s = 0.0, 0.0, forward_s  # behind the blocks, and in no checkpoint
+        forward_s, backward_s, head_s = 0.0, 0.0, forward_s  # runs after the blocks, and is not computed again
     param_nbytes = {tier: sum(u.params[1] for u in units if u.params[0] == tier and u.is_paged) for tier in TIERS}
     gradient_nbytes = sum(unit.gradients[1] for unit in units)
     if rates.shares_cores:
@@ -366,7 +369,7 @@ def _cost(units: Sequence[UnitTraffic], plan: Plan, work: Work, rates: _Rates) -
     on_nvme = sum(unit.gradients[1] for unit in units if unit.gradients[0] == "nvme") if rates.counts("nvme") else 0
     if not (plan.update_policy.optimizer_in_backward and work.accumulation == 1):
         gradient += rates.write(on_nvme)
-        gradient += rates.read(on_nvme * (work.accumulation - 1) / work.accumulation)  # to be added to
+        gradient += rates.read(on_nvme * (work.accumulation - 1) / work.accumulation)  # the next micro-batch is added
     fetch: Jobs = ()
     if rates.counts("nvme"):
         fetch += rates.read(param_nbytes["nvme"], URGENT)
@@ -388,7 +391,8 @@ def _cost(units: Sequence[UnitTraffic], plan: Plan, work: Work, rates: _Rates) -
 
 
 def _forward_s(work: Work, machine: Machine) -> float:
-    """Return the seconds of a forward. What was measured besides products is of forward and backward together."""
+    """Return the seconds of a forward: its products, and a third of the model's other work, because the rates of that
+    work were measured over forward and backward together."""
     product_s = work.forward_flops / machine.flops_per_s[work.dtype]
     in_blocks, logits = machine.block_elements_per_s.get(work.dtype), machine.logits_per_s.get(work.dtype)
     if not (work.num_block_elements and in_blocks and logits):
@@ -398,7 +402,7 @@ def _forward_s(work: Work, machine: Machine) -> float:
 
 def _cut(joined: Sequence[Sequence[UnitTraffic]], plan: Plan, rates: _Rates) -> list[_Piece]:
     """Cut the state of the units into pieces, in the order of a forward. A unit's pieces in host memory come first, as
-    the planner places them. On an accelerator, state on the device takes no time of the other lanes."""
+    in the plan. On an accelerator, state on the device gets no pieces: its update takes no time of the other lanes."""
     most = min(MAX_PIECES, len(plan.tiers.state))
     staged_nbytes = sum(unit.state.get("nvme", 0) for unit in plan.units)
     state_nbytes = sum(sum(unit.state.values()) for unit in plan.units)
@@ -441,7 +445,10 @@ def _seconds(jobs: Jobs) -> float:
 
 
 class _Step:
-    """The events of a step: of each use of a unit, of each unit, and of the whole step."""
+    """The events of one step in the simulation, for which processes wait.
+
+    `fetched`: one for each use of a unit. `gradients`, `updated`: one for each unit. For the whole step: `arrived`, all
+    gradients are in their home; `norm`, the updates may start; `computed`, `written`, all pieces of state are."""
 
     def __init__(self, num_uses: int, num_units: int, pieces: Sequence[_Piece]) -> None:
         of_unit = Counter(piece.unit for piece in pieces)
@@ -473,7 +480,8 @@ class _Run:
         self._ends: list[float] = []
 
     def _list_uses(self, tied: Sequence[int], accumulation: int) -> list[_Use]:
-        """List the uses of a step in order. The device keeps a unit that is used again before the room is needed."""
+        """List the uses of units in a step, in order. A unit that is used again before its room is needed stays on the
+        device."""
         uses: list[_Use] = []
         for micro in range(accumulation):
             for index, unit in enumerate(self._units):
@@ -508,8 +516,8 @@ class _Run:
         return max(mean_s, *_lanes(by_resource, self._rates).values()), by_resource, clock.num_events
 
     def _sum_jobs(self) -> dict[str, float]:
-        """Return resource -> seconds of a step's jobs. In the long run no step is shorter than the jobs of one lane; a
-        few simulated steps may be, because their last writes fall into the next step."""
+        """Sum the seconds of a step's jobs by resource. A step takes at least as long as the jobs of one lane. The few
+        simulated steps may seem shorter, because their last writes fall into the next step."""
         sums = dict.fromkeys(RESOURCES, 0.0)
         jobs = [job for piece in self._pieces for job in (*piece.reads, *piece.update, *piece.writes)]
         for use in self._uses:
@@ -584,8 +592,9 @@ class _Run:
             before = step
 
     def _update(self, pieces: Sequence[_Piece], staged: bool) -> Process:
-        """Begin the update of each piece: next comes the first in forward's order that may be updated, or else the next
-        in the order of the last step. `staged`: the pieces pass through staging buffers."""
+        """Start the update of every piece, in the order of the last step. If updates start in backward, the next piece
+        belongs to the first unit, in forward's order, that has its gradient. `staged`: the pieces pass through staging
+        buffers."""
         order = [*(reversed(pieces) if self._in_backward else pieces)]
         for step in self._steps if pieces else ():
             left: dict[int, list[_Piece]] = {}

@@ -1,5 +1,4 @@
-"""Find the class, the param groups and the update rule of the optimizer that a user names in JSON or passes as an
-object.
+"""Make the torch optimizer that a user names in JSON or passes as an object, and choose its update rule.
 
 Source of names and defaults: DeepSpeed 0.19, runtime/config.py and runtime/engine.py (_configure_basic_optimizer).
 """
@@ -48,17 +47,17 @@ _CLASSES: dict[str, type[Optimizer]] = {
 
 _FLAG_OR_NULL = ("foreach", "fused")
 _TORCH_CODE = ("fused", "foreach", "capturable", "differentiable")
-"""Options of torch's optimizers with which torch's own code has to make the step."""
+"""Options that make torch's own code take the step, instead of the native kernel."""
 _REFUSED_OPTIONS = {"capturable", "differentiable"}
 _NATIVE: dict[type, type[NativeRule]] = {torch.optim.SGD: SgdRule, torch.optim.Adagrad: AdagradRule, Lion: LionRule}
-"""Classes that the native kernel steps, in addition to Adam and AdamW."""
+"""Optimizer class -> its rule on the native kernel. `make_rule` adds Adam and AdamW."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptimizer:
-    """An optimizer that the config names: `optimizer_class(params, **defaults)` is the plain torch optimizer whose bits
-    the update rule reproduces. `text`: a description for the log. `bias_correction`: False for Adam without bias
-    correction, which torch does not have."""
+    """The torch class and arguments of the optimizer that the config names. The update rule gives the same bits as
+    `optimizer_class(params, **defaults)`. `text`: a description for the log. `bias_correction`: False: Adam without
+    bias correction, which DeepSpeed has and torch does not."""
 
     optimizer_class: type[Optimizer]
     defaults: dict[str, Any]
@@ -72,8 +71,10 @@ def make_optimizer(
     optimizer: Optimizer | Callable[[Any], Optimizer] | None,
     model_parameters: Iterable[Any] | None,
 ) -> Optimizer:
-    """Return the torch optimizer whose param groups and defaults the run uses: the user's, or one made from the
-    config's `section`. It is never stepped itself. If there is neither, return one without groups."""
+    """Return a torch optimizer that holds the run's param groups and defaults. It is never stepped. It is the user's
+    `optimizer`; without one, it is made from the config's `section`; without both, it has no groups.
+    `model_parameters`: the parameters or param groups to train; None: all parameters that require a gradient. Raises
+    ModelError."""
     if isinstance(optimizer, Optimizer):
         return _chosen(optimizer, section)
     if optimizer is None and section is None:
@@ -96,7 +97,7 @@ def make_optimizer(
     source = _example(resolved.optimizer_class, resolved.defaults)
     source.param_groups.clear()
     if not resolved.bias_correction:
-        source.defaults[BIAS_CORRECTION] = False  # of every group, as in DeepSpeed
+        source.defaults[BIAS_CORRECTION] = False  # applies to every group, as in DeepSpeed
     source.state.clear()  # Adagrad's constructor makes state; the run makes it on the tiers
     try:
         for group in params if isinstance(params[0], dict) else [{"params": params}]:
@@ -107,8 +108,8 @@ def make_optimizer(
 
 
 def _chosen(given: Optimizer, section: OptimizerSection | None) -> Optimizer:
-    """Return `given`, the user's optimizer; warn if the config names one too. Raises ModelError if its param groups
-    switch bias correction off."""
+    """Return `given`, the user's optimizer, and warn if the config names one too. Raises ModelError if a param group
+    switches bias correction off."""
     if section is not None:
         logger.warning("config: optimizer %s is not used, for initialize() was given one", section.type)
     if type(given) in (torch.optim.Adam, torch.optim.AdamW) and _is_uncorrected(given):
@@ -124,8 +125,8 @@ def _is_uncorrected(optimizer: Optimizer) -> bool:
 
 
 def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> dict[str, int]:
-    """Return the name of each parameter in the optimizer `source` -> the index of its param group. Raises ModelError if
-    a parameter is not the model's, or if none requires a gradient."""
+    """Map the name of each parameter in the optimizer `source` to the index of its param group. Raises ModelError if a
+    parameter is not the model's, or if none requires a gradient."""
     group_of: dict[str, int] = {}
     for index, group in enumerate(source.param_groups):
         for param in group["params"]:
@@ -145,12 +146,12 @@ def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> 
 def make_rule(
     source: Optimizer, state_format: str = "fp32", *, steps_parts: bool = False, num_threads: int | None = None
 ) -> UpdateRule:
-    """Make the update rule that gives the results of the optimizer `source`. Adam, AdamW, SGD, Adagrad and Lion get a
-    rule on the native kernel, which uses torch's operations for state on a GPU; other classes step with torch's code.
+    """Make the update rule for the optimizer `source`. Adam, AdamW, SGD, Adagrad and Lion get a rule on the native
+    kernel, which uses torch's operations for state on a GPU. Every other class steps with torch's code.
 
-    `steps_parts`: whether parameters are stepped in parts. If they are, or if `state_format` is not fp32, the options
-    fused and foreach, which ask for torch's own code, have no effect. `num_threads`: threads of the kernel; None: all
-    that this process may use. Raises ConfigError if the rule cannot keep its state in `state_format`.
+    `steps_parts`: True: parameters are stepped in parts. In this case, and with a `state_format` other than fp32, the
+    options fused and foreach, which ask for torch's own code, have no effect. `num_threads`: threads of the kernel;
+    None: all that this process may use. Raises ConfigError if the rule cannot keep its state in `state_format`.
     """
     is_own = steps_parts or state_format != "fp32"
     given = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]
@@ -179,8 +180,8 @@ def make_rule(
 
 
 def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOptimizer:
-    """Return the torch optimizer that the config's `optimizer.type` and `optimizer.params` describe. `config.load` has
-    replaced "auto" and refused unsupported keys before. Raises a ConfigError that names the wrong key."""
+    """Find the torch class and its arguments for the config's `optimizer.type` and `optimizer.params`. `config.load`
+    has already replaced "auto" and refused unsupported keys. Raises a ConfigError that names the wrong key."""
     name = type_name.strip().lower()
     kind = _CLASSES.get(name)
     if kind is None:
@@ -197,8 +198,8 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOpti
 
 
 def check_sections(config: Config) -> None:
-    """Build the config's optimizer and schedule over one element, only for their errors: so `plan` and `explain` refuse
-    every config that a run would refuse. Raises ConfigError."""
+    """Check the config's optimizer and scheduler: build both over one small parameter. Raises ConfigError. The commands
+    `plan` and `explain` call this, so they refuse every config that a run would refuse."""
     optimizer, scheduler = config.optimizer, config.scheduler
     resolved = resolve_optimizer(*(("Adam", {}) if optimizer is None else (optimizer.type, optimizer.params)))
     if scheduler is None or any(path.startswith("scheduler.") for path in config.unfilled):
@@ -211,9 +212,9 @@ def check_sections(config: Config) -> None:
 
 
 def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bool]:
-    """Return AdamW or Adam, chosen as DeepSpeed does (Adam only if type is "Adam" and adam_w_mode is false), and
-    whether it corrects the bias. The keys read here are removed from `options`. Without weight_decay, DeepSpeed's own
-    kernels use 0, and torch's AdamW 0.01; the key torch_adam asks for torch's default."""
+    """Choose Adam or AdamW as DeepSpeed does; return the class and the flag bias_correction. Adam is chosen only if
+    type is "Adam" and adam_w_mode is false. The keys read here are removed from `options`. A missing weight_decay
+    becomes 0, as in DeepSpeed's own kernels; with torch_adam true it stays torch's default."""
     flags: dict[str, Any] = {"adam_w_mode": True, "torch_adam": False, BIAS_CORRECTION: True}
     for key in flags:
         given = options.pop(key, flags[key])
@@ -232,8 +233,8 @@ def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bo
 
 
 def _checked(kind: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `options` as keyword arguments for the constructor of `kind`. Raises ConfigError for unknown names and
-    wrong types; the constructor itself checks the values."""
+    """Check `options` against the constructor of `kind`, and return them as its keyword arguments. Raises ConfigError
+    for unknown names, wrong types, and values that the constructor refuses."""
     accepted = {name: p.default for name, p in inspect.signature(kind).parameters.items() if name != "params"}
     defaults: dict[str, Any] = {}
     for key, value in options.items():

@@ -1,8 +1,9 @@
-"""Set learning rates with DeepSpeed's five schedules, by its formulas, or any class of torch.optim.lr_scheduler.
+"""Provide DeepSpeed's five learning rate schedules, and build them, or any class of torch.optim.lr_scheduler, from the
+config.
 
 A DeepSpeed schedule computes the rate from a number i, `last_batch_iteration`. The constructor sets i = -1 and the
-groups' first rate; `step()`, called after each optimizer step, adds one to i and sets the next rate. So the first
-`step()` computes the rate for i = 0. Formulas: deepspeed/runtime/lr_schedules.py of DeepSpeed 0.19.
+first rate. `step()`, called after each optimizer step, adds 1 to i and sets the next rate; so the first `step()` sets
+the rate for i = 0. Formulas: deepspeed/runtime/lr_schedules.py of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _log = logging.getLogger(__name__)
 
 
 class Schedule(ABC):
-    """A learning rate schedule with the interface of torch's LRScheduler. It changes only `param_groups`; unlike
-    torch's, it does not replace the optimizer's `step`."""
+    """A learning rate schedule with the interface of torch's LRScheduler. It changes only `param_groups`, and never
+    replaces the optimizer's `step`."""
 
     def __init__(self, optimizer: Optimizer, **params: Any) -> None:
-        """`params`: the schedule's parameters; the class of the same name in `config.schema` has their types and
-        defaults. Raises ValueError for unknown parameters, and ConfigError for values that do not fit the param
-        groups."""
+        """Check the schedule's parameters, `params`, and set the first rate if `last_batch_iteration` is -1. The class
+        of the same name in `config.schema` has the types and defaults. Raises ValueError for unknown parameters, and
+        ConfigError for a list that has not one value per param group."""
         self.optimizer = optimizer
         self._own_lrs = self.get_last_lr()
         values = SCHEDULES[type(self).__name__].model_validate(params)
@@ -41,8 +42,9 @@ class Schedule(ABC):
             self._apply()
 
     def _for_groups(self, name: str, value: Any) -> Any:
-        """Return `value`, the value of the schedule's parameter `name`; for a rate or a momentum return a list with one
-        value per param group. Raises ConfigError."""
+        """Convert the value of the schedule's parameter `name`. A rate or momentum becomes a list with one value per
+        param group; warmup_num_steps becomes at least 2; any other value is returned as it is. Raises ConfigError for a
+        list of another length."""
         if name == "warmup_num_steps":
             return max(2, value)
         if not name.endswith(("_lr", "_mom")):
@@ -75,7 +77,7 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict`, the result of `state_dict()`: set the rates that the groups had then."""
+        """Restore a state that `state_dict()` returned, and set the rates for it."""
         self.last_batch_iteration = int(state_dict["last_batch_iteration"])
         self._apply()
 
@@ -128,7 +130,7 @@ class WarmupDecayLR(WarmupLR):
 @final
 class WarmupCosineLR(Schedule):
     """Multiplies the groups' own rates by a ratio that rises from `warmup_min_ratio` to 1, then falls along half a
-    cosine to `cos_min_ratio`. Before step 0 the rate is 0 whatever `warmup_min_ratio` is, as in DeepSpeed."""
+    cosine to `cos_min_ratio`. Before step 0 the rate is 0, as in DeepSpeed."""
 
     def get_lr(self) -> list[float]:
         return [lr * self._ratio(self.last_batch_iteration) for lr in self._own_lrs]
@@ -147,8 +149,9 @@ class WarmupCosineLR(Schedule):
 
 @final
 class OneCycle(Schedule):
-    """Moves the rate from min to max and back, and the momentum in the opposite direction; then decays both. Momentum
-    means betas[0], and is left alone for an optimizer without `betas`; betas[1] becomes 0.99, as in DeepSpeed."""
+    """Raises the rate from min to max and lowers it again, while the momentum falls and rises. After this cycle the
+    rate decays and the momentum grows. Momentum is betas[0]; betas[1] becomes 0.99, as in DeepSpeed. An optimizer
+    without `betas` keeps its momentum."""
 
     _BETA2 = 0.99
 
@@ -177,9 +180,9 @@ class OneCycle(Schedule):
         return [((high - (high - low) * height) * growth, self._BETA2) for low, high in ends]
 
     def _position(self) -> tuple[float, float]:
-        """Return how far the rate is between min (0) and max (1), and the number of decay periods (`decay_step_size`
-        steps) since the cycle ended. With `cycle_*_stair_count` the first number moves in stairs; without
-        `decay_step_size` the second is 0."""
+        """Return two numbers. First: the rate's position between min (0) and max (1), in stairs with
+        `cycle_*_stair_count`. Second: the number of decay periods since the cycle ended; a period is `decay_step_size`
+        steps, and 0 means no decay."""
         params, position = self._params, self.last_batch_iteration + 1
         size, second_size = params["cycle_first_step_size"], params["cycle_second_step_size"]
         total_size = size + (size if second_size is None else second_size)
@@ -200,7 +203,7 @@ class OneCycle(Schedule):
 
 def _warmup(params: Mapping[str, Any], iteration: int) -> float:
     """Return the completed fraction of a warmup of n steps at `iteration` i: log(i + 1) / log(n), or i / n if
-    `warmup_type` is linear; 0 before step 0, 1 from step n on."""
+    `warmup_type` is linear. The fraction is 0 before step 0, and 1 from step n on."""
     num_steps = params["warmup_num_steps"]
     if not 0 <= iteration < num_steps:
         return float(iteration >= 0)
@@ -232,7 +235,7 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> Schedule
 
 
 def _torch_types() -> dict[str, type[LRScheduler]]:
-    """Return name -> class of torch's schedulers whose `step()` needs no metric."""
+    """Return name -> class of torch's schedulers, without ReduceLROnPlateau, whose `step()` needs a metric."""
     return {
         name: kind
         for name, kind in vars(torch.optim.lr_scheduler).items()

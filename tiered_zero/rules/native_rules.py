@@ -1,18 +1,19 @@
-"""Define Adam, SGD, Adagrad and Lion on the native kernel, and with torch's own code if the kernel is missing.
+"""Define the update rules of Adam, SGD, Adagrad and Lion. They run on the native kernel, or on torch's own code if the
+kernel is missing or rounds differently.
 
-[Note: bits of torch] On fp32 gradients the kernel gives, element by element, the bits of the torch optimizer's
-for-loop and foreach forms: the same operations in the same order, with fused multiply-add exactly where ATen's AVX2
-and AVX-512 code has it. All operations are IEEE except one: if torch was built with MKL, its fp32 square root is
-MKL's, which differs from the exact root by one unit in the last place for 0 to 20% of all values, depending on the
-processor. So for fp32 gradients the kernel takes the first of three roots that has torch's bits: the exact root;
-Newton's; MKL's own (VMSSQRT_, exported by libtorch_cpu), which takes six times as long as the exact one and half of
-the update's time. With 16-bit gradients it takes the exact root: there only equality between placements is promised.
+[Note: bits of torch] On fp32 gradients the kernel gives, element by element, the bits of the torch optimizer's for-loop
+and foreach forms: the same operations in the same order, with fused multiply-add exactly where ATen's AVX2 and AVX-512
+code has it. All operations are IEEE except one: if torch was built with MKL, its fp32 square root is MKL's, which
+differs from the exact root by one unit in the last place for 0 to 20% of all values, depending on the processor. So for
+fp32 gradients the kernel takes the first of three roots that has torch's bits: the exact root; Newton's; MKL's own
+(VMSSQRT_, exported by libtorch_cpu). MKL's root takes six times as long as the exact one, and half of the update's
+time. For 16-bit gradients the kernel takes the exact root: only equality between placements is promised there.
 
-Two facts depend on the machine, and are tested before a rule uses the kernel for fp32 gradients. Does the candidate
-root equal torch's? The test compares all mantissas of two binades (an exponent larger by two only doubles a root), and
-the ends and samples of every binade, where code for special values would begin. Are multiplications and additions
-fused where the kernel fuses them? NativeRule compares one step of each variant of its rule. If either test fails (ATen
-without FMA, another MKL), fp32 gradients take torch's own code, and the log says so.
+Two facts depend on the machine, and are tested before a rule uses the kernel for fp32 gradients. First, that the root
+equals torch's. The test compares all mantissas of two binades (an exponent larger by two only doubles a root), and the
+ends and samples of every binade, where code for special values would begin. Second, that multiplications and additions
+are fused where the kernel fuses them. NativeRule compares one step of each variant of its rule. If either test fails
+(ATen without FMA, another MKL), fp32 gradients take torch's own code, and the log says so.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _DTYPE = attrgetter("dtype")
 _IS_CPU = attrgetter("is_cpu")
 _MASTER, _GRAD = attrgetter("master"), attrgetter("grad")
 _torch_bits: dict[Hashable, bool] = {}
-"""Key of a rule and a kernel -> whether together they give torch's bits; tested once per process."""
+"""(rule, kernel) -> True if both together give torch's bits. Each pair is tested once per process."""
 
 _ROOTS = Flag(0), Flag.NEWTON_ROOT, Flag.TORCH_ROOT
 """The kernel's square roots, fastest first."""
@@ -79,8 +80,8 @@ _ROUNDS_OTHERWISE = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """Runs that one call of the kernel steps with the same numbers. `table`: one row per run, with the addresses of its
-    arrays and of `hyper`. `scalars`: the scalars of the runs after the step."""
+    """Runs that the kernel steps with the same factors. `table`: one row per run, with the addresses of its arrays and
+    of `hyper`, the factors. `scalars`: the scalars of each run after the step."""
 
     runs: list[Run]
     table: numpy.ndarray[Any, Any]
@@ -89,12 +90,12 @@ class _Batch:
 
 
 class NativeRule(UpdateRule):
-    """An elementwise rule on the native kernel. One call of the kernel steps all runs on the CPU; torch steps the
-    others.
+    """An elementwise rule on the native kernel. One call of the kernel steps all runs on the CPU; torch steps runs on
+    other devices.
 
-    A run's master is fp32 or, if the rule has an `unsigned_field`, the int16 remainders of its bf16 `out` ([Note: bf16
-    and remainder]). State arrays are fp32, or bf16 with stochastic rounding, which is lossy. Scalars are those of
-    TorchRule, with plain numbers instead of 0-d tensors.
+    `Run.master` is fp32, or, if the rule has an `unsigned_field`, int16 remainders ([Note: bf16 and remainder]). State
+    arrays are fp32, or bf16 with stochastic rounding, which is lossy. Scalars are those of TorchRule, with plain
+    numbers instead of 0-d tensors.
     """
 
     elementwise = True
@@ -102,12 +103,13 @@ class NativeRule(UpdateRule):
     _takes_root = False
     _counts_steps = True
     _variants: Sequence[Mapping[str, Any]] = ()
-    """Values of param groups for the test of torch's bits: with the defaults, they use every operation of the rule."""
+    """Param group values for the test of torch's bits. Together with the defaults they use every operation of the
+    rule."""
 
     def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        """`kernel`: None steps with torch alone. `state_dtype`: dtype of the state arrays. `options`: arguments of the
-        optimizer class, used where `Run.hyper` lacks a value. Raises ModelError for a state dtype other than float32
-        and bfloat16.
+        """Make the rule, and test whether the kernel gives torch's bits. `kernel`: None: torch makes every step.
+        `state_dtype`: dtype of the state arrays. `options`: arguments of the optimizer class, used for values that
+        `Run.hyper` lacks. Raises ModelError for a state dtype other than float32 and bfloat16.
         """
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"Optimizer state in float32 or bfloat16 was expected; found {state_dtype}.")
@@ -125,12 +127,12 @@ class NativeRule(UpdateRule):
 
     @abstractmethod
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
-        """Return the factors of one step, computed in double precision as torch does. The caller adds dtypes and the
+        """Compute the kernel's factors for one step, in double precision as torch does. The caller adds dtypes and the
         gradient scale."""
 
     def _phase(self, scalars: Mapping[str, Any]) -> float:
-        """Return the number on which the factors of a run's next step depend: the number of steps made, or, for a rule
-        that does not count steps, 1 if a step has filled its state and 0 if not."""
+        """Return the number of steps made. A rule that does not count steps returns 1 if a step has filled its state,
+        and 0 before. The factors of the next step depend on this number."""
         return float(scalars.get("step", 0)) if self._counts_steps else float("initialized" in scalars)
 
     def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +143,7 @@ class NativeRule(UpdateRule):
         return {"step": torch.tensor(self._phase(scalars))} if self._counts_steps else dict(scalars)
 
     def _reference_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the scalars with which torch's own code takes this rule's next step."""
+        """Return the scalars that torch's own code needs to make this rule's next step."""
         return self._torch_scalars(scalars)
 
     def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,14 +151,15 @@ class NativeRule(UpdateRule):
         return {"step": float(scalars["step"])} if self._counts_steps else dict(scalars)
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert the scalars of a checkpoint, written by this rule or by torch's own code, to this rule's."""
+        """Convert scalars from a checkpoint, written by this rule or by TorchRule. Raises ValueError for an impossible
+        step count."""
         own = self._own_scalars(scalars)
         if self._counts_steps and not 0 <= own["step"] <= _MOST_STEPS:
             raise ValueError(f"expected a number of steps; found {own['step']}")
         return own
 
     def _completed(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a param group's values completed with the class's defaults, and with fused switched off."""
+        """Add the class's defaults to the values of a param group, and set fused to None."""
         return {**self._defaults, **hyper, **_UNFUSED}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
@@ -196,12 +199,12 @@ class NativeRule(UpdateRule):
                 self._update_by_torch(group)
 
     def kind_of(self, run: Run) -> Hashable:
-        """Return a key that is equal for runs that can be stepped together, with the same factors."""
+        """Return a key: runs with equal keys have the same factors and can be stepped together."""
         dtypes = run.master.dtype, run.grad.dtype, None if run.out is None else run.out.dtype
         return id(run.hyper), self._phase(run.scalars), run.grad_scale, run.master.is_cpu, run.grad.is_cpu, dtypes
 
     def announce(self) -> None:
-        """Log whether the kernel or torch computes the update; a warning if torch replaces the kernel."""
+        """Log that the kernel computes the update, or warn that torch replaces it."""
         if not self.kernel:
             _LOG.warning("%s runs on torch's own operations. %s", self.name, missing_kernel())
             return
@@ -222,8 +225,8 @@ class NativeRule(UpdateRule):
         return self.torch_bits or run.grad.dtype is not torch.float32
 
     def _pack(self, runs: list[Run]) -> _Batch:
-        """Check runs of one kind and put the addresses of their arrays into a table, column by column: with 10,000
-        small runs each microsecond counts. Raises InternalError."""
+        """Check runs with the same `kind_of`, and write the addresses of their arrays into a table for the kernel. It
+        is filled column by column, because with 10,000 small runs each microsecond counts. Raises InternalError."""
         first = runs[0]
         values = self._completed(first.hyper)
         hyper = self._kernel_hyper(values, first.scalars)
@@ -262,8 +265,8 @@ class NativeRule(UpdateRule):
         return _Batch(runs=runs, table=table, hyper=hyper, scalars=self._next_scalars(values, first.scalars))
 
     def _update_by_torch(self, runs: Sequence[Run]) -> None:
-        """Step runs of one kind with torch's own code. TorchRule steps fp32 masters and state as they are; other
-        formats are stepped through fp32 copies, chunk by chunk."""
+        """Step runs with the same `kind_of` by torch's own code. fp32 masters and state are stepped in place. Other
+        formats are stepped chunk by chunk: copied to fp32, stepped, and converted back."""
         first = runs[0]
         hyper = self._completed(first.hyper)
         self._reference.refuse_unplanned(set(self._array_names(hyper)) - first.state.keys(), first.state)
@@ -278,7 +281,8 @@ class NativeRule(UpdateRule):
             run.scalars = self._next_scalars(hyper, run.scalars)
 
     def _update_copies(self, kept: Run, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-        """Step a run whose master or state is not fp32 through fp32 copies, and convert the results back."""
+        """Step a run with int16 masters or bf16 state: copy both to fp32, step the copies, and convert the results
+        back."""
         joined, lossy = kept.master.dtype is torch.int16, self.state_dtype is not torch.float32
         seed = self._kernel_hyper(hyper, kept.scalars).seed
         state = {name: array.float() for name, array in kept.state.items()}
@@ -310,14 +314,14 @@ class NativeRule(UpdateRule):
         self._root_flag = root_flag
         key = self.name, self.state_dtype, kernel.path, kernel.level, kernel.root
         if key not in _torch_bits:
-            self.torch_bits = True  # so that update() uses the kernel
+            self.torch_bits = True  # update() then uses the kernel
             _torch_bits[key] = all(self._steps_agree(self._completed(hyper)) for hyper in ({}, *self._variants))
         return _torch_bits[key]
 
     def _steps_agree(self, hyper: Mapping[str, Any]) -> bool:
-        """Return whether one step of the kernel and of torch, from a state without zeros, gives the same bits: then
-        both fuse the same operations. An operation fused in only one of them changes a tenth of all elements or more.
-        The run lengths cover every remainder after ATen's vectors, where its code is compiled separately."""
+        """Step the same random runs with the kernel and with torch, and return whether all results have the same bits.
+        If only one of the two fuses an operation, at least a tenth of all elements differ. The run lengths cover every
+        remainder after ATen's vectors, because ATen compiles separate code for remainders."""
         ours, theirs = self._trial_runs(hyper), self._trial_runs(hyper)
         self.update(ours)
         self._update_by_torch(theirs)
@@ -328,7 +332,7 @@ class NativeRule(UpdateRule):
         )
 
     def _trial_runs(self, hyper: Mapping[str, Any]) -> list[Run]:
-        """Make runs of all trial lengths, with the same random values at each call."""
+        """Make runs of all trial lengths. Every call returns the same random values."""
         generator = torch.Generator().manual_seed(0)
         numel = sum(_TRIAL_NUMELS)
         values = torch.randn(2, numel, generator=generator, dtype=torch.float32, device="cpu")
@@ -360,7 +364,7 @@ def missing_kernel() -> str:
 
 
 def flags_of(**chosen: Any) -> Flag:
-    """Return the kernel's flags of the names in `chosen` whose values are true, combined."""
+    """Combine the kernel's flags that are true in `chosen`, which has their names as keywords."""
     return reduce(or_, (Flag[name] for name, is_set in chosen.items() if is_set), Flag(0))
 
 
@@ -398,7 +402,8 @@ def _has_torch_bits(kernel: UpdateKernel, flag: Flag) -> bool:
 
 
 def _root_arguments() -> Iterator[numpy.ndarray[Any, Any]]:
-    """Yield special values, samples and ends of every binade, the last values, and all from 1 to 4, as numpy arrays."""
+    """Yield arrays of fp32 values to test square roots with: special values; samples and both ends of every binade (the
+    numbers with one exponent); the largest values; all values from 1 to 4."""
     yield numpy.array(_SPECIAL * 2, numpy.float32)
     step = _MANTISSAS // _BINADE_SAMPLES
     yield numpy.arange(step // 2 + 1, 255 * _MANTISSAS, step, dtype=numpy.int32).view(numpy.float32)
@@ -416,10 +421,10 @@ BIAS_CORRECTION = "bias_correction"
 class AdamRule(NativeRule):
     """Adam (Kingma and Ba, 2015; weight decay in the gradient) or AdamW (Loshchilov and Hutter, 2019; decoupled).
 
-    Param groups have torch's keys; lr and betas may be 0-d tensors. As in torch, the group's decoupled_weight_decay
-    decides which of the two is used; `decoupled` is its default. The state arrays are exp_avg, exp_avg_sq and, with
-    amsgrad, max_exp_avg_sq; the scalar is step. If DeepSpeed's key bias_correction is false, all powers of the betas
-    are taken as 0, as after infinitely many steps.
+    Param groups have torch's keys; lr and betas may be 0-d tensors. As in torch, decoupled_weight_decay in the param
+    group chooses Adam or AdamW; `decoupled` is its default. The state arrays are exp_avg, exp_avg_sq and, with amsgrad,
+    max_exp_avg_sq; the scalar is step. If DeepSpeed's key bias_correction is false, all powers of the betas are taken
+    as 0, as after infinitely many steps.
     """
 
     unsigned_field = "exp_avg_sq"
@@ -437,14 +442,15 @@ class AdamRule(NativeRule):
 
     @staticmethod
     def seed_of(step: float) -> int:
-        """Return the seed for stochastic rounding of a step's first array; further arrays use the following numbers."""
+        """Return the seed with which the first state array is rounded stochastically in step `step`. The next arrays
+        use seed + 1, seed + 2."""
         return int(step) * 0x9E3779B1 & 0xFFFFFFFF
 
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if hyper["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
-        # if these are 0-d tensors instead of numbers, torch computes in fp32, and so does this
+        # may be 0-d tensors: torch then computes in fp32, and so do these lines
         lr, (beta1, beta2), weight_decay = hyper["lr"], hyper["betas"], hyper["weight_decay"]
         number, decoupled = self._phase(scalars) + 1, hyper["decoupled_weight_decay"]
         step = number if hyper.get(BIAS_CORRECTION, True) else math.inf

@@ -1,4 +1,5 @@
-"""Keep Adam's moments in 8 bits, block by block: lossy, opt-in."""
+"""Store Adam's moments in 8 bits, with one scale for each block of elements. Lossy; runs only if a config asks for
+it."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _decoded_bytes() -> dict[torch.dtype, torch.Tensor]:
-    """Return for each dtype of codes a table of decoded values, [256] fp32: the value that a code stands for, relative
-    to its scale, indexed by the code's bits as an unsigned byte. torch and the kernel use the same tables. They are
-    computed by products alone, without pow, so they are equal on every processor."""
+    """Return dtype of codes -> table, [256] fp32. Entry b is the value, relative to the block's scale, of the code with
+    the bits of the unsigned byte b. torch and the kernel use the same tables. They are computed by products, without
+    pow, so they are equal on every processor."""
     code = torch.arange(256, dtype=torch.float64)
     signed, square = torch.where(code < 128, code, code - 256) / _SIGNED, (code / _UNSIGNED).square()
     return {torch.int8: (signed * signed.abs()).float(), torch.uint8: (square * square).float()}
@@ -37,13 +38,13 @@ _TABLES = _decoded_bytes()
 
 @final
 class QuantizedAdam(UpdateRule):
-    """AdamRule with moments of 8 bits: chunks of them are dequantized to fp32 before a step and quantized after it.
+    """Steps as AdamRule does, with moments of 8 bits: dequantizes one chunk to fp32, steps it, and quantizes it again.
 
-    A block is QUANTIZED_BLOCK_NUMEL neighbouring elements with one scale, their largest magnitude. Parameters are
-    aligned to blocks in every dtype, so no block holds two parameters and no block is cut; its codes depend only on its
-    own elements and the step. Codes store roots, which represent small values well: the first moment is scale * sign *
-    (code / 127)^2, the second scale * (code / 255)^4. Rounding is stochastic, because a second moment changes by less
-    than one code in a step. A nonzero second moment never becomes zero, because the next step divides by its root.
+    A block is QUANTIZED_BLOCK_NUMEL neighbouring elements with one scale, their largest magnitude. Every parameter
+    starts at a block, and no block is cut, so the codes of a block depend only on its own elements and the step. Codes
+    store roots, which represent small values well: the first moment is scale * sign * (code / 127)^2, the second scale
+    * (code / 255)^4. Rounding is stochastic, because a second moment changes by less than one code in a step. A nonzero
+    second moment never becomes zero, because the next step divides by its root.
     """
 
     elementwise = True
@@ -107,7 +108,8 @@ class QuantizedAdam(UpdateRule):
         self._inner.close()
 
     def _update_chunk(self, chunk: Run) -> dict[str, Any]:
-        """Step a run with fp32 copies of its moments, and quantize them again. Return the run's new scalars."""
+        """Dequantize the moments of a run to fp32, step the run, and quantize the moments again. Return the run's new
+        scalars."""
         kernel = self.kernel if chunk.master.is_cpu else None
         arrays = {
             name: (array, chunk.state[_scale(name)], self._scratch(name, array))
@@ -125,8 +127,8 @@ class QuantizedAdam(UpdateRule):
         return stepped.scalars
 
     def _scratch(self, name: str, array: torch.Tensor) -> torch.Tensor:
-        """Return fp32 memory for the moments of one chunk, whose codes are `array`. It is used again for the next
-        chunk, so it stays in the cache."""
+        """Return fp32 memory for the moments whose codes are `array`. All chunks use the same memory, so it stays in
+        the cache."""
         kept, numel = self._floats.get(name), array.numel()
         if kept is None or kept.numel() < numel or kept.device != array.device:
             kept = self._floats[name] = torch.empty(numel, device=array.device)
@@ -134,7 +136,8 @@ class QuantizedAdam(UpdateRule):
 
 
 def _part(run: Run, start: int, stop: int) -> Run:
-    """Return a run of the elements [start, stop) of `run`. `start` has to be the first element of a block."""
+    """Return the elements [start, stop) of `run`, with the scales of their blocks, as a run. `start` must be the first
+    element of a block."""
     blocks = slice(start // QUANTIZED_BLOCK_NUMEL, -(-stop // QUANTIZED_BLOCK_NUMEL))
     part = run.part(start, stop)
     part.state |= {name: array[blocks] for name, array in run.state.items() if name.endswith(_SCALE)}
@@ -142,8 +145,8 @@ def _part(run: Run, start: int, stop: int) -> Run:
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, kernel: UpdateKernel | None) -> None:
-    """Compute `values`, [n] fp32, from `codes`, [n] int8 (signed squares) or uint8 (fourth powers), and `scales`, one
-    per block. `kernel`: None computes with torch."""
+    """Compute `values`, [n] fp32, from `codes`, [n] int8 (first moments) or uint8 (second moments), and `scales`, one
+    per block. `kernel`: None: torch computes."""
     if kernel is not None:
         kernel.convert(_moments(codes, scales, values))
         return
@@ -153,17 +156,17 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, 
 
 @cache
 def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the table for codes of `dtype` on a device. It is copied there only once, because such a copy waits for
-    everything launched before it."""
+    """Return the table of decoded values for codes of `dtype`, on a device. A table is copied to a device only once,
+    because the copy waits for everything launched before it."""
     return _TABLES[dtype].to(device)
 
 
 def quantize(
     codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int | None, kernel: UpdateKernel | None
 ) -> None:
-    """Compute `codes` and `scales` from `values`, rounded stochastically with noise from each value and `seed`. torch
-    and the kernel give the same bits. If `seed` is None, round to the nearest code: dequantized values then get the
-    codes that they had."""
+    """Compute `codes` and `scales` from `values`, fp32. Rounding is stochastic; its noise is a hash of each value and
+    `seed`. If `seed` is None, values are rounded to the nearest code, so dequantized values get their old codes. torch
+    and the kernel give the same bits."""
     if kernel is not None and seed is not None:
         kernel.convert(_moments(codes, scales, values, seed & 0xFFFFFFFF, quantizes=True))
         return
@@ -179,10 +182,11 @@ def quantize(
 
 
 def _exact_root(values: torch.Tensor) -> torch.Tensor:
-    """Return the correctly rounded fp32 root; torch's own is not ([Note: bits of torch]).
+    """Return the correctly rounded fp32 square root, computed in double precision. torch's own fp32 root may differ
+    ([Note: bits of torch]).
 
-    The error of one unit in double precision cannot matter: no root of a 24-bit number is nearer than four such units
-    to a value where fp32 rounds differently."""
+    An error of one unit in double precision does not change the result: the root of a 24-bit number is at least four
+    such units away from every value at which fp32 rounding changes."""
     return values.to(torch.float64).sqrt_().to(torch.float32)
 
 

@@ -1,4 +1,5 @@
-"""Define the interface of update rules: which state a parameter has, and how a run (a slice of masters) is stepped."""
+"""Define the interface of update rules: which state a parameter has, and how a run (a slice of master weights) is
+stepped."""
 
 from __future__ import annotations
 
@@ -18,14 +19,15 @@ from tiered_zero.sizes import align_up
 
 _CPU_CHUNK_NUMEL = 1 << 17
 _DEVICE_CHUNK_NUMEL = 1 << 22
-"""Elements that a step processes at once (first on the CPU, here on a device), which limits temporary memory."""
+"""The most elements that a step processes at once, on the CPU and on an accelerator. They limit temporary memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateField:
-    """Describes one array of optimizer state for a run. `block_numel`: in an elementwise rule, the number of
-    neighbouring elements of the run that one element of the array describes. `stride`: the stride of an array whose
-    memory is in another order; None: row-major.
+    """Describes one array of a run's optimizer state.
+
+    `block_numel`: how many neighbouring elements of the run share one element of the array; more than 1 only for the
+    scales of 8-bit state. `stride`: the array's strides in memory; None: row-major.
     """
 
     name: str
@@ -41,16 +43,18 @@ class StateField:
 
 @dataclass(kw_only=True)
 class Run:
-    """Adjacent master weights that one call updates in the same way, with everything that the rule needs.
+    """One slice of master weights with its gradient and state: the input of one update.
 
-    For an elementwise rule the arrays are [n] slices, which may be cut anywhere and may span several parameters. For
-    any other rule they are one whole parameter in its own shape. `master`: fp32, updated in place; or the int16
-    remainders of `out`, which then holds the old parameter. `grad`: fp32, bf16 or fp16, in the same shape, averaged
-    over ranks; may be overwritten. `state`: name of a `StateField` -> its array, updated in place; all zero before the
-    first step (see `UpdateRule.init_state`). `scalars`: 0-d state such as step counts, replaced by the rule; empty
-    before the first step. `hyper`: the values of the param group, without "params". `out`: [same shape] the 16-bit
-    parameter to write, or None. `grad_scale`: factor for the gradient, which unscales and clips at once; 1.0 leaves
-    its bits unchanged.
+    For an elementwise rule the arrays are 1-D, [n]; the slice may start and end anywhere and may span several
+    parameters. For any other rule the arrays are one whole parameter in its own shape.
+
+    `master`: fp32, updated in place; or int16 remainders, the low halves of the masters: `out` then holds the high
+    halves, the old parameter. `grad`: fp32, bf16 or fp16, in the same shape, averaged over ranks; may be overwritten.
+    `state`: name of a `StateField` -> its array, updated in place; all zero before the first step (see
+    `UpdateRule.init_state`). `scalars`: state that is no array, such as step counts; replaced by the rule; empty before
+    the first step. `hyper`: the values of the param group, without "params". `out`: the 16-bit parameter to write, in
+    the same shape, or None. `grad_scale`: the factor that unscales and clips the gradient; 1.0 leaves its bits
+    unchanged.
     """
 
     master: torch.Tensor
@@ -62,7 +66,7 @@ class Run:
     grad_scale: float = 1.0
 
     def part(self, start: int, stop: int) -> Run:
-        """Return a run of the elements [start, stop) of this one, which belongs to an elementwise rule."""
+        """Return the elements [start, stop) as a run of views. Only for elementwise rules."""
         part = slice(start, stop)
         state = {name: array[part] for name, array in self.state.items()}
         out = None if self.out is None else self.out[part]
@@ -70,33 +74,34 @@ class Run:
 
 
 class UpdateRule(ABC):
-    """Makes optimizer steps on runs. Knows nothing of tiers, units or files. Called on one thread at a time."""
+    """Makes optimizer steps on runs (slices of master weights). Called on one thread at a time."""
 
     name: str
     elementwise: bool
-    """True if element i of an output depends only on element i of the inputs, so that runs may be cut anywhere."""
+    """True: element i of each output depends only on element i of the inputs, so runs may be cut anywhere."""
 
     unsigned_field: str | None = None
-    """The name of a state array that is never negative, so its sign bits may store a mark of the masters
-    ([Note: bf16 and remainder]); None without one."""
+    """The name of a state array without negative values; None: the rule has none. The sign bits of this array may store
+    one bit of each master ([Note: bf16 and remainder])."""
 
     keeps_group_state: bool = False
-    """Whether a step changes values of its param group, as classes do that count their steps there."""
+    """True: a step changes values of its param group. Some classes count their steps there."""
 
     temporaries: int = 4
-    """The number of temporary fp32 arrays, as long as the runs, that a step on an accelerator needs at once, besides
-    copies of state and gradients. No torch class needs more than 4."""
+    """The most temporary fp32 arrays that a step on an accelerator holds at once, each as long as the stepped runs.
+    Copies of state and gradients are not counted. No torch class needs more than 4."""
 
     kernel: UpdateKernel | None = None
-    """The native kernel, which also computes gradient norms; None if torch's operations do both."""
+    """The native kernel, which computes updates and gradient norms; None: torch's operations compute both."""
 
     @abstractmethod
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        """Return descriptions of the state arrays (not the scalars) of a run of `shape`. Raises ModelError if the
-        rule's class cannot step one parameter at a time."""
+        """Describe the state arrays of a run of `shape`; scalars are not included. Raises ModelError if the optimizer
+        class cannot step one parameter at a time."""
 
     def init_state(self, state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]) -> None:
-        """Set the initial values in the state arrays of a run, which are zero. Called before the run's first step."""
+        """Write the initial values to a run's state arrays before its first step. The caller has set the arrays to
+        zero."""
         return
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,30 +110,31 @@ class UpdateRule(ABC):
         return {}
 
     def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state in the format of torch's optimizer: fp32 arrays, which may share the memory of `state`, and
-        scalars. Empty before the first step."""
+        """Convert state to the format of torch's optimizer: name -> fp32 array or scalar; {} before the first step.
+        Arrays may share memory with `state`."""
         return {**state, **scalars}
 
     def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        """Raise ModelError unless a parameter of `shape` can be stepped from `values`, its state in torch's format."""
+        """Check that a parameter of `shape` can be stepped from `values`, its state in torch's format. Raises
+        ModelError if not."""
         return
 
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Invert `export_state`: copy the arrays in `values`, state in torch's format, to `state`, rounded to nearest
-        if `state` has fewer bits, and return the scalars."""
+        """Copy `values`, state in torch's format, to the arrays `state`, and return the scalars: the inverse of
+        `export_state`. Values are rounded to nearest if `state` has fewer bits."""
         for name, array in state.items():
             array.copy_(values[name])
         return {name: value for name, value in values.items() if name not in state}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert the scalars of a checkpoint to this rule's `Run.scalars`; they may come from another kind of rule
-        with the same results. Raises TypeError, ValueError or KeyError if they are invalid."""
+        """Convert scalars from a checkpoint to this rule's `Run.scalars`. Another rule for the same optimizer may have
+        written them. Raises TypeError, ValueError or KeyError if the scalars are invalid."""
         return dict(scalars)
 
     def announce(self) -> None:
-        """Log which code computes the update, if that depends on the machine or the config."""
+        """Log whether the native kernel or torch computes the update. Rules without a kernel log nothing."""
         return
 
     def close(self) -> None:
@@ -136,22 +142,22 @@ class UpdateRule(ABC):
         return
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """Change the live param `groups` as a step changes them. `frozen`: copies of the groups from which the step
-        reads its values. Called on the driver thread, before the runs of a step."""
+        """Make the changes of one step, such as new step counts, in the user's param `groups`. `frozen`: copies of the
+        groups; the step uses them as `Run.hyper`. Called on the driver thread, before the step updates its runs."""
         return
 
     @abstractmethod
     def update(self, runs: Sequence[Run]) -> None:
-        """Make one step on every run, and write its `out` if it has one. Invalid arguments raise before anything is
-        written."""
+        """Make one optimizer step on every run, in place, and write each `Run.out` that is not None. Invalid arguments
+        raise before anything is written."""
 
 
 def batches(
     runs: Sequence[Run], cut: Callable[[Run, int, int], Run] = Run.part, cpu_numel: int = _CPU_CHUNK_NUMEL
 ) -> Iterator[list[Run]]:
-    """Yield `runs`, which are stepped with the same numbers, in batches. `cut(run, start, stop)` cuts a run that is too
-    long. On a device a batch has up to _DEVICE_CHUNK_NUMEL elements of many runs; on the CPU it has one run of at most
-    `cpu_numel` elements, which fits into the cache."""
+    """Yield `runs` in batches, and cut runs that are too long. All runs have the same hyperparameters. On the CPU a
+    batch is one run of at most `cpu_numel` elements, which fits into the cache. On an accelerator a batch has up to
+    _DEVICE_CHUNK_NUMEL elements of many runs. `cut(run, start, stop)`: returns a part of a run."""
     on_cpu = runs[0].master.is_cpu
     most_numel = cpu_numel if on_cpu else _DEVICE_CHUNK_NUMEL
     batch: list[Run] = []
@@ -172,9 +178,9 @@ def batches(
 
 @contextmanager
 def packed(runs: Sequence[Run], block_numel: int = 1, per_block: Collection[str] = ()) -> Iterator[Run]:
-    """Yield one run that holds copies of all `runs` end to end, and copy its results back after the block; a single run
-    is yielded as it is. Each run begins at a multiple of `block_numel`, with zeros in between. `per_block`: names of
-    the state arrays that have one element per block. One launch copies an array of all runs."""
+    """Join `runs` into one run of copies, yield it, and copy its results back after the with-block. A single run is
+    yielded itself. In the joined arrays each run begins at a multiple of `block_numel`, and gaps are zero. `per_block`:
+    names of the state arrays with one element per block. One launch copies an array of all runs."""
     first = runs[0]
     if len(runs) == 1:
         yield first
@@ -195,8 +201,8 @@ def packed(runs: Sequence[Run], block_numel: int = 1, per_block: Collection[str]
 
 
 def _join(arrays: Sequence[torch.Tensor], block_numel: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Copy `arrays` into one array, each from a multiple of `block_numel` on. Return that array, and the part of it for
-    each of `arrays`."""
+    """Copy `arrays` one after another into a new array, each to a multiple of `block_numel`. Return the new array, and
+    the view of it that holds each of `arrays`."""
     numels = [array.numel() for array in arrays]
     spans = [align_up(numel, block_numel) for numel in numels]
     make = torch.empty if spans == numels else torch.zeros

@@ -37,7 +37,7 @@ from tiered_zero.rules.rule import StateField, UpdateRule
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 _STEP_NUMEL = 1 << 16
-"""Masters that are split at once, so that temporaries stay small."""
+"""The most masters that are split at once, which keeps temporaries small."""
 
 _NAN = 0x7FC00000
 _WORD = 0xFFFFFFFF
@@ -51,15 +51,15 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def join_master(parameter: torch.Tensor, remainder: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 masters that `split_master` has split, bit for bit."""
+    """Join the three results of `split_master` to the same fp32 masters, bit for bit."""
     high = (parameter.view(torch.int16).to(torch.int32) + mark) << 16
     return (high + remainder.to(torch.int32)).view(torch.float32)
 
 
 def hash_noise(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return 16 random bits for each fp32 value, as int32, equal to the bits of the native kernel. They are a hash of
-    the value and `seed`, not of its position, so they do not depend on where arrays are cut. Each step and array has
-    its own seed."""
+    """Compute 16 random bits for each fp32 value, as int32: a hash of the value and `seed`. The native kernel computes
+    the same bits. The position in the array does not matter, so arrays may be cut anywhere. Each step and each array
+    has its own seed."""
     noise = values.view(torch.int32) ^ _signed(seed)
     noise = (noise ^ ((noise >> 16) & 0xFFFF)) * _signed(0x85EBCA6B)
     noise = (noise ^ ((noise >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35)
@@ -67,27 +67,27 @@ def hash_noise(values: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def round_randomly(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """Round fp32 values to bf16, up or down at random in proportion to the distance; noise from `hash_noise`."""
+    """Round fp32 values to bf16 stochastically, with noise from `hash_noise`: the nearer neighbour is more probable."""
     rounded = ((values.view(torch.int32) + hash_noise(values, seed)) >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(values.isfinite(), rounded, values.to(torch.bfloat16))
 
 
 def _signed(word: int) -> int:
-    """Return the low 32 bits of `word` as the value of an int32."""
+    """Return the low 32 bits of `word`, read as a signed number."""
     return ((word & _WORD) ^ 0x80000000) - 0x80000000
 
 
 Parts = Sequence[torch.Tensor]
-"""The arrays that store a run of masters, one for each of `MasterFormat.dtypes`, each [n]."""
+"""The arrays in which a format stores n masters: one [n] array for each dtype in `MasterFormat.dtypes`."""
 
 
 class MasterFormat(ABC):
-    """A format in which masters are stored.
+    """Defines how masters are stored in a slot.
 
     `dtypes`: dtypes of the stored arrays. The first array is the rule's `Run.master`; the second, if any, is the rule's
-    unsigned field. `needs_params`: whether the update needs the old parameters in addition to the slot.
-    `follows_params`: whether each update takes over parameters that changed since the last update, so nobody has to
-    report such changes. The first update then makes the masters, and the slot holds none before.
+    unsigned field (second moments). `needs_params`: True: an update reads the old parameters in addition to the slot.
+    `follows_params`: True: each update adopts the parameters that user code has changed since the last update. User
+    code then reports no changes, and the slot holds no masters before the first update.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -95,28 +95,31 @@ class MasterFormat(ABC):
     follows_params: bool = False
 
     def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
-        """Return the array [n] that an update steps as masters. `master`: [n] in the slot. `params`: [n], the memory to
-        which the update writes the new parameters; if masters follow parameters, it holds the present ones."""
+        """Return the array, [n], that the update steps as masters. `master`: the stored array in the slot, [n].
+        `params`: the memory, [n], to which the update writes the new parameters. If `follows_params`, it holds the
+        present parameters."""
         return master
 
     @abstractmethod
     def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
-        """Return the masters, fp32 [n]. `params`: the parameters, [n], if the format computes masters from them."""
+        """Compute the masters, fp32 [n], from the stored arrays `parts`. `params`: the parameters, [n]; may be None if
+        the format stores whole masters."""
 
     @abstractmethod
     def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
-        """Set the stored masters to `master`, fp32 [n], in place, and `params`, if given, to their rounded values."""
+        """Store the masters `master`, fp32 [n], in the arrays `parts`, in place. Write their rounded values to
+        `params`, if given."""
 
     @abstractmethod
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
-        """Return new stored masters after user code has set the parameters to `new` [n]: the master of each changed
-        parameter becomes the new value. Return None if nothing changed. `old`: the parameters before, [n], if the
-        format needs them.
+        """Return the arrays to store after user code has changed parameters; None if no parameter changed. The master
+        of each changed parameter becomes the parameter's new value. `new`, `old`: the parameters, [n], after and before
+        the change; `old` may be None if `needs_params` is false.
         """
 
     @abstractmethod
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
-        """Write the rounded values of `masters`, which this update does not step, to the parameters `outs`."""
+        """Write `masters` that this update does not step, rounded, to their parameters `outs`."""
 
 
 class FullMasters(MasterFormat):
@@ -144,7 +147,8 @@ class FullMasters(MasterFormat):
 
 @final
 class FollowingMasters(FullMasters):
-    """Stores fp32 masters of 16-bit parameters that user code may change at any time between updates."""
+    """Stores fp32 masters of 16-bit parameters. User code may change the parameters between updates; the next update
+    adopts the changes."""
 
     follows_params = True
 
@@ -184,7 +188,8 @@ class ParamMasters(MasterFormat):
 
 @final
 class RemainderMasters(MasterFormat):
-    """Stores int16 remainders, and the marks in the signs of the fp32 second moments: [Note: bf16 and remainder]."""
+    """Stores int16 remainders of bf16 parameters, and one mark for each in the sign of its fp32 second moment: [Note:
+    bf16 and remainder]."""
 
     dtypes = (torch.int16, torch.float32)
     needs_params = True
@@ -194,7 +199,8 @@ class RemainderMasters(MasterFormat):
         return join_master(params, parts[0], parts[1].signbit())
 
     def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
-        """Set the masters as `MasterFormat.replace` says. The second moments keep their magnitudes."""
+        """Store the masters as `MasterFormat.replace` says. Signs of the second moments get the marks; magnitudes
+        stay."""
         for start in range(0, master.numel(), _STEP_NUMEL):
             own = slice(start, start + _STEP_NUMEL)
             rounded, remainder, mark = split_master(master[own])
@@ -212,7 +218,7 @@ class RemainderMasters(MasterFormat):
         return torch.where(changed, 0, remainder), torch.where(changed, square.abs(), square)
 
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
-        """Do nothing: `outs` hold the parameters as they were read."""
+        """Do nothing: `outs` already hold the parameters."""
 
 
 def master_format(name: str) -> MasterFormat:
@@ -221,8 +227,8 @@ def master_format(name: str) -> MasterFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class StateArray:
-    """The place of a state array in a slot. `piece`: the index of the piece (part of a parameter) whose state it is;
-    None if the array spans the whole sub-group. `offset`: its first byte."""
+    """One state array in a slot. `piece`: the index of the piece (part of a parameter) with this state; None: the array
+    covers the whole sub-group. `offset`: its first byte in the slot."""
 
     field: StateField
     piece: int | None
@@ -230,13 +236,15 @@ class StateArray:
 
 
 class StateLayout:
-    """The contents of a sub-group's slot: masters [numel], then each state array, each starting at a memory page.
+    """Lays out a sub-group's slot: first the masters, then each state array, each at the start of a memory page.
 
-    `masters`: the format of the masters. If it includes a state array, this is the first one, and `master_nbytes`
-    counts both. `state_start`: the first byte of the state arrays. `initial_nbytes`: the number of bytes that are valid
-    before the first update. For an elementwise rule each array spans the sub-group, so a run is a slice of it; a field
-    that only some param groups have exists for all. For any other rule each piece (a whole parameter) has its own
-    arrays.
+    For an elementwise rule each array covers the whole sub-group, so a run is a slice of it. A field that only some
+    param groups have gets an array for the whole sub-group too. For any other rule each piece (here a whole parameter)
+    has its own arrays.
+
+    `masters`: the format of the masters. If the format uses a state array, this is the first one, and `master_nbytes`
+    counts it too. `state_start`: the first byte of the state arrays. `initial_nbytes`: the number of bytes that are
+    valid before the first update.
     """
 
     def __init__(
@@ -258,7 +266,7 @@ class StateLayout:
             merged: dict[str, StateField] = {}
             held = {piece.group for piece in subgroup.pieces}
             names: dict[int, set[str]] = {}
-            # a slot of padding alone (the last rank's, of a small unit) still has masters in each of these arrays
+            # a slot of padding alone (the last rank's, for a small unit) has no groups: group 0 gives the marks' array
             for group in sorted(held or range(len(self.masters.dtypes) - 1)):
                 fields = rule.state_fields((subgroup.numel,), groups[group])
                 names[group] = {field.name for field in fields}
@@ -275,8 +283,8 @@ class StateLayout:
 
     @property
     def has_own_masters(self) -> bool:
-        """Whether the slot stores masters that follow their parameters. No checkpoint of parameters includes them, so
-        they are saved with the state."""
+        """True: the slot stores masters that follow their parameters. They are saved with the state, because a
+        checkpoint of parameters does not include them."""
         return self.masters.follows_params and bool(self.masters.dtypes)
 
     def _append(self, field: StateField, piece: int | None) -> None:
@@ -293,15 +301,15 @@ class StateLayout:
         return raw[: dtype.itemsize * self.subgroup.numel].view(dtype)
 
     def initialize(self, raw: torch.Tensor) -> None:
-        """Initialize the bytes of a slot that was never stepped: set state to zero, and masters that follow their
-        parameters to NaN. NaN differs from every parameter, so the next update takes over the parameters."""
+        """Set the state in a slot to zero before its first update. Masters that follow their parameters become NaN: NaN
+        differs from every parameter, so the next update adopts all parameters."""
         if self.masters.follows_params:
             self.master(raw).fill_(float("nan"))
         raw[self.master_nbytes :].zero_()
 
     def master_spans(self, segment: Segment) -> list[tuple[int, int, torch.dtype]]:
-        """Return the places of a segment's masters: (first byte in the slot, number of bytes, dtype) for each array of
-        the format."""
+        """Return where the masters of a segment (a unit's range in the sub-group) are stored: (first byte in the slot,
+        number of bytes, dtype) for each array of the format."""
         spans, start = [], 0
         for dtype in self.masters.dtypes:
             spans.append((start + dtype.itemsize * segment.start, dtype.itemsize * segment.numel, dtype))
@@ -309,12 +317,13 @@ class StateLayout:
         return spans
 
     def master_parts(self, raw: torch.Tensor, segment: Segment) -> list[torch.Tensor]:
-        """Return views of a segment's masters in `raw`, the slot's bytes, one for each array of the format."""
+        """Return the masters of a segment (a unit's range in the sub-group) as views of `raw`, the slot's bytes: one
+        view for each array of the format."""
         return [raw[start : start + nbytes].view(dtype) for start, nbytes, dtype in self.master_spans(segment)]
 
     def clear(self, raw: torch.Tensor, kept: Iterable[ParamPiece]) -> None:
-        """Set the state in `raw`, the slot's bytes, to zero, except that of the pieces `kept`, which the caller fills
-        next."""
+        """Set the state in `raw`, the slot's bytes, to zero. The state of the pieces `kept` stays: the caller
+        overwrites it next."""
         filled = []
         for piece in kept:
             for array in self.arrays_for(piece):
@@ -327,13 +336,13 @@ class StateLayout:
             raw[start:stop].zero_()
 
     def marks(self, raw: torch.Tensor) -> torch.Tensor | None:
-        """Return a view, [numel], of the state array whose sign bits store marks of the masters; None if there is
-        none."""
+        """Return a view, [numel], of the state array that stores marks of the masters in its sign bits; None if the
+        format has no marks."""
         return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
 
     def views(self, raw: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return offset -> view of all state arrays in `raw`. Call it once for many pieces: a view takes
-        microseconds."""
+        """Return a view of each state array in `raw`, the slot's bytes, by the array's offset. Call this once for many
+        pieces: a view takes microseconds."""
         return {array.offset: _view(raw, array) for array in self.arrays}
 
     def state(
@@ -344,9 +353,9 @@ class StateLayout:
         stop: int,
         views: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return name -> view of the state of elements [start, stop) of the sub-group, for an elementwise rule, or else
-        of the state of `piece`, in the arrays' own shapes. `views`: the result of `views(raw)`, if the caller has
-        it."""
+        """Return name -> view of a piece's state in `raw`, the slot's bytes. For an elementwise rule: the state of the
+        elements [start, stop) of the sub-group. For any other rule: the piece's whole arrays, in their own shapes.
+        `views`: the result of `views(raw)`; None: the views are made here."""
         state = {}
         for array in self.arrays_for(piece):
             view = _view(raw, array) if views is None else views[array.offset]
@@ -357,17 +366,18 @@ class StateLayout:
         return state
 
     def fields(self, piece: ParamPiece) -> list[StateField]:
-        """Return the descriptions of a piece's state arrays. An array over the whole sub-group has the sub-group's
+        """Describe the arrays with a piece's state. An array that covers the whole sub-group has the sub-group's
         shape."""
         return [array.field for array in self.arrays_for(piece)]
 
     def arrays_for(self, piece: ParamPiece) -> list[StateArray]:
-        """Return the places of the arrays with a piece's state: those over the whole sub-group and the piece's own."""
+        """Return the arrays with a piece's state: for an elementwise rule those that cover the whole sub-group, for any
+        other rule the piece's own."""
         return self._shared_of_group.get(piece.group, []) + self._arrays_of.get(piece.index, [])
 
 
 def gaps(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """Return the parts of [first, last) that `ranges`, which are disjoint and sorted, do not cover."""
+    """Return the parts of [first, last) that lie outside of all `ranges`. `ranges`: disjoint and sorted."""
     found = []
     for start, stop in (*ranges, (last, last)):
         if first < start:
@@ -377,8 +387,8 @@ def gaps(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tuple
 
 
 def _shaped(piece: ParamPiece, field: StateField, memory: torch.Tensor) -> torch.Tensor:
-    """Return a view of `memory` in the field's shape. If it is the parameter's shape, the view has the parameter's
-    strides, as torch's zeros_like() gives them."""
+    """Return `memory` as a view in the field's shape. A field with the parameter's shape gets the parameter's strides,
+    as from torch's zeros_like()."""
     if field.stride is not None:
         return memory.as_strided(field.shape, field.stride)
     return piece.param.view(memory) if field.shape == piece.param.shape else memory.view(field.shape)
@@ -389,15 +399,16 @@ def _part(field: StateField, start: int, stop: int) -> slice:
 
 
 def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:
-    """Return a view of the array, [n] of the field's dtype."""
+    """Return a 1-D view of the array's bytes in `raw`, the slot's bytes, in the field's dtype."""
     return raw[array.offset : array.offset + array.field.nbytes].view(array.field.dtype)
 
 
 def check_params(
     masters: MasterFormat, subgroups: Iterable[SubGroup], param_tiers: Mapping[int, str], state_tiers: Sequence[str]
 ) -> None:
-    """Raise ConfigError if masters are computed from parameters and the update cannot read these. `param_tiers`: unit
-    index -> tier of its parameters. `state_tiers`: the tier of each sub-group's state."""
+    """Check that the update can read the parameters from which the format computes masters. Raises ConfigError if a
+    parameter is not bf16, or if either the parameter or its state rests on the device, but not both. `param_tiers`:
+    unit index -> tier of its parameters. `state_tiers`: the tier of each sub-group's state."""
     held = ((segment.unit, state_tiers[subgroup.index]) for subgroup in subgroups for segment in subgroup.segments)
     for unit, state_tier in held if masters.needs_params else ():
         if unit.dtype != torch.bfloat16:

@@ -1,7 +1,7 @@
 """Use any torch.optim class as an update rule: the class's own code makes the step, on views of the tiers' memory.
 
-The rule steps a copy of the user's optimizer without state. The functions that copy it, step chosen parameters and
-flatten their state come first; other folders use them for param groups and state dicts.
+The rule steps a copy of the user's optimizer that has no state of its own. Functions come first that copy an optimizer,
+step chosen parameters, and flatten their state. Other folders use these too, for param groups and state dicts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """Return a copy of the optimizer without parameters, state, step hooks, or a scheduler's wrapper around `step`.
-    Tensors among its attributes, and containers of them, are copied, because a step may move them to its device."""
+    """Copy an optimizer without its parameters, state and step hooks, and without a scheduler's wrapper around `step`.
+    Tensors among its attributes, and containers of tensors, are copied too, because a step may move them to its
+    device."""
     bare = type(optimizer).__new__(type(optimizer))
     omitted = ("step", "param_groups", "state")
     bare.__dict__.update({name: copied(value) for name, value in optimizer.__dict__.items() if name not in omitted})
@@ -72,9 +73,10 @@ def advance(
     states: Sequence[State],
     tracks_group: bool = False,
 ) -> tuple[list[State], Group]:
-    """Step `optimizer` with `leaves` as its only parameters, whose state is `states`. Return each leaf's state after
-    the step, and the values of the param group that the step changed; `group` itself does not change. `tracks_group`:
-    whether to look for such values; False for classes known not to change their group."""
+    """Step `optimizer` once on `leaves`, its only parameters. `group`: their param group's values, which stay
+    unchanged. `states`: the state of each leaf. Return each leaf's state after the step, and the values of the param
+    group that the step changed. `tracks_group`: False: the class is known not to change such values, so none are looked
+    for."""
     own = copied_group(group) if tracks_group else group
     optimizer.param_groups = [{**own, "params": list(leaves)}]
     optimizer.state = defaultdict(dict, zip(leaves, states, strict=True))
@@ -97,7 +99,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Group:
 
 
 def numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes of the optimizer itself that are numbers or tensors of one element."""
+    """Return copies of the optimizer's attributes that are numbers or tensors of one element, such as step counts."""
     return {
         name: copied(value)
         for name, value in vars(optimizer).items()
@@ -137,8 +139,8 @@ def cloned_all(scalars: Sequence[Mapping[str, Any]]) -> list[State]:
 
 
 def flattened(state: Mapping[str, Any]) -> State:
-    """Return a parameter's state without nesting: each item of a list, tuple or dict gets a name of its own, and each
-    container becomes a text from which `nested` rebuilds it. Raises ModelError if two items get one name."""
+    """Flatten a parameter's state: each item of a list, tuple or dict gets a name of its own, and the container becomes
+    a text. `nested` reverses this. Raises ModelError if two items get the same name."""
     flat: State = {}
     for name, value in state.items():
         _flatten(name, value, flat)
@@ -160,7 +162,7 @@ def _flatten(name: str, value: Any, flat: State) -> None:
 
 
 def nested(flat: Mapping[str, Any]) -> State:
-    """Return the state with its lists, tuples and dicts, from the result of `flattened`."""
+    """Rebuild the lists, tuples and dicts of a state that `flattened` has flattened."""
     left = dict(flat)
 
     def take(name: str) -> Any:
@@ -183,7 +185,8 @@ def example_leaf(values: torch.Tensor) -> torch.Tensor:
 
 
 def leaves_of(runs: Sequence[Run]) -> list[torch.Tensor]:
-    """Return the masters of `runs` as parameters with their scaled gradients."""
+    """Return the masters of `runs` as parameters. Their `.grad` is the run's gradient in fp32, multiplied by the
+    scale."""
     leaves = [run.master.detach().requires_grad_() for run in runs]
     grads = [run.grad for run in runs]
     if any(grad.dtype != torch.float32 for grad in grads):
@@ -199,8 +202,8 @@ def leaves_of(runs: Sequence[Run]) -> list[torch.Tensor]:
 
 def pieces_of(run: Run) -> list[Run]:
     """Cut an elementwise run into pieces. On the CPU a piece is just large enough that every thread has work and calls
-    cost little: torch's temporaries then stay in the cache. (AdamW on one thread takes about half the time of an uncut
-    run with pieces of 256 Ki to 512 Ki elements.) On a GPU the cuts only limit temporary memory."""
+    cost little; torch's temporaries then stay in the cache. (On one thread, AdamW with pieces of 256 Ki to 512 Ki
+    elements takes about half the time of an uncut run.) On a GPU the cuts only limit temporary memory."""
     on_cpu = run.master.device.type == "cpu"
     size = max(_CHUNK_NUMEL, _GRAIN_NUMEL * torch.get_num_threads()) if on_cpu else DEVICE_CHUNK_NUMEL
     return [run.part(start, start + size) for start in range(0, max(1, run.master.numel()), size)]
@@ -208,8 +211,7 @@ def pieces_of(run: Run) -> list[Run]:
 
 @contextmanager
 def dry_steps() -> Iterator[None]:
-    """Run the block, which steps a copy of an optimizer, without autograd and without changing the user's random
-    state."""
+    """Run trial steps in the with-block without autograd, and restore the CPU's random state afterwards."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         yield
 
@@ -227,16 +229,15 @@ ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.ASGD,
     torch.optim.Rprop,
 }
-"""Classes known to give the same bits wherever a run is cut, unless `fused` is set. Subclasses do not count, because
-they may do anything. rules/native_rules.py adds Lion."""
+"""Classes that give the same bits wherever a run is cut, if `fused` is off. Subclasses are not included, because they
+may change the step. rules/native_rules.py adds Lion."""
 
 TEMPORARIES: dict[type[Optimizer], int] = {
     **dict.fromkeys((torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RAdam), 1),
     **dict.fromkeys((torch.optim.ASGD, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RMSprop), 2),
     torch.optim.Adadelta: 3,
 }
-"""Class -> `UpdateRule.temporaries` where torch steps many parameters with one launch (foreach), as on an
-accelerator."""
+"""Class -> `UpdateRule.temporaries` of torch's foreach code, which steps many parameters with one launch."""
 
 REFUSED: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the model several times within a step and couples all parameters",
@@ -244,7 +245,8 @@ REFUSED: dict[type[Optimizer], str] = {
 }
 
 PROBE_STEPS = 8
-"""Enough steps to see RAdam and similar classes change their formula, which they do after five."""
+"""The number of steps in the comparison of two parameters with one: RAdam and similar classes change their formula
+after five steps."""
 _INITIALIZED = "initialized"
 _ABSENT = "absent"
 
@@ -252,18 +254,20 @@ _Constructor = Callable[[list[Any]], Optimizer]
 
 
 class TorchRule(UpdateRule):
-    """Gives the bits of one plain `optimizer_class(parameters, **defaults)` over whole fp32 parameters and gradients.
+    """Steps with an optimizer class's own code, and gives the bits of one plain `optimizer_class(parameters,
+    **defaults)` over whole fp32 parameters and gradients.
 
     A class in ELEMENTWISE gets [n] runs, cut anywhere. Any other class gets whole parameters, one at a time. The update
     of a parameter must then not depend on other parameters; `state_fields` tests this on two small parameters.
 
-    State arrays are in `Run.state`, all other state in `Run.scalars`, which is empty only before the first step. In
-    that step torch creates the state, and the rule copies it to `Run.state`. A scalar "absent" with the name of an
-    array means that torch has no such array yet (SGD whose momentum was 0 so far), so the array must not be read.
+    State arrays are in `Run.state`, all other state in `Run.scalars`, which is empty only before the first step. In the
+    first step torch creates the state, and the rule copies it to `Run.state`. The scalar "absent" under the name of an
+    array means that torch does not have this array yet (SGD while its momentum is 0): the array is then not read.
     """
 
     def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> None:
-        """Raises ModelError if the class does not accept `defaults`, or cannot step one parameter at a time."""
+        """Make the rule for a class and its arguments. Raises ModelError if the class does not accept `defaults`, or
+        cannot step one parameter at a time."""
         refuse_class(optimizer_class)
         construct: _Constructor = partial(cast(Any, optimizer_class), **defaults)
         try:
@@ -293,8 +297,8 @@ class TorchRule(UpdateRule):
         return rule
 
     def _adopt(self, optimizer: Optimizer, construct: _Constructor | None) -> None:
-        """Initialize this rule from `optimizer`. `construct`: makes an optimizer over given parameters, for a class
-        whose constructor creates state; None for classes that create state in the first step."""
+        """Set this rule's attributes from `optimizer`. `construct`: makes an optimizer over given param groups, for a
+        class whose constructor creates state; None: the class creates its state in the first step."""
         self.name = type(optimizer).__name__
         self.defaults = dict(optimizer.defaults)
         self.elementwise = type(optimizer) in ELEMENTWISE and not optimizer.defaults.get("fused")
@@ -302,13 +306,13 @@ class TorchRule(UpdateRule):
         self._optimizer = bare_copy(optimizer)
         self._construct = construct
         self._expected: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
-        """The copied param groups of this step, and for each the values that the step changes in the group."""
+        """For each param group of this step: the copy that the step reads, and the values that the step changes."""
         self._fields: dict[tuple[tuple[int, ...], str], list[StateField]] = {}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        """Find the state arrays by two trial steps, on meta tensors, or on CPU tensors if the class reads values.
-        Raises ModelError for a class that fails on this shape, keeps other state than tensors and plain values, or
-        whose update of a parameter depends on other parameters."""
+        """Find the state arrays by two trial steps. Whole parameters are tried on meta tensors, and on CPU tensors if
+        that fails. Raises ModelError if the class fails on this shape, if its state is neither tensors nor plain
+        values, or if the update of a parameter depends on other parameters."""
         self._refuse_options(hyper)
         options = repr(sorted((name, value) for name, value in hyper.items() if name != "params"))
         key = ((1,) if self.elementwise else shape, options)
@@ -325,8 +329,8 @@ class TorchRule(UpdateRule):
         return list(self._fields[key])
 
     def update(self, runs: Sequence[Run]) -> None:
-        """Make one step on every run, in order; a run that is cut into pieces counts one step. Any thread, but one at a
-        time."""
+        """Make one step on every run. A run that is cut into pieces still counts one step. Called on any thread, one at
+        a time."""
         for run in runs:
             self._refuse_options(run.hyper, run.master.device)
         with torch.no_grad():
@@ -334,7 +338,7 @@ class TorchRule(UpdateRule):
                 self._step(batch)
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> State:
-        """Return the state that the constructor creates, as Adagrad's does; nothing for other classes."""
+        """Return the state that the constructor creates, as Adagrad's does; {} for other classes."""
         return {} if self._construct is None else self._first_state(torch.zeros(shape, requires_grad=True), hyper)
 
     def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> State:
@@ -357,8 +361,8 @@ class TorchRule(UpdateRule):
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> State:
-        """Do what `UpdateRule.import_state` says, with torch's dtypes: tensors become fp32, except a step count on the
-        CPU, which keeps its dtype."""
+        """Copy the arrays to `state` and return the scalars, as `UpdateRule.import_state` says. Scalar tensors become
+        fp32, except a step count on the CPU, which keeps its dtype, as in torch."""
         scalars = flattened(values)
         for name, home in state.items():
             if isinstance(scalars.get(name), torch.Tensor):
@@ -375,7 +379,7 @@ class TorchRule(UpdateRule):
         return scalars or {_INITIALIZED: True}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> State:
-        """Return a copy of `scalars` in which a step count of the native rules, a float, is a tensor as in torch."""
+        """Copy `scalars`, and convert a step count from the native rules, a float, to torch's form, a tensor."""
         own = dict(scalars)
         if isinstance(own.get("step"), float):
             own["step"] = torch.tensor(own["step"], dtype=torch.float32)
@@ -395,9 +399,9 @@ class TorchRule(UpdateRule):
             ) from error
 
     def _batches(self, runs: Sequence[Run]) -> Iterator[list[tuple[Run, Run]]]:
-        """Yield lists of the pieces that torch steps in one call, each with its run. A list has one piece, or, for a
-        class in ELEMENTWISE on a device, many pieces of one param group. torch then uses the code that the group's
-        options foreach and fused choose, and launches each operation once for many pieces."""
+        """Yield lists of (piece, its run); torch steps the pieces of one list in one call. A class in ELEMENTWISE on an
+        accelerator gets many pieces of one param group in a list, and each operation is launched once for all of them;
+        the group's options foreach and fused choose torch's code. All other lists have one piece."""
         is_known = type(self._optimizer) in ELEMENTWISE
         waiting: dict[tuple[int, float], list[tuple[Run, Run]]] = {}
         for run in runs:
@@ -455,8 +459,9 @@ class TorchRule(UpdateRule):
         return dict(self._construct([{**group, "params": [leaf]}]).state[leaf])
 
     def _write_back(self, name: str, value: torch.Tensor, home: torch.Tensor) -> None:
-        """Copy `value` to `home` if torch did not write it in place: in the first step, or if a class replaces its
-        arrays. `name`: for the error message. Raises ModelError if dtype or shape differ."""
+        """Copy `value`, a result of the step, to `home`, its array in the run, if torch did not write it in place.
+        torch does not in the first step, or if a class replaces its arrays. `name`: for the error message. Raises
+        ModelError if dtype or shape differ."""
         if value.shape != home.shape or value.dtype != home.dtype:
             raise ModelError(
                 f"{self.name} was planned with {name} of {home.dtype} {tuple(home.shape)}; its step left {value.dtype} "
@@ -466,7 +471,8 @@ class TorchRule(UpdateRule):
             home.copy_(value.detach())
 
     def _split(self, state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], State]:
-        """Split state into arrays, and scalars: 0-d tensors and plain values. Raises ModelError for anything else."""
+        """Split state into arrays and scalars; scalars are 0-d tensors and plain values. Raises ModelError for anything
+        else."""
         arrays: dict[str, torch.Tensor] = {}
         scalars: State = {}
         for name, value in flattened(state).items():
@@ -488,7 +494,8 @@ class TorchRule(UpdateRule):
         return arrays, scalars
 
     def _dry_run(self, shape: tuple[int, ...], hyper: Mapping[str, Any], device: str) -> list[StateField]:
-        """Return descriptions of the state arrays after two trial steps on ones. Raises ModelError if a step fails."""
+        """Make two trial steps on a parameter of ones, and describe the state arrays. Raises ModelError if a step
+        fails."""
         optimizer = bare_copy(self._optimizer)
         leaf = example_leaf(torch.ones(shape, device=device))
         try:
@@ -516,8 +523,8 @@ class TorchRule(UpdateRule):
         ]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """Change the live `groups` as a step changes them, for classes that keep counts there. The changes are found by
-        a trial step on a small parameter; `_check_group` compares them with those of the real step."""
+        """Make the changes of one step in the user's param groups, for classes that count steps there. A trial step on
+        a small parameter finds the changes; `_check_group` compares them with the changes of the real step."""
         self._expected = []
         if not self.keeps_group_state:
             return
@@ -540,8 +547,9 @@ class TorchRule(UpdateRule):
             )
 
     def _refuse_coupling(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        """Step two small parameters of `shape` together with the class itself, and separately with this rule. Raises
-        ModelError if the bits differ, because the class counts steps in its own attributes or sums over parameters."""
+        """Check that the class updates each parameter by itself: step two small parameters together with the class, and
+        separately with this rule. Raises ModelError if the bits differ, because the class counts steps in its own
+        attributes or sums over parameters."""
         generator = torch.Generator().manual_seed(0)
         starts = torch.randn((2, *shape), generator=generator)
         grads = torch.randn((PROBE_STEPS, 2, *shape), generator=generator)
@@ -589,8 +597,8 @@ class TorchRule(UpdateRule):
             )
 
     def refuse_unplanned(self, arrays: Collection[str], planned: Collection[str]) -> None:
-        """Raise ModelError if `arrays`, the names of state arrays that a step needs besides `planned`, is not empty: an
-        option was set too late."""
+        """Raise ModelError if a step needs state arrays that were not planned, because an option was set too late.
+        `arrays`: the names of these arrays; empty: nothing is raised. `planned`: the names of the planned arrays."""
         if arrays:
             raise ModelError(
                 f"{self.name} was planned with the state arrays {sorted(planned)}; it needs {sorted(arrays)} "
@@ -610,8 +618,8 @@ class TorchRule(UpdateRule):
 
 
 def _stride(array: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the stride of a state array in an unusual memory order, such as eigenvectors, because the order decides
-    how products round; None for the usual order. An array of the parameter's shape has the parameter's order."""
+    """Return the strides of a state array in an unusual memory order, such as eigenvectors, because the order decides
+    how products round. None: the array is row-major, has the parameter's shape and order, or is not dense."""
     is_usual = tuple(array.shape) == shape or array.is_contiguous()
     return None if is_usual or not torch.ops.aten.is_non_overlapping_and_dense(array) else array.stride()
 
