@@ -1,5 +1,5 @@
-"""Run checkpoints as DeepSpeed does: recompute with the random numbers that forward drew, also those from generators
-that a program keeps by name."""
+"""Run activation checkpoints as DeepSpeed does: the recomputation in backward draws the random numbers that forward
+drew, also from generator states that a program keeps by name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RandomStates:
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Create a state from `seed`. Raises ModelError if the name or the seed is taken."""
+        """Create the state `name` from `seed`. Raises ModelError if a state has this name or seed."""
         if name in self._states or seed in self._seeds:
             what, found = ("name", name) if name in self._states else ("seed", seed)
             raise ModelError(
@@ -68,7 +68,7 @@ class RandomStates:
 
 @contextmanager
 def _kept_state() -> Iterator[Any]:
-    """Yield the torch module that has the device's generator, and restore the generator's state after the block."""
+    """Yield the torch module with the device's random generator, and restore the generator's state after the block."""
     device = find_device("auto").type
     generator: Any = torch if device == "cpu" else torch.get_device_module(device)
     state = generator.get_rng_state()
@@ -79,8 +79,8 @@ def _kept_state() -> Iterator[Any]:
 
 
 def seed_generators(states: RandomStates, seed: int, rank: int = 0) -> None:
-    """Seed the device's generator with `seed`, and the generator of split modules with another seed for each
-    model-parallel `rank`. `states`: the object that keeps the latter's state; its former states are dropped."""
+    """Seed the device's generator with `seed`. Replace all of `states` by one, MODEL_PARALLEL, which has another seed
+    for each model-parallel `rank`."""
     device = find_device("auto").type
     states.reset()
     (torch if device == "cpu" else torch.get_device_module(device)).manual_seed(seed)
@@ -90,14 +90,15 @@ def seed_generators(states: RandomStates, seed: int, rank: int = 0) -> None:
 def run_checkpointed(
     function: Callable[..., Any], args: tuple[Any, ...], states: RandomStates, *, reentrant: bool
 ) -> Any:
-    """Run `function` with `args` now, and again in backward with the states that the generators and `states` have now.
+    """Run `function` with `args` now, and again in backward, from the present states of the generators and of `states`.
     `reentrant`: which of torch's two kinds of checkpoint runs it."""
     return checkpoint(_Tracked(function, states), *args, use_reentrant=reentrant)
 
 
 @final
 class _Tracked:
-    """A function whose later calls, in recomputations, begin with the named states that the first call began with."""
+    """Wraps a function that runs in forward and again in recomputations. Each recomputation begins with the named
+    states with which the first call began."""
 
     def __init__(self, function: Callable[..., Any], states: RandomStates) -> None:
         self._function, self._states = function, states

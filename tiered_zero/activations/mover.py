@@ -1,5 +1,5 @@
-"""Move what autograd saves in forward to its place: a budget of bytes in host memory or on NVMe. Read it back ahead of
-its use in backward."""
+"""Move activations, storages that autograd saves in forward, to a place: a budget of bytes in host memory or on NVMe.
+Read them back ahead of their use in backward. A record describes one moved storage."""
 
 from __future__ import annotations
 
@@ -28,39 +28,41 @@ from tiered_zero.tiers.tier import BufferView, HostTier
 
 LANE = "activations"
 MAX_HOLES_NBYTES = 64 * MIB
-"""The most bytes of holes to leave in malloc's heap if the CPU computes, see `HeapTrim`; less if less is in flight."""
+"""The most bytes of holes to leave in malloc's heap if the CPU computes, see `HeapTrim`. The limit of bytes in flight
+applies instead if it is lower."""
 
 MAX_SHARE_OF_STORAGE = 4
-"""A view that is smaller than its storage by more than this factor stays on the device, with the storage."""
+"""A storage stays on the device if it has more than this many times the bytes of the view that autograd saves."""
 
 NUM_AHEAD = 2
-"""How many records are read before backward asks for them, if there is room."""
+"""How many records are read back before backward asks for them, if there is room."""
 
 MAX_GAP = 32
-"""How many records are searched for those to read ahead: others in between were dropped or are on the device
-already."""
+"""How far back, in records, to look for records to read ahead. Records in between were dropped, or backward needs them
+no more."""
 
 # -- places ------------------------------------------------------------------------------------------------------------
 
 
 class Place(Protocol):
-    """Interface to the bytes of a budget. `write` and `read` run on the lane, in the order of their submission."""
+    """Interface to the memory that holds moved activations: a budget of bytes, addressed from 0. `write` and `read` run
+    on the lane, in the order of their submission."""
 
     waits: bool
-    """Whether a job waits for other things than earlier jobs, such as a disk."""
+    """Whether `write` or `read` waits for something besides earlier jobs, such as a disk."""
 
     def write(self, at: int, source: torch.Tensor) -> None:
-        """Copy `source`, on the device, to the budget's bytes from `at`. When the job is complete `source` may be
-        freed."""
+        """Copy `source`, [n] uint8 on the device, to the place, from byte `at` on. The caller may free `source` when
+        the job is complete."""
 
     def read(self, at: int, target: torch.Tensor) -> None:
-        """Copy the budget's bytes from `at` until `target` is full. `new_target` has made `target`."""
+        """Fill `target`, a result of `new_target`, with the bytes of the place from `at` on."""
 
     def new_target(self, nbytes: int) -> torch.Tensor:
         """Return device memory that `read` can fill: [nbytes] uint8."""
 
     def finish(self) -> None:
-        """Wait for every write. Raises the first error."""
+        """Wait for every write, then raise the first error."""
 
 
 @final
@@ -88,9 +90,8 @@ class HostPlace:
 
 @final
 class NvmePlace:
-    """Activations in one record of a swap store, on NVMe. `write` returns when the bytes are in staging buffers; a
-    later read or write of the same bytes waits for the disk first. If the CPU computes, the disk reads straight into
-    the target."""
+    """A place in one slot on NVMe. `write` returns when the bytes are in staging buffers; a later read or write of the
+    same bytes waits for the disk first. If the CPU computes, the disk reads straight into the target."""
 
     waits = True
 
@@ -184,7 +185,7 @@ class NvmePlace:
 
 
 def _pages(target: torch.Tensor) -> BufferView:
-    """Return a target's memory in whole pages, as the pool has mapped them."""
+    """Return the whole pages of a target's memory, as `BlockPool` has mapped them."""
     pages = torch.empty(0, dtype=torch.uint8).set_(target.untyped_storage())
     array: Any = pages.numpy()
     return BufferView(pages, memoryview(array))
@@ -195,8 +196,8 @@ def _pages(target: torch.Tensor) -> BufferView:
 
 @final
 class _Reference:
-    """Shared by the `SavedActivation`s of one record, which autograd keeps. When the last of these is gone, this object
-    is collected and its record is dropped."""
+    """Held by all `SavedActivation`s of one record. When autograd has freed the last of these, this object is
+    collected, and the record is dropped."""
 
     __slots__ = ("__weakref__", "_dropped", "index", "step")
 
@@ -204,7 +205,8 @@ class _Reference:
         self.index, self.step, self._dropped = index, step, dropped
 
     def __del__(self) -> None:
-        """Note that the record can be dropped. Runs at any time and on any thread; the driver thread does the rest."""
+        """Note that the record can be dropped. Runs at any time and on any thread; the driver thread drops the record
+        later."""
         self._dropped.append((self.step, self.index))
 
 
@@ -212,7 +214,7 @@ class _Reference:
 @dataclass(eq=False, kw_only=True)
 class _Record:
     """One moved storage. `key`: (storage, version), see `ActivationMover._find`. `counter`: see `SavedActivation`.
-    `at`: where its bytes begin in the memory that the plan has for activations."""
+    `at`: its first byte in the place."""
 
     index: int
     key: tuple[int, int]
@@ -230,8 +232,8 @@ class _Record:
 
 @final
 class SavedActivation:
-    """What autograd keeps in place of a moved tensor. `counter`: an empty tensor that shares the moved tensor's version
-    counter."""
+    """Autograd keeps this object instead of a moved tensor. `counter`: an empty tensor that shares the moved tensor's
+    version counter."""
 
     __slots__ = ("_mover", "_was_unpacked", "counter", "dtype", "offset", "reference", "size", "stride", "version")
 
@@ -287,8 +289,9 @@ class ActivationMover:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor, version: int) -> SavedActivation | None:
-        """Begin to move the storage of `tensor`, which is detached. Return None if the tensor stays on the device.
-        `version`: its version counter."""
+        """Return the object that autograd keeps instead of `tensor`, which is detached, and begin to move the tensor's
+        storage if it is not moved yet. Return None if the tensor stays on the device. `version`: the tensor's
+        version."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return None
         if torch._C._current_graph_task_id() != -1 or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -306,17 +309,18 @@ class ActivationMover:
             return SavedActivation(self, reference, tensor, version)
 
     def _fits(self, tensor: torch.Tensor, nbytes: int) -> bool:
-        """Return whether the tensor is plain memory and a large enough part of its storage, which has `nbytes`."""
+        """Return whether the tensor can be moved: it is plain memory, and a large enough part of its storage. `nbytes`:
+        bytes of the storage."""
         if nbytes > MAX_SHARE_OF_STORAGE * tensor.nbytes or nbytes % tensor.itemsize or tensor.is_quantized:
             return False
         return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or 0 in tensor.stride())
 
     def _find(self, key: tuple[int, int], tensor: torch.Tensor) -> _Reference | None:
-        """Return the record of the tensor's storage in its present version, if record and storage still exist; else
-        None.
+        """Return the reference of the record that has moved the tensor's storage in its present version; None if there
+        is none.
 
-        The tensor must also share the record's version counter. A tensor with another counter at the same version, as
-        `.data` makes, does not show what was written since. `key`: (storage, version)."""
+        The tensor must share the record's version counter. `.data` makes tensors with another counter, which may show
+        the same version after a write. `key`: (storage, version)."""
         record = self._by_key.get(key)
         if record is None or record.storage.expired():  # type: ignore[no-untyped-call]
             return None
@@ -367,9 +371,9 @@ class ActivationMover:
         return reference
 
     def _wait_written(self, allowed_nbytes: int, *, on_host: bool = False) -> None:
-        """Free the oldest sources until at most `allowed_nbytes` are in flight; also free all whose transfers are done.
-        A source is the device memory that a transfer reads. `on_host`: block until the transfers are done, instead of
-        ordering compute after them."""
+        """Free the device memory of moved storages, oldest first, until at most `allowed_nbytes` are in flight and the
+        next transfer is not done yet. `on_host`: block until the transfers are done; otherwise order compute after
+        them."""
         while self._writing and (self._in_flight_nbytes > allowed_nbytes or self._writing[0][0].done()):
             written, source = self._writing[0]
             try:
@@ -387,9 +391,9 @@ class ActivationMover:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def restore(self, reference: _Reference, *, is_first: bool) -> torch.Tensor:
-        """Return a record's bytes on the device, [n] uint8, and begin to read the records that backward needs next.
-        `is_first`: whether this saved activation is asked for the first time. Raises ModelError after
-        the step that saved the record."""
+        """Return the record's bytes on the device, [n] uint8, and begin to read the records that backward needs next.
+        `is_first`: whether this is the first call for this saved activation. Raises ModelError after the step that
+        saved the record."""
         with self._profiled("unpack"):
             if self._is_closed or reference.step != self._step:
                 raise ModelError(
@@ -427,7 +431,7 @@ class ActivationMover:
         record.reading = self._accelerator.lane(LANE).submit(read, after=after, holds=[target], waits=place.waits)
 
     def _read_ahead(self, index: int) -> None:
-        """Begin to read the records that were packed just before record `index`."""
+        """Begin to read the records that were packed just before record `index`: backward needs them next."""
         num_left = NUM_AHEAD
         for before in range(index - 1, max(-1, index - 1 - MAX_GAP), -1):
             record = self._records.get(before)
@@ -443,8 +447,9 @@ class ActivationMover:
                 return
 
     def _make_room(self, nbytes: int) -> None:
-        """Make room for `nbytes` in flight: free sources whose transfers are done, then targets that later nodes of
-        backward need, the one packed last first."""
+        """Make room for `nbytes` in flight. First wait for writes, and free what they have moved. If that is too
+        little, free records that were read back, the one packed last first; they are read again when backward needs
+        them."""
         allowed_nbytes = self._plan.in_flight_nbytes - nbytes
         self._wait_written(allowed_nbytes)
         if self._in_flight_nbytes > allowed_nbytes:
@@ -463,7 +468,7 @@ class ActivationMover:
     # -- the ends of a step --------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Free all that was saved in the step that was taken. Raises transfer errors."""
+        """Free everything that the completed step has saved. Raises errors of transfers."""
         if self._next_index:
             written = self._accelerator.lane(LANE).submit(self._place.finish)
             with nullcontext() if written.done() else self._recorder.span("compute", "wait_activation"):
@@ -474,7 +479,7 @@ class ActivationMover:
             self._clear()
 
     def abort(self) -> None:
-        """Free all that was saved in the step that is dropped."""
+        """Free everything that the dropped step has saved."""
         if self._next_index:
             wait_quietly(self._accelerator.lane(LANE).submit(self._place.finish))
             self._clear()
@@ -504,7 +509,7 @@ class ActivationMover:
         self._ledger.correct("device", "activation_in_flight", 0)
 
     def _free_dropped(self) -> None:
-        """Free the extents of records whose graphs are gone."""
+        """Free the place's bytes of dropped records, whose graphs are gone."""
         while self._dropped:
             step, index = self._dropped.popleft()
             if step != self._step:

@@ -1,15 +1,13 @@
-"""Defer Ctrl-C during work that cannot be undone, such as the end of a run, which calls every closing act in order.
+"""Defer Ctrl-C during work that cannot be undone, and call the closing functions of a run in order.
 
-[Note: Interrupted calls]
-Python's own handler of SIGINT raises KeyboardInterrupt on the main thread, between any two lines, also of this package.
-The interrupted call drops its step: `Entrance.abort` ends what runs, and resets what the step has used. Some steps
-cannot be dropped: inside of `step()`, in a backward whose updates have begun, while a load replaces values, while a
-change of `gathered(modify=True)` is written, in an in-place commit, in `close()`. An interrupt there would make the
-engine unusable, and lose the work since the last save. So the interrupt is raised after those. A second interrupt is
+[Note: Interrupted calls] Python's own handler of SIGINT raises KeyboardInterrupt on the main thread, between any two
+lines, also of this package. The interrupted call drops its step: `Entrance.abort` ends what runs, and resets what the
+step has used. Some work cannot be dropped: `step()`, a backward whose updates have begun, a load that replaces values,
+the write of a change under `gathered(modify=True)`, an in-place commit, `close()`. An interrupt there would make the
+engine unusable, and lose the work since the last save, so it is raised when this work has ended. A second interrupt is
 raised at once, and so is an exception of the program's own handler of SIGINT: if it ends work that cannot be undone,
-the engine latches. An error that a handler raises in a lane's job on the main thread, such as a time limit's, is the
-job's error.
-"""
+the engine latches (refuses later calls). If a handler raises an error in a lane's job on the main thread, as a time
+limit does, it is the job's error."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from typing import Any, final
 
 
 class _Held:
-    """The handler of SIGINT during a block. `has_come`: the signal has come once. `is_over`: the block has ended, on a
-    thread that cannot reset handlers."""
+    """The handler of SIGINT during a block. It notes the first signal (`has_come`), and raises KeyboardInterrupt at the
+    second. `is_over`: the block has ended, so every signal raises; only the main thread can reset the handler."""
 
     has_come = False
     is_over = False
@@ -36,9 +34,9 @@ class _Held:
 
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Hold back the first KeyboardInterrupt inside the block, and raise it as the block ends. Also a decorator.
+    """Delay the first KeyboardInterrupt inside the block until the block ends. Also a decorator.
 
-    Does nothing on threads other than the main one, inside of another such block, and if the program handles SIGINT
+    Does nothing on a thread other than the main one, inside another such block, or if the program handles SIGINT
     itself."""
     main, before = threading.main_thread().ident, signal.getsignal(signal.SIGINT)
     is_free = before is signal.default_int_handler or (isinstance(before, _Held) and before.is_over)
@@ -63,14 +61,14 @@ logger = logging.getLogger("tiered_zero")
 
 @final
 class Teardown:
-    """Calls the acts that free what a run has built, in the order of their names. One thread at a time.
+    """Calls the functions that free what a run has built, in a fixed order. One thread at a time.
 
-    Earlier acts (such as ending the lanes) stop threads from using memory that later acts free. If an act raises, the
-    later acts are still called. If a second Ctrl-C interrupts an act, the next `close` calls that act again: acts are
-    idempotent."""
+    Functions that stop threads (such as the end of the lanes) come before functions that free the memory of those
+    threads. If a function raises, the later ones are still called. If a second Ctrl-C interrupts a function, the next
+    `close` calls it again, so all functions are idempotent."""
 
     def __init__(self, order: Sequence[str] = ("",)) -> None:
-        """`order`: the names under which closing functions may be added, in the order in which they are called. Of one
+        """`order`: the names under which functions can be added, in the order in which `close` calls them. Of one
         name's functions the one added last is called first."""
         self._acts: dict[str, list[Callable[[], Any]]] = {name: [] for name in order}
 
@@ -78,12 +76,12 @@ class Teardown:
         self._acts[name].append(act)
 
     def callback(self, act: Callable[[], Any]) -> None:
-        """Add an act to a teardown without names."""
+        """Add a function to a teardown whose `order` is the default: one unnamed group."""
         self.add("", act)
 
     @hold_interrupts()
     def close(self) -> None:
-        """Call all acts that are left, then raise the first error. Does nothing if none is left."""
+        """Call all functions that were not called yet, then raise the first error. Idempotent."""
         first: Exception | None = None
         for acts in self._acts.values():
             while acts:
@@ -99,8 +97,8 @@ class Teardown:
         return self
 
     def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        """If the block failed, free everything, also after a second Ctrl-C: the caller gets no engine to close. If the
-        block did not fail, the run owns the teardown."""
+        """If the block failed, call `close`, and again after a second Ctrl-C, because the caller gets no engine to
+        close. If the block did not fail, do nothing: from now on the run owns the teardown."""
         if error is None:
             return
         try:
@@ -113,8 +111,8 @@ class Teardown:
 
 
 def once(act: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that calls `act` the first time only, even if that call was interrupted. For acts on whose end
-    no later act depends."""
+    """Return a function that calls `act` at its first call only. If that call is interrupted, `act` is not called
+    again. For closing functions on whose end no later one depends."""
     called: list[None] = []
 
     def call() -> None:

@@ -1,4 +1,5 @@
-"""Define the one future of the package, the thread that completes requests, and the latch that keeps a failure."""
+"""Define the package's one future type, a worker thread that completes requests in order, and a latch that remembers
+the first failure."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from typing import Final, NoReturn, final
 from tiered_zero.errors import EngineFailedError, StoreError, TieredZeroError
 
 STOPPED_S = 5.0
-"""If a blocked wait checks the clock this many seconds late, its process was stopped (Ctrl-Z, a machine that slept):
-the wait's timeout does not count that time."""
+"""A blocked wait looks at the clock at short intervals. If it looks this many seconds late, its process was stopped
+(Ctrl-Z, a machine that slept), and the wait's timeout does not count that time."""
 
 
 class Transfer(ABC):
     """One asynchronous operation: a job of a lane, a disk request, a milestone of an update.
 
-    A transfer completes once, with or without an error, which it carries. Until then it alone uses the memory that it
-    reads or writes, and the caller keeps that memory alive. Any thread."""
+    A transfer completes once; if the operation fails, the transfer carries its error. Until then only the operation
+    uses the memory that it reads or writes, and the caller keeps this memory alive. Any thread."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -65,8 +66,8 @@ COMPLETED.complete()
 
 
 def wait_quietly(transfer: Transfer) -> None:
-    """Wait until a transfer is complete, and drop its error. Raises a MemoryError that comes from the wait and not from
-    the transfer, which may then still use its memory."""
+    """Wait until a transfer is complete, and drop its error. Raises MemoryError if the wait itself runs out of memory:
+    the transfer may then still use its memory."""
     try:
         transfer.wait()
     except Exception as error:
@@ -76,7 +77,8 @@ def wait_quietly(transfer: Transfer) -> None:
 
 
 def wait_all(transfers: Iterable[Transfer | None]) -> None:
-    """Wait for all transfers, so that none uses its memory any more, then raise the first error."""
+    """Wait for all transfers, also after one fails, so that none uses its memory any more. Then raise the first
+    error."""
     first: Exception | None = None
     for transfer in transfers:
         try:
@@ -85,14 +87,14 @@ def wait_all(transfers: Iterable[Transfer | None]) -> None:
         except Exception as error:
             first = first or error
             if isinstance(error, MemoryError) and transfer is not None and not transfer.done():
-                wait_quietly(transfer)  # the error is of the wait
+                wait_quietly(transfer)  # the wait itself had no memory
     if first is not None:
         raise first
 
 
 @final
 class Joined(Transfer):
-    """Several transfers as one, which is complete when all of them are."""
+    """One transfer that stands for several: it is complete when all of them are."""
 
     def __init__(self, *parts: Transfer) -> None:
         self._parts = parts
@@ -106,11 +108,11 @@ class Joined(Transfer):
 
 @final
 class SharedWork(Transfer):
-    """Work that is done by the first thread that waits for its result; other threads wait for that thread.
+    """A transfer whose work is done by the first thread that waits for it; other threads wait for that thread.
 
     Example: the end of a disk request, which waits for the disk engine's transfers and verifies their bytes. A `Worker`
-    does the work, unless a thread that waits for it does it earlier. Such a thread does not wait for requests that were
-    submitted before."""
+    does such work in the order of submission. A thread that waits for one request does its work itself, ahead of that
+    order."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._lock = threading.Lock()
@@ -121,7 +123,7 @@ class SharedWork(Transfer):
         return self._work is None
 
     def run(self) -> None:
-        """Do the work if it is not done. Raises nothing; `wait` raises the work's error."""
+        """Do the work if no thread has done it yet. Raises no error of the work; `wait` does."""
         with self._lock:
             if self._work is None:
                 return
@@ -182,8 +184,8 @@ class FailureLatch:
         """The first failure."""
         self._lock = threading.Lock()
         self.has_surfaced = False
-        """Whether `surfacing` has raised the original error. The object that the user calls resets it when work
-        succeeds again."""
+        """Whether the user has seen the original error. The object that the user calls resets it when work succeeds
+        again."""
 
     def set(self, error: BaseException) -> None:
         """Remember `error` if it is the first."""
@@ -194,8 +196,9 @@ class FailureLatch:
     def check(self, refusal: Callable[[BaseException], str] | None = None) -> None:
         """Raise if a failure is remembered.
 
-        `refusal(error)`: returns the text of the EngineFailedError that is raised from the original error. It says what
-        cannot be used any more, and from where to resume. None: the original error itself is raised, at every call."""
+        Without `refusal`, raise the original error, at every call. With `refusal`, raise an EngineFailedError that the
+        original error has caused. `refusal(error)`: returns its text: what cannot be used any more, and from where to
+        resume."""
         if self.error is None:
             return
         if refusal is None:
@@ -204,24 +207,25 @@ class FailureLatch:
 
     @contextmanager
     def surfacing(self) -> Iterator[None]:
-        """Raise the original error the first time that a block raises, and a block's own error after that."""
+        """Raise the original error instead of the block's error, but only the first time that a block raises; later,
+        raise the block's error."""
         try:
             yield
         except Exception as error:
             self.surface(error)
 
     def surface(self, error: Exception) -> NoReturn:
-        """Raise the original error behind `error` the first time, and `error` itself after that. Called while `error`
-        is being handled."""
+        """At the first call, raise the original error behind `error`; at later calls raise `error` itself. Called while
+        `error` is being handled."""
         has_surfaced, self.has_surfaced = self.has_surfaced, True
         if has_surfaced or (cause := root_cause(error)) is error:
-            raise  # what is handled now
+            raise  # the error that is being handled
         raise cause from cause.__cause__
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the failure from which the refusal `error` was raised, through every latch; `error` itself if it is no
-    refusal."""
+    """Return the original failure behind `error`, an EngineFailedError that one or several latches have raised. Any
+    other error is returned unchanged."""
     while isinstance(error, EngineFailedError) and isinstance(error.__cause__, TieredZeroError):
         if isinstance(error.__cause__, EngineFailedError) and error.__cause__.__cause__ is None:
             break  # of a component that was latched without a failure: the refusal says what to do

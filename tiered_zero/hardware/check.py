@@ -83,7 +83,7 @@ def check_copies(accelerator: Accelerator) -> Finding:
 
 
 def check_overlap(accelerator: Accelerator) -> Finding:
-    """Measure how much of a copy runs at the same time as matrix products."""
+    """Measure which share of a copy runs at the same time as matrix products."""
     with copy_buffers(accelerator) as (up, _):
         copy_s = launch_seconds(accelerator, up)
         products, products_s = _products(accelerator, copy_s)
@@ -245,7 +245,7 @@ DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.fl
 REPEATS: Final = 5
 
 LIMIT_S: Final = 1.0
-"""Seconds after which the work of one rate is not repeated again."""
+"""`median_rate` stops repeating its work after this many seconds."""
 
 _SHAPES: Final = {True: (512, 512), False: (4096, 4096)}
 """Whether the device is the CPU -> tokens and hidden size of the matrix products. On two idle cores of Zen 5, 512 x 512
@@ -325,7 +325,7 @@ def _rate_besides(amount: float, product_s: float, work: Callable[[], object]) -
 def _model_parts(
     accelerator: Accelerator, dtype: torch.dtype, tokens: int, hidden: int, layers: int, vocab: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return two functions that run forward and backward: of a model's blocks, and of its last layer and loss."""
+    """Return two functions that run forward and backward: one for a model's blocks, one for its last layer and loss."""
     device = accelerator.device
     heads = max(1, hidden // 64)
     block = nn.TransformerEncoderLayer(

@@ -19,7 +19,8 @@ Place = tuple[int, int, int]
 
 
 def accelerator_kind() -> str | None:
-    """Return the accelerator that this torch build supports, such as "CUDA 13.0" or "xpu"; None if only the CPU."""
+    """Return the accelerator that this torch build supports, such as "CUDA 13.0" or "xpu"; None if it supports only the
+    CPU."""
     found = torch.accelerator.current_accelerator()
     if found is None:
         return None
@@ -38,9 +39,9 @@ def accelerator_names() -> list[str]:
 
 
 def available_device_nbytes(device: torch.device, own: Iterable[torch.Tensor] = ()) -> int | None:
-    """Return the bytes of accelerator memory that this process can still get: free memory, unused memory that torch's
-    allocator keeps, and the bytes of `own`, tensors that will be freed. None for the CPU, or if torch finds no such
-    device or cannot tell."""
+    """Return the bytes of accelerator memory that this process can still get: free memory, memory that torch's
+    allocator keeps but does not use, and the bytes of `own`, tensors that will be freed. Return None for the CPU, or if
+    torch finds no such device or cannot tell."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type != device.type:
         return None
@@ -73,15 +74,15 @@ def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def cgroup_memory_limit_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
-    """Return the smallest memory limit of the enclosing cgroups, in bytes; None if none of them has a limit."""
+    """Return the smallest memory limit of this process's cgroups, in bytes; None if none of them has a limit."""
     folders = cgroup_folders("memory", proc, cgroup)
     limits = (_read_int(folder / "memory.max", folder / "memory.limit_in_bytes") for folder in folders)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def huge_pages(system: Path = SYSTEM) -> str | None:
-    """Return the mode of transparent huge pages: "always", "madvise" (only where asked for), "never"; None if unknown.
-    /sys/kernel/mm/transparent_hugepage/enabled lists all modes, with the present one in brackets."""
+    """Return the mode of transparent huge pages: "always", "madvise" (only for memory that asks for them) or "never";
+    None if unknown. /sys/kernel/mm/transparent_hugepage/enabled lists all modes, with the present one in brackets."""
     words = read_text(system / "kernel" / "mm" / "transparent_hugepage" / "enabled").split()
     return next((word.strip("[]") for word in words if word.startswith("[")), None)
 

@@ -44,8 +44,8 @@ def build_accelerator(name: str = "auto", poison: bool = False, delay_seed: int 
 
 
 def find_device(name: str) -> torch.device:
-    """Convert `name`, a value of `tiered_zero.device`, to a torch device. The device need not exist. Raises
-    ConfigError."""
+    """Convert `name`, a value of `tiered_zero.device`, to a torch device, which need not exist. Raises ConfigError if
+    torch does not know the name, or if the device has no streams."""
     with suppress(RuntimeError):
         device = _own_device() if name == "auto" else torch.device(name)
         if device.type not in _WITHOUT_STREAMS:

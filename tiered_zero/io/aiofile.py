@@ -1,7 +1,7 @@
 """Move bytes with the package aiofiles: the engine `aiofiles`, for installations without the native library.
 
-One coroutine carries out a request, in parts, each of which passes through an event loop to an executor's thread. The
-engine continues short transfers and orders syncs after writes.
+One coroutine carries out a request, in parts. The event loop passes each part to an executor's thread, which makes the
+system calls. The engine continues short transfers, and starts a sync after the writes before it have ended.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class AiofilesTransfer(DiskTransfer):
         self._seconds = 0.0
         self._event = threading.Event()
         self.ended = asyncio.Event()
-        """Set at the end of the request, for coroutines of the loop, which must not block."""
+        """Is set at the end of the request. Coroutines of the loop wait for it, since they must not block the loop's
+        thread."""
 
     def done(self) -> bool:
         return self._event.is_set()
@@ -70,11 +71,10 @@ class AiofilesTransfer(DiskTransfer):
 
 @final
 class AiofilesEngine(DiskEngine):
-    """An event loop on one thread, and an executor on which aiofiles runs each system call.
+    """Runs an event loop on one thread, and an executor whose threads make aiofiles' system calls.
 
-    Calls have their own offsets, so several parts of one file are in flight at once. A pool of plain threads wrote 256
-    MiB at 1.2 times this engine's rate and read them at 1.0; next to busy Python code at 1.0 and 1.2.
-    """
+    Each call has its own offset, so several parts of one file are in flight at once. A pool of plain threads wrote 256
+    MiB at 1.2 times this engine's rate and read them at 1.0 times; next to busy Python code at 1.0 and 1.2 times."""
 
     name = "aiofiles"
 
@@ -109,13 +109,13 @@ class AiofilesEngine(DiskEngine):
             for other in (list(self._unfinished) if request.kind == "sync" else ())
             if isinstance(other, AiofilesTransfer) and other.file is file and other.request.kind == "write"
         ]
-        self.latch.check()  # again, after the look: a write that has failed and ended is not among them
+        self.latch.check()  # again: a write that has failed and ended is not in `earlier`
         self._unfinished[transfer] = None
         asyncio.run_coroutine_threadsafe(self._run(transfer, view, earlier), self._loop)
         return transfer
 
     async def _run(self, transfer: AiofilesTransfer, view: memoryview, earlier: list[AiofilesTransfer]) -> None:
-        """Carry out a request in parts, or, for a sync, once the writes `earlier` have ended."""
+        """Carry out a request: a read or write in parts, a sync after the writes `earlier` have ended."""
         for write in earlier:
             await write.ended.wait()
             transfer.error = transfer.error or write.error  # a write that failed cannot be made durable
@@ -130,8 +130,8 @@ class AiofilesEngine(DiskEngine):
         transfer.finish()
 
     async def _carry_out(self, transfer: AiofilesTransfer, start: int, view: memoryview) -> None:
-        """Carry out a part of a request, from the request's byte `start`, once a worker is free. An error goes to the
-        transfer."""
+        """Carry out a part of a request, once a worker is free. `start`: the part's first byte in the request. An error
+        goes to the transfer."""
         request = transfer.request
         await self._take_worker(request.urgent)
         transfer.moved_s = self.moved_s = time.monotonic()

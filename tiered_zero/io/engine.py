@@ -1,8 +1,8 @@
 """Define the interface of the engines that move aligned bytes to and from files, and implement what they share.
 
-That is open files, transfers, admission of requests, the watchdog, closing, and the text of every failure. The requests
-in flight are printed as a table: in the error of a request without progress, and on a signal that the program has
-chosen."""
+Shared are open files, transfers, the checks of a request before it starts, the watchdog (which finds requests without
+progress), closing, and the text of every failure. The requests in flight are printed as a table: in the error of a
+request without progress, and on a signal that the program has chosen."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class IOSettings:
     less often. `queue_depth` x `intra_op_parallelism`: the number of workers, and thus of calls in flight at once, in
     all engines; at most 32, which saturate the fastest array of drives.
 
-    The defaults, on a virtio disk of 3.4 GB/s read and 6.6 written: alone, 2 MiB x 8 comes within 2..5% of the best of
-    0.5..4 MiB x 2..16, but a training step takes 3..7% less time with 4 MiB x 16, because workers are late for their
-    next block. An urgent read waits for what is in flight, at most 64 MiB."""
+    The defaults were measured on a virtio disk of 3.4 GB/s read and 6.6 GB/s written. Without other load, 2 MiB x 8
+    comes within 2..5% of the best of 0.5..4 MiB x 2..16. A training step takes 3..7% less time with 4 MiB x 16, because
+    workers are late for their next block. An urgent read waits for the blocks in flight, at most 64 MiB."""
 
     block_size: int = 4 * MIB
     queue_depth: int = 16
@@ -47,7 +47,7 @@ class IOSettings:
 
     @property
     def block_nbytes(self) -> int:
-        """`block_size` as whole pages, and at most what one system call can move."""
+        """`block_size`, rounded up to whole pages, and at most 1 GiB, which one system call can move."""
         return min(align_up(max(self.block_size, 1), PAGE_NBYTES), GIB)
 
     @property
@@ -84,7 +84,7 @@ class File(ABC):
 
 class IOTransfer(Transfer):
     """One request of an engine, of any size. The engine owns the request's memory from submission until `done()`.
-    `wait` raises TransferError; it does so after `io_timeout_s` without progress at the latest."""
+    `wait` raises TransferError if the request fails, or makes no progress for `io_timeout_s`."""
 
     request: Request
 
@@ -106,9 +106,9 @@ class IOEngine(ABC):
 
     @abstractmethod
     def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
-        """Start to read. `urgent`: a thread waits for this read, so it goes ahead of all requests that are not urgent;
-        blocks that a worker has begun go on. Requests that are not urgent wait while there are urgent ones; the caller
-        must limit the number of these."""
+        """Start to read from `offset` on, until `into` is full. `urgent`: a thread waits for this read, so workers take
+        its blocks before those of requests that are not urgent; blocks that a worker has begun go on. The other
+        requests wait while there are urgent reads: the caller must limit their number."""
 
     @abstractmethod
     def write(self, file: File, offset: int, data: memoryview) -> IOTransfer: ...
@@ -124,7 +124,7 @@ class IOEngine(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Wait until no earlier request is in flight, except stuck ones."""
+        """Wait until all requests that were submitted before are complete. Does not wait for stuck requests."""
 
     @abstractmethod
     def close(self) -> None:
@@ -152,14 +152,14 @@ def dump_in_flight(engine: IOEngine) -> str:
 
 
 def watch(engine: IOEngine) -> None:
-    """Show the requests of `engine` in the tables of `dump_on` for as long as the engine exists."""
+    """Show the requests of `engine` in the tables that `dump_on` prints, for as long as the engine exists."""
     _watched.add(engine)
 
 
 def dump_on(number: int) -> None:
-    """Print every run's disk requests in flight to stderr each time the process gets the signal `number`, such as
-    `signal.SIGUSR1`; then call the previous handler. Call this in the main thread. Nothing else in the package handles
-    the signal, so without this call SIGUSR1 ends a process."""
+    """Print a table of every run's disk requests in flight to stderr each time the process gets the signal `number`,
+    such as `signal.SIGUSR1`; then call the previous handler. Call this in the main thread. Nothing else in the package
+    handles the signal: without this call SIGUSR1 ends a process."""
 
     def dump(number: int, frame: FrameType | None) -> None:
         for engine in list(_watched):
@@ -210,13 +210,14 @@ def free_text(path: str) -> str:
 
 
 def file_error(act: str, path: str, code: int) -> TransferError:
-    """Return the error of a failed act on a file, which moved no bytes. `act`: what failed, such as "open"."""
+    """Return the error of an operation on a file, other than a transfer, that met errno `code`. `act`: the operation,
+    such as "open"."""
     text = f"cannot {act} {path}: {errno_text(code)}; {free_text(path)}. {errno_advice(code)}"
     return _with_errno(text, code)
 
 
 def transfer_error(request: Request, at: int, wanted: int, got: int, code: int) -> TransferError:
-    """Return the error of a request whose block at offset `at` moved `got` of `wanted` bytes and then met errno
+    """Return the error of a request. Its block at offset `at` has moved `got` of `wanted` bytes, and then met errno
     `code`."""
     if request.kind == "sync":
         what = f"sync of {request.path} failed"
@@ -256,13 +257,13 @@ _SLICE_S = 0.25
 """The longest wait before returning to Python, where signal handlers run (Ctrl-C) and stalls are noticed."""
 
 _POLL_S = 0.005
-"""The shortest wait for a request that hangs: it may be about to complete."""
+"""The shortest wait for a request that seems to hang, since it may be about to complete."""
 
 
 @final
 class DiskFile(File):
-    """An open file. `drain`: a function that waits until none of the file's requests is in flight, and returns False if
-    some are stuck."""
+    """An open file. `drain`: waits until none of the file's requests is in flight, and returns False if some are
+    stuck."""
 
     def __init__(
         self, path: str, fd: Descriptor, *, alignment: int, direct: bool, drain: Callable[[DiskFile], bool]
@@ -280,8 +281,8 @@ class DiskFile(File):
             raise file_error(act, self.path, error.errno or errno.EIO) from error
 
     def _fallocate(self, nbytes: int) -> bool:
-        """Allocate blocks. Return False if the file system cannot: the emulation by glibc does not work through
-        O_DIRECT."""
+        """Allocate blocks up to `nbytes`. Return False if the file system cannot: glibc then emulates the call, which
+        does not work through O_DIRECT."""
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:
@@ -305,7 +306,7 @@ class DiskFile(File):
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
         """Ask the system to write out and drop pages of a buffered file, because the plan of host memory does not count
-        them. `nbytes`: 0: up to the end."""
+        them. `nbytes`: 0 means up to the end of the file."""
         if not self.direct:
             with contextlib.suppress(OSError):  # advice only
                 os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
@@ -336,7 +337,8 @@ class DiskTransfer(IOTransfer):
 
     @abstractmethod
     def progressed_s(self) -> float:
-        """Return time.monotonic() of the last progress: that of this request, or, while it is queued, of the engine."""
+        """Return the time.monotonic() of the last progress: the request's own, or the engine's while the request is
+        queued."""
 
     def wait(self) -> None:
         self.engine.check_process(self.request.path)
@@ -351,8 +353,9 @@ class DiskTransfer(IOTransfer):
             raise self.error
 
     def _patience_s(self, begun_s: float) -> float:
-        """Return the seconds for which the request may go on without progress. If many requests hang, only the first is
-        waited for up to the limit: the others have hung as long by then."""
+        """Return the seconds for which the request may go on without progress. They count from its last progress, or,
+        if that is later, from `begun_s`, the start of the wait. After a stall they count from the last progress only:
+        if many requests hang, each wait after the first ends at once."""
         since_s = self.progressed_s() if self.engine.has_stalled else max(begun_s, self.progressed_s())
         return since_s + self.engine.io_timeout_s - time.monotonic()
 
@@ -361,7 +364,7 @@ class DiskEngine(IOEngine):
     """An engine over file descriptors. Any thread may submit requests, but not across a fork."""
 
     def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
-        """`direct`: use O_DIRECT. `alignment`: alignment of O_DIRECT requests, 512 or 4096; 1 unless `direct`."""
+        """`direct`: use O_DIRECT. `alignment`: alignment of O_DIRECT requests, 512 or 4096; 1 for buffered files."""
         assert direct or alignment == 1, "buffered files need no alignment"
         self.direct, self.alignment, self.settings = direct, alignment, settings
         self.io_timeout_s = io_timeout_s
@@ -433,7 +436,7 @@ class DiskEngine(IOEngine):
 
     @abstractmethod
     def _start(self, file: DiskFile, request: Request, view: memoryview) -> DiskTransfer:
-        """Pass an admitted request to the workers, and add its transfer to `_unfinished`."""
+        """Pass a request that has passed all checks to the workers, and add its transfer to `_unfinished`."""
 
     @abstractmethod
     def _stop(self, idle: bool) -> None:
@@ -455,8 +458,8 @@ class DiskEngine(IOEngine):
         self.check_process(file.path)
 
     def _drain(self, file: DiskFile | None = None) -> bool:
-        """Wait for what is in flight, of one file or of all; after a stall, look without waiting. Return False if
-        something is stuck."""
+        """Wait until no request of `file` is in flight; None: of any file. After a stall, look without waiting. Return
+        False if a request is stuck."""
         if self._pid != os.getpid():
             return True
         for transfer in list(self._unfinished):

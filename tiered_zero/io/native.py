@@ -50,8 +50,8 @@ class _Request(ctypes.Structure):
 
 @final
 class _Library:
-    """The functions of direct_io.c. Those that may block release the GIL; the others do not, because releasing it would
-    cost more than it gains."""
+    """The functions of direct_io.c. Functions that may block release the GIL. The others keep it, because releasing it
+    would cost more than it gains."""
 
     def __init__(self, path: Path) -> None:
         releasing, holding = load(path), ctypes.PyDLL(str(path))
@@ -68,7 +68,7 @@ class _Library:
 
 
 def load_library(path: Path | None = None) -> _Library:
-    """Load the C library. Raises ConfigError, with the reason, if there is no native engine."""
+    """Load the C library. Raises ConfigError with the reason if it is missing or cannot be loaded."""
     found = path or find_library("_direct_io")
     if found is None:
         raise ConfigError("its library is missing: {}; to have it: {}".format(*why_missing("_direct_io")))
@@ -80,8 +80,8 @@ def load_library(path: Path | None = None) -> _Library:
 
 @final
 class NativeTransfer(DiskTransfer):
-    """A request of the native engine. Its C struct is Python's memory and must live until the request is finished: the
-    engine's table of unfinished transfers holds it."""
+    """A request of the native engine. Its C struct lies in Python's memory, and must live until the request is
+    finished: the engine's table of unfinished transfers holds this object until then."""
 
     def __init__(self, engine: NativeEngine, file: DiskFile, request: Request, view: memoryview) -> None:
         super().__init__(engine, file, request)
@@ -116,7 +116,8 @@ class NativeTransfer(DiskTransfer):
         return (self.raw.finished_ns - self.raw.submitted_ns) / _NS if self.raw.finished else 0.0
 
     def complete_io(self) -> None:
-        """Release the memory of a finished request, and find the request's error. The engine calls this once."""
+        """Release the memory of a finished request, and set `error` if the request failed. The engine calls this
+        once."""
         self._view = None
         raw = self.raw
         block = (raw.error_offset, raw.error_wanted, raw.error_got)
@@ -141,15 +142,15 @@ class NativeEngine(DiskEngine):
         self.pool = ctypes.c_void_p()
         self._lock = threading.Lock()
         self._open_pools = [self.pool]
-        # runs once no transfer holds the engine, so no thread can still ask the pool for one
+        # runs when no transfer holds the engine any more: no thread uses the pool then
         weakref.finalize(self, _end_pool, os.getpid(), self.library, self.pool, self._open_pools).atexit = False
         code = self.library.open_pool(settings.num_workers, settings.block_nbytes, ctypes.byref(self.pool))
         if code:
             raise ConfigError(f"its {settings.num_workers} threads cannot be started: {errno_text(code)}")
 
     def collect(self, transfer: NativeTransfer) -> None:
-        """Remove a finished transfer from the table of unfinished ones; its failure latches the engine. Any thread, any
-        number of times."""
+        """Remove a finished transfer from the table of unfinished ones, and latch the engine if the transfer failed.
+        Any thread, any number of times."""
         with self._lock:
             if transfer in self._unfinished:
                 transfer.complete_io()
@@ -166,7 +167,7 @@ class NativeEngine(DiskEngine):
 
     def _check_usable(self, file: DiskFile) -> None:
         """Collect finished transfers for which no caller waited: after a failure all of them, otherwise the oldest two.
-        Then check."""
+        Then raise if the engine or the file cannot be used."""
         if not self._closed and self._pid == os.getpid():
             failed = self.library.failed(self.pool)
             for transfer in list(self._unfinished) if failed else self._oldest():

@@ -1,5 +1,5 @@
-"""Look at swap directories before they are used: check them, choose an I/O engine by trying each there, measure its
-rate for benchmarks and plans, and weigh directories for striping."""
+"""Examine swap directories before they are used: check them, choose an I/O engine by trying each one there, measure its
+rate for benchmarks and plans, and divide bytes among several directories by speed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def is_local(fstype: str | None) -> bool:
 def preflight_directory(path: str | os.PathLike[str], key: str = "nvme_path") -> list[str]:
     """Check a directory for swap files, and return warnings as text. `key`: the config key that names it. Raises
     ConfigError, with a remedy, if it is missing, no directory, a block device, or not writable. Creates and removes one
-    empty file. Free space is not checked here but by the store."""
+    empty file. Free space is checked later, by the store."""
     directory = os.fspath(path)
     try:
         status = os.stat(directory)
@@ -87,7 +87,7 @@ def nearest_directory(path: str) -> str:
 
 
 def filesystem_warnings(directory: str, fstype: str | None) -> list[str]:
-    """Return warnings about the file system of a directory. `fstype`: None if unknown, which gives none."""
+    """Return warnings about the file system of a directory. `fstype`: its type; None, if unknown, gives no warnings."""
     text = _WARNINGS.get(fstype or "")
     if fstype is not None and not is_local(fstype):
         text = f"is on a network file system ({fstype}), or one not known to be local: expect latency, use a local disk"
@@ -107,7 +107,7 @@ def filesystem_type(path: str | os.PathLike[str], mounts: Path = _MOUNTS) -> str
     for line in lines:
         fields = line.split(" ")
         point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
-        if os.path.commonpath((point, real)) == point and len(point) >= len(best):  # of equals the last is on top
+        if os.path.commonpath((point, real)) == point and len(point) >= len(best):  # of equal points the last is on top
             best, fstype = point, fields[fields.index("-", 6) + 1]
     return fstype
 
@@ -145,8 +145,8 @@ def select_engine(
     """Return the best engine that works in all `directories`. `prefer`: the name of the only engine to try, or "auto".
 
     An engine works if a temporary file there (mode 0600, removed) takes an aligned write and a sync and returns the
-    same bytes. O_DIRECT is tried with alignment 512, then 4096, then buffered access, where pages are dropped from the
-    cache once written. Any engine with O_DIRECT comes before any without. Raises ConfigError if nothing works."""
+    same bytes. All engines are tried with O_DIRECT and alignment 512, then all with alignment 4096, then all with
+    buffered access, where pages are dropped from the cache once written. Raises ConfigError if nothing works."""
     if prefer != "auto" and prefer not in ENGINES:
         raise ConfigError(f"there is no I/O engine {prefer!r}; use auto, {', '.join(ENGINES)}")
     names = [*ENGINES] if prefer == "auto" else [prefer]
@@ -168,8 +168,8 @@ def select_engine(
 
 
 def select_reader(*paths: str | os.PathLike[str], settings: IOSettings | None = None) -> Selection:
-    """Return the best engine that reads the first page of all these files; nothing is written. Raises TransferError if
-    none does: the error of buffered reads, which says most about the file."""
+    """Return the best engine that reads the first page of all these files; nothing is written. If none does, raises the
+    TransferError of the last trial, with buffered access, which says most about the file."""
     failures = [TransferError("there is no I/O engine here")]
 
     def trial(engine: DiskEngine) -> None:
@@ -189,8 +189,8 @@ def select_reader(*paths: str | os.PathLike[str], settings: IOSettings | None = 
 def _first_working(
     names: Sequence[str], settings: IOSettings, io_timeout_s: float, trial: Callable[[DiskEngine], None]
 ) -> tuple[DiskEngine | None, list[str]]:
-    """Return the first engine and access, best first, that passes `trial`, and a line for each that failed before it.
-    `trial`: raises TransferError if the engine does not work."""
+    """Try engines and kinds of access, best first. Return the first engine that passes `trial`, or None, and a line for
+    each that failed before. `trial`: raises TransferError if the engine does not work."""
     working, reasons = [*names], list[str]()
     for direct, alignment in _ACCESS:
         for name in [*working]:
@@ -224,7 +224,8 @@ def _try_to_read(engine: DiskEngine, path: str) -> None:
 
 
 def _try(engine: DiskEngine, directory: str, nbytes: int) -> None:
-    """Write, sync, read back and compare at an offset of half of `nbytes`. Raises TransferError."""
+    """Write a temporary file in `directory`, sync it, read it back and compare. The file offset and the memory address
+    are multiples of half of `nbytes`, the alignment to test. Raises TransferError."""
     path = os.path.join(directory, f".tiered-zero-probe-{secrets.token_hex(8)}")
     half = nbytes // 2
     memory = memoryview(mmap.mmap(-1, 2 * nbytes + 2 * PAGE_NBYTES))
@@ -254,8 +255,8 @@ _MOST_ROUNDS, _LEAST_TRIAL_S = 3, 0.4
 
 
 def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
-    """Create a file, mode 0600, of random bytes: blocks that were never written are read without the disk. Return its
-    size: whole MiB of `nbytes`, or as much as was written after `seconds`."""
+    """Create a file of random bytes, mode 0600, to measure with: blocks that were never written are read without the
+    disk. Return its size: whole MiB of `nbytes`, or what was written when `seconds` were over."""
     end_s = time.perf_counter() + seconds
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     with open(fd, "wb") as file:
@@ -272,10 +273,10 @@ def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
 
 
 def weigh_directories(engine: IOEngine, directories: Sequence[Path], nbytes: int) -> list[float]:
-    """Return each directory's share of the bytes, in proportion to its speed; the shares sum to 1. Each directory is
-    measured for a fifth of a second, by reads and writes, in a temporary file no larger than an equal share. `nbytes`:
-    bytes to be striped in all. Rates that differ by less than a quarter count as equal. Raises TransferError,
-    OSError."""
+    """Measure directories, and return each one's share of the bytes in proportion to its speed; the shares sum to 1. A
+    directory is measured for a fifth of a second, by reads and writes in a temporary file no larger than an equal
+    share. `nbytes`: bytes to be striped in all. Shares are equal if the rates differ by less than a quarter. Raises
+    TransferError, OSError."""
     size_nbytes = min(_WEIGHED_NBYTES, align_up(nbytes // len(directories), MIB))
     rates = []
     for directory in directories:
@@ -312,8 +313,8 @@ def measure_rate(
     one_memory: bool = False,
     read_share: float = 0.5,
 ) -> float:
-    """Measure bytes/s of reading or writing an existing file's first `nbytes`, or both at once ("mixed"), over and
-    over.
+    """Measure the bytes/s at which the first `nbytes` of an existing file are read, written, or both at once, over and
+    over. `mode`: "read", "write" or "mixed".
 
     Keeps `num_in_flight` requests in flight for `seconds`, as the tiers do, and counts completed ones. Writes random
     bytes, from memory like the runtime's. `one_memory`: all requests share the memory of one, which may then stay in

@@ -21,8 +21,7 @@ from typing import Any
 from tiered_zero.errors import ConfigError
 
 VERSION = 9
-"""The version of the C sources, as in version.h. A library built from other sources may lay out its structures
-otherwise."""
+"""The version of the C sources, as in version.h. A library built from another version may have other structures."""
 
 LIBRARY_DIR_VARIABLE = "TIERED_ZERO_NATIVE_DIR"
 """The environment variable that names a directory to search instead of this package's own. A directory without
@@ -100,6 +99,6 @@ def declare(function: Any, result: Any, *arguments: Any) -> Any:
 
 
 def struct_fields(*rows: tuple[Any, str]) -> list[tuple[str, Any]]:
-    """List the `_fields_` of a ctypes.Structure. `rows`: a ctypes type and the names of the fields that have it, with
-    spaces in between, in the order of the C declaration."""
+    """List the `_fields_` of a ctypes.Structure, in the order of the C declaration. `rows`: a ctypes type, and the
+    names of the fields of this type, separated by spaces."""
     return [(name, kind) for kind, names in rows for name in names.split()]

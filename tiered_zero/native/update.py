@@ -20,7 +20,7 @@ LEVEL_VARIABLE = "TIERED_ZERO_UPDATE_LEVEL"
 """The environment variable that forces a level by name. A level that this machine cannot run is refused."""
 
 LEVELS = {"avx512": 2, "avx2": 1, "neon": 3, "scalar": 0}
-"""Name of an instruction set (level) -> its number in update.c, best first."""
+"""Name of a level (an instruction set) -> its number in update.c, best first."""
 
 NUM_FREE_CORES = 2
 """Cores that a run with an accelerator leaves to the driver thread, which launches compute, and to the lanes."""
@@ -34,8 +34,8 @@ class Dtype(enum.IntEnum):
     BFLOAT16 = 1
     FLOAT16 = 2
     REMAINDER = 3
-    """A form of Adam's master: an int16 that is added to the bfloat16 `out`, taken as the high half of 32 bits; the
-    sign of the second moment distinguishes ties."""
+    """The low half of a master, for Adam only: an int16 that is added to the bfloat16 `out`, taken as the high half of
+    32 bits. The sign of the second moment distinguishes ties, see rules/state_layout.py."""
 
 
 class Rule(enum.IntEnum):
@@ -54,13 +54,14 @@ class Flag(enum.IntFlag):
     FIRST = 32
     """The momentum buffer is empty: the kernel copies the gradient to it."""
     TORCH_ROOT = 64
-    """Take square roots by the kernel's `root` (MKL's function), not exact ones."""
+    """Take square roots by the kernel's `root` (MKL's function), which does not always round correctly."""
     NEWTON_ROOT = 128
-    """Take square roots by instructions that round as MKL's generic code does, not exact ones."""
+    """Take square roots by instructions that round as MKL's generic code does, which is not always correctly."""
 
 
 class Hyper(ctypes.Structure):
-    """The numbers of one step, equal for every element of a run. update.c says how each rule uses the floats."""
+    """The numbers of one step, equal for every element of a run (a range of elements). update.c says how each rule uses
+    the floats."""
 
     _fields_ = struct_fields(
         (ctypes.c_int32, "rule flags grad_type master_type out_type state_type"),
@@ -70,7 +71,8 @@ class Hyper(ctypes.Structure):
 
 
 class Moments(ctypes.Structure):
-    """One array of 8-bit moments, for `UpdateKernel.convert`: its addresses, as in update.c, and how to convert it."""
+    """The arguments of `UpdateKernel.convert`, for one array of 8-bit moments: addresses, as in update.c, and how to
+    convert. `encode`: 1 converts floats to codes, 0 codes to floats."""
 
     _fields_ = struct_fields(
         (ctypes.c_void_p, "codes scales values table"),
@@ -104,8 +106,8 @@ class _CopyNormArgs(ctypes.Structure):
 
 @final
 class UpdateKernel:
-    """The library of update.c with an instruction set (level) and a pool of threads, which are idle between calls.
-    Calls release the GIL.
+    """Calls the functions of update.c, with one instruction set (level) and a pool of threads, which are idle between
+    calls. Calls release the GIL.
 
     Any thread may call; while the pool is busy, a call runs on its own thread alone. Fork-safe. Every result has the
     same bits at each level and for any number of threads."""
@@ -114,8 +116,8 @@ class UpdateKernel:
         self, path: Path, level: str | None = None, num_threads: int | None = None, root: MklRoot | None = None
     ) -> None:
         """`path`: the library. `level`: the instruction set, a key of LEVELS; None: that of the environment variable
-        LEVEL_VARIABLE, else the best that runs here. `num_threads`: None: `available_cpus`. `root`: MKL's square root,
-        which calls with Flag.TORCH_ROOT use, because torch does.
+        LEVEL_VARIABLE, else the best that runs here. `num_threads`: None: `available_cpus()`. `root`: MKL's square
+        root, which torch uses; calls with Flag.TORCH_ROOT use it, too.
 
         Raises OSError if `path` is no library, and ConfigError if the library's version is not this package's, or if
         the level is unknown or does not run here."""
@@ -216,9 +218,9 @@ def _bind(path: Path) -> ctypes.CDLL:
 
 
 def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """Count the threads that this process may keep busy: the CPUs of its affinity, or its share of them if the ranks of
-    this host have all CPUs in common, and no more than its share of the quotas of its cgroups. Ignores OMP_NUM_THREADS,
-    which launchers set to 1.
+    """Return how many threads this process may keep busy: the number of CPUs of its affinity. If these are all CPUs of
+    the host, the ranks of the host share them. The result is at most this rank's share of the CPU quota of its cgroups.
+    Ignores OMP_NUM_THREADS, which launchers set to 1.
 
     `root`: the root of the file system to read (for tests)."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -114,8 +114,8 @@ class LaneTransfer(Transfer):
         launched: threading.Event = _LAUNCHED,
     ) -> None:
         """Make the transfer of a job. `marker`: the device reaches it when the job is complete; None: no device.
-        `failure`: why the job failed; None: it has not. `launched`: is set once marker and failure are known. The
-        default is set already; for a queued job the lane's thread sets it."""
+        `failure`: why the job failed; None: it has not. `launched`: an event that is set once marker and failure are
+        known. The default is set already; for a queued job the lane's thread sets it."""
         self.marker, self.failure = marker, failure
         self._launched = launched
 
@@ -384,13 +384,13 @@ class Accelerator(ABC):
             transfer.wait()
 
     def prepare(self, flat: torch.Tensor) -> None:
-        """Prepare `flat`, whose device memory was just allocated, for use: in debug mode, `poison` it."""
+        """Prepare `flat` for use, after its device memory was allocated: in debug mode, `poison` it."""
         self.poison(flat)
 
     def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
-        """Reserve addresses for a flat (the 1-D tensor of a unit) that is fetched and evicted. `window_nbytes`: the
-        most bytes that all such flats have on the device at once. Return None if the device's allocator is to allocate
-        the flat's memory."""
+        """Reserve addresses for a flat (the 1-D tensor of a unit) that is fetched and evicted. Return None on a device
+        without such addresses: its allocator then provides the flat's memory. `window_nbytes`: the most bytes that all
+        such flats have on the device at once."""
         return None
 
     def unit_memory(self) -> AbstractContextManager[None]:
@@ -446,9 +446,8 @@ _LIBC = ctypes.CDLL(None)
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy between contiguous CPU tensors of one dtype and size, without the GIL.
 
-    A lane's thread copies alone. Any other thread copies with its OpenMP team, as Tensor.copy_ does: on lanes that
-    would start one more team for each lane. Raises ValueError for other tensors, and if the storage of one was
-    emptied."""
+    A lane's thread copies alone, because Tensor.copy_ would start an OpenMP team for each lane. Any other thread copies
+    with its team. Raises ValueError for other tensors, and if the storage of one was emptied."""
     if target.dtype != source.dtype or target.numel() != source.numel():
         raise ValueError(f"copy_bytes needs equal dtypes and sizes, not {_describe(target)} and {_describe(source)}")
     for tensor in (target, source):

@@ -116,7 +116,7 @@ class HostArena:
 
     def take(self, nbytes: int, kind: str) -> HostSlot:
         """Reserve a slot of at least `nbytes`, with undefined content, in the first free range that is long enough.
-        `kind`: the name under which the ledger counts the bytes. Raises BudgetError if no range is."""
+        `kind`: the name under which the ledger counts the bytes. Raises BudgetError if there is no such range."""
         size = align_up(max(nbytes, 1), PAGE_NBYTES)
         with self._lock:
             offset = self._extents.allocate(size)

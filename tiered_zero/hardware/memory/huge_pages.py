@@ -34,8 +34,8 @@ _MAX_STORED = 4096
 class HugePagePool:
     """Maps huge pages at the addresses of units, and stores the pages that no unit uses. Driver thread.
 
-    `nbytes`: stored pages are freed while mapped and stored pages have more than this. Raises OSError if the system
-    cannot move pages (not Linux, or before 5.7)."""
+    `nbytes`: the limit of mapped and stored pages together; stored pages beyond it are freed. Raises OSError if the
+    system cannot move pages (not Linux, or before 5.7)."""
 
     def __init__(self, nbytes: int) -> None:
         self._libc = _bind()

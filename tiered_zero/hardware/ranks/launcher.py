@@ -80,7 +80,7 @@ def local_rank() -> int:
 
 
 def local_world_size() -> int:
-    """Return the number of ranks on this host: the launcher's LOCAL_WORLD_SIZE, else all."""
+    """Return the number of ranks on this host: the launcher's LOCAL_WORLD_SIZE, else the number of all ranks."""
     return max(1, launched_number("LOCAL_WORLD_SIZE", world_size_here()))
 
 

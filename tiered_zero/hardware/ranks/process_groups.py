@@ -303,7 +303,7 @@ class ProcessGroups:
 
     def _ends_in_time(self) -> bool:
         """Wait at most FREED_S until every collective has ended, by itself or because other ranks have closed their
-        groups. Return whether all have."""
+        groups. Return whether all have ended."""
         under_way: list[Transfer] = [*self._last.values()]
         if self._device is not None and self._device.last is not None:
             under_way.append(self._device.last)

@@ -90,7 +90,7 @@ class RankTraffic:
 @final
 class RankFailures:
     """Posts this rank's failure in a store, and finds the failures of other ranks there; the first failure of a run
-    counts. Any thread. The store may end with the rank that holds it: after its first error it is not asked for
+    counts. Any thread. The store may end with the rank that holds it: after the store's first error it is not asked for
     failures again."""
 
     def __init__(
@@ -132,8 +132,8 @@ class RankFailures:
             raise self.found
 
     def check_blocked(self) -> None:
-        """Raise RankError, on every rank, if this rank and others wait for each other for ever. Driver thread, during a
-        wait that it has posted."""
+        """Raise RankError, on every rank, if this rank and others wait for each other for ever. Driver thread, after it
+        has posted its wait."""
         blocked: set[int] = set()
         with suppress(Exception):
             blocked = find_blocked(self._read_waits())
@@ -237,8 +237,8 @@ class RankFailures:
         return lost
 
     def _agree_on(self, message: str) -> RankError:
-        """Post `message` for every rank, if nothing was posted before. Return the error for what is posted now: all
-        ranks raise it."""
+        """Post `message` for every rank if nothing was posted before. Return the error with the posted message, which
+        all ranks raise."""
         try:
             self._store.compare_set(_FAILED, "", f"{_ALL} {message}")
             return self._read_posted()

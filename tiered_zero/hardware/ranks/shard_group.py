@@ -34,9 +34,9 @@ class StepHook(JoinHook):
 
 @final
 class ShardGroup:
-    """Sends tensors and bytes between the ranks of `process_group`. None: between the ranks of the default group, or
-    this process alone if there is no group. Raises torch's error if a launcher has started several processes, and there
-    is no group."""
+    """Sends tensors and bytes between the ranks of `process_group`. Without `process_group` these are the ranks of the
+    default group, or this process alone if there is no group. Raises torch's error if a launcher has started several
+    processes, and there is no group."""
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group: Any = process_group
